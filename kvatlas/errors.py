@@ -1,0 +1,48 @@
+"""Every error a user of kvatlas may see.
+
+KvatlasError                    one clear line: what was wrong, with which value, what was expected
+ |- InvalidValue                a value from outside breaks a rule of the contract (ValueError too)
+ |   |- WireError               bytes on the bus are not a message of ours, or of another version
+ |   `- EngineEventError        an engine's payload or event can't be understood
+ |- SettingsError               a flag or environment variable is wrong
+ |- Unreachable                 a server does not answer or refuses our credentials
+ |- LayoutMismatch              the store was laid out by another version or with other P, S
+ |- UnsuitableStore             the store's configuration would lose data (an evicting policy, a read-only replica)
+ `- NotSupported                this index was opened without what the call needs
+"""
+
+
+class KvatlasError(Exception):
+    """Its text is one line for a user."""
+
+
+class InvalidValue(KvatlasError, ValueError):
+    """A value from outside breaks a rule of the contract."""
+
+
+class WireError(InvalidValue):
+    """Bytes on the bus are not a message of ours, or of a version that we don't speak."""
+
+
+class EngineEventError(InvalidValue):
+    """An engine's payload or event can't be understood."""
+
+
+class SettingsError(KvatlasError):
+    """A flag or environment variable is wrong."""
+
+
+class Unreachable(KvatlasError):
+    """A server does not answer at its address, or refuses our credentials."""
+
+
+class LayoutMismatch(KvatlasError):
+    """The store was laid out by another version, or with another number of partitions or shards."""
+
+
+class UnsuitableStore(KvatlasError):
+    """The store's configuration would lose data."""
+
+
+class NotSupported(KvatlasError):
+    """This index was opened without what the call needs."""

@@ -1,0 +1,166 @@
+"""Fleet records: what a worker is, how it is, and how busy it is. Border types, checked by pydantic."""
+
+from enum import StrEnum
+from typing import Annotated, Any, Self, cast
+
+import msgpack
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
+
+WorkerId = Annotated[str, AfterValidator(check_worker_id)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Record(BaseModel):
+    """A frozen border value that travels as a msgpack map; unknown fields of a newer version are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    def pack(self) -> bytes:
+        return cast(bytes, msgpack.packb(self.model_dump(mode="json", exclude_none=True)))
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        """Raises InvalidValue, naming the first wrong field."""
+        try:
+            return cls.model_validate(msgpack.unpackb(payload))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise InvalidValue(f"{cls.__name__} field {where} is {first['input']!r:.80}: {first['msg']}") from error
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise InvalidValue(f"not a {cls.__name__}: {error}") from error
+
+
+class EngineKind(StrEnum):
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TENSORRT_LLM = "tensorrt_llm"
+    LMCACHE = "lmcache"
+    MOCK = "mock"
+
+
+class Role(StrEnum):
+    """What a worker computes: prefill alone, decode alone, or both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class EngineState(StrEnum):
+    """The engine's own state, from its health and metrics; not the sidecar's pulse."""
+
+    UP = "up"
+    DOWN = "down"
+    ASLEEP = "asleep"
+    DRAINING = "draining"
+
+
+class EngineEndpoint(_Record):
+    """A worker as a router needs to know it.
+
+    `base_url` is where the sidecar reaches the engine, `advertised_url` where routers do (absent: the same).
+    `transfer_groups` are the groups whose members' caches this worker can read from; none by default, and then nothing
+    held elsewhere is worth anything to it. `granularity`: every g-th block of a chain is announced.
+    """
+
+    id: WorkerId
+    kind: EngineKind
+    base_url: str = ""
+    advertised_url: str | None = None
+    role: Role = Role.BOTH
+    labels: dict[str, str] = Field(default_factory=dict)
+    model_id: str
+    tokenizer_id: str
+    tenant_id: str = DEFAULT_TENANT
+    locality_domain: str = ""
+    transfer_groups: tuple[str, ...] = ()
+    dp_rank: int | None = None
+    block_size: Annotated[int, Field(ge=1)] | None = None
+    block_bytes: Count = 0
+    granularity: Annotated[int, Field(ge=1)] = 1
+    eagle: bool = False
+
+    @property
+    def url(self) -> str:
+        """Where routers reach the engine."""
+        return self.advertised_url or self.base_url
+
+    @property
+    def pool_id(self) -> str:
+        return pool_id(self.model_id, self.tokenizer_id)
+
+
+class ForwardPassMetrics(_Record):
+    """An engine's forward-pass metrics; cache usage and prefix hit rate are fractions 0..1."""
+
+    active_request_slots: Count = 0
+    total_request_slots: Count = 0
+    active_kv_blocks: Count = 0
+    total_kv_blocks: Count = 0
+    requests_waiting: Count = 0
+    cache_usage: Fraction = 0.0
+    prefix_hit_rate: Fraction = 0.0
+
+
+class WorkerState(_Record):
+    """How busy a worker is. `sampled_us`: when the engine said so (microseconds since 1970)."""
+
+    id: WorkerId
+    locality_domain: str = ""
+    hbm_capacity_bytes: Count = 0
+    hbm_used_bytes: Count = 0
+    cpu_capacity_bytes: Count = 0
+    cpu_used_bytes: Count = 0
+    running_decodes: Count = 0
+    queued_prefill_tokens: Count = 0
+    forward_pass: ForwardPassMetrics = ForwardPassMetrics()
+    sampled_us: Count = 0
+
+
+class Heartbeat(_Record):
+    """Sent each second on `kvatlas.alive.<worker>`.
+
+    `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first: so a lost tail of an
+    idle worker is seen. `load` is absent where the engine does not tell it.
+    """
+
+    worker_id: WorkerId
+    incarnation: Annotated[int, Field(ge=0, lt=1 << 64)]
+    acked_seq: Annotated[int, Field(ge=-1)]
+    state: EngineState
+    endpoint: EngineEndpoint
+    load: WorkerState | None = None
+    sent_us: Count = 0
+
+
+class Liveness(StrEnum):
+    """What the partition's owner judges of a worker: lost after 5 s without a heartbeat, retired after 60 s."""
+
+    ALIVE = "alive"
+    LOST = "lost"
+
+
+class FleetRecord(_Record):
+    """One worker in its pool, as the owner last wrote it: what routers read."""
+
+    endpoint: EngineEndpoint
+    state: EngineState
+    liveness: Liveness
+    load: WorkerState | None = None
+    incarnation: int = 0
+    heard_us: Count = 0
+
+    @property
+    def routable(self) -> bool:
+        """May a router send requests there?"""
+        return self.liveness is Liveness.ALIVE and self.state is EngineState.UP
+
+
+def to_jsonable(record: _Record) -> dict[str, Any]:
+    """A record as JSON types, for `--json` output."""
+    return record.model_dump(mode="json")

@@ -1,0 +1,138 @@
+"""The hash chain that keys KV blocks: engine-neutral, computed from token ids alone.
+
+    local[i] = XXH3_64(tokens of block i as little-endian u32 [+ msgpack of the block's extra keys], seed 1337)
+    seq[0] = local[0];  seq[i] = XXH3_64(LE64(seq[i-1]) + LE64(local[i]), seed 1337)
+
+Equal to NVIDIA Dynamo's chain for plain blocks. Only full blocks have a hash. Hashes travel packed: 8 little-endian
+bytes each, so 512 blocks are one `bytes` of 4,096.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from struct import Struct
+from typing import Any
+
+import msgpack
+from xxhash import xxh3_64_intdigest
+
+from kvatlas.errors import InvalidValue
+
+SEED = 1337
+HASH_BYTES = 8
+MAX_TOKEN_ID = (1 << 32) - 1
+
+ExtraKeys = Sequence[Any] | None
+"""One block's extra keys (multimodal ids, cache salt), or None for a plain block."""
+
+TokenIds = Sequence[int]
+
+_PAIR = Struct("<QQ")
+
+
+def pack_tokens(tokens: TokenIds) -> bytes:
+    """Token ids as little-endian u32. Raises InvalidValue for an id that is not an integer in 0..2^32-1."""
+    if isinstance(tokens, (str, bytes, bytearray)):  # array() would take bytes as machine words
+        raise InvalidValue(f"token ids given as {type(tokens).__name__}; expected a sequence of integers")
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        bad = next((t for t in tokens if not isinstance(t, int) or not 0 <= t <= MAX_TOKEN_ID), tokens)
+        raise InvalidValue(f"token id {bad!r}; expected an integer from 0 to {MAX_TOKEN_ID}") from error
+    if sys.byteorder == "big":
+        packed = array("I", packed)
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def local_hash(tokens: TokenIds, extra_keys: ExtraKeys = None) -> int:
+    """64-bit hash of one block's own tokens and extra keys."""
+    return _local(pack_tokens(tokens), extra_keys)
+
+
+def _local(packed_tokens: bytes, extra_keys: ExtraKeys) -> int:
+    if extra_keys:
+        packed_tokens += msgpack.packb(list(extra_keys))
+    return xxh3_64_intdigest(packed_tokens, SEED)
+
+
+def extend_chain(
+    tokens: TokenIds,
+    block_size: int,
+    parent: int | None = None,
+    extra_keys: Sequence[ExtraKeys] | None = None,
+) -> bytes:
+    """Packed sequence hashes of the full blocks of `tokens`, going on from the block whose sequence hash is `parent`.
+
+    `extra_keys` has one entry a block (a shorter sequence leaves the later ones plain). A partial last block has no
+    hash. Raises InvalidValue for a block size below 1 or a token id beyond 32 bits.
+    """
+    if block_size < 1:
+        raise InvalidValue(f"block size {block_size}; expected at least 1")
+    count = len(tokens) // block_size
+    if not count:
+        pack_tokens(tokens)
+        return b""
+    packed = pack_tokens(tokens)[: count * block_size * 4]
+    blocks = Struct(f"{4 * block_size}s").iter_unpack(packed)
+    if extra_keys and any(extra_keys):
+        keys = [*extra_keys[:count], *[None] * (count - len(extra_keys))]
+        local_hashes = [_local(block, key) for (block,), key in zip(blocks, keys, strict=True)]
+    else:
+        local_hashes = [xxh3_64_intdigest(block, SEED) for (block,) in blocks]
+    values = iter(local_hashes)
+    chain: list[int] = []
+    if parent is None:
+        parent = next(values)
+        chain.append(parent)
+    pack = _PAIR.pack
+    for value in values:
+        parent = xxh3_64_intdigest(pack(parent, value), SEED)
+        chain.append(parent)
+    return pack_hashes(chain)
+
+
+def lazy_chain(
+    tokens: TokenIds, block_size: int, chunk_blocks: int, extra_keys: Sequence[ExtraKeys] | None = None
+) -> Iterator[bytes]:
+    """The whole chain of a prompt in packed chunks of up to `chunk_blocks`, each computed only when asked for.
+
+    A router stops asking as soon as nobody holds what it has: a long cold prompt is hashed only as far as it matches.
+    """
+    parent: int | None = None
+    for first in range(0, len(tokens) // block_size, chunk_blocks):
+        part = tokens[first * block_size : (first + chunk_blocks) * block_size]
+        chunk = extend_chain(part, block_size, parent, extra_keys[first:] if extra_keys else None)
+        parent = int.from_bytes(chunk[-HASH_BYTES:], "little")
+        yield chunk
+
+
+def unpack_hashes(packed: bytes) -> list[int]:
+    """Packed hashes as integers. Raises InvalidValue unless the length is a multiple of 8."""
+    if len(packed) % HASH_BYTES:
+        raise InvalidValue(f"packed hashes of {len(packed)} bytes; expected a multiple of {HASH_BYTES}")
+    values = array("Q", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """Integers as packed hashes. Raises InvalidValue for one outside 0..2^64-1."""
+    try:
+        values = array("Q", hashes)
+    except (OverflowError, TypeError) as error:
+        raise InvalidValue("a block hash is not an integer from 0 to 2^64-1") from error
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def thin(packed: bytes, granularity: int, first_index: int = 0) -> bytes:
+    """Every `granularity`-th hash of a chain: those with index % g == g-1, where the first has index `first_index`."""
+    if granularity == 1:
+        return packed
+    start = (granularity - 1 - first_index) % granularity
+    return b"".join(
+        packed[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in range(start, len(packed) // HASH_BYTES, granularity)
+    )

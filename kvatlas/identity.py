@@ -1,0 +1,105 @@
+"""Who a KV block belongs to: the identity scope, workers, and the pool that serves a model."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import cast
+
+import msgpack
+import xxhash
+
+from kvatlas.errors import InvalidValue
+
+DEFAULT_TENANT = "default"
+MAX_NAME_BYTES = 512
+SCOPE_ID_BYTES = 8
+
+_WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Identity scope: KV blocks are interchangeable only within one.
+
+    Matching is exact in all four fields; an absent adapter matches only an absent adapter.
+    Raises InvalidValue for an empty or overlong field.
+    """
+
+    model_id: str
+    tokenizer_id: str
+    adapter_id: str | None = None
+    tenant_id: str = DEFAULT_TENANT
+
+    def __post_init__(self) -> None:
+        for name in ("model_id", "tokenizer_id", "adapter_id", "tenant_id"):
+            value = getattr(self, name)
+            if value is None and name == "adapter_id":
+                continue
+            if not isinstance(value, str) or not 0 < len(value.encode()) <= MAX_NAME_BYTES:
+                raise InvalidValue(f"scope field {name} is {value!r}; expected text of 1 to {MAX_NAME_BYTES} bytes")
+
+    @property
+    def canonical(self) -> bytes:
+        """The scope's canonical msgpack: [model_id, tokenizer_id, adapter_id or nil, tenant_id]."""
+        return canonical_scope(self)
+
+    @property
+    def scope_id(self) -> bytes:
+        """8-byte BLAKE2b of the canonical form."""
+        return _scope_id(self)
+
+    @property
+    def pool_id(self) -> str:
+        """The pool of workers that serve this scope's model."""
+        return pool_id(self.model_id, self.tokenizer_id)
+
+    def __str__(self) -> str:
+        return f"{self.model_id}/{self.tokenizer_id}/{self.adapter_id or '-'}/{self.tenant_id}"
+
+
+@lru_cache(maxsize=65_536)
+def canonical_scope(scope: Scope) -> bytes:
+    fields = [scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id]
+    return cast(bytes, msgpack.packb(fields))
+
+
+@lru_cache(maxsize=65_536)
+def _scope_id(scope: Scope) -> bytes:
+    return blake2b(canonical_scope(scope), digest_size=SCOPE_ID_BYTES).digest()
+
+
+def scope_from_canonical(canonical: bytes) -> Scope:
+    """The inverse of `Scope.canonical`. Raises InvalidValue where the bytes are not one."""
+    try:
+        model_id, tokenizer_id, adapter_id, tenant_id = msgpack.unpackb(canonical)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise InvalidValue(f"not a canonical scope: {canonical[:64]!r}") from error
+    return Scope(model_id, tokenizer_id, adapter_id, tenant_id)
+
+
+def pool_id(model_id: str, tokenizer_id: str) -> str:
+    """16 hex digits: the 8-byte BLAKE2b of the canonical msgpack [model_id, tokenizer_id]."""
+    return blake2b(msgpack.packb([model_id, tokenizer_id]), digest_size=8).hexdigest()
+
+
+def check_worker_id(worker_id: str) -> str:
+    """The worker id itself. Raises InvalidValue unless it is 1 to 64 of `[A-Za-z0-9_-]`, so that it can be a subject token."""
+    if not isinstance(worker_id, str) or not _WORKER_ID.fullmatch(worker_id):
+        raise InvalidValue(f"worker id {worker_id!r}; expected 1 to 64 of A-Z a-z 0-9 _ -")
+    return worker_id
+
+
+def rank_worker_id(instance_id: str, dp_rank: int) -> str:
+    """The worker id of data-parallel rank `dp_rank` of an instance: `<instance>-dp<rank>`."""
+    return check_worker_id(f"{instance_id}-dp{dp_rank}")
+
+
+def partition_of(worker_id: str, partitions: int) -> int:
+    """The slice of the stream a worker's messages go to: XXH3_64(worker_id) modulo the number of partitions."""
+    return xxhash.xxh3_64_intdigest(worker_id.encode()) % partitions
+
+
+def shard_of(partition: int, shards: int) -> int:
+    """The slot of the store a partition's workers live in."""
+    return partition % shards

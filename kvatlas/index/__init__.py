@@ -1,0 +1,1 @@
+"""The residency index: one protocol, two implementations (memory, redis)."""

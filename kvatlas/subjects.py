@@ -1,0 +1,41 @@
+"""NATS subjects and the stream: one place that spells them."""
+
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import check_worker_id, partition_of
+
+STREAM = "KVATLAS_EVENTS"
+ALL_EVENTS = "kvatlas.events.*.*"
+ALL_ALIVE = "kvatlas.alive.*"
+
+
+def events_subject(worker_id: str, partitions: int) -> str:
+    """Where a worker's messages go; its publisher may write no other."""
+    return f"kvatlas.events.{partition_of(worker_id, partitions)}.{check_worker_id(worker_id)}"
+
+
+def partition_events(partition: int) -> str:
+    """The filter for all messages of one partition."""
+    return f"kvatlas.events.{partition}.*"
+
+
+def worker_of(subject: str) -> tuple[int, str]:
+    """(partition, worker id) of an events subject. Raises InvalidValue for another subject."""
+    parts = subject.split(".")
+    if len(parts) != 4 or parts[:2] != ["kvatlas", "events"] or not parts[2].isdigit():
+        raise InvalidValue(f"subject {subject!r}; expected kvatlas.events.<partition>.<worker>")
+    return int(parts[2]), parts[3]
+
+
+def alive_subject(worker_id: str) -> str:
+    """Heartbeats of one worker (core NATS)."""
+    return f"kvatlas.alive.{check_worker_id(worker_id)}"
+
+
+def control_subject(worker_id: str) -> str:
+    """Requests to a worker's publisher: snapshot, status, digest (core NATS, request and reply)."""
+    return f"kvatlas.control.{check_worker_id(worker_id)}"
+
+
+def grant_subject(partition: int) -> str:
+    """Requests to a partition's owner for leave to send a large snapshot (core NATS, request and reply)."""
+    return f"kvatlas.grant.{partition}"

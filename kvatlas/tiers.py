@@ -1,0 +1,53 @@
+"""Memory tiers a KV block can be held in, and the flags byte of a holder entry."""
+
+from enum import IntEnum
+
+from kvatlas.errors import InvalidValue
+
+
+class Tier(IntEnum):
+    """A tier; the value is its bit position in the flags byte. Nearest to the compute first."""
+
+    HBM = 0
+    REMOTE_HBM = 1
+    CPU_DRAM = 2
+    LOCAL_SSD = 3
+    OBJECT_STORE = 4
+
+    @property
+    def label(self) -> str:
+        """The tier's name as users write and read it."""
+        return self.name.lower()
+
+    @property
+    def flag(self) -> int:
+        return 1 << self
+
+
+FLAG_RESUMABLE = 1 << 5
+FLAG_PINNED = 1 << 6
+TIER_MASK = (1 << len(Tier)) - 1
+
+_ALIASES: dict[str, Tier] = {
+    **{tier.label: tier for tier in Tier},
+    **dict.fromkeys(("gpu", "gpu_memory", "vram"), Tier.HBM),
+    **dict.fromkeys(("remote_gpu", "remote_gpu_memory"), Tier.REMOTE_HBM),
+    **dict.fromkeys(("cpu", "dram", "host", "host_memory", "cpu_pinned"), Tier.CPU_DRAM),
+    **dict.fromkeys(("ssd", "nvme", "disk"), Tier.LOCAL_SSD),
+    **dict.fromkeys(("storage", "object", "obj", "s3", "blob", "external"), Tier.OBJECT_STORE),
+    # vLLM 0.26 and later: a file system tier (engine-events: media GPU, CPU, STORAGE, FS, OBJ)
+    "fs": Tier.LOCAL_SSD,
+}
+
+
+def parse_tier(name: str) -> Tier:
+    """The tier an alias stands for, in any case and with '-' for '_'. Raises InvalidValue for an unknown one."""
+    tier = _ALIASES.get(name.strip().lower().replace("-", "_")) if isinstance(name, str) else None
+    if tier is None:
+        raise InvalidValue(f"unknown tier {name!r}; expected one of {', '.join(sorted(_ALIASES))}")
+    return tier
+
+
+def tiers_of(flags: int) -> tuple[Tier, ...]:
+    """The tiers whose bits are set in a flags byte, nearest first."""
+    return tuple(tier for tier in Tier if flags & tier.flag)
