@@ -14,7 +14,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class _Record(BaseModel):
+class WireRecord(BaseModel):
     """A frozen border value that travels as a msgpack map; unknown fields of a newer version are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
@@ -60,7 +60,7 @@ class EngineState(StrEnum):
     DRAINING = "draining"
 
 
-class EngineEndpoint(_Record):
+class EngineEndpoint(WireRecord):
     """A worker as a router needs to know it.
 
     `base_url` is where the sidecar reaches the engine, `advertised_url` where routers do (absent: the same).
@@ -95,7 +95,7 @@ class EngineEndpoint(_Record):
         return pool_id(self.model_id, self.tokenizer_id)
 
 
-class ForwardPassMetrics(_Record):
+class ForwardPassMetrics(WireRecord):
     """An engine's forward-pass metrics; cache usage and prefix hit rate are fractions 0..1."""
 
     active_request_slots: Count = 0
@@ -107,7 +107,7 @@ class ForwardPassMetrics(_Record):
     prefix_hit_rate: Fraction = 0.0
 
 
-class WorkerState(_Record):
+class WorkerState(WireRecord):
     """How busy a worker is. `sampled_us`: when the engine said so (microseconds since 1970)."""
 
     id: WorkerId
@@ -122,7 +122,7 @@ class WorkerState(_Record):
     sampled_us: Count = 0
 
 
-class Heartbeat(_Record):
+class Heartbeat(WireRecord):
     """Sent each second on `kvatlas.alive.<worker>`.
 
     `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first: so a lost tail of an
@@ -145,7 +145,7 @@ class Liveness(StrEnum):
     LOST = "lost"
 
 
-class FleetRecord(_Record):
+class FleetRecord(WireRecord):
     """One worker in its pool, as the owner last wrote it: what routers read."""
 
     endpoint: EngineEndpoint
@@ -161,6 +161,6 @@ class FleetRecord(_Record):
         return self.liveness is Liveness.ALIVE and self.state is EngineState.UP
 
 
-def to_jsonable(record: _Record) -> dict[str, Any]:
+def to_jsonable(record: WireRecord) -> dict[str, Any]:
     """A record as JSON types, for `--json` output."""
     return record.model_dump(mode="json")

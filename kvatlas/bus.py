@@ -1,0 +1,139 @@
+"""NATS: connecting with clear errors, and the event stream."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, NotFoundError
+
+from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.redact import without_password
+from kvatlas.subjects import ALL_EVENTS, STREAM
+from kvatlas.wire import MAX_MESSAGE_BYTES
+
+FIRST_WAIT_S = 0.25
+LONGEST_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """How the event stream is kept. It is a change log: what it loses is told again by snapshots."""
+
+    replicas: int = 1
+    max_bytes: int = 1 << 30
+    max_age_s: int = 30 * 60
+    storage: Literal["file", "memory"] = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """Where the event stream stands. `creation_us` tells one stream from its successor of the same name."""
+
+    creation_us: int
+    first_seq: int
+    last_seq: int
+
+
+async def connect_nats(
+    url: str, *, name: str, wait: bool = True, on_wait: Callable[[str], None] | None = None
+) -> Client:
+    """A connected client that reconnects for ever.
+
+    With `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time.
+    Raises Unreachable, naming the address: at once without `wait`, and always for wrong credentials or a wrong URL.
+    """
+    pause_s = FIRST_WAIT_S
+    while True:
+        try:
+            return await _connect_once(url, name)
+        except (NatsError, OSError, TimeoutError, ValueError) as error:
+            line = f"NATS at {without_password(url)}: {_reason(error)}"
+            if not wait or isinstance(error, ValueError) or "authorization" in str(error).lower():
+                raise Unreachable(line) from error
+            if on_wait is not None:
+                on_wait(f"{line}; trying again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_WAIT_S)
+
+
+async def ensure_stream(client: Client, settings: StreamSettings) -> None:
+    """The event stream exists afterwards; one that is there already is left as its operator made it.
+
+    Raises KvatlasError where the server refuses, or the stream of that name holds other subjects.
+    """
+    jetstream = client.jetstream()
+    config = StreamConfig(
+        name=STREAM,
+        subjects=[ALL_EVENTS],
+        retention=RetentionPolicy.LIMITS,
+        max_age=settings.max_age_s,
+        max_bytes=settings.max_bytes,
+        discard=DiscardPolicy.OLD,
+        num_replicas=settings.replicas,
+        storage=StorageType(settings.storage),
+        duplicate_window=0.1,
+        max_msg_size=MAX_MESSAGE_BYTES + 64 * 1024,
+    )
+    try:
+        try:
+            found = await jetstream.stream_info(STREAM)
+        except NotFoundError:
+            await jetstream.add_stream(config)
+            return
+    except (APIError, NatsError, TimeoutError) as error:
+        raise KvatlasError(f"stream {STREAM} can't be made: {_reason(error)}") from error
+    if found.config.subjects != [ALL_EVENTS]:
+        raise KvatlasError(f"stream {STREAM} holds subjects {found.config.subjects}; expected {[ALL_EVENTS]}")
+
+
+async def stream_info(client: Client) -> StreamInfo:
+    """Raises NotFoundError where there is no stream, other nats errors where the server does not answer."""
+    # the raw answer: nats-py 2.16's StreamInfo drops the creation time's sub-second part on some versions
+    reply = await client.request(f"$JS.API.STREAM.INFO.{STREAM}", b"", timeout=5)
+    answer = json.loads(reply.data)
+    if "error" in answer:
+        APIError.from_error(answer["error"])  # raises the error that the code stands for
+    state = answer["state"]
+    return StreamInfo(_microseconds(answer["created"]), int(state["first_seq"]), int(state["last_seq"]))
+
+
+def _microseconds(rfc3339: str) -> int:
+    """Microseconds since 1970 of an RFC 3339 time with up to nine decimals."""
+    whole, _, fraction = rfc3339.rstrip("Z").partition(".")
+    seconds = int(datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp())
+    return seconds * 1_000_000 + int((fraction + "000000")[:6])
+
+
+async def _connect_once(url: str, name: str) -> Client:
+    client = Client()
+    # reconnecting is switched on after the first connection: nats-py would otherwise try for ever in silence
+    await client.connect(
+        url,
+        name=name,
+        allow_reconnect=False,
+        reconnect_time_wait=0.25,
+        connect_timeout=2,
+        ping_interval=5,
+        max_outstanding_pings=2,
+        pending_size=8 * 1024 * 1024,
+        error_cb=_quiet,
+    )
+    client.options["allow_reconnect"] = True
+    client.options["max_reconnect_attempts"] = -1
+    return client
+
+
+async def _quiet(_: Exception) -> None:
+    """nats-py prints each connection error with its traceback by default; what we act on is the client's state."""
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error).removeprefix("nats: ") or type(error).__name__

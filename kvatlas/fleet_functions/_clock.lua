@@ -1,0 +1,6 @@
+-- The store's own clock: replicas' clocks differ.
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end

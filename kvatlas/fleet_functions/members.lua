@@ -1,0 +1,30 @@
+-- Replicas of the indexer: who lives.
+
+-- beat: this member lives until now + ttl; returns all live members. Members whose time is over are taken out.
+-- KEYS: members   ARGV: member id, ttl ms
+redis.register_function('kvatlas_beat', function(keys, args)
+  local now = now_ms()
+  redis.call('HSET', keys[1], args[1], string.format('%d', now + tonumber(args[2])))
+  local live, flat = {}, redis.call('HGETALL', keys[1])
+  for i = 1, #flat, 2 do
+    if tonumber(flat[i + 1]) > now then
+      live[#live + 1] = flat[i]
+    else
+      redis.call('HDEL', keys[1], flat[i])
+    end
+  end
+  return live
+end)
+
+-- leave: the member and all its leases are gone.
+-- KEYS: members, leases   ARGV: member id
+redis.register_function('kvatlas_leave', function(keys, args)
+  redis.call('HDEL', keys[1], args[1])
+  local flat = redis.call('HGETALL', keys[2])
+  for i = 1, #flat, 2 do
+    if string.match(flat[i + 1], '^%d+ (.*)$') == args[1] then
+      redis.call('HDEL', keys[2], flat[i])
+    end
+  end
+  return {}
+end)

@@ -1,0 +1,116 @@
+"""Fleet state in the store: worker records by pool, replicas of the indexer, and their leases.
+
+    kva:{fleet}:members   HASH  member id -> expiry (ms of the store's clock)
+    kva:{fleet}:leases    HASH  partition -> "<expiry ms> <member id>"
+    kva:{fleet}:pools     SET   pool ids
+    kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord
+
+Leases only save work; nothing that must be right depends on them.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from redis.exceptions import ResponseError
+
+from kvatlas.errors import Unreachable
+from kvatlas.fleet import FleetRecord
+from kvatlas.store import UNREACHABLE, Store, function_library, reason
+
+MEMBERS = "kva:{fleet}:members"
+LEASES = "kva:{fleet}:leases"
+POOLS = "kva:{fleet}:pools"
+
+LIBRARY = "kvatlas_fleet"
+FUNCTIONS = Path(__file__).parent / "fleet_functions"
+
+
+def pool_workers_key(pool_id: str) -> str:
+    return f"kva:{{pool:{pool_id}}}:workers"
+
+
+class FleetStore:
+    """Raises Unreachable from every call where the store does not answer."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def write(self, records: Mapping[str, FleetRecord]) -> None:
+        """Write workers' records. The owner of a worker's partition alone does this."""
+        by_pool: dict[str, dict[str, bytes]] = {}
+        for worker_id, record in records.items():
+            by_pool.setdefault(record.endpoint.pool_id, {})[worker_id] = record.pack()
+        try:
+            for pool_id, packed in by_pool.items():
+                await self._store.client.hset(pool_workers_key(pool_id), mapping=packed)
+            if by_pool:
+                await self._store.client.sadd(POOLS, *by_pool)
+        except UNREACHABLE as error:
+            raise self._unreachable(error) from error
+
+    async def forget(self, worker_id: str, pool_id: str) -> None:
+        """Take a worker out of its pool."""
+        try:
+            await self._store.client.hdel(pool_workers_key(pool_id), worker_id)
+        except UNREACHABLE as error:
+            raise self._unreachable(error) from error
+
+    async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
+        """The workers of one pool. Raises InvalidValue for a record of an unknown form."""
+        try:
+            found = await self._store.client.hgetall(pool_workers_key(pool_id))
+        except UNREACHABLE as error:
+            raise self._unreachable(error) from error
+        return {worker_id.decode(): FleetRecord.unpack(packed) for worker_id, packed in found.items()}
+
+    async def pools(self) -> list[str]:
+        """Every pool id that was ever written to."""
+        try:
+            return sorted(pool_id.decode() for pool_id in await self._store.client.smembers(POOLS))
+        except UNREACHABLE as error:
+            raise self._unreachable(error) from error
+
+    async def all(self) -> dict[str, FleetRecord]:
+        """Every worker of every pool."""
+        records: dict[str, FleetRecord] = {}
+        for pool_id in await self.pools():
+            records.update(await self.pool(pool_id))
+        return records
+
+    async def beat(self, member_id: str, ttl_ms: int) -> list[str]:
+        """Say that this replica lives for `ttl_ms` from now; the live members, this one among them, sorted."""
+        return sorted(member.decode() for member in await self._fcall("kvatlas_beat", [MEMBERS], [member_id, ttl_ms]))
+
+    async def leave(self, member_id: str) -> None:
+        """Give up membership and every lease at once."""
+        await self._fcall("kvatlas_leave", [MEMBERS, LEASES], [member_id])
+
+    async def claim(self, member_id: str, ttl_ms: int, partitions: Sequence[int]) -> list[int]:
+        """Take or renew the leases among `partitions` that are free, expired or one's own; those held now, ascending."""
+        if not partitions:
+            return []
+        held = await self._fcall("kvatlas_claim", [LEASES], [member_id, ttl_ms, *partitions])
+        return sorted(int(partition) for partition in held)
+
+    async def release(self, member_id: str, partitions: Sequence[int]) -> None:
+        """Give up the leases among `partitions` that are one's own."""
+        if partitions:
+            await self._fcall("kvatlas_release", [LEASES], [member_id, *partitions])
+
+    async def leases(self) -> dict[int, str]:
+        """Who holds which partition's lease, expired ones left out."""
+        flat = await self._fcall("kvatlas_leases", [LEASES], [])
+        return {int(flat[i]): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+
+    async def _fcall(self, function: str, keys: Sequence[str], args: Sequence[str | int]) -> list[bytes]:
+        try:
+            return list(await self._store.fcall(function, keys, args) or [])
+        except ResponseError as error:
+            if "Function not found" not in str(error):
+                raise
+            # the first call ever, or somebody flushed the functions: loading them again is always right
+            await self._store.load_functions(function_library(FUNCTIONS, f"#!lua name={LIBRARY}"))
+            return list(await self._store.fcall(function, keys, args) or [])
+
+    def _unreachable(self, error: BaseException) -> Unreachable:
+        return Unreachable(f"{self._store.name}: {reason(error)}")

@@ -1,0 +1,142 @@
+"""Redis or Valkey: connecting with clear errors, and calling server-side functions."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis.asyncio as redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ClusterError,
+    NoPermissionError,
+    RedisClusterException,
+    RedisError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.redact import without_password
+
+CLUSTER_SCHEME = "redis+cluster"
+FIRST_WAIT_S = 0.25
+LONGEST_WAIT_S = 5.0
+CALL_TIMEOUT_S = 5.0
+
+UNREACHABLE = (
+    RedisConnectionError,
+    RedisTimeoutError,
+    BusyLoadingError,
+    ClusterError,
+    RedisClusterException,
+    ConnectionError,
+    TimeoutError,
+    OSError,
+)
+"""What a store that does not answer raises; anything else it raises is an answer."""
+
+
+class Store:
+    """A connection pool to one store, standalone or cluster; safe to share between tasks of one event loop."""
+
+    def __init__(self, client: "redis.Redis | RedisCluster", url: str) -> None:
+        self.client: Any = client  # redis-py types its sync and async answers as unions
+        self.url = url
+        self.name = f"Redis at {without_password(url)}"
+
+    @property
+    def is_cluster(self) -> bool:
+        return isinstance(self.client, RedisCluster)
+
+    async def fcall(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+        """Call a server-side function. Raises Unreachable, or redis' ResponseError for an error the server answers."""
+        return await self._call("FCALL", function, keys, args)
+
+    async def fcall_ro(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+        """Call a read-only server-side function; see `fcall`."""
+        return await self._call("FCALL_RO", function, keys, args)
+
+    async def _call(self, command: str, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+        try:
+            return await self.client.execute_command(command, function, len(keys), *keys, *args)
+        except UNREACHABLE as error:
+            raise Unreachable(f"{self.name}: {reason(error)}") from error
+
+    async def load_functions(self, code: str) -> None:
+        """Load a function library, replacing an older one, on every primary."""
+        try:
+            if self.is_cluster:
+                await self.client.execute_command(
+                    "FUNCTION LOAD", "REPLACE", code, target_nodes=RedisCluster.PRIMARIES
+                )
+            else:
+                await self.client.execute_command("FUNCTION LOAD", "REPLACE", code)
+        except UNREACHABLE as error:
+            raise Unreachable(f"{self.name}: {reason(error)}") from error
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None) -> Store:
+    """A store that has answered once.
+
+    `url`: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` (any node of a cluster). With `wait` an unreachable
+    server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises Unreachable, naming
+    the address: at once without `wait`, and always for wrong credentials; InvalidValue for another URL.
+    """
+    pause_s = FIRST_WAIT_S
+    while True:
+        store = Store(_client(url), url)
+        try:
+            await store.client.ping()
+            return store
+        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+            await store.close()
+            raise Unreachable(f"{store.name}: {error}") from error
+        except (RedisError, OSError, TimeoutError) as error:
+            await store.close()
+            line = f"{store.name}: {reason(error)}"
+            if not wait:
+                raise Unreachable(line) from error
+            if on_wait is not None:
+                on_wait(f"{line}; trying again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_WAIT_S)
+
+
+def reason(error: BaseException) -> str:
+    """One line of what a client library says."""
+    if isinstance(error, (RedisTimeoutError, TimeoutError)):
+        return "no answer in time"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _client(url: str) -> "redis.Redis | RedisCluster":
+    scheme = urlsplit(url).scheme
+    # no hidden retries: who calls knows whether a second call is right
+    retry = Retry(NoBackoff(), 0)
+    try:
+        if scheme == CLUSTER_SCHEME:
+            return RedisCluster.from_url(
+                "redis" + url.removeprefix(CLUSTER_SCHEME), socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2
+            )
+        if scheme in ("redis", "rediss", "unix"):
+            return redis.Redis.from_url(url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=retry)
+    except ValueError as error:
+        raise InvalidValue(f"Redis URL {without_password(url)!r}: {error}") from error
+    raise InvalidValue(
+        f"Redis URL {without_password(url)!r}; expected redis://, rediss://, unix:// or {CLUSTER_SCHEME}://"
+    )
+
+
+def function_library(folder: Path, header: str) -> str:
+    """One library of a folder's `.lua` files in order of their names, behind the shebang line."""
+    return "\n".join([header, *(path.read_text() for path in sorted(folder.glob("*.lua")))])
