@@ -23,6 +23,7 @@ POOLS = "kva:{fleet}:pools"
 
 LIBRARY = "kvatlas_fleet"
 FUNCTIONS = Path(__file__).parent / "fleet_functions"
+SHARED = ("_clock",)
 
 
 def pool_workers_key(pool_id: str) -> str:
@@ -109,7 +110,7 @@ class FleetStore:
             if "Function not found" not in str(error):
                 raise
             # the first call ever, or somebody flushed the functions: loading them again is always right
-            await self._store.load_functions(function_library(FUNCTIONS, f"#!lua name={LIBRARY}"))
+            await self._store.load_functions(function_library(LIBRARY, FUNCTIONS, SHARED))
             return list(await self._store.fcall(function, keys, args) or [])
 
     def _unreachable(self, error: BaseException) -> Unreachable:

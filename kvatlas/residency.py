@@ -89,6 +89,31 @@ class ShardRuns:
                 depths[self.names[holder]] = position
         return depths
 
+    def held(self) -> dict[str, list[tuple[int, int]]]:
+        """Every active worker's (length, flags byte) runs from the prompt's start, in one pass over the runs."""
+        held: dict[str, list[tuple[int, int]]] = {}
+        since: dict[int, tuple[int, int]] = {}  # holder: where its current flags began, and they
+        before: frozenset[int] = frozenset()
+        position = 0
+        for i, (value, length) in enumerate(zip(self.values, self.lengths, strict=True)):
+            here = frozenset(_entries(value))
+            gone = before - here
+            ended = {entry >> 8 for entry in gone}
+            if i:  # a holder that comes later does not hold the start: it announces another granularity
+                here -= {entry for entry in here - before if entry >> 8 not in ended}
+            for holder in ended:
+                start, flags = since.pop(holder)
+                if holder in self.names:
+                    held.setdefault(self.names[holder], []).append((position - start, flags))
+            for entry in here - before:
+                since[entry >> 8] = (position, entry & 0xFF)
+            before = here
+            position += length
+        for holder, (start, flags) in since.items():
+            if holder in self.names:
+                held.setdefault(self.names[holder], []).append((position - start, flags))
+        return held
+
     def flags_of(self, worker_id: str) -> list[tuple[int, int]]:
         """(length, flags byte) of each run, as far as the worker holds the prompt."""
         numbers = {number for number, name in self.names.items() if name == worker_id}
@@ -123,6 +148,13 @@ class Overlap:
         for shard in self.shards:
             depths.update(shard.depths())  # a worker lives in one shard
         return depths
+
+    def held(self) -> dict[str, list[tuple[int, int]]]:
+        """Every worker's (length, flags byte: see `kvatlas.tiers`) runs from the prompt's start; absent: it holds none."""
+        held: dict[str, list[tuple[int, int]]] = {}
+        for shard in self.shards:
+            held.update(shard.held())  # a worker lives in one shard
+        return held
 
     def flags_of(self, worker_id: str) -> list[tuple[int, int]]:
         """(length, flags byte: see `kvatlas.tiers`) of each run, as far as the worker holds the prompt."""

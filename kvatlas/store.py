@@ -137,6 +137,8 @@ def _client(url: str) -> "redis.Redis | RedisCluster":
     )
 
 
-def function_library(folder: Path, header: str) -> str:
-    """One library of a folder's `.lua` files in order of their names, behind the shebang line."""
-    return "\n".join([header, *(path.read_text() for path in sorted(folder.glob("*.lua")))])
+def function_library(name: str, folder: Path, shared: Sequence[str]) -> str:
+    """One library of a folder's `.lua` files: `shared` first, in this order (their locals serve the rest), then the others,
+    a file a command."""
+    commands = sorted(path.stem for path in folder.glob("*.lua") if path.stem not in shared)
+    return "\n".join([f"#!lua name={name}", *((folder / f"{stem}.lua").read_text() for stem in (*shared, *commands))])

@@ -86,8 +86,8 @@ def decode_raw(payload: bytes) -> RawMessage:
         check_worker_id(worker_id)
     except InvalidValue as error:
         raise WireError(str(error)) from error
-    if type(incarnation) is not int or not 0 <= incarnation <= MAX_INCARNATION:
-        raise WireError(f"incarnation {incarnation!r}; expected an integer of 64 bits")
+    if type(incarnation) is not int or not 1 <= incarnation <= MAX_INCARNATION:
+        raise WireError(f"incarnation {incarnation!r}; expected 1 to 2^64-1")
     if type(seq) is not int or not 0 <= seq <= MAX_SEQ:
         raise WireError(f"seq {seq!r}; expected an integer of 53 bits")
     if type(ts_us) is not int or ts_us < 0:

@@ -33,12 +33,15 @@ class Position:
 class PartitionBatch:
     """Messages of one partition in stream order, and the position after the last of them.
 
-    `position` None applies messages without a stream (direct writes).
+    `position` None applies messages without a stream (direct writes). `after_seq` is the stream seq before the first
+    message: where the store stands before it (it lost its last writes), or in another stream, nothing is applied and the
+    partition is among `Applied.moved`.
     """
 
     partition: int
     messages: Sequence[RawMessage]
     position: Position | None = None
+    after_seq: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

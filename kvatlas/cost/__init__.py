@@ -1,0 +1,19 @@
+"""What a request costs on a worker, in microseconds, term by term: one protocol, two profiles."""
+
+from kvatlas.cost.engine import EngineProfile, EngineRates, ReadRate
+from kvatlas.cost.plan import Cost, CostProfile, CostTerm, Load, Piece, Plan, mean_load
+from kvatlas.cost.quillcache import QuillcacheProfile
+
+__all__ = [
+    "Cost",
+    "CostProfile",
+    "CostTerm",
+    "EngineProfile",
+    "EngineRates",
+    "Load",
+    "Piece",
+    "Plan",
+    "QuillcacheProfile",
+    "ReadRate",
+    "mean_load",
+]

@@ -1,0 +1,127 @@
+"""Cost profile `engine`, the default: what the engine will really spend, from rates of the worker.
+
+    TTFT  = backlog / prefill rate + transfer + prefill(new tokens, cached tokens)
+    TPOT  = t0 + t1 x running requests + t2 x KV tokens
+    score = TTFT + expected output tokens x TPOT
+
+The default rates are those of an 8-billion-parameter model with grouped-query attention (32 layers, hidden size 4,096,
+8 KV heads of 128, 16-bit) on one accelerator of about 400 TFLOP/s and 3 TB/s in practice:
+
+- a prompt token is 16 GFLOP: 40 us; attention adds 4 x 4,096 x 32 FLOP for each token it looks back at: 0.0013 us.
+- a decode step reads 16 GB of weights: 5,300 us, with launch overhead 7,000 us (t0); each running request adds its own
+  compute and sampling: 40 us (t1); each KV token is 128 KiB to read: 0.045 us (t2).
+- a transfer is a set-up and a bandwidth: remote HBM 100 us and 40 GiB/s; CPU DRAM 50 us and 20 GiB/s; local SSD 200 us
+  and 5 GiB/s; object store 20,000 us and 0.8 GiB/s. Another worker's lower tier crosses the network as well.
+
+Only differences between candidates matter for a choice; the rates may be set for the pool and for each worker.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from kvatlas.cost.plan import MIB_BYTES, Cost, CostTerm, Piece, Plan
+from kvatlas.errors import InvalidValue
+from kvatlas.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRate:
+    """What reading one contiguous piece from a tier takes: `setup_us` once, `us_per_mib` for its size."""
+
+    setup_us: float
+    us_per_mib: float
+
+    def __post_init__(self) -> None:
+        if not (self.setup_us >= 0 and self.us_per_mib >= 0):
+            raise InvalidValue(f"read rate {self}; expected no negative number")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRates:
+    """One worker's rates; defaults: see the module. Raises InvalidValue for a negative one.
+
+    `tokens_per_waiting_request` stands in for queued tokens where an engine only tells how many requests wait.
+    `kv_bytes_per_token` sizes a transfer where the fleet record has no block bytes.
+    """
+
+    prefill_us_per_token: float = 40.0
+    attention_us_per_token_pair: float = 0.0013
+    tpot_base_us: float = 7_000.0
+    tpot_us_per_running: float = 40.0
+    tpot_us_per_kv_token: float = 0.045
+    tokens_per_waiting_request: int = 1_024
+    kv_bytes_per_token: int = 131_072
+    remote_hbm: ReadRate = ReadRate(100.0, 25.0)
+    cpu_dram: ReadRate = ReadRate(50.0, 50.0)
+    local_ssd: ReadRate = ReadRate(200.0, 200.0)
+    object_store: ReadRate = ReadRate(20_000.0, 1_250.0)
+    domain_us: float = 350.0
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if not isinstance(value, ReadRate) and not value >= 0:
+                raise InvalidValue(f"engine rate {name} is {value}; expected 0 or more")
+
+    def read_rate(self, tier: Tier) -> ReadRate:
+        """The rate of a tier other than the worker's own HBM."""
+        match tier:
+            case Tier.HBM | Tier.REMOTE_HBM:
+                return self.remote_hbm
+            case Tier.CPU_DRAM:
+                return self.cpu_dram
+            case Tier.LOCAL_SSD:
+                return self.local_ssd
+            case Tier.OBJECT_STORE:
+                return self.object_store
+
+    def prefill_us(self, new_tokens: int, cached_tokens: int) -> float:
+        """Computing `new_tokens` behind `cached_tokens`: each looks back at all before it."""
+        pairs = new_tokens * (cached_tokens + new_tokens / 2)
+        return self.prefill_us_per_token * new_tokens + self.attention_us_per_token_pair * pairs
+
+    def read_us(self, piece: Piece) -> float:
+        """Reading one piece; nothing for what is at hand."""
+        if piece.at_hand:
+            return 0.0
+        mib = (piece.bytes or piece.tokens * self.kv_bytes_per_token) / MIB_BYTES
+        rate = self.read_rate(piece.price_tier)
+        us = rate.setup_us + rate.us_per_mib * mib
+        if not piece.own and piece.price_tier is not Tier.REMOTE_HBM:
+            us += self.remote_hbm.us_per_mib * mib
+        return us if piece.own or piece.same_domain else us + self.domain_us
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """See the module. `by_worker` has the rates of single workers, `rates` those of all others."""
+
+    rates: EngineRates = EngineRates()
+    by_worker: Mapping[str, EngineRates] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return "engine"
+
+    def price(self, plan: Plan) -> Cost:
+        rates = self.by_worker.get(plan.worker_id, self.rates)
+        load, cached, new = plan.load, plan.cached_tokens, plan.new_tokens
+        backlog = load.queued_prefill_tokens or load.waiting_requests * rates.tokens_per_waiting_request
+        moved = [piece for piece in plan.pieces if not piece.at_hand]
+        running, kv_tokens = load.running_decodes + 1, load.kv_tokens + plan.input_tokens
+        output = plan.output_tokens
+        moved_tokens = sum(piece.tokens for piece in moved)
+        steps_us = round(output * rates.tpot_base_us)
+        running_us = round(output * rates.tpot_us_per_running * running)
+        kv_us = round(output * rates.tpot_us_per_kv_token * kv_tokens)
+        terms = (
+            CostTerm("backlog", round(rates.prefill_us_per_token * backlog), backlog, "queued tokens"),
+            CostTerm("transfer", round(sum(rates.read_us(piece) for piece in moved)), moved_tokens, "tokens"),
+            CostTerm("prefill", round(rates.prefill_us(new, cached)), new, "new tokens"),
+            CostTerm("decode_steps", steps_us, output, "tokens"),
+            CostTerm("decode_running", running_us, running, "running requests"),
+            CostTerm("decode_kv", kv_us, kv_tokens, "KV tokens"),
+        )
+        ttft_us = terms[0].us + terms[1].us + terms[2].us
+        tpot = rates.tpot_base_us + rates.tpot_us_per_running * running + rates.tpot_us_per_kv_token * kv_tokens
+        return Cost(self.name, terms, ttft_us + steps_us + running_us + kv_us, ttft_us, round(tpot))

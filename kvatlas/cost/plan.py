@@ -1,0 +1,139 @@
+"""What a worker would do for a request, and the price of it: the plan a profile prices, and the terms it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvatlas.fleet import WorkerState
+from kvatlas.tiers import Tier
+
+MIB_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A contiguous run of cached tokens that is read in one go, from one tier of one worker.
+
+    `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or in the candidate's locality
+    domain. `bytes` 0: the size of a block is not known.
+    """
+
+    tokens: int
+    bytes: int
+    tier: Tier
+    own: bool = True
+    same_domain: bool = True
+
+    @property
+    def price_tier(self) -> Tier:
+        """The tier that its price is of: HBM of another worker is remote HBM."""
+        return Tier.REMOTE_HBM if self.tier is Tier.HBM and not self.own else self.tier
+
+    @property
+    def at_hand(self) -> bool:
+        """In the candidate's own HBM: nothing is transferred."""
+        return self.own and self.tier is Tier.HBM
+
+    @property
+    def mib(self) -> int:
+        """Its size in MiB, rounded up, at least 1."""
+        return max(1, -(-self.bytes // MIB_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a worker is, as far as cost needs it. `kv_tokens`: tokens whose KV its running requests hold."""
+
+    running_decodes: int = 0
+    queued_prefill_tokens: int = 0
+    waiting_requests: int = 0
+    kv_tokens: int = 0
+
+    @classmethod
+    def of(cls, state: WorkerState, block_size: int) -> "Load":
+        """A worker's reported state; where it tells no running decodes, its occupied request slots count."""
+        forward = state.forward_pass
+        return cls(
+            running_decodes=state.running_decodes or forward.active_request_slots,
+            queued_prefill_tokens=state.queued_prefill_tokens,
+            waiting_requests=forward.requests_waiting,
+            kv_tokens=forward.active_kv_blocks * block_size,
+        )
+
+
+def mean_load(loads: Sequence[Load]) -> Load:
+    """The mean of known loads, rounded up: what a worker that tells nothing is taken to have. Idle where none tells."""
+    if not loads:
+        return Load()
+    count = len(loads)
+    return Load(
+        -(-sum(load.running_decodes for load in loads) // count),
+        -(-sum(load.queued_prefill_tokens for load in loads) // count),
+        -(-sum(load.waiting_requests for load in loads) // count),
+        -(-sum(load.kv_tokens for load in loads) // count),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one worker would do for one request: read `pieces`, compute the rest of the prompt, then decode."""
+
+    worker_id: str
+    input_tokens: int
+    output_tokens: int
+    pieces: Sequence[Piece] = ()
+    load: Load = Load()
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(piece.tokens for piece in self.pieces)
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens to compute."""
+        return self.input_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerm:
+    """One summand of a score: `us` for `amount` of `unit` ("tokens", "MiB", ...)."""
+
+    name: str
+    us: int
+    amount: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.us} us ({self.amount} {self.unit})"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A price: its terms, their sum, and where the profile predicts them the time to the first and to each next token."""
+
+    profile: str
+    terms: tuple[CostTerm, ...]
+    score_us: int
+    ttft_us: int | None = None
+    tpot_us: int | None = None
+
+    def explain(self) -> str:
+        """`<score> us = term + term + ...`, without the terms that are zero."""
+        terms = " + ".join(str(term) for term in self.terms if term.us) or "nothing"
+        return f"{self.score_us} us = {terms}"
+
+
+class CostProfile(Protocol):
+    """A way to price a plan.
+
+    Promises: pure (equal plans, equal costs); the terms are not negative and sum to the score; the same terms in the
+    same order for every plan, so that costs can be compared term by term; fewer new tokens with all else equal never
+    cost more.
+    """
+
+    @property
+    def name(self) -> str:
+        """The profile's name, as users choose it."""
+
+    def price(self, plan: Plan) -> Cost:
+        """The cost of a plan, in whole microseconds."""

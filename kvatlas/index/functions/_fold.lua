@@ -1,0 +1,238 @@
+-- The fold of one worker's messages. Its record is read in the same call, never trusted from the caller: a replay, a
+-- zombie, a second owner change nothing.
+
+-- self is one worker in the call: {c = the call, worker, record, uses, digests, marks, pending}
+
+local function flush(self)
+  local pending = self.pending
+  if not pending then
+    return
+  end
+  self.pending = nil
+  local changed, bytes = change_blocks(pending.op, pending.n == 1 and pending[1] or table.concat(pending, '', 1, pending.n))
+  local count = self.c.count
+  if pending.op.store then
+    count.stored = count.stored + changed
+  else
+    count.removed = count.removed + changed
+  end
+  count.bytes = count.bytes + bytes
+end
+
+local function digest_for(self, holder)
+  local digest = self.digests[holder]
+  if not digest then
+    digest = read_digest(self.c.k.digests, holder)
+    self.digests[holder] = digest
+  end
+  return digest
+end
+
+-- The holder has blocks of this scope from now on: a sweep must look there.
+local function touch(self, holder, scope_id)
+  local mark = holder .. scope_id
+  if self.marks[mark] then
+    return
+  end
+  self.marks[mark] = true
+  local touched = redis.call('HGET', self.c.k.touched, holder) or ''
+  local at = string.find(touched, scope_id, 1, true)
+  while at and at % 16 ~= 1 do
+    at = string.find(touched, scope_id, at + 1, true)
+  end
+  if not at then
+    redis.call('HSET', self.c.k.touched, holder, touched .. scope_id .. self.uses[scope_id])
+  end
+end
+
+local function queue(self, holder, event, store)
+  local scope_id, tier, flags = event[2], event[3], store and event[7] or 0
+  local pending = self.pending
+  if pending then
+    local op = pending.op
+    if op.store == store and op.tier == tier and op.scope_id == scope_id and op.holder == holder and op.flags == flags then
+      local n = pending.n + 1
+      pending[n] = event[4]
+      pending.n = n
+      return
+    end
+    flush(self)
+  end
+  local scope = self.c.scopes[scope_id]
+  self.pending = { event[4], n = 1, op = {
+    blocks = scope.blocks, scope_id = scope_id, holder = holder, tier = tier, flags = flags, store = store,
+    digest = digest_for(self, holder), scope_low = scope.low, scope_high = scope.high, side = scope.side,
+  } }
+  if store then
+    touch(self, holder, scope_id)
+  end
+end
+
+local function remember_parents(self, event)
+  local side = self.c.scopes[event[2]].side
+  if side then
+    local parent = event[5] or ''
+    for _, hash in ipairs(split(event[4])) do
+      link(side, hash, parent)
+      parent = hash
+    end
+  end
+end
+
+local function same_digest(a, b)
+  for i = 1, 15 do
+    if a[i] ~= b[i] then
+      return false
+    end
+  end
+  return true
+end
+
+local function want(record, incarnation, seq)
+  if below(record[WANT_INC], incarnation) then
+    record[WANT_INC], record[WANT_SEQ] = incarnation, seq
+  elseif record[WANT_INC] == incarnation and record[WANT_SEQ] < seq then
+    record[WANT_SEQ] = seq
+  end
+end
+
+local function close(self)
+  flush(self)
+  close_worker(self.c.k, self.record, self.worker)
+end
+
+-- What one event does; each returns false where the worker was closed.
+local act = {}
+
+act[CODE.stored] = function(self, event)
+  local record = self.record
+  local holder = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
+  if self.c.oom then
+    record[OOM] = 1
+    close(self)
+    return false
+  end
+  if holder == '' then
+    close(self)
+    return false
+  end
+  queue(self, holder, event, true)
+  remember_parents(self, event)
+  return true
+end
+
+act[CODE.chunk] = function(self, event)
+  if self.record[LOADING] == '' then
+    close(self)
+    return false
+  end
+  self.record[CHUNKS] = self.record[CHUNKS] + 1
+  return act[CODE.stored](self, event)
+end
+
+act[CODE.removed] = function(self, event)
+  local record = self.record
+  local holder = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
+  if holder == '' then
+    close(self)
+    return false
+  end
+  queue(self, holder, event, false)
+  return true
+end
+
+act[CODE.cleared] = function(self)
+  flush(self)
+  local record, k = self.record, self.c.k
+  local slot, state = ACTIVE, 'a'
+  if record[LOADING] ~= '' then
+    slot, state = LOADING, 'l'
+  end
+  retire_holder(k, record[slot], self.worker)
+  record[slot] = allocate(k, state, self.worker, self.c.reuse_ms)
+  return true
+end
+
+act[CODE.begin] = function(self)
+  flush(self)
+  local record, k = self.record, self.c.k
+  if record[SEQ] ~= 0 then -- only the first message of an incarnation begins a snapshot
+    close(self)
+    return false
+  end
+  retire_holder(k, record[LOADING], self.worker)
+  record[LOADING] = allocate(k, 'l', self.worker, self.c.reuse_ms)
+  record[CHUNKS] = 0
+  return true
+end
+
+act[CODE.ending] = function(self, event)
+  flush(self)
+  local record, k = self.record, self.c.k
+  if record[LOADING] == '' then
+    close(self)
+    return false
+  end
+  if record[CHUNKS] ~= event[2] or not same_digest(digest_for(self, record[LOADING]), event[3]) then
+    -- what the last incarnation told goes on answering until the next one is whole
+    self.c.count.failed_checks = self.c.count.failed_checks + 1
+    retire_holder(k, record[LOADING], self.worker)
+    record[LOADING], record[BAD], record[CLOSED] = '', 1, 1
+    return false
+  end
+  retire_holder(k, record[ACTIVE], self.worker)
+  activate_holder(k, record[LOADING], self.worker)
+  record[ACTIVE], record[LOADING] = record[LOADING], ''
+  return true
+end
+
+act[CODE.checkpoint] = function(self, event)
+  flush(self)
+  local record = self.record
+  local holder = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
+  if holder == '' or not same_digest(digest_for(self, holder), event[2]) then
+    self.c.count.failed_checks = self.c.count.failed_checks + 1
+    record[BAD] = 1
+  end
+  return true
+end
+
+-- The fence: is this message the next one of the newest incarnation?
+local function fold(self, incarnation, seq, events)
+  local record, count = self.record, self.c.count
+  if incarnation ~= record[INC] then
+    if below(incarnation, record[INC]) then
+      count.stale = count.stale + 1
+      return
+    end
+    if seq ~= 0 or not events[1] or events[1][1] ~= CODE.begin then
+      want(record, incarnation, seq)
+      count.gaps = count.gaps + 1
+      return
+    end
+    flush(self)
+    record[INC], record[BAD], record[CLOSED], record[OOM] = incarnation, 0, 0, 0
+  else
+    if seq <= record[SEQ] then
+      count.duplicates = count.duplicates + 1
+      return
+    end
+    if record[CLOSED] == 1 then
+      want(record, incarnation, seq)
+      count.refused = count.refused + 1
+      return
+    end
+    if seq ~= record[SEQ] + 1 then
+      want(record, incarnation, seq)
+      count.gaps = count.gaps + 1
+      return
+    end
+  end
+  record[SEQ] = seq
+  count.applied = count.applied + 1
+  for i = 1, #events do
+    if not act[events[i][1]](self, events[i]) then
+      return
+    end
+  end
+end

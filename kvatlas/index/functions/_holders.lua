@@ -1,0 +1,44 @@
+-- Holders: the numbers that stand for one incarnation's blocks. k is a table of the slot's key names.
+
+local function allocate(k, state, worker, reuse_ms)
+  local holder, now = nil, now_ms()
+  local oldest = redis.call('LINDEX', k.free, 0)
+  if oldest and now - tonumber(string.sub(oldest, 4)) >= reuse_ms then
+    holder = string.sub(oldest, 1, 3)
+    redis.call('LPOP', k.free)
+  else
+    local number = redis.call('HINCRBY', k.meta, 'next', 1)
+    if number > MAX_HOLDER then
+      redis.call('HINCRBY', k.meta, 'next', -1)
+      error('kvatlas: all ' .. MAX_HOLDER .. ' holder numbers of the shard are in use')
+    end
+    holder = holder_bytes(number)
+  end
+  redis.call('HSET', k.holders, holder, cmsgpack.pack({ state, worker, now }))
+  if state == 'a' then
+    redis.call('HSET', k.active, holder, worker)
+  end
+  return holder
+end
+
+-- O(1): the holder answers no more; a sweep gives its memory back.
+local function retire_holder(k, holder, worker)
+  if holder == '' then
+    return
+  end
+  redis.call('HSET', k.holders, holder, cmsgpack.pack({ 'r', worker, now_ms() }))
+  redis.call('HDEL', k.active, holder)
+  redis.call('SADD', k.retired, holder)
+end
+
+local function activate_holder(k, holder, worker)
+  redis.call('HSET', k.holders, holder, cmsgpack.pack({ 'a', worker, now_ms() }))
+  redis.call('HSET', k.active, holder, worker)
+end
+
+-- The worker's incarnation is closed: nothing of it answers or is applied any more.
+local function close_worker(k, record, worker)
+  retire_holder(k, record[ACTIVE], worker)
+  retire_holder(k, record[LOADING], worker)
+  record[ACTIVE], record[LOADING], record[BAD], record[CLOSED] = '', '', 1, 1
+end

@@ -1,0 +1,126 @@
+-- What all functions of the index share. Everything a function touches lives in one slot: kva:{s<k>}:*
+--
+--   blocks:<scope id>   HASH  8-byte sequence hash -> holders value: entries of 4 bytes, sorted by holder:
+--                             holder number (24 bits, big-endian), flags (bits 0-4 tiers, 5 resumable, 6 pinned)
+--   holders             HASH  3-byte number -> cmsgpack {state, worker id, since ms}; state l(oading) a(ctive) r(etired)
+--   active              HASH  3-byte number -> worker id, of the active holders
+--   retired             SET   3-byte numbers of the retired holders
+--   free                LIST  3-byte number and freed ms of numbers to use again, first freed first
+--   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat
+--   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
+--   workers             HASH  worker id -> cmsgpack record (below)
+--   partitions          HASH  partition -> "<stream creation us> <stream seq>"
+--   meta                HASH  next: the last number given out
+--
+-- Incarnations are 8 big-endian bytes: a Lua number can't hold 64 bits.
+
+local CODE = { stored = 1, removed = 2, cleared = 3, begin = 4, chunk = 5, ending = 6, checkpoint = 7 }
+local TIER_MASK = 31
+local MAX_HOLDER = 16777215
+local CHUNK = 3500 -- unpack fails from 8,000 values up; HSET takes two a block
+local TWO32 = 4294967296
+
+local INC, SEQ, ACTIVE, LOADING, BAD, CLOSED, OOM, WANT_INC, WANT_SEQ, CHUNKS, PARTITION = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
+local NO_INC = '\0\0\0\0\0\0\0\0'
+
+local function new_record(partition)
+  return { NO_INC, -1, '', '', 0, 0, 0, NO_INC, -1, 0, partition }
+end
+
+-- Is the 8-byte incarnation a below b? (Strings compare by the locale's rules in Lua: not what is wanted.)
+local function below(a, b)
+  local a_high, a_low = struct.unpack('>I4I4', a)
+  local b_high, b_low = struct.unpack('>I4I4', b)
+  return a_high < b_high or (a_high == b_high and a_low < b_low)
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function number_of(holder)
+  local a, b, c = string.byte(holder, 1, 3)
+  return (a * 256 + b) * 256 + c
+end
+
+local function holder_bytes(number)
+  return string.char(math.floor(number / 65536), math.floor(number / 256) % 256, number % 256)
+end
+
+-- Splits packed hashes into a table of 8-byte strings, in few C calls.
+local formats = {}
+local function split(packed)
+  local count, out = #packed / 8, {}
+  local first = 0
+  while first < count do
+    local n = math.min(count - first, CHUNK)
+    local format = formats[n]
+    if not format then
+      format = string.rep('c8', n)
+      if n <= 64 then
+        formats[n] = format
+      end
+    end
+    if first == 0 and n == count then
+      out = { struct.unpack(format, packed) }
+      out[n + 1] = nil -- struct.unpack returns the next position too
+    else
+      local part = { struct.unpack(format, packed, first * 8 + 1) }
+      for i = 1, n do
+        out[first + i] = part[i]
+      end
+    end
+    first = first + n
+  end
+  return out
+end
+
+-- Byte position of a holder's entry in a holders value; nil and the position where it would stand if it has none.
+local function find_entry(value, holder)
+  local at = string.find(value, holder, 1, true)
+  while at and at % 4 ~= 1 do
+    at = string.find(value, holder, at + 1, true)
+  end
+  if at then
+    return at
+  end
+  local number = number_of(holder)
+  local low, high = 0, #value / 4
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    local a, b, c = string.byte(value, middle * 4 + 1, middle * 4 + 3)
+    if (a * 256 + b) * 256 + c < number then
+      low = middle + 1
+    else
+      high = middle
+    end
+  end
+  return nil, low * 4 + 1
+end
+
+local function has_tier(flags, tier)
+  return math.floor(flags / 2 ^ tier) % 2 == 1
+end
+
+-- The digest of a holder, {count, low, high} by tier, flat.
+local function read_digest(key, holder)
+  local packed = redis.call('HGET', key, holder)
+  if packed then
+    return cmsgpack.unpack(packed)
+  end
+  return { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+end
+
+local function digest_blocks(digest)
+  return digest[1] + digest[4] + digest[7] + digest[10] + digest[13]
+end
+
+-- Adds (sign 1) or takes (sign -1) one block in one tier; scope_low, scope_high are the halves of the scope id.
+local function count_block(digest, tier, hash, scope_low, scope_high, sign)
+  local at = 3 * tier + 1
+  local low, high = struct.unpack('<I4I4', hash)
+  digest[at] = digest[at] + sign
+  digest[at + 1] = (digest[at + 1] + sign * (bit.bxor(low, scope_low) % TWO32)) % TWO32
+  digest[at + 2] = (digest[at + 2] + sign * (bit.bxor(high, scope_high) % TWO32)) % TWO32
+end

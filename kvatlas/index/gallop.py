@@ -1,0 +1,82 @@
+"""Overlap by galloping: exact from a few probes, because residency is prefix-closed.
+
+Along a chain the active holders only get fewer. So equal values at two places mean equal active holders between them, and
+a block that nobody holds ends the overlap. The Lua twin of this file is `functions/overlap.lua`.
+"""
+
+from collections.abc import Callable, Sequence
+
+STRIDE = 64
+
+Runs = tuple[Sequence[bytes], Sequence[int]]
+"""(holders values, run lengths)."""
+
+
+def gallop(value_at: Callable[[int], bytes | None], count: int, stride: int = STRIDE) -> Runs:
+    """Runs of equal holders over blocks 0..count-1; `value_at(i)` is None where nobody holds block i.
+
+    Probes every `stride` blocks, and bisects only between probes that differ.
+    """
+    first = value_at(0) if count else None
+    if first is None:
+        return (), ()
+    values: list[bytes] = [first]
+    starts = [0]
+    left = 0
+    left_value: bytes | None = first
+    while left < count - 1:
+        right = min(left + stride, count - 1)
+        right_value = value_at(right)
+        if right_value is not left_value and right_value != left_value:
+            stop = _bisect(value_at, left, left_value, right, right_value, starts, values)
+            if stop is not None:
+                return _lengths(values, starts, stop)
+        left, left_value = right, right_value
+    return _lengths(values, starts, count)
+
+
+def walk(value_at: Callable[[int], bytes | None], count: int) -> Runs:
+    """The same from a look at every block."""
+    values: list[bytes] = []
+    starts: list[int] = []
+    for i in range(count):
+        value = value_at(i)
+        if value is None:
+            return _lengths(values, starts, i)
+        if not values or value != values[-1]:
+            values.append(value)
+            starts.append(i)
+    return _lengths(values, starts, count)
+
+
+def _bisect(
+    value_at: Callable[[int], bytes | None],
+    left: int,
+    left_value: bytes | None,
+    right: int,
+    right_value: bytes | None,
+    starts: list[int],
+    values: list[bytes],
+) -> int | None:
+    """Appends the runs that start in (left, right], in order; the first block that nobody holds, if it is among them."""
+    open_intervals = [(left, left_value, right, right_value)]
+    while open_intervals:
+        low, low_value, high, high_value = open_intervals.pop()
+        if low_value == high_value:
+            continue
+        if high == low + 1:
+            if high_value is None:
+                return high
+            starts.append(high)
+            values.append(high_value)
+            continue
+        middle = (low + high) // 2
+        middle_value = value_at(middle)
+        if middle_value is not None:
+            open_intervals.append((middle, middle_value, high, high_value))
+        open_intervals.append((low, low_value, middle, middle_value))
+    return None
+
+
+def _lengths(values: list[bytes], starts: list[int], stop: int) -> Runs:
+    return values, [end - start for start, end in zip(starts, [*starts[1:], stop], strict=True)]

@@ -1,0 +1,154 @@
+"""The residency index in process: the reference model, and the index of routers that need no other."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from kvatlas.events import ScopeUse
+from kvatlas.hashing import HASH_BYTES
+from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.index import direct
+from kvatlas.index.memory_shard import MemoryShard
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
+from kvatlas.index.verify import differences
+from kvatlas.residency import IndexMetrics, Overlap, Residency
+from kvatlas.tiers import FLAG_PINNED, Tier, tiers_of
+from kvatlas.wire import scope_use
+
+
+class MemoryIndex:
+    """A ResidencyIndex in this process; see the protocol for its promises. Its side index is always on."""
+
+    persistent = False
+
+    def __init__(self, partitions: int = 64, shards: int = 1) -> None:
+        self.partitions = partitions
+        self.shards = shards
+        self._shards = [MemoryShard() for _ in range(shards)]
+        self._scopes: dict[bytes, Scope] = {}
+        self._prefix_scans = 0
+
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+        for batch in batches:
+            for raw in batch.messages:
+                for scope_id, entry in raw[5].items():
+                    if scope_id not in self._scopes:
+                        self._scopes[scope_id] = scope_use(scope_id, entry).scope
+        return self._shards[shard].apply(batches)
+
+    async def put(
+        self,
+        use: ScopeUse,
+        worker_id: str,
+        tier: Tier,
+        hashes: bytes,
+        *,
+        parent: int | None = None,
+        first_index: int = 0,
+        pinned: bool = False,
+    ) -> None:
+        await direct.put(self, use, worker_id, tier, hashes, parent, first_index, pinned)
+
+    async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
+        await direct.remove(self, scope, worker_id, tier, hashes)
+
+    async def clear_worker(self, worker_id: str) -> None:
+        await direct.clear_worker(self, worker_id)
+
+    async def retire(self, worker_id: str, incarnation: int) -> bool:
+        return self._shard_of(worker_id).retire(worker_id, incarnation)
+
+    async def clear(self) -> None:
+        self._shards = [MemoryShard() for _ in range(self.shards)]
+
+    async def sweep(self, shard: int, budget_blocks: int) -> int:
+        return self._shards[shard].sweep()
+
+    def overlap_now(self, scope: Scope, hashes: bytes) -> Overlap:
+        """`overlap` without a task switch, for callers in the same process."""
+        self._prefix_scans += 1
+        scope_id = scope.scope_id
+        return Overlap([shard.overlap(scope_id, hashes) for shard in self._shards], len(hashes) // HASH_BYTES)
+
+    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+        found = self.overlap_now(scope, hashes)
+        if not verify:
+            return found
+        walked = Overlap([s.overlap(scope.scope_id, hashes, stride=0) for s in self._shards], found.looked_up)
+        return Overlap(found.shards, found.looked_up, differences(found, walked))
+
+    async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
+        key = sequence_hash.to_bytes(HASH_BYTES, "little")
+        found = [r for shard in self._shards for r in _residencies(shard, scope, key)]
+        return sorted(found, key=lambda residency: (residency.worker_id, residency.tier))
+
+    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
+        parent = prefix_hash.to_bytes(HASH_BYTES, "little") if prefix_hash is not None else b""
+        held = {
+            int.from_bytes(key, "little")
+            for shard in self._shards
+            for key in shard.children.get(scope.scope_id, {}).get(parent, ())
+            if any(shard.entries(scope.scope_id, key))
+        }
+        return sorted(held)
+
+    async def record(self, worker_id: str) -> WorkerRecord | None:
+        shard = self._shard_of(worker_id)
+        return shard.record(worker_id) if worker_id in shard.workers else None
+
+    async def records(self, shard: int) -> Sequence[WorkerRecord]:
+        return [self._shards[shard].record(worker_id) for worker_id in self._shards[shard].workers]
+
+    async def position(self, partition: int) -> Position | None:
+        return self._shards[shard_of(partition, self.shards)].positions.get(partition)
+
+    async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
+        return self._shards[shard_of(partition, self.shards)].set_position(partition, expected, new)
+
+    async def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
+        for shard in self._shards:
+            for scope_id, blocks in shard.blocks.items():
+                for key in list(blocks):
+                    for residency in _residencies(shard, self._scopes[scope_id], key):
+                        if worker_id in (None, residency.worker_id):
+                            yield residency
+
+    async def digest(self, worker_id: str) -> Sequence[int] | None:
+        shard = self._shard_of(worker_id)
+        record = shard.workers.get(worker_id)
+        return shard.holders[record.active].digest.words if record is not None and record.active >= 0 else None
+
+    async def length(self) -> int:
+        return sum(shard.holders[holder].digest.blocks for shard in self._shards for holder in shard.active)
+
+    async def metrics(self) -> IndexMetrics:
+        resident_bytes = 0
+        for shard in self._shards:
+            for holder in map(shard.holders.__getitem__, shard.active):
+                block_bytes = max((size for _, size in holder.touched.values()), default=0)
+                resident_bytes += holder.digest.blocks * block_bytes
+        counts = [shard.counts for shard in self._shards]
+        return IndexMetrics(
+            resident_blocks=await self.length(),
+            resident_bytes=resident_bytes,
+            puts=sum(count.stored for count in counts),
+            removes=sum(count.removed for count in counts),
+            prefix_scans=self._prefix_scans,
+            bytes_written=sum(count.bytes_written for count in counts),
+        )
+
+    def _shard_of(self, worker_id: str) -> MemoryShard:
+        return self._shards[shard_of(partition_of(worker_id, self.partitions), self.shards)]
+
+
+def _residencies(shard: MemoryShard, scope: Scope, key: bytes) -> list[Residency]:
+    return [
+        Residency(
+            scope,
+            int.from_bytes(key, "little"),
+            shard.active[holder],
+            tier,
+            shard.holders[holder].touched[scope.scope_id][1],
+            pinned=bool(flags & FLAG_PINNED),
+        )
+        for holder, flags in shard.entries(scope.scope_id, key)
+        for tier in tiers_of(flags)
+    ]

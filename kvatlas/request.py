@@ -1,0 +1,206 @@
+"""What a router knows of a request, and what it answers: hints, shape, selection result."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from kvatlas.cost.plan import Cost, CostTerm
+from kvatlas.errors import InvalidValue
+from kvatlas.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
+from kvatlas.identity import DEFAULT_TENANT, Scope
+from kvatlas.residency import BlockKey
+
+DEFAULT_BLOCK_TOKENS = 64
+DEFAULT_DECODE_TOKENS = 128
+ROOT = "root"
+MAX_HASH = (1 << 64) - 1
+
+
+def hash_text(block_hash: int) -> str:
+    """A 64-bit hash as users read and write it: 16 hex digits."""
+    return f"{block_hash:016x}"
+
+
+def _block_hash(value: Any) -> Any:
+    if type(value) is int:
+        if not 0 <= value <= MAX_HASH:
+            raise ValueError("expected an integer from 0 to 2^64-1, or text")
+        return hash_text(value)
+    return value
+
+
+BlockHash = Annotated[str, BeforeValidator(_block_hash), Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fallbacks:
+    """What stands in where a request's hints say nothing: usually the router's own settings.
+
+    Without a tokenizer here or in the hints, the model's id names the tokenizer too.
+    """
+
+    model_id: str | None = None
+    tokenizer_id: str | None = None
+    adapter_id: str | None = None
+    tenant_id: str = DEFAULT_TENANT
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    estimated_decode_tokens: int = DEFAULT_DECODE_TOKENS
+    block_bytes: int = 0
+
+
+class Slo(BaseModel):
+    """What the caller wants: time to the first token, and time for each further one, in milliseconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ttft_ms: Annotated[float, Field(gt=0)] = 800
+    tpot_ms: Annotated[float, Field(gt=0)] = 80
+
+
+class RequestHints(BaseModel):
+    """What a caller tells of a request, as JSON or keyword arguments; everything but the id may be absent.
+
+    A prompt is given as `token_ids`, or as ready `block_hashes` of blocks of `block_tokens` tokens each: integers of 64
+    bits, or text. `token_count` says how long the prompt is where hashes leave out its partial last block.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    request_id: Annotated[str, Field(min_length=1)]
+    model_id: str | None = None
+    tokenizer_id: str | None = None
+    adapter_id: str | None = None
+    tenant_id: str | None = None
+    session_id: Annotated[str, Field(min_length=1)] | None = None
+    block_hashes: tuple[BlockHash, ...] | None = None
+    token_ids: tuple[TokenId, ...] | None = None
+    token_count: Count | None = None
+    block_tokens: Positive | None = None
+    estimated_decode_tokens: Count | None = None
+    block_bytes: Count | None = None
+    slo: Slo = Slo()
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """Hints from JSON types. Raises InvalidValue, naming the first wrong field."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "request hints"
+            raise InvalidValue(f"request field {where} is {first['input']!r:.80}: {first['msg']}") from error
+
+    def scope(self, fallbacks: Fallbacks) -> Scope:
+        """The request's identity scope. Raises InvalidValue where neither side names a model."""
+        model_id = self.model_id or fallbacks.model_id
+        if not model_id:
+            raise InvalidValue(f"request {self.request_id} names no model_id, and there is no fallback")
+        return Scope(
+            model_id,
+            self.tokenizer_id or fallbacks.tokenizer_id or model_id,
+            self.adapter_id or fallbacks.adapter_id,
+            self.tenant_id or fallbacks.tenant_id,
+        )
+
+    def to_blocks(self, fallbacks: Fallbacks) -> tuple[BlockKey, ...]:
+        """Keys of the prompt's full blocks: each one's prefix_hash is the block before it, the first's the session or "root".
+
+        Raises InvalidValue where the prompt is given twice or not at all, or no model is named.
+        """
+        scope = self.scope(fallbacks)
+        size = self.block_tokens or fallbacks.block_tokens
+        keys: list[BlockKey] = []
+        prefix = self.session_id or ROOT
+        for index, block_hash in enumerate(self._hashes(size)):
+            keys.append(BlockKey(scope, prefix, block_hash, index, size))
+            prefix = block_hash
+        return tuple(keys)
+
+    def to_shape(self, fallbacks: Fallbacks) -> "RequestShape":
+        """The request as cost and ranking see it. Raises InvalidValue as `to_blocks` does."""
+        blocks = self.to_blocks(fallbacks)
+        in_blocks = sum(key.token_count for key in blocks)
+        total = len(self.token_ids) if self.token_ids is not None else self.token_count
+        if total is not None and total < in_blocks:
+            raise InvalidValue(f"request {self.request_id} has token_count {total}; its blocks alone hold {in_blocks}")
+        decode = self.estimated_decode_tokens
+        return RequestShape(
+            id=self.request_id,
+            scope=self.scope(fallbacks),
+            blocks=blocks,
+            estimated_decode_tokens=fallbacks.estimated_decode_tokens if decode is None else decode,
+            slo=self.slo,
+            tail_tokens=0 if total is None else total - in_blocks,
+        )
+
+    def _hashes(self, size: int) -> Sequence[str]:
+        if (self.block_hashes is None) == (self.token_ids is None):
+            given = "both" if self.token_ids is not None else "neither"
+            raise InvalidValue(f"request {self.request_id} gives {given} of token_ids and block_hashes; expected one")
+        if self.block_hashes is not None:
+            return self.block_hashes
+        assert self.token_ids is not None
+        return [hash_text(value) for value in unpack_hashes(extend_chain(self.token_ids, size))]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """A request as cost and ranking see it. `tail_tokens` are those behind the last full block."""
+
+    id: str
+    scope: Scope
+    blocks: tuple[BlockKey, ...]
+    estimated_decode_tokens: int = DEFAULT_DECODE_TOKENS
+    slo: Slo = Slo()
+    tail_tokens: int = 0
+
+    @property
+    def input_tokens(self) -> int:
+        """Prompt tokens: those of all blocks, and the tail."""
+        return sum(key.token_count for key in self.blocks) + self.tail_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionResult:
+    """One worker as a candidate for a request, and what the request would cost there.
+
+    Blocks are of the worker's own block size. `required_blocks`: full blocks of the prompt. `overlap_blocks`: how many
+    leading ones the worker holds, and `resident_tokens` in them (a lower bound where it announces only every g-th).
+    `usable_tokens`: what its engine will reuse of them. `source`: the worker whose copy it would read, with
+    `transferred_tokens` more. `load_known` False: the worker's load is the pool's mean.
+    """
+
+    worker_id: str
+    required_blocks: int
+    overlap_blocks: int
+    resident_tokens: int
+    usable_tokens: int
+    cost: Cost
+    source: str | None = None
+    transferred_tokens: int = 0
+    load_known: bool = True
+
+    @property
+    def score_us(self) -> int:
+        return self.cost.score_us
+
+    @property
+    def terms(self) -> tuple[CostTerm, ...]:
+        """The terms that the score is the sum of."""
+        return self.cost.terms
+
+    def explain(self) -> str:
+        """One line: overlap, then the cost term by term."""
+        text = (
+            f"{self.worker_id}: {self.overlap_blocks} of {self.required_blocks} blocks resident, "
+            f"{self.usable_tokens} tokens usable"
+        )
+        if self.source is not None:
+            text += f", {self.transferred_tokens} more read from {self.source}"
+        text += f"; {self.cost.explain()}"
+        return text if self.load_known else text + " (load unknown: the pool's mean)"

@@ -1,0 +1,46 @@
+"""OpenTelemetry traces and metrics: off by default, on by the standard OTEL_* variables.
+
+    setup.py        switches the SDK on in kvatlas' own processes (imports it only then)
+    context.py      spans and their context in NATS headers; next to nothing while off
+    instruments.py  every metric's name, unit and description; plain integers are read when a reader asks
+
+Importing this package needs opentelemetry-api alone. In a process that set up OpenTelemetry itself (a router that embeds
+the client), its providers are used and `setup_telemetry` is not called.
+"""
+
+from kvatlas.telemetry.context import (
+    MAX_LINKS,
+    LinkCollector,
+    apply_span,
+    current_traceparent,
+    decision_span,
+    describe_decision,
+    extract_link,
+    flush_span,
+    inject_headers,
+    link_of,
+    tracing_enabled,
+)
+from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument, Observation, observe
+from kvatlas.telemetry.setup import Telemetry, setup_telemetry, telemetry_wanted
+
+__all__ = [
+    "INSTRUMENTS",
+    "MAX_LINKS",
+    "Instrument",
+    "LinkCollector",
+    "Observation",
+    "Telemetry",
+    "apply_span",
+    "current_traceparent",
+    "decision_span",
+    "describe_decision",
+    "extract_link",
+    "flush_span",
+    "inject_headers",
+    "link_of",
+    "observe",
+    "setup_telemetry",
+    "telemetry_wanted",
+    "tracing_enabled",
+]

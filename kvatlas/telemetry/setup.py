@@ -1,0 +1,127 @@
+"""Switches OpenTelemetry's SDK on in kvatlas' own processes, as the standard OTEL_* variables say.
+
+On: an exporter is named (OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER; not `none`) or an OTLP endpoint is given
+(OTEL_EXPORTER_OTLP_ENDPOINT, or the one of a signal). OTEL_SDK_DISABLED=true wins over all. Samplers, intervals, headers,
+resource attributes and so on are read by the SDK itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from os import environ as process_environ
+from typing import TYPE_CHECKING, Any, Literal
+
+from opentelemetry import metrics, trace
+
+from kvatlas.errors import SettingsError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.trace import TracerProvider
+
+Signal = Literal["traces", "metrics"]
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
+_PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+
+
+@dataclass(slots=True)
+class Telemetry:
+    """What was switched on; None for a signal that stays off."""
+
+    tracer_provider: "TracerProvider | None" = None
+    meter_provider: "MeterProvider | None" = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.tracer_provider is not None or self.meter_provider is not None
+
+    def shutdown(self) -> None:
+        """Export what is left and stop the exporters' threads. Blocks for up to the exporters' timeout."""
+        if self.tracer_provider is not None:
+            self.tracer_provider.shutdown()
+        if self.meter_provider is not None:
+            self.meter_provider.shutdown()
+
+
+def telemetry_wanted(environ: Mapping[str, str] | None = None) -> dict[Signal, list[str]]:
+    """The exporters each signal is to use, from the OTEL_* variables; no entry for a signal that is off."""
+    env = process_environ if environ is None else environ
+    if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return {}
+    wanted: dict[Signal, list[str]] = {}
+    signals: tuple[Signal, ...] = ("traces", "metrics")
+    for signal in signals:
+        named = env.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip()
+        if not named and (env.get(_ENDPOINT) or env.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")):
+            named = "otlp"
+        exporters = [name for name in (part.strip() for part in named.split(",")) if name and name.lower() != "none"]
+        if exporters:
+            wanted[signal] = exporters
+    return wanted
+
+
+def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) -> Telemetry:
+    """Switch on what the environment asks for. Without any of its variables nothing is imported and nothing runs.
+
+    `component` names the process: its `service.name` is `kvatlas-<component>` unless the environment names it.
+    Raises SettingsError where an exporter or the SDK is not installed, or the providers are set already.
+    """
+    env = process_environ if environ is None else environ
+    wanted = telemetry_wanted(env)
+    if not wanted:
+        return Telemetry()
+    exporters = {
+        signal: [_load(signal, name, env)() for name in names] for signal, names in wanted.items()
+    }  # before any provider is set: a wrong name must not leave half of it running
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    attributes: dict[str, Any] = {"service.version": _own_version()}
+    if not env.get("OTEL_SERVICE_NAME") and "service.name=" not in env.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        attributes["service.name"] = f"kvatlas-{component}"
+    resource = Resource.create(attributes)
+    telemetry = Telemetry()
+    if "traces" in exporters:
+        telemetry.tracer_provider = TracerProvider(resource=resource)
+        for exporter in exporters["traces"]:
+            telemetry.tracer_provider.add_span_processor(BatchSpanProcessor(exporter))
+        trace.set_tracer_provider(telemetry.tracer_provider)
+    if "metrics" in exporters:
+        readers = [
+            exporter if isinstance(exporter, MetricReader) else PeriodicExportingMetricReader(exporter)
+            for exporter in exporters["metrics"]
+        ]
+        telemetry.meter_provider = MeterProvider(metric_readers=readers, resource=resource)
+        metrics.set_meter_provider(telemetry.meter_provider)
+    return telemetry
+
+
+def _load(signal: Signal, name: str, env: Mapping[str, str]) -> Any:
+    """The exporter (or metric reader) class that an installed distribution registers under the name."""
+    variable = f"OTEL_{signal.upper()}_EXPORTER"
+    registered = name
+    if name == "otlp":
+        variable = f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL"
+        variable = variable if env.get(variable) else _PROTOCOL
+        protocol = env.get(variable, "http/protobuf").strip()
+        if protocol not in _PROTOCOLS:
+            raise SettingsError(f"{variable} is {protocol!r}; expected http/protobuf or grpc")
+        registered = _PROTOCOLS[protocol]
+    found = entry_points(group=f"opentelemetry_{signal}_exporter", name=registered)
+    if not found:
+        raise SettingsError(
+            f"{variable} asks for the {signal} exporter {registered!r}, which is not installed; "
+            "for otlp: pip install opentelemetry-exporter-otlp-proto-http"
+        )
+    return next(iter(found)).load()
+
+
+def _own_version() -> str:
+    try:
+        return version("kvatlas")
+    except PackageNotFoundError:  # run from a source tree
+        return "0"
