@@ -146,7 +146,10 @@ class Liveness(StrEnum):
 
 
 class FleetRecord(WireRecord):
-    """One worker in its pool, as the owner last wrote it: what routers read."""
+    """One worker in its pool, as the owner last wrote it: what routers read.
+
+    `trace`: the W3C traceparent of the worker's last applied batch, where the indexer traces (`kvatlas.telemetry`).
+    """
 
     endpoint: EngineEndpoint
     state: EngineState
@@ -154,6 +157,7 @@ class FleetRecord(WireRecord):
     load: WorkerState | None = None
     incarnation: int = 0
     heard_us: Count = 0
+    trace: str | None = None
 
     @property
     def routable(self) -> bool:

@@ -62,7 +62,9 @@ PUBLISHED_BLOCKS = _c("publisher.blocks", "{block}", "Blocks announced or withdr
 PUBLISHED_BYTES = _c("publisher.bytes", "By", "Bytes of messages sent to the stream")
 RESENDS = _c("publisher.resends", "{message}", "Messages sent again after a failed or missing acknowledgement")
 SNAPSHOTS_SENT = _c("publisher.snapshots", "{snapshot}", "Snapshots sent, each one a new incarnation")
-OUTBOX_OVERFLOWS = _c("publisher.outbox.overflows", "{overflow}", "Times the outbox was full and a new incarnation began")
+OUTBOX_OVERFLOWS = _c(
+    "publisher.outbox.overflows", "{overflow}", "Times the outbox was full and a new incarnation began"
+)
 OUTBOX_MESSAGES = _g("publisher.outbox.messages", "{message}", "Messages waiting for an acknowledgement")
 HELD_BLOCKS = _g("publisher.held", "{block}", "Blocks that the publisher announces now")
 
@@ -165,9 +167,7 @@ def _create(group: str) -> None:
     for name, reading in INSTRUMENTS[group].items():
         by_instrument.setdefault(reading.instrument, []).append((name, reading))
     for instrument, readings in by_instrument.items():
-        create = (
-            meter.create_observable_counter if instrument.kind is Kind.COUNTER else meter.create_observable_gauge
-        )
+        create = meter.create_observable_counter if instrument.kind is Kind.COUNTER else meter.create_observable_gauge
         create(
             instrument.name,
             callbacks=[_callback(group, readings)],
@@ -176,9 +176,7 @@ def _create(group: str) -> None:
         )
 
 
-def _callback(
-    group: str, readings: list[tuple[str, Reading]]
-) -> Callable[[CallbackOptions], Iterable[Measurement]]:
+def _callback(group: str, readings: list[tuple[str, Reading]]) -> Callable[[CallbackOptions], Iterable[Measurement]]:
     def read(_: CallbackOptions) -> Iterable[Measurement]:
         with _lock:
             observations = list(_observed.get(group, {}).values())
