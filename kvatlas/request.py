@@ -62,6 +62,9 @@ class Slo(BaseModel):
     tpot_ms: Annotated[float, Field(gt=0)] = 80
 
 
+DEFAULT_SLO = Slo()
+
+
 class RequestHints(BaseModel):
     """What a caller tells of a request, as JSON or keyword arguments; everything but the id may be absent.
 
@@ -83,7 +86,7 @@ class RequestHints(BaseModel):
     block_tokens: Positive | None = None
     estimated_decode_tokens: Count | None = None
     block_bytes: Count | None = None
-    slo: Slo = Slo()
+    slo: Slo = DEFAULT_SLO
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -156,7 +159,7 @@ class RequestShape:
     scope: Scope
     blocks: tuple[BlockKey, ...]
     estimated_decode_tokens: int = DEFAULT_DECODE_TOKENS
-    slo: Slo = Slo()
+    slo: Slo = DEFAULT_SLO
     tail_tokens: int = 0
 
     @property

@@ -1,6 +1,6 @@
 """What the index says of blocks: keys, residencies, and overlaps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from struct import unpack
 
@@ -73,41 +73,23 @@ class ShardRuns:
 
     def depths(self) -> dict[str, int]:
         """Leading blocks that each active worker holds. Work is per run and per change between runs."""
-        depths: dict[str, int] = {}
-        alive: set[int] = set()
-        position = 0
-        for i, (value, length) in enumerate(zip(self.values, self.lengths, strict=True)):
-            here = {entry >> 8 for entry in _entries(value)}
-            gone = alive - here
-            alive = here if i == 0 else alive & here
-            for holder in gone:
-                if holder in self.names:
-                    depths[self.names[holder]] = position
-            position += length
-        for holder in alive:
-            if holder in self.names:
-                depths[self.names[holder]] = position
-        return depths
+        return {name: sum(length for length, _ in runs) for name, runs in self.held().items()}
 
     def held(self) -> dict[str, list[tuple[int, int]]]:
-        """Every active worker's (length, flags byte) runs from the prompt's start, in one pass over the runs."""
+        """Every active worker's (length, flags byte) runs from the prompt's start. Work as in `depths`."""
         held: dict[str, list[tuple[int, int]]] = {}
         since: dict[int, tuple[int, int]] = {}  # holder: where its current flags began, and they
-        before: frozenset[int] = frozenset()
-        position = 0
+        before, position = b"", 0
         for i, (value, length) in enumerate(zip(self.values, self.lengths, strict=True)):
-            here = frozenset(_entries(value))
-            gone = before - here
-            ended = {entry >> 8 for entry in gone}
-            if i:  # a holder that comes later does not hold the start: it announces another granularity
-                here -= {entry for entry in here - before if entry >> 8 not in ended}
-            for holder in ended:
-                start, flags = since.pop(holder)
-                if holder in self.names:
-                    held.setdefault(self.names[holder], []).append((position - start, flags))
-            for entry in here - before:
-                since[entry >> 8] = (position, entry & 0xFF)
-            before = here
+            for old, new in _changes(before, value):
+                if old is not None and (current := since.pop(old >> 8, None)) is not None:
+                    if old >> 8 in self.names:
+                        held.setdefault(self.names[old >> 8], []).append((position - current[0], current[1]))
+                elif i:  # it does not hold the start: it announces another granularity
+                    continue
+                if new is not None:
+                    since[new >> 8] = (position, new & 0xFF)
+            before = value
             position += length
         for holder, (start, flags) in since.items():
             if holder in self.names:
@@ -124,6 +106,38 @@ class ShardRuns:
                 break
             held.append((length, flags))
         return held
+
+
+def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | None]]:
+    """What differs between two holders values, as (entry before or None, entry after or None), one of them at least.
+
+    Bisects for the next difference, since neighbouring runs mostly differ in one entry of hundreds.
+    """
+    i = j = 0
+    size = HOLDER_ENTRY_BYTES
+    while i < len(before) or j < len(after):
+        if before[i:] == after[j:]:
+            return
+        equal, unequal = 0, min(len(before) - i, len(after) - j) // size
+        while equal < unequal:
+            middle = (equal + unequal + 1) // 2
+            start, end = equal * size, middle * size
+            if before[i + start : i + end] == after[j + start : j + end]:
+                equal = middle
+            else:
+                unequal = middle - 1
+        i, j = i + equal * size, j + equal * size
+        old = int.from_bytes(before[i : i + size], "big") if i < len(before) else None
+        new = int.from_bytes(after[j : j + size], "big") if j < len(after) else None
+        if old is not None and (new is None or old >> 8 <= new >> 8):
+            i += size
+        else:
+            old = None
+        if new is not None and (old is None or old >> 8 == new >> 8):
+            j += size
+        else:
+            new = None
+        yield old, new
 
 
 def _entries(value: bytes) -> tuple[int, ...]:

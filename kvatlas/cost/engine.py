@@ -58,7 +58,7 @@ class EngineRates:
     domain_us: float = 350.0
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
+        for name in (rate.name for rate in fields(self)):
             value = getattr(self, name)
             if not isinstance(value, ReadRate) and not value >= 0:
                 raise InvalidValue(f"engine rate {name} is {value}; expected 0 or more")
