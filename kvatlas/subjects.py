@@ -6,6 +6,8 @@ from kvatlas.identity import check_worker_id, partition_of
 STREAM = "KVATLAS_EVENTS"
 ALL_EVENTS = "kvatlas.events.*.*"
 ALL_ALIVE = "kvatlas.alive.*"
+DEAD_STREAM = "KVATLAS_DEAD"
+ALL_DEAD = "kvatlas.dead.*.*"
 
 
 def events_subject(worker_id: str, partitions: int) -> str:
@@ -39,3 +41,8 @@ def control_subject(worker_id: str) -> str:
 def grant_subject(partition: int) -> str:
     """Requests to a partition's owner for leave to send a large snapshot (core NATS, request and reply)."""
     return f"kvatlas.grant.{partition}"
+
+
+def dead_subject(partition: int, worker_token: str) -> str:
+    """Where an indexer keeps a message that it must not apply; `worker_token` is the last of the subject it came on."""
+    return f"kvatlas.dead.{partition}.{worker_token}"
