@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions
@@ -126,7 +126,7 @@ class Observation:
         with _lock:
             _observed.get(self.group, {}).pop(id(self), None)
 
-    def __enter__(self) -> "Observation":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

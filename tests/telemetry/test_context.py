@@ -1,0 +1,114 @@
+"""Spans and their context in message headers."""
+
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
+from kvatlas.telemetry import (
+    MAX_LINKS,
+    LinkCollector,
+    apply_span,
+    current_traceparent,
+    decision_span,
+    describe_decision,
+    extract_link,
+    flush_span,
+    inject_headers,
+    link_of,
+    tracing_enabled,
+)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """A tracer provider for one test; the global one can be set only once a process."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    yield exporter
+    provider.shutdown()
+
+
+def test_off_by_default_and_then_nothing_is_made() -> None:
+    assert not tracing_enabled()
+    with flush_span("w1", messages=1) as span:
+        assert not span.is_recording()
+        assert inject_headers() is None
+        assert current_traceparent() is None
+    with apply_span() as span, decision_span("route") as decision:
+        assert not span.is_recording()
+        describe_decision(decision, worker_id="w1")
+
+
+def test_the_headers_of_a_flush_link_the_batch_that_applies_it(spans: InMemorySpanExporter) -> None:
+    with flush_span("w1", messages=2, events=3, blocks=5):
+        headers = inject_headers()
+    link = extract_link(headers)
+    assert link is not None
+    with apply_span([link], shard=0, partitions=1, messages=2):
+        pass
+    sent, applied = spans.get_finished_spans()
+    assert sent.name == "send kvatlas.events.{partition}.{worker}" and sent.kind is SpanKind.PRODUCER
+    assert applied.name == "process kvatlas.events.{partition}.{worker}" and applied.kind is SpanKind.CONSUMER
+    for span in (sent, applied):
+        assert span.attributes is not None and span.attributes["messaging.system"] == "nats"
+        assert span.attributes["messaging.batch.message_count"] == 2
+    assert [found.context.span_id for found in applied.links] == [sent.context.span_id]
+    assert applied.context.trace_id != sent.context.trace_id
+
+
+def test_a_decision_links_the_applied_batch_whose_traceparent_the_fleet_record_has(spans: InMemorySpanExporter) -> None:
+    with apply_span(messages=1):
+        record = current_traceparent()
+    with decision_span("route", request_id="r1", model_id="m") as span:
+        describe_decision(
+            span, worker_id="w1", required_blocks=4, overlap_blocks=3, candidates=2, applied=[record, None, record]
+        )
+    applied, decision = spans.get_finished_spans()
+    assert decision.name == "route kvatlas"
+    assert [found.context.span_id for found in decision.links] == [applied.context.span_id]
+    assert decision.attributes is not None
+    assert decision.attributes["kvatlas.worker"] == "w1" and decision.attributes["kvatlas.overlap_blocks"] == 3
+
+
+def test_a_decision_is_a_child_of_the_callers_span(spans: InMemorySpanExporter) -> None:
+    with trace.get_tracer("app").start_as_current_span("request"), decision_span("rank"):
+        pass
+    decision, request = spans.get_finished_spans()
+    assert decision.parent is not None and decision.parent.span_id == request.context.span_id
+
+
+def test_a_batch_has_each_span_once_and_at_most_32_links(spans: InMemorySpanExporter) -> None:
+    collector = LinkCollector()
+    for _ in range(MAX_LINKS + 8):
+        with flush_span("w1", messages=2):
+            headers = inject_headers()
+        collector.add(headers)
+        collector.add(headers)
+    links = collector.take()
+    assert len(links) == MAX_LINKS == len({link.context.span_id for link in links})
+    assert collector.take() == []
+    spans.clear()
+    with apply_span([*links, *links]):
+        pass
+    assert len(spans.get_finished_spans()[0].links) == MAX_LINKS
+
+
+@pytest.mark.parametrize("traceparent", ["", "garbage", "00-0-0-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_a_malformed_context_gives_no_link(spans: InMemorySpanExporter, traceparent: str) -> None:
+    assert link_of(traceparent) is None
+    assert extract_link({"traceparent": traceparent}) is None
+    assert extract_link({"other": "x"}) is None and extract_link(None) is None
+
+
+def test_an_error_inside_is_seen_on_the_span(spans: InMemorySpanExporter) -> None:
+    with pytest.raises(RuntimeError), apply_span():
+        raise RuntimeError("store gone")
+    (span,) = spans.get_finished_spans()
+    assert not span.status.is_ok

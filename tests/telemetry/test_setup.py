@@ -1,0 +1,94 @@
+"""What the OTEL_* variables switch on. Providers are global to a process, so a real set-up runs in a child."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvatlas.errors import SettingsError
+from kvatlas.telemetry import setup_telemetry, telemetry_wanted
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {}),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "NONE"}, {}),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, {"traces": ["otlp"]}),
+        ({"OTEL_METRICS_EXPORTER": "console, otlp"}, {"metrics": ["console", "otlp"]}),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, {"traces": ["otlp"], "metrics": ["otlp"]}),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}, {"traces": ["otlp"]}),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_METRICS_EXPORTER": "none"},
+            {"traces": ["otlp"]},
+        ),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}, {}),
+    ],
+)
+def test_which_signals_are_on(environ: dict[str, str], expected: dict[str, list[str]]) -> None:
+    assert telemetry_wanted(environ) == expected
+
+
+def test_nothing_is_imported_while_off() -> None:
+    code = (
+        "import sys, kvatlas.telemetry as t\n"
+        "assert not t.setup_telemetry('x', {}).enabled and not t.tracing_enabled()\n"
+        "print([m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
+    )
+    assert _child(code, {}).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        (
+            {"OTEL_TRACES_EXPORTER": "zipkins"},
+            (
+                "OTEL_TRACES_EXPORTER asks for the traces exporter 'zipkins', which is not installed; "
+                "for otlp: pip install opentelemetry-exporter-otlp-proto-http"
+            ),
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json'; expected http/protobuf or grpc",
+        ),
+    ],
+)
+def test_a_wrong_variable_is_one_line(environ: dict[str, str], line: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        setup_telemetry("x", environ)
+    assert str(error.value) == line
+
+
+def test_spans_and_metrics_leave_the_process_with_its_name() -> None:
+    code = (
+        "import kvatlas.telemetry as t\n"
+        "telemetry = t.setup_telemetry('indexer')\n"
+        "assert telemetry.enabled and t.tracing_enabled()\n"
+        "with t.flush_span('w1', messages=1): assert t.inject_headers()\n"
+        "telemetry.shutdown()\n"
+    )
+    out = _child(code, {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "console"}).stdout
+    assert '"service.name": "kvatlas-indexer"' in out
+    assert '"name": "send kvatlas.events.{partition}.{worker}"' in out
+
+
+def test_the_environment_names_the_service() -> None:
+    code = (
+        "import kvatlas.telemetry as t\n"
+        "telemetry = t.setup_telemetry('indexer')\n"
+        "print(telemetry.tracer_provider.resource.attributes['service.name'])\n"
+        "telemetry.shutdown()\n"
+    )
+    for variables in ({"OTEL_SERVICE_NAME": "mine"}, {"OTEL_RESOURCE_ATTRIBUTES": "service.name=mine"}):
+        assert _child(code, {"OTEL_TRACES_EXPORTER": "console", **variables}).stdout.startswith("mine")
+
+
+def _child(code: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**clean, **environ}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
