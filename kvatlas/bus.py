@@ -117,7 +117,7 @@ async def _connect_once(url: str, name: str) -> Client:
         url,
         name=name,
         allow_reconnect=False,
-        reconnect_time_wait=0.25,
+        reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a float is taken
         connect_timeout=2,
         ping_interval=5,
         max_outstanding_pings=2,

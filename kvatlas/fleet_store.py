@@ -80,27 +80,27 @@ class FleetStore:
 
     async def beat(self, member_id: str, ttl_ms: int) -> list[str]:
         """Say that this replica lives for `ttl_ms` from now; the live members, this one among them, sorted."""
-        return sorted(member.decode() for member in await self._fcall("kvatlas_beat", [MEMBERS], [member_id, ttl_ms]))
+        return sorted(member.decode() for member in await self._fcall("kvatlas_fleet_beat", [MEMBERS], [member_id, ttl_ms]))
 
     async def leave(self, member_id: str) -> None:
         """Give up membership and every lease at once."""
-        await self._fcall("kvatlas_leave", [MEMBERS, LEASES], [member_id])
+        await self._fcall("kvatlas_fleet_leave", [MEMBERS, LEASES], [member_id])
 
     async def claim(self, member_id: str, ttl_ms: int, partitions: Sequence[int]) -> list[int]:
         """Take or renew the leases among `partitions` that are free, expired or one's own; those held now, ascending."""
         if not partitions:
             return []
-        held = await self._fcall("kvatlas_claim", [LEASES], [member_id, ttl_ms, *partitions])
+        held = await self._fcall("kvatlas_fleet_claim", [LEASES], [member_id, ttl_ms, *partitions])
         return sorted(int(partition) for partition in held)
 
     async def release(self, member_id: str, partitions: Sequence[int]) -> None:
         """Give up the leases among `partitions` that are one's own."""
         if partitions:
-            await self._fcall("kvatlas_release", [LEASES], [member_id, *partitions])
+            await self._fcall("kvatlas_fleet_release", [LEASES], [member_id, *partitions])
 
     async def leases(self) -> dict[int, str]:
         """Who holds which partition's lease, expired ones left out."""
-        flat = await self._fcall("kvatlas_leases", [LEASES], [])
+        flat = await self._fcall("kvatlas_fleet_leases", [LEASES], [])
         return {int(flat[i]): flat[i + 1].decode() for i in range(0, len(flat), 2)}
 
     async def _fcall(self, function: str, keys: Sequence[str], args: Sequence[str | int]) -> list[bytes]:

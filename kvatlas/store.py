@@ -63,6 +63,18 @@ class Store:
         """Call a read-only server-side function; see `fcall`."""
         return await self._call("FCALL_RO", function, keys, args)
 
+    async def fcall_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+        """Several read-only calls in one pipelined round trip (in a cluster: one to each node); answers in order."""
+        try:
+            if self.is_cluster:
+                return list(await asyncio.gather(*(self.fcall_ro(function, keys, args) for keys, args in calls)))
+            pipeline = self.client.pipeline(transaction=False)
+            for keys, args in calls:
+                pipeline.execute_command("FCALL_RO", function, len(keys), *keys, *args)
+            return list(await pipeline.execute())
+        except UNREACHABLE as error:
+            raise Unreachable(f"{self.name}: {reason(error)}") from error
+
     async def _call(self, command: str, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         try:
             return await self.client.execute_command(command, function, len(keys), *keys, *args)

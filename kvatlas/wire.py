@@ -96,7 +96,7 @@ def decode_raw(payload: bytes) -> RawMessage:
         raise WireError("scopes and events; expected a map and an array")
     for event in events:
         _check_event(event, scopes)
-    return cast(RawMessage, raw)
+    return raw
 
 
 def decode(payload: bytes) -> Message:

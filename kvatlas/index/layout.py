@@ -1,0 +1,70 @@
+"""Opening a store: its layout, its suitability, and the function library."""
+
+from pathlib import Path
+
+from redis.exceptions import ResponseError
+
+from kvatlas.errors import LayoutMismatch, UnsuitableStore
+from kvatlas.index.keys import LAYOUT, LAYOUT_VERSION
+from kvatlas.store import Store, function_library
+
+LIBRARY = "kvatlas"
+FUNCTIONS = Path(__file__).parent / "functions"
+SHARED = ("_slot", "_holders", "_blocks", "_fold")
+
+DEFAULT_PARTITIONS = 64
+DEFAULT_SHARDS = 1
+
+
+def library() -> str:
+    """The code of the index's functions."""
+    return function_library(LIBRARY, FUNCTIONS, SHARED)
+
+
+async def read_layout(store: Store) -> tuple[int, int] | None:
+    """(partitions, shards); None for a store without a layout. Raises LayoutMismatch for another version."""
+    found = {key.decode(): value.decode() for key, value in (await store.client.hgetall(LAYOUT)).items()}
+    if not found:
+        return None
+    if found.get("version") != str(LAYOUT_VERSION):
+        raise LayoutMismatch(
+            f"{store.name}: layout version {found.get('version')}; this kvatlas expects {LAYOUT_VERSION}"
+        )
+    return int(found["partitions"]), int(found["shards"])
+
+
+async def make_layout(store: Store, partitions: int | None, shards: int | None) -> tuple[int, int]:
+    """(partitions, shards) of the store's layout, made if there is none. Raises LayoutMismatch where it is another."""
+    wanted = (partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS)
+    found = await read_layout(store)
+    if found is None:
+        if wanted[0] % wanted[1]:
+            raise LayoutMismatch(f"{wanted[1]} shards; expected a divisor of {wanted[0]} partitions")
+        async with store.client.pipeline(transaction=True) as pipeline:
+            for field, value in (("version", LAYOUT_VERSION), ("partitions", wanted[0]), ("shards", wanted[1])):
+                pipeline.hsetnx(LAYOUT, field, value)
+            await pipeline.execute()
+        found = await read_layout(store)
+        assert found is not None
+    if (partitions or found[0], shards or found[1]) != found:
+        raise LayoutMismatch(
+            f"{store.name}: laid out with {found[0]} partitions and {found[1]} shards; asked for {wanted[0]} and {wanted[1]}"
+        )
+    return found
+
+
+async def check_suitable(store: Store) -> None:
+    """Raises UnsuitableStore where the store would evict keys by itself, or is a read-only replica."""
+    try:
+        found = await store.client.config_get("maxmemory-policy")
+    except ResponseError:
+        return  # a managed service may hide CONFIG: `kvatlas doctor` says what it could not check
+    policy = found.get("maxmemory-policy") if isinstance(found, dict) else None
+    if policy is not None and policy != "noeviction":
+        raise UnsuitableStore(
+            f"{store.name}: maxmemory-policy is {policy}; expected noeviction, since an evicted key is a wrong answer"
+        )
+    if not store.is_cluster:
+        role = await store.client.execute_command("ROLE")
+        if role[0] in (b"slave", "slave"):
+            raise UnsuitableStore(f"{store.name} is a replica; expected a primary")

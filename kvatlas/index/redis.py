@@ -1,0 +1,300 @@
+"""The residency index in Redis or Valkey: shared by all routers and indexers, one slot a shard.
+
+Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+import msgpack
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from kvatlas.errors import InvalidValue, LayoutMismatch, NotSupported, Unreachable
+from kvatlas.events import ScopeUse
+from kvatlas.hashing import HASH_BYTES
+from kvatlas.identity import Scope, partition_of, scope_from_canonical, shard_of
+from kvatlas.index import direct
+from kvatlas.index.apply_call import active_holder, pack_call, records_of, unpack_answer
+from kvatlas.index.gallop import STRIDE
+from kvatlas.index.keys import SCOPES, ShardKeys
+from kvatlas.index.layout import check_suitable, library, make_layout, read_layout
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
+from kvatlas.index.redis_answers import blocks_in, scopes_touched, shard_runs
+from kvatlas.index.redis_sweep import Sweep
+from kvatlas.index.verify import differences
+from kvatlas.residency import IndexMetrics, Overlap, Residency
+from kvatlas.store import UNREACHABLE, Store, reason
+from kvatlas.tiers import FLAG_PINNED, Tier, tiers_of
+from kvatlas.wire import scope_use
+
+REUSE_MS = 10 * 60 * 1000
+"""A holder's number is used again after this long: clients may cache names."""
+
+_SCAN_COUNT = 1_000
+
+
+async def open_redis_index(
+    store: Store,
+    *,
+    partitions: int | None = None,
+    shards: int | None = None,
+    side_index: bool = False,
+    writer: bool,
+) -> "RedisIndex":
+    """The index in this store.
+
+    A writer loads the functions and makes the layout, or checks it; a reader only reads it. `side_index` keeps which
+    block follows which, for `children`; every writer of a store must agree on it. Raises LayoutMismatch (for a reader
+    also where there is no layout yet), UnsuitableStore, Unreachable.
+    """
+    try:
+        if writer:
+            await check_suitable(store)
+            layout = await make_layout(store, partitions, shards)
+            await store.load_functions(library())
+        else:
+            found = await read_layout(store)
+            if found is None:
+                raise LayoutMismatch(f"{store.name}: no index there yet; start an indexer first")
+            layout = found
+    except UNREACHABLE as error:
+        raise Unreachable(f"{store.name}: {reason(error)}") from error
+    return RedisIndex(store, *layout, side_index=side_index, writer=writer)
+
+
+class RedisIndex:
+    """A ResidencyIndex in Redis or Valkey; see the protocol for its promises."""
+
+    persistent = True
+
+    def __init__(self, store: Store, partitions: int, shards: int, *, side_index: bool, writer: bool) -> None:
+        self.partitions = partitions
+        self.shards = shards
+        self._store = store
+        self._side_index = side_index
+        self._writer = writer
+        self._keys = [ShardKeys(k) for k in range(shards)]
+        self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
+        self._scopes: dict[bytes, Scope] = {}
+        self._puts = self._removes = self._prefix_scans = self._bytes_written = 0
+
+    # ------------------------------------------------------------ writing
+
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+        await self._register(batches)
+        scope_ids, argument = pack_call(REUSE_MS, batches)
+        k = self._keys[shard]
+        keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta]
+        keys += [k.blocks(scope_id) for scope_id in scope_ids]
+        if self._side_index:
+            keys += [key for scope_id in scope_ids for key in (k.children(scope_id), k.parents(scope_id))]
+        try:
+            answer = await self._fcall("kvatlas_apply", keys, [argument])
+        except OutOfMemoryError:
+            # closes the workers whose stores can't be applied: that gives memory back, and removals go on
+            answer = await self._fcall("kvatlas_apply_oom", keys, [argument])
+        applied, counts = unpack_answer(answer)
+        self._puts += counts["stored"]
+        self._removes += counts["removed"]
+        self._bytes_written += counts["bytes_written"]
+        return applied
+
+    async def put(
+        self,
+        use: ScopeUse,
+        worker_id: str,
+        tier: Tier,
+        hashes: bytes,
+        *,
+        parent: int | None = None,
+        first_index: int = 0,
+        pinned: bool = False,
+    ) -> None:
+        await direct.put(self, use, worker_id, tier, hashes, parent, first_index, pinned)
+
+    async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
+        await direct.remove(self, scope, worker_id, tier, hashes)
+
+    async def clear_worker(self, worker_id: str) -> None:
+        await direct.clear_worker(self, worker_id)
+
+    async def retire(self, worker_id: str, incarnation: int) -> bool:
+        k = self._keys_of(worker_id)
+        args = [worker_id, incarnation.to_bytes(8, "big")]
+        return bool(await self._fcall("kvatlas_retire", [k.workers, k.holders, k.active, k.retired], args))
+
+    async def clear(self) -> None:
+        for k in self._keys:
+            async for key in self._store.client.scan_iter(match=k.pattern, count=_SCAN_COUNT):
+                await self._store.client.unlink(key)
+
+    async def sweep(self, shard: int, budget_blocks: int) -> int:
+        return await self._sweeps[shard].run(self._store.client, self._fcall, budget_blocks)
+
+    async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
+        k = self._keys[shard_of(partition, self.shards)]
+        args = [partition, _position_out(expected) if expected is not None else "", _position_out(new)]
+        return _position_in(await self._fcall("kvatlas_set_position", [k.partitions, k.workers], args))
+
+    # ------------------------------------------------------------ asking
+
+    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+        self._prefix_scans += 1
+        found = await self._overlap(scope.scope_id, hashes, STRIDE)
+        if not verify:
+            return found
+        walked = await self._overlap(scope.scope_id, hashes, 0)
+        return Overlap(found.shards, found.looked_up, differences(found, walked))
+
+    async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int) -> Overlap:
+        calls = [([k.blocks(scope_id), k.active], [hashes, stride]) for k in self._keys]
+        if len(calls) == 1:
+            answers = [await self._fcall_ro("kvatlas_overlap", *calls[0])]
+        else:
+            answers = await self._store.fcall_ro_many("kvatlas_overlap", calls)
+        return Overlap([shard_runs(answer) for answer in answers], len(hashes) // HASH_BYTES)
+
+    async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
+        found: list[Residency] = []
+        for k in self._keys:
+            args = [sequence_hash.to_bytes(HASH_BYTES, "little")]
+            flat = await self._fcall_ro("kvatlas_locate", [k.blocks(scope.scope_id), k.active], args)
+            for flags, holder, worker_id in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
+                touched = scopes_touched(await self._ask(self._store.client.hget(k.touched, holder)))
+                _, block_bytes = touched.get(scope.scope_id, (0, 0))
+                found += _residencies(scope, sequence_hash, worker_id.decode(), flags, block_bytes)
+        return sorted(found, key=lambda residency: (residency.worker_id, residency.tier))
+
+    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
+        if not self._side_index:
+            raise NotSupported("children of a prefix; open the index with its side index for that")
+        field = prefix_hash.to_bytes(HASH_BYTES, "little") if prefix_hash is not None else b""
+        held: set[int] = set()
+        for k in self._keys:
+            packed = await self._ask(self._store.client.hget(k.children(scope.scope_id), field)) or b""
+            hashes = [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
+            if hashes:
+                values = await self._ask(self._store.client.hmget(k.blocks(scope.scope_id), hashes))
+                active = await self._active(k)
+                for key, value in zip(hashes, values, strict=True):
+                    if any(holder in active for holder, _ in blocks_in(value or b"")):
+                        held.add(int.from_bytes(key, "little"))
+        return sorted(held)
+
+    async def record(self, worker_id: str) -> WorkerRecord | None:
+        packed = await self._ask(self._store.client.hget(self._keys_of(worker_id).workers, worker_id))
+        return next(iter(records_of([(worker_id.encode(), packed)]))) if packed is not None else None
+
+    async def records(self, shard: int) -> Sequence[WorkerRecord]:
+        found = await self._ask(self._store.client.hgetall(self._keys[shard].workers))
+        return list(records_of(found.items()))
+
+    async def position(self, partition: int) -> Position | None:
+        k = self._keys[shard_of(partition, self.shards)]
+        return _position_in(await self._ask(self._store.client.hget(k.partitions, str(partition))))
+
+    async def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
+        for k in self._keys if worker_id is None else [self._keys_of(worker_id)]:
+            active = {h: name for h, name in (await self._active(k)).items() if worker_id in (None, name)}
+            touched = {h: scopes_touched(await self._ask(self._store.client.hget(k.touched, h))) for h in active}
+            for scope_id in sorted({scope_id for scopes in touched.values() for scope_id in scopes}):
+                scope = await self._scope(scope_id)
+                seen: set[bytes] = set()  # a scan may say a field twice
+                async for key, value in self._store.client.hscan_iter(k.blocks(scope_id), count=_SCAN_COUNT):
+                    if key in seen:
+                        continue
+                    seen.add(key)
+                    for holder, flags in blocks_in(value):
+                        if holder in active:
+                            _, size = touched[holder].get(scope_id, (0, 0))
+                            for residency in _residencies(
+                                scope, int.from_bytes(key, "little"), active[holder], flags, size
+                            ):
+                                yield residency
+
+    async def digest(self, worker_id: str) -> Sequence[int] | None:
+        k = self._keys_of(worker_id)
+        packed = await self._ask(self._store.client.hget(k.workers, worker_id))
+        holder = active_holder(packed) if packed is not None else b""
+        return await self._digest(k, holder) if holder else None
+
+    async def length(self) -> int:
+        return (await self.metrics()).resident_blocks
+
+    async def metrics(self) -> IndexMetrics:
+        blocks = resident_bytes = 0
+        for k in self._keys:
+            for holder in await self._active(k):
+                held = sum((await self._digest(k, holder))[0::3])
+                touched = scopes_touched(await self._ask(self._store.client.hget(k.touched, holder)))
+                blocks += held
+                resident_bytes += held * max((size for _, size in touched.values()), default=0)
+        return IndexMetrics(
+            blocks, resident_bytes, self._puts, self._removes, self._prefix_scans, self._bytes_written
+        )
+
+    # ------------------------------------------------------------ pieces
+
+    async def _register(self, batches: Sequence[PartitionBatch]) -> None:
+        """Write the full text of scopes met for the first time. Raises InvalidValue for a collision of ids."""
+        for batch in batches:
+            for raw in batch.messages:
+                for scope_id, entry in raw[5].items():
+                    if scope_id in self._scopes:
+                        continue
+                    scope = scope_use(scope_id, entry).scope
+                    await self._ask(self._store.client.hsetnx(SCOPES, scope_id, scope.canonical))
+                    await self._scope(scope_id)
+                    if self._scopes[scope_id] != scope:
+                        known = self._scopes.pop(scope_id)
+                        raise InvalidValue(f"scope {scope} has the id {scope_id.hex()} of scope {known}")
+
+    async def _scope(self, scope_id: bytes) -> Scope:
+        if scope_id not in self._scopes:
+            canonical = await self._ask(self._store.client.hget(SCOPES, scope_id))
+            if canonical is None:
+                raise LayoutMismatch(f"{self._store.name}: scope {scope_id.hex()} is not in {SCOPES}")
+            self._scopes[scope_id] = scope_from_canonical(canonical)
+        return self._scopes[scope_id]
+
+    async def _active(self, k: ShardKeys) -> dict[bytes, str]:
+        found = await self._ask(self._store.client.hgetall(k.active))
+        return {holder: worker_id.decode() for holder, worker_id in found.items()}
+
+    async def _digest(self, k: ShardKeys, holder: bytes) -> list[int]:
+        packed = await self._ask(self._store.client.hget(k.digests, holder))
+        return cast(list[int], msgpack.unpackb(packed)) if packed is not None else [0] * 15
+
+    async def _fcall(self, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        try:
+            return await self._store.fcall(function, keys, args)
+        except ResponseError as error:
+            if not self._writer or "Function not found" not in str(error):
+                raise
+            await self._store.load_functions(library())  # somebody flushed them
+            return await self._store.fcall(function, keys, args)
+
+    async def _fcall_ro(self, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        return await self._store.fcall_ro(function, keys, args)
+
+    async def _ask(self, answer: Any) -> Any:
+        try:
+            return await answer
+        except UNREACHABLE as error:
+            raise Unreachable(f"{self._store.name}: {reason(error)}") from error
+
+    def _keys_of(self, worker_id: str) -> ShardKeys:
+        return self._keys[shard_of(partition_of(worker_id, self.partitions), self.shards)]
+
+
+def _residencies(scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int) -> list[Residency]:
+    pinned = bool(flags & FLAG_PINNED)
+    return [Residency(scope, sequence_hash, worker_id, tier, block_bytes, pinned=pinned) for tier in tiers_of(flags)]
+
+
+def _position_out(position: Position) -> str:
+    return f"{position.creation_us} {position.seq}"
+
+
+def _position_in(stored: bytes | None) -> Position | None:
+    return Position(*map(int, stored.split())) if stored else None

@@ -1,0 +1,27 @@
+"""What the store's values and answers mean, as this package's types."""
+
+from collections.abc import Iterator, Sequence
+from struct import iter_unpack
+
+from kvatlas.index.holders import NUMBER_BYTES
+from kvatlas.residency import HOLDER_ENTRY_BYTES, ShardRuns
+
+_TOUCHED = ">8sII"
+
+
+def shard_runs(answer: Sequence[Sequence[bytes]]) -> ShardRuns:
+    """The answer of `functions/overlap.lua`."""
+    values, lengths, names = answer
+    named = {int.from_bytes(names[i], "big"): names[i + 1].decode() for i in range(0, len(names), 2)}
+    return ShardRuns(values, lengths, named)  # type: ignore[arg-type]  # lengths are the integers of the answer
+
+
+def scopes_touched(packed: bytes | None) -> dict[bytes, tuple[int, int]]:
+    """The scopes that a holder has used: scope id -> (block size, block bytes)."""
+    return {scope_id: (size, block_bytes) for scope_id, size, block_bytes in iter_unpack(_TOUCHED, packed or b"")}
+
+
+def blocks_in(value: bytes) -> Iterator[tuple[bytes, int]]:
+    """(holder's 3-byte number, flags) of each entry of a holders value."""
+    for at in range(0, len(value), HOLDER_ENTRY_BYTES):
+        yield value[at : at + NUMBER_BYTES], value[at + NUMBER_BYTES]
