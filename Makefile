@@ -1,0 +1,43 @@
+# Every target does the whole set-up it needs: on a fresh machine `make demo` and `make test` are enough.
+# Needs Python 3.11 or later with venv and pip. PYTHON=... chooses one.
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
+	done)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo bench lint types clean
+
+help: ## this list
+	@sed -n 's/^\([.a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+.venv: $(READY) ## the environment, with pinned versions of everything
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "kvatlas needs Python 3.11 or later with venv and pip; none found" >&2; exit 1; }
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test: $(READY) ## all tests, on real servers
+	$(BIN)/python -m pytest -q
+
+demo: $(READY) ## the whole system on this machine: 4 simulated engines, round-robin against kvatlas
+	$(BIN)/kvatlas demo
+
+bench: $(READY) ## every budget, measured
+	$(BIN)/python -m benchmarks
+
+lint: $(READY) ## ruff, rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+clean: ## remove the environment and every cache
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
