@@ -61,7 +61,8 @@ class Scope:
 @lru_cache(maxsize=65_536)
 def canonical_scope(scope: Scope) -> bytes:
     fields = [scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id]
-    return cast(bytes, msgpack.packb(fields))
+    packed: bytes = msgpack.packb(fields)
+    return packed
 
 
 @lru_cache(maxsize=65_536)

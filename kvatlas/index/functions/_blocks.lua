@@ -63,34 +63,65 @@ local function value_without(value, holder, tier_bit)
   return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), true
 end
 
+-- The two 32-bit sums of packed hashes' halves (exact: a run of hashes is far below 2^21 blocks).
+local sum_formats = {}
+local function sums(packed)
+  local low, high, count = 0, 0, #packed / 8
+  for first = 0, count - 1, 1024 do
+    local n = math.min(count - first, 1024)
+    local format = sum_formats[n]
+    if not format then
+      format = '<' .. string.rep('I4', 2 * n)
+      if n <= 64 or n == 1024 then
+        sum_formats[n] = format
+      end
+    end
+    local halves = { struct.unpack(format, packed, first * 8 + 1) }
+    for i = 1, 2 * n, 2 do
+      low = low + halves[i]
+      high = high + halves[i + 1]
+    end
+  end
+  return low, high
+end
+
+-- Counts packed blocks of one scope into (sign 1) or out of (sign -1) a holder's digest: see kvatlas/digest.py.
+local function count_blocks(digest, tier, packed, scope, sign)
+  if packed == '' then
+    return
+  end
+  local at = 3 * tier + 1
+  local low, high = sums(packed)
+  digest[at] = digest[at] + sign * #packed / 8
+  digest[at + 1] = (digest[at + 1] + sign * (low % TWO32 * scope.mix_low % TWO32)) % TWO32
+  digest[at + 2] = (digest[at + 2] + sign * (high % TWO32 * scope.mix_high % TWO32)) % TWO32
+end
+
 -- Stores or removes packed blocks; returns how many changed and the bytes written.
--- op: {blocks = key, holder, tier, flags, store = true or false, digest, scope_low, scope_high, side or nil}
+-- op: {scope, holder, tier, flags, store = true or false, digest}; scope: {blocks = key, mix_low, mix_high, side or nil}
 local function change_blocks(op, packed)
   local hashes = split(packed)
-  local tier_bit = 2 ^ op.tier
+  local holder, store, flags, tier_bit = op.holder, op.store, op.flags, 2 ^ op.tier
+  local blocks, side = op.scope.blocks, op.scope.side
   local known_new, known_changed, seen = {}, {}, {}
-  local changed_blocks, bytes = 0, 0
-  local digest, at = op.digest, 3 * op.tier + 1
-  local sum_low, sum_high = 0, 0
-  local holder, store, flags, scope_low, scope_high = op.holder, op.store, op.flags, op.scope_low, op.scope_high
-  local bxor, read = bit.bxor, struct.unpack
+  local changed, c, bytes = {}, 0, 0
   for first = 1, #hashes, CHUNK do
     local last = math.min(first + CHUNK - 1, #hashes)
-    local values = redis.call('HMGET', op.blocks, unpack(hashes, first, last))
+    local values = redis.call('HMGET', blocks, unpack(hashes, first, last))
     local set, gone, n, m = {}, {}, 0, 0
     for i = first, last do
       local hash = hashes[i]
       if not seen[hash] then
         seen[hash] = true
         local value = values[i - first + 1]
-        local new, changed = known_new[value], known_changed[value]
+        local new = known_new[value]
         if new == nil then
           if store then
-            new, changed = value_with(value, holder, tier_bit, flags)
+            new, known_changed[value] = value_with(value, holder, tier_bit, flags)
           else
-            new, changed = value_without(value, holder, tier_bit)
+            new, known_changed[value] = value_without(value, holder, tier_bit)
           end
-          known_new[value], known_changed[value] = new, changed
+          known_new[value] = new
         end
         if new ~= value then
           if new then
@@ -102,29 +133,24 @@ local function change_blocks(op, packed)
             gone[m] = hash
           end
         end
-        if changed then
-          changed_blocks = changed_blocks + 1
-          local low, high = read('<I4I4', hash)
-          sum_low = sum_low + bxor(low, scope_low) % TWO32
-          sum_high = sum_high + bxor(high, scope_high) % TWO32
+        if known_changed[value] then
+          c = c + 1
+          changed[c] = hash
         end
       end
     end
     if n > 0 then
-      redis.call('HSET', op.blocks, unpack(set, 1, n))
+      redis.call('HSET', blocks, unpack(set, 1, n))
     end
     if m > 0 then
-      redis.call('HDEL', op.blocks, unpack(gone, 1, m))
-      if op.side then
+      redis.call('HDEL', blocks, unpack(gone, 1, m))
+      if side then
         for i = 1, m do
-          unlink(op.side, gone[i])
+          unlink(side, gone[i])
         end
       end
     end
   end
-  local sign = store and 1 or -1
-  digest[at] = digest[at] + sign * changed_blocks
-  digest[at + 1] = (digest[at + 1] + sign * sum_low) % TWO32
-  digest[at + 2] = (digest[at + 2] + sign * sum_high) % TWO32
-  return changed_blocks, bytes
+  count_blocks(op.digest, op.tier, c == #hashes and packed or table.concat(changed), op.scope, store and 1 or -1)
+  return c, bytes
 end

@@ -58,10 +58,9 @@ local function queue(self, holder, event, store)
     end
     flush(self)
   end
-  local scope = self.c.scopes[scope_id]
   self.pending = { event[4], n = 1, op = {
-    blocks = scope.blocks, scope_id = scope_id, holder = holder, tier = tier, flags = flags, store = store,
-    digest = digest_for(self, holder), scope_low = scope.low, scope_high = scope.high, side = scope.side,
+    scope = self.c.scopes[scope_id], scope_id = scope_id, holder = holder, tier = tier, flags = flags, store = store,
+    digest = digest_for(self, holder),
   } }
   if store then
     touch(self, holder, scope_id)

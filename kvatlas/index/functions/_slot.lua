@@ -99,10 +99,6 @@ local function find_entry(value, holder)
   return nil, low * 4 + 1
 end
 
-local function has_tier(flags, tier)
-  return math.floor(flags / 2 ^ tier) % 2 == 1
-end
-
 -- The digest of a holder, {count, low, high} by tier, flat.
 local function read_digest(key, holder)
   local packed = redis.call('HGET', key, holder)
@@ -116,11 +112,8 @@ local function digest_blocks(digest)
   return digest[1] + digest[4] + digest[7] + digest[10] + digest[13]
 end
 
--- Adds (sign 1) or takes (sign -1) one block in one tier; scope_low, scope_high are the halves of the scope id.
-local function count_block(digest, tier, hash, scope_low, scope_high, sign)
-  local at = 3 * tier + 1
-  local low, high = struct.unpack('<I4I4', hash)
-  digest[at] = digest[at] + sign
-  digest[at + 1] = (digest[at + 1] + sign * (bit.bxor(low, scope_low) % TWO32)) % TWO32
-  digest[at + 2] = (digest[at + 2] + sign * (bit.bxor(high, scope_high) % TWO32)) % TWO32
+-- What mixes a scope into a digest: two odd multipliers of 20 bits (a product with 32 bits is exact in a double).
+local function mix_of(scope_id)
+  local low, high = struct.unpack('<I4I4', scope_id)
+  return low % 1048576 - low % 2 + 1, high % 1048576 - high % 2 + 1
 end

@@ -15,9 +15,9 @@ local function apply(keys, args, oom)
   }
   local ids, scopes, sided = call[2], {}, #keys > 9 + #call[2]
   for i = 1, #ids do
-    local low, high = struct.unpack('<I4I4', ids[i])
+    local mix_low, mix_high = mix_of(ids[i])
     local side = sided and { children = keys[9 + #ids + 2 * i - 1], parents = keys[9 + #ids + 2 * i] } or nil
-    scopes[ids[i]] = { blocks = keys[9 + i], low = low, high = high, side = side }
+    scopes[ids[i]] = { blocks = keys[9 + i], mix_low = mix_low, mix_high = mix_high, side = side }
   end
   local count = {}
   for _, name in ipairs(ANSWER) do

@@ -4,7 +4,8 @@
 redis.register_function({
   function_name = 'kvatlas_sweep',
   callback = function(keys, args)
-    local scope_low, scope_high = struct.unpack('<I4I4', args[1])
+    local scope = {}
+    scope.mix_low, scope.mix_high = mix_of(args[1])
     local side = keys[4] and { children = keys[4], parents = keys[5] } or nil
     local digests, holders = {}, {}
     for i = 4, #args do
@@ -23,8 +24,8 @@ redis.register_function({
         if at then
           local flags = string.byte(rest, at + 3)
           for tier = 0, 4 do
-            if has_tier(flags, tier) then
-              count_block(digests[holders[j]], tier, hash, scope_low, scope_high, -1)
+            if bit.band(flags, 2 ^ tier) ~= 0 then
+              count_blocks(digests[holders[j]], tier, hash, scope, -1)
             end
           end
           rest = string.sub(rest, 1, at - 1) .. string.sub(rest, at + 4)
