@@ -6,6 +6,7 @@ from kvatlas.identity import check_worker_id, partition_of
 STREAM = "KVATLAS_EVENTS"
 ALL_EVENTS = "kvatlas.events.*.*"
 ALL_ALIVE = "kvatlas.alive.*"
+ALL_GRANTS = "kvatlas.grant.*"
 DEAD_STREAM = "KVATLAS_DEAD"
 ALL_DEAD = "kvatlas.dead.*.*"
 
