@@ -111,7 +111,9 @@ class RequestHints(BaseModel):
         )
 
     def to_blocks(self, fallbacks: Fallbacks) -> tuple[BlockKey, ...]:
-        """Keys of the prompt's full blocks: each one's prefix_hash is the block before it, the first's the session or "root".
+        """Keys of the prompt's full blocks.
+
+        Each one's prefix_hash is the block before it; the first's is the session id, or "root".
 
         Raises InvalidValue where the prompt is given twice or not at all, or no model is named.
         """

@@ -164,7 +164,7 @@ class Overlap:
         return depths
 
     def held(self) -> dict[str, list[tuple[int, int]]]:
-        """Every worker's (length, flags byte: see `kvatlas.tiers`) runs from the prompt's start; absent: it holds none."""
+        """Each worker's (length, flags byte: see `kvatlas.tiers`) runs from the prompt's start; absent: holds none."""
         held: dict[str, list[tuple[int, int]]] = {}
         for shard in self.shards:
             held.update(shard.held())  # a worker lives in one shard

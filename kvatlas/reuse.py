@@ -4,8 +4,8 @@ Every engine computes at least the prompt's last token again, because its logits
 
 - vLLM (0.9 to 0.33): the hit is at most prompt - 1 tokens, cut to whole blocks; with EAGLE the last matched block is
   dropped as well, because the draft model needs its hidden states.
-- SGLang (0.4.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages; with EAGLE the tree's keys are pairs
-  of neighbouring tokens, of which there is one fewer.
+- SGLang (0.4.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages; with EAGLE the tree's keys are
+  pairs of neighbouring tokens, of which there is one fewer.
 - TensorRT-LLM (1.2, 1.3rc): at most prompt - 1 tokens; full blocks only are known to the index.
 - LMCache (0.5.6): a full hit is shortened by one token and is not cut to blocks.
 - mock: as vLLM.

@@ -106,7 +106,7 @@ class EngineProfile:
     def price(self, plan: Plan) -> Cost:
         rates = self.by_worker.get(plan.worker_id, self.rates)
         load, cached, new = plan.load, plan.cached_tokens, plan.new_tokens
-        backlog = load.queued_prefill_tokens or load.waiting_requests * rates.tokens_per_waiting_request
+        backlog = load.queued_prefill_tokens + load.waiting_requests * rates.tokens_per_waiting_request
         moved = [piece for piece in plan.pieces if not piece.at_hand]
         running, kv_tokens = load.running_decodes + 1, load.kv_tokens + plan.input_tokens
         output = plan.output_tokens

@@ -42,7 +42,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a worker is, as far as cost needs it. `kv_tokens`: tokens whose KV its running requests hold."""
+    """How busy a worker is, as far as cost needs it.
+
+    `waiting_requests`: those whose tokens `queued_prefill_tokens` leaves out, because the engine does not tell them.
+    `kv_tokens`: tokens whose KV its running requests hold.
+    """
 
     running_decodes: int = 0
     queued_prefill_tokens: int = 0
@@ -56,8 +60,16 @@ class Load:
         return cls(
             running_decodes=state.running_decodes or forward.active_request_slots,
             queued_prefill_tokens=state.queued_prefill_tokens,
-            waiting_requests=forward.requests_waiting,
+            waiting_requests=0 if state.queued_prefill_tokens else forward.requests_waiting,
             kv_tokens=forward.active_kv_blocks * block_size,
+        )
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(
+            self.running_decodes + other.running_decodes,
+            self.queued_prefill_tokens + other.queued_prefill_tokens,
+            self.waiting_requests + other.waiting_requests,
+            self.kv_tokens + other.kv_tokens,
         )
 
 
@@ -109,7 +121,7 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A price: its terms, their sum, and where the profile predicts them the time to the first and to each next token."""
+    """Terms and their sum; where the profile predicts them, the time to the first and to each next token."""
 
     profile: str
     terms: tuple[CostTerm, ...]

@@ -1,0 +1,151 @@
+"""From a prompt to what each worker of the pool holds of it, in tokens.
+
+Workers that cut blocks alike (block size and granularity) form a group; each group is asked about with its own hashes,
+and the answers compare in tokens.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvatlas.fleet import EngineEndpoint
+from kvatlas.hashing import HASH_BYTES, thin
+from kvatlas.identity import Scope
+from kvatlas.request import DEFAULT_BLOCK_TOKENS
+from kvatlas.residency import Overlap
+from kvatlas.tiers import Tier, tiers_of
+from router_client.chain import PromptChain
+from router_client.prompt import Prompt
+
+
+class OverlapIndex(Protocol):
+    """The one question a router asks; every `kvatlas.index.protocol.ResidencyIndex` answers it."""
+
+    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+        """How many leading blocks of a chain each active worker holds. Raises Unreachable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive tokens of a prompt's start that one worker holds; `tiers` nearest first.
+
+    The tiers are those at the run's first and last block.
+    """
+
+    tokens: int
+    tiers: tuple[Tier, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """How much of a prompt's start one worker holds: its runs, in order. In whole blocks of the worker's own size."""
+
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(run.tokens for run in self.runs)
+
+
+NOTHING = HeldPrefix()
+
+Group = tuple[int, int]
+"""(block size, granularity)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the pool holds of a prompt. `fingerprint` names the prompt's start, the same for every router."""
+
+    held: Mapping[str, HeldPrefix]
+    fingerprint: bytes
+    round_trips: int = 0
+    hashed_blocks: int = 0
+
+
+async def look_up(index: OverlapIndex, prompt: Prompt, endpoints: Iterable[EngineEndpoint]) -> Lookup:
+    """Ask about a prompt for all of a pool's workers; those that hold nothing are absent.
+
+    A worker whose record has no block size yet has announced nothing and is not asked about. Raises Unreachable.
+    """
+    groups: dict[Group, set[str]] = {}
+    for endpoint in endpoints:
+        if endpoint.block_size is not None:
+            groups.setdefault((endpoint.block_size, endpoint.granularity), set()).add(endpoint.id)
+    chains = {size: PromptChain(prompt, size) for size, _ in groups}
+    answers = await _together(
+        [
+            _ask(index, prompt.scope, chains[size], (size, granularity), ids)
+            for (size, granularity), ids in groups.items()
+        ]
+    )
+    held: dict[str, HeldPrefix] = {}
+    for found, _ in answers:
+        held.update(found)
+    smallest = chains[min(chains)] if chains else PromptChain(prompt, prompt.block_size or DEFAULT_BLOCK_TOKENS)
+    return Lookup(
+        held,
+        smallest.fingerprint,
+        max((asked for _, asked in answers), default=0),
+        sum(chain.hashed_blocks for chain in chains.values()),
+    )
+
+
+Answer = tuple[dict[str, HeldPrefix], int]
+"""What a group's workers hold, and how many times the index was asked."""
+
+
+async def _ask(index: OverlapIndex, scope: Scope, chain: PromptChain, group: Group, workers: set[str]) -> Answer:
+    block_size, granularity = group
+    runs: dict[str, list[tuple[int, int]]] = {}
+    first_index = number = asked = 0
+    while chunk := chain.chunk(number):
+        hashes = thin(chunk, granularity, first_index)
+        if hashes:
+            asked += 1
+            overlap = await index.overlap(scope, hashes)
+            before, whole = first_index // granularity, len(hashes) // HASH_BYTES
+            reached_end = False
+            for worker_id, found in overlap.held().items():
+                if worker_id in workers:
+                    known = runs.setdefault(worker_id, [])
+                    # residency is prefix-closed: what was not yet held in an earlier answer is held now
+                    if missing := before - _length(known):
+                        known.append((missing, found[0][1]))
+                    known.extend(found)
+                    reached_end = reached_end or _length(found) == whole
+            if not reached_end:
+                break
+        first_index += len(chunk) // HASH_BYTES
+        number += 1
+    step_tokens = block_size * granularity
+    return {worker_id: HeldPrefix(_merged(found, step_tokens)) for worker_id, found in runs.items()}, asked
+
+
+async def _together(questions: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """All answers; several groups are asked at once. An error is the first one's, not a group of errors."""
+    if len(questions) <= 1:
+        return [await question for question in questions]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(question) for question in questions]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _length(found: Sequence[tuple[int, int]]) -> int:
+    return sum(length for length, _ in found)
+
+
+def _merged(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
+    """Runs in tokens, neighbours in equal tiers made one."""
+    merged: list[Run] = []
+    for length, flags in found:
+        tiers = tiers_of(flags)
+        if merged and merged[-1].tiers == tiers:
+            merged[-1] = Run(merged[-1].tokens + length * step_tokens, tiers)
+        else:
+            merged.append(Run(length * step_tokens, tiers))
+    return tuple(merged)

@@ -1,0 +1,115 @@
+"""What a caller asks about: a prompt in its identity scope, as token ids or as ready hashes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from kvatlas.errors import InvalidValue
+from kvatlas.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
+from kvatlas.identity import Scope
+from kvatlas.request import DEFAULT_DECODE_TOKENS, DEFAULT_SLO, MAX_HASH, Fallbacks, RequestHints, Slo
+
+HEX_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request as the router client sees it. Make it with `of_tokens`, `of_hashes` or `of_hints`.
+
+    `tokens` are hashed for whichever block sizes the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes
+    each) are of one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids
+    alone, has one entry a block, so it fits workers of one block size. `block_bytes`: KV bytes of `block_size` tokens,
+    for workers whose fleet record does not say; 0 for unknown.
+    """
+
+    scope: Scope
+    input_tokens: int
+    tokens: Sequence[int] | None = None
+    hashes: bytes | None = None
+    block_size: int | None = None
+    extra_keys: Sequence[ExtraKeys] | None = None
+    output_tokens: int = DEFAULT_DECODE_TOKENS
+    block_bytes: int = 0
+    slo: Slo = DEFAULT_SLO
+    id: str | None = None
+
+    @classmethod
+    def of_tokens(
+        cls,
+        scope: Scope,
+        tokens: Sequence[int],
+        *,
+        extra_keys: Sequence[ExtraKeys] | None = None,
+        output_tokens: int = DEFAULT_DECODE_TOKENS,
+        slo: Slo = DEFAULT_SLO,
+        id: str | None = None,
+    ) -> Self:
+        """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1).
+
+        Raises InvalidValue for text or bytes. A token id out of range raises it later, when its block is hashed: a long
+        prompt is hashed only as far as it matches.
+        """
+        pack_tokens(tokens[:1])
+        return cls(scope, len(tokens), tokens, None, None, extra_keys, output_tokens, 0, slo, id)
+
+    @classmethod
+    def of_hashes(
+        cls,
+        scope: Scope,
+        hashes: bytes | Sequence[int],
+        block_size: int,
+        *,
+        input_tokens: int | None = None,
+        output_tokens: int = DEFAULT_DECODE_TOKENS,
+        slo: Slo = DEFAULT_SLO,
+        id: str | None = None,
+    ) -> Self:
+        """A prompt of ready sequence hashes, packed or as integers; `input_tokens` absent: the full blocks alone.
+
+        Raises InvalidValue for hashes that are not of 64 bits, a block size below 1, or fewer tokens than blocks need.
+        """
+        packed = bytes(hashes) if isinstance(hashes, (bytes, bytearray)) else pack_hashes(hashes)
+        if len(packed) % HASH_BYTES:
+            raise InvalidValue(f"packed hashes of {len(packed)} bytes; expected a multiple of {HASH_BYTES}")
+        if block_size < 1:
+            raise InvalidValue(f"block size {block_size}; expected at least 1")
+        in_blocks = len(packed) // HASH_BYTES * block_size
+        total = in_blocks if input_tokens is None else input_tokens
+        if total < in_blocks:
+            raise InvalidValue(f"input_tokens {total}; the blocks alone hold {in_blocks}")
+        return cls(scope, total, None, packed, block_size, None, output_tokens, 0, slo, id)
+
+    @classmethod
+    def of_hints(cls, hints: RequestHints, fallbacks: Fallbacks | None = None) -> Self:
+        """A prompt from a request's hints. Its block hashes must be sequence hashes: integers or 16 hex digits.
+
+        Raises InvalidValue for other text, a prompt given twice or not at all, or a scope without a model.
+        """
+        known = fallbacks or Fallbacks()
+        decode = hints.estimated_decode_tokens
+        block_bytes = known.block_bytes if hints.block_bytes is None else hints.block_bytes
+        output = known.estimated_decode_tokens if decode is None else decode
+        scope = hints.scope(known)
+        size = hints.block_tokens or known.block_tokens
+        if hints.token_ids is not None and hints.block_hashes is None:
+            tokens = hints.token_ids
+            return cls(scope, len(tokens), tokens, None, size, None, output, block_bytes, hints.slo, hints.request_id)
+        shape = hints.to_shape(known)
+        packed = pack_hashes([_hash_of(key.block_hash) for key in shape.blocks])
+        return cls(
+            scope, shape.input_tokens, None, packed, size, None, output, block_bytes, hints.slo, hints.request_id
+        )
+
+    def required_blocks(self, block_size: int) -> int:
+        """Full blocks of the prompt at a block size."""
+        return self.input_tokens // block_size
+
+
+def _hash_of(text: str) -> int:
+    try:
+        value = int(text, 16) if len(text) == HEX_DIGITS else -1
+    except ValueError:
+        value = -1
+    if not 0 <= value <= MAX_HASH:
+        raise InvalidValue(f"block hash {text!r:.80}; expected {HEX_DIGITS} hex digits")
+    return value
