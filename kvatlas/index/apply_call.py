@@ -1,21 +1,63 @@
 """The one argument of the store's `apply`: messages grouped by worker, in the form that `functions/apply.lua` reads."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from struct import pack
 from typing import Any, cast
 
 import msgpack
 
 from kvatlas.index.protocol import Applied, PartitionBatch, WorkerRecord
+from kvatlas.wire import REMOVED, STORED
 
 _COUNTS = ("applied", "duplicates", "stale", "gaps", "refused", "failed_checks", "stored", "removed", "bytes_written")
 
 
-def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch]) -> tuple[list[bytes], bytes]:
-    """(scope ids whose keys the call needs, in order; the packed argument). Work is per message, never per block."""
+@dataclass(slots=True)
+class _Group:
+    """Consecutive messages of one incarnation. `parts` are the hashes of one event that they all say."""
+
+    incarnation: int
+    first_seq: int
+    last_seq: int
+    events: list[list[Any]]
+    parts: list[bytes]
+
+    def takes(self, incarnation: int, seq: int, event: list[Any]) -> bool:
+        mine = self.events[0]
+        return bool(
+            self.parts
+            and seq == self.last_seq + 1
+            and incarnation == self.incarnation
+            and event[0] == mine[0]
+            and event[1] == mine[1]
+            and event[2] == mine[2]
+            and (event[0] == REMOVED or event[6] == mine[6])
+        )
+
+    def packed(self) -> tuple[bytes, int, int, list[list[Any]]]:
+        if len(self.parts) > 1:
+            self.events = [[*self.events[0][:3], b"".join(self.parts), *self.events[0][4:]]]
+        return self.incarnation.to_bytes(8, "big"), self.first_seq, self.last_seq, self.events
+
+
+@dataclass(slots=True)
+class _Teller:
+    partition: int
+    uses: dict[bytes, bytes]
+    groups: list[_Group]
+
+
+def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool = False) -> tuple[list[bytes], bytes]:
+    """(scope ids whose keys the call needs, in order; the packed argument). Work is per message, never per block.
+
+    Consecutive messages of a worker that say the same thing of the same scope and tier travel as one group. Where the
+    worker's seq stands inside a group, what it told before is told again, and that changes nothing: only stores, or only
+    removals, lie between. `parents` keeps messages apart, because each has a parent of its own (side index).
+    """
     scope_ids: dict[bytes, None] = {}
     positions: list[tuple[int, int, int, int]] = []
-    tellers: dict[str, tuple[str, int, dict[bytes, bytes], list[tuple[bytes, int, Any]]]] = {}
+    tellers: dict[str, _Teller] = {}
     for batch in batches:
         if batch.position is not None:
             after = -1 if batch.after_seq is None else batch.after_seq
@@ -23,18 +65,24 @@ def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch]) -> tuple[list[by
         for _, worker_id, incarnation, seq, _, scopes, events in batch.messages:
             teller = tellers.get(worker_id)
             if teller is None:
-                teller = tellers[worker_id] = (worker_id, batch.partition, {}, [])
-            uses = teller[2]
+                teller = tellers[worker_id] = _Teller(batch.partition, {}, [])
             for scope_id, entry in scopes.items():
-                if scope_id not in uses:
-                    uses[scope_id] = pack(">II", entry[4], entry[5])
+                if scope_id not in teller.uses:
+                    teller.uses[scope_id] = pack(">II", entry[4], entry[5])
                     scope_ids[scope_id] = None
-            teller[3].append((incarnation.to_bytes(8, "big"), seq, events))
+            alike = not parents and len(events) == 1 and events[0][0] in (STORED, REMOVED)
+            if alike and teller.groups and teller.groups[-1].takes(incarnation, seq, events[0]):
+                group = teller.groups[-1]
+                group.last_seq = seq
+                group.parts.append(events[0][3])
+            else:
+                teller.groups.append(_Group(incarnation, seq, seq, events, [events[0][3]] if alike else []))
+    told = [
+        (worker_id, teller.partition, teller.uses, [group.packed() for group in teller.groups])
+        for worker_id, teller in tellers.items()
+    ]
     # the store's Lua reads byte strings only in msgpack's older form, where text and bytes are one type
-    argument = msgpack.packb(
-        (reuse_ms, list(scope_ids), positions, list(tellers.values())), use_bin_type=False
-    )
-    return list(scope_ids), argument
+    return list(scope_ids), msgpack.packb((reuse_ms, list(scope_ids), positions, told), use_bin_type=False)
 
 
 def unpack_answer(answer: bytes) -> tuple[Applied, dict[str, int]]:

@@ -82,7 +82,7 @@ class RedisIndex:
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
         await self._register(batches)
-        scope_ids, argument = pack_call(REUSE_MS, batches)
+        scope_ids, argument = pack_call(REUSE_MS, batches, parents=self._side_index)
         k = self._keys[shard]
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta]
         keys += [k.blocks(scope_id) for scope_id in scope_ids]

@@ -196,39 +196,42 @@ act[CODE.checkpoint] = function(self, event)
   return true
 end
 
--- The fence: is this message the next one of the newest incarnation?
-local function fold(self, incarnation, seq, events)
-  local record, count = self.record, self.c.count
+-- The fence: are these consecutive messages (first seq to last seq, which say the same thing) the next ones of the newest
+-- incarnation? Where the record stands inside them, telling the first ones again changes nothing: see apply_call.py.
+local function fold(self, incarnation, first, last, events)
+  local record, count, messages = self.record, self.c.count, last - first + 1
   if incarnation ~= record[INC] then
     if below(incarnation, record[INC]) then
-      count.stale = count.stale + 1
+      count.stale = count.stale + messages
       return
     end
-    if seq ~= 0 or not events[1] or events[1][1] ~= CODE.begin then
-      want(record, incarnation, seq)
-      count.gaps = count.gaps + 1
+    if first ~= 0 or not events[1] or events[1][1] ~= CODE.begin then
+      want(record, incarnation, last)
+      count.gaps = count.gaps + messages
       return
     end
     flush(self)
     record[INC], record[BAD], record[CLOSED], record[OOM] = incarnation, 0, 0, 0
+    count.applied = count.applied + messages
   else
-    if seq <= record[SEQ] then
-      count.duplicates = count.duplicates + 1
+    if last <= record[SEQ] then
+      count.duplicates = count.duplicates + messages
       return
     end
     if record[CLOSED] == 1 then
-      want(record, incarnation, seq)
-      count.refused = count.refused + 1
+      want(record, incarnation, last)
+      count.refused = count.refused + messages
       return
     end
-    if seq ~= record[SEQ] + 1 then
-      want(record, incarnation, seq)
-      count.gaps = count.gaps + 1
+    if first > record[SEQ] + 1 then
+      want(record, incarnation, last)
+      count.gaps = count.gaps + messages
       return
     end
+    count.duplicates = count.duplicates + record[SEQ] + 1 - first
+    count.applied = count.applied + last - record[SEQ]
   end
-  record[SEQ] = seq
-  count.applied = count.applied + 1
+  record[SEQ] = last
   for i = 1, #events do
     if not act[events[i][1]](self, events[i]) then
       return

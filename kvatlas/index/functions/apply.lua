@@ -1,7 +1,8 @@
 -- apply: folds messages of one shard's partitions into workers' records, holders, blocks and digests, in one call.
 --
 -- One argument, msgpack: {reuse ms, {scope id...}, {{partition, creation, after seq, seq}...},
---   {{worker, partition, {scope id -> block size and block bytes (2 x u32 BE)}, {{incarnation, seq, events}...}}...}}
+--   {{worker, partition, {scope id -> block size and block bytes (2 x u32 BE)}, {{incarnation, first seq, last seq,
+--   events}...}}...}}
 -- KEYS: workers, holders, active, retired, free, digests, touched, partitions, meta, then blocks of each scope id in order,
 --   then with the side index children and parents of each
 -- returns msgpack {counts in ANSWER's order, {moved partition...}, {worker, record...}}
@@ -51,7 +52,7 @@ local function apply(keys, args, oom)
       local self = { c = c, worker = told[1], record = record, uses = told[3], digests = {}, marks = {} }
       local messages = told[4]
       for j = 1, #messages do
-        fold(self, messages[j][1], messages[j][2], messages[j][3])
+        fold(self, messages[j][1], messages[j][2], messages[j][3], messages[j][4])
       end
       flush(self)
       for holder, digest in pairs(self.digests) do
