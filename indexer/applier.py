@@ -1,7 +1,7 @@
 """One shard's way into the index: whatever its partitions have queued goes in one call, the next one right after it.
 
-No linger: an idle shard applies a message at once; while a call is on its way more messages gather, so that calls grow by
-themselves under load, up to a limit that keeps one call short (others wait for the store meanwhile).
+No linger: an idle shard applies a message at once; while a call is on its way more messages gather, so that calls grow
+by themselves under load, up to a limit that keeps one call short (others wait for the store meanwhile).
 """
 
 import asyncio
@@ -59,7 +59,8 @@ class Applier:
             self._feeds.remove(feed)
 
     async def run(self) -> None:
-        """Applies until cancelled. Errors of the store are waited out with the batch kept: applying it again is right."""
+        """Applies until cancelled. Errors of the store are waited out with the batch kept: applying it again is
+        right."""
         while True:
             await self._some.wait()
             self._some.clear()

@@ -1,7 +1,7 @@
 """One unbroken reading of one partition: what the reader has taken from the stream and the applier not yet.
 
-A reading that breaks is abandoned with its feed, and another begins from the stored position. So nothing of an old reading
-can disturb a new one: what is still in flight of it is applied or found a duplicate.
+A reading that breaks is abandoned with its feed, and another begins from the stored position. So nothing of an old
+reading can disturb a new one: what is still in flight of it is applied or found a duplicate.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ QUEUE_BYTES = 1024 * 1024
 
 
 class Entry(NamedTuple):
-    """A message as it waits. `raw` is None for one that must not be applied: only its position passes. `headers` are those
-    that carry a trace context."""
+    """A message as it waits. `raw` is None for one that must not be applied: only its position passes. `headers` are
+    those that carry a trace context."""
 
     raw: RawMessage | None
     size_bytes: int

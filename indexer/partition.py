@@ -1,7 +1,7 @@
 """Reads one partition of the stream: an ephemeral consumer from the stored position, pulled without waiting.
 
-A reading that is in any doubt (the consumer, the stream, the connection or a message gone) is given up, and another begins
-from the stored position: what comes twice is a duplicate for the fence.
+A reading that is in any doubt (the consumer, the stream, the connection or a message gone) is given up, and another
+begins from the stored position: what comes twice is a duplicate for the fence.
 """
 
 import logging
@@ -166,7 +166,8 @@ class PartitionReader:
                 return "the consumer fell silent"
 
     async def _end(self, consumer: str, subscription: Subscription | None) -> None:
-        """Gives the server back what the reading used; where that fails, it forgets it by itself (inactive threshold)."""
+        """Gives the server back what the reading used; where that fails, it forgets it by itself (inactive
+        threshold)."""
         try:
             with anyio.move_on_after(1):
                 if subscription is not None:

@@ -1,4 +1,4 @@
-"""Pulling from a JetStream consumer without waiting: how much is asked for, and what the server's answers mean (pure)."""
+"""Pulling from a JetStream consumer without waiting: what is asked for, and what the server answers (pure)."""
 
 from dataclasses import dataclass
 from enum import Enum, auto

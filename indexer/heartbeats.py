@@ -1,0 +1,132 @@
+"""Hears heartbeats, and writes what they say of the owned workers for routers (thin; the judge is `liveness`)."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import monotonic, time_ns
+
+import anyio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from redis.exceptions import RedisError
+
+from indexer.counters import IndexerCounters
+from indexer.doubt import DoubtJudge
+from indexer.liveness import LivenessJudge, Retirement
+from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.fleet import Heartbeat
+from kvatlas.fleet_store import FleetStore
+from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.subjects import ALL_ALIVE
+
+WRITE_EVERY_S = 1.0
+SHORTEST_PAUSE_S = 0.05
+"""Between two writes that can't wait."""
+
+log = logging.getLogger("kvatlas.indexer")
+
+
+class Heartbeats:
+    """One task: hears, judges each second, writes fleet records, retires."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        index: ResidencyIndex,
+        fleet: FleetStore,
+        liveness: LivenessJudge,
+        doubt: DoubtJudge,
+        counters: IndexerCounters,
+        owns: Callable[[str], bool],
+        on_gone: Callable[[str], None],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """`owns`: is a worker's partition read by this replica? `on_gone` is told of retired workers."""
+        self._client = client
+        self._index = index
+        self._fleet = fleet
+        self._liveness = liveness
+        self._doubt = doubt
+        self._counters = counters
+        self._owns = owns
+        self._on_gone = on_gone
+        self._clock = clock
+        self._urgent = asyncio.Event()
+        self._adopt = False
+        self.traces: dict[str, str] = {}
+        """W3C traceparent of the last applied batch by worker, where this replica traces."""
+
+    def adopt(self) -> None:
+        """Partitions were taken: the workers that the fleet store knows of them are to be judged too."""
+        self._adopt = True
+        self._urgent.set()
+
+    async def run(self) -> None:
+        """Until cancelled. Errors of the store are waited out: what could not be written is written later."""
+        subscription = await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
+        try:
+            while True:
+                with anyio.move_on_after(WRITE_EVERY_S):
+                    await self._urgent.wait()
+                self._urgent.clear()
+                try:
+                    await self.tick()
+                except (KvatlasError, RedisError) as error:
+                    self._counters.store_errors += 1
+                    log.warning("fleet records are written later: %s", error)
+                    await anyio.sleep(WRITE_EVERY_S)
+                await anyio.sleep(SHORTEST_PAUSE_S)
+        finally:
+            if self._client.is_connected:
+                with anyio.CancelScope(shield=True):
+                    await subscription.unsubscribe()
+
+    async def tick(self) -> None:
+        """One round of adopting, judging, writing and retiring."""
+        now_s = self._clock()
+        if self._adopt:
+            known = await self._fleet.all()
+            self._liveness.adopt({w: record for w, record in known.items() if self._owns(w)}, now_s)
+            self._adopt = False
+        retirements = self._liveness.tick(now_s)
+        self._counters.workers_lost = self._liveness.lost
+        self._counters.retirements_held += self._liveness.held
+        changed = self._liveness.take_changed(self.traces)
+        try:
+            await self._fleet.write(changed)
+        except BaseException:
+            self._liveness.keep_changed(changed)
+            raise
+        self._counters.fleet_writes += len(changed)
+        for retirement in retirements:
+            await self._retire(retirement)
+
+    async def _retire(self, retirement: Retirement) -> None:
+        worker_id = retirement.worker_id
+        record = await self._index.record(worker_id)
+        if record is not None and not record.closed and not await self._index.retire(worker_id, record.incarnation):
+            return  # it began another incarnation meanwhile
+        await self._fleet.forget(worker_id, retirement.pool_id)
+        self._counters.workers_retired += 1
+        log.info("worker %s is retired: no heartbeat", worker_id)
+        self._on_gone(worker_id)
+
+    async def _on_heartbeat(self, msg: Msg) -> None:
+        worker_id = msg.subject.rsplit(".", 1)[-1]
+        now_s = self._clock()
+        self._liveness.pulse(worker_id, now_s)
+        if not self._owns(worker_id):
+            return
+        try:
+            beat = Heartbeat.unpack(msg.data)
+            if beat.worker_id != worker_id:
+                raise InvalidValue(f"heartbeat of worker {beat.worker_id} on {msg.subject}")
+        except InvalidValue as error:
+            self._counters.heartbeats_bad += 1
+            log.debug("heartbeat not understood: %s", error)
+            return
+        self._counters.heartbeats += 1
+        self._doubt.hear(worker_id, beat.incarnation, beat.acked_seq, now_s)
+        if self._liveness.hear(beat, now_s, time_ns() // 1_000):
+            self._urgent.set()

@@ -1,0 +1,25 @@
+"""Which replica should read which partition: rendezvous hashing over the live members (pure)."""
+
+from collections.abc import Collection
+
+import xxhash
+
+
+def targets(members: Collection[str], partitions: int) -> dict[int, str]:
+    """Partition -> the member that should own it. Every replica computes the same from the same members; when one
+    comes or goes only the partitions it gains or had move. Empty without members."""
+    if not members:
+        return {}
+    return {
+        partition: max(members, key=lambda member: (_weight(member, partition), member))
+        for partition in range(partitions)
+    }
+
+
+def target_partitions(member: str, members: Collection[str], partitions: int) -> list[int]:
+    """The partitions that `member` should own, ascending."""
+    return [partition for partition, owner in targets(members, partitions).items() if owner == member]
+
+
+def _weight(member: str, partition: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{partition}/{member}".encode())

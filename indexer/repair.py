@@ -1,0 +1,132 @@
+"""Asks publishers for snapshots where the index is in doubt, and grants them leave to send large ones (thin)."""
+
+import logging
+from collections.abc import Callable, Collection
+from time import monotonic
+
+import anyio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from redis.exceptions import RedisError
+
+from indexer.counters import IndexerCounters
+from indexer.doubt import DoubtJudge, SnapshotWish
+from indexer.grants import GrantBudget
+from kvatlas.control import ControlOp, ControlReply, ControlRequest, GrantRequest
+from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.identity import partition_of
+from kvatlas.index.protocol import Applied, ResidencyIndex, WorkerRecord
+from kvatlas.subjects import ALL_GRANTS, control_subject
+
+JUDGE_EVERY_S = 1.0
+
+log = logging.getLogger("kvatlas.indexer")
+
+
+class Repair:
+    """One task: judges the owned workers each second, asks, and answers grant requests for owned partitions."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        index: ResidencyIndex,
+        doubt: DoubtJudge,
+        grants: GrantBudget,
+        counters: IndexerCounters,
+        owned: Callable[[], Collection[int]],
+        at_end: Callable[[str], bool],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """`owned`: the partitions this replica reads; `at_end`: is a worker's partition read up to its end?"""
+        self._client = client
+        self._index = index
+        self._doubt = doubt
+        self._grants = grants
+        self._counters = counters
+        self._owned = owned
+        self._at_end = at_end
+        self._clock = clock
+        self._inbox = client.new_inbox()
+
+    def on_applied(self, applied: Applied) -> None:
+        """A call to the index came back: snapshots that it completed free their grants."""
+        if self._grants.outstanding_bytes:
+            for record in applied.records:
+                self._heed(record)
+
+    async def run(self) -> None:
+        """Until cancelled; errors of NATS and of the store are waited out."""
+        subscriptions = [
+            await self._client.subscribe(ALL_GRANTS, cb=self._on_grant_request),
+            await self._client.subscribe(self._inbox, cb=self._on_reply),
+        ]
+        try:
+            while True:
+                await anyio.sleep(JUDGE_EVERY_S)
+                try:
+                    await self.tick()
+                except (KvatlasError, RedisError, NatsError) as error:
+                    log.warning("doubts are judged later: %s", error)
+        finally:
+            if self._client.is_connected:
+                with anyio.CancelScope(shield=True):
+                    for subscription in subscriptions:
+                        await subscription.unsubscribe()
+
+    async def tick(self) -> None:
+        """One round of judging and asking."""
+        if not self._doubt.workers:
+            return
+        records: dict[str, WorkerRecord] = {}
+        for shard in sorted({partition % self._index.shards for partition in self._owned()}):
+            for record in await self._index.records(shard):
+                records[record.worker_id] = record
+        for record in records.values():
+            self._heed(record)
+        for wish in self._doubt.judge(records, self._at_end, self._clock()):
+            await self._ask(wish)
+
+    def _heed(self, record: WorkerRecord) -> None:
+        if record.answering and not record.loading:
+            self._grants.answering(record.worker_id, record.incarnation)
+
+    async def _ask(self, wish: SnapshotWish) -> None:
+        self._counters.snapshots_asked += 1
+        log.info("worker %s is asked for a snapshot above %d: %s", wish.worker_id, wish.above, wish.doubt.value)
+        request = ControlRequest(op=ControlOp.SNAPSHOT, above=wish.above)
+        await self._client.publish(control_subject(wish.worker_id), request.pack(), reply=self._inbox)
+
+    async def _on_reply(self, msg: Msg) -> None:
+        if (msg.headers or {}).get("Status") == "503":
+            self._counters.snapshots_unanswered += 1
+            return
+        try:
+            reply = ControlReply.unpack(msg.data)
+        except InvalidValue as error:
+            self._counters.snapshots_refused += 1
+            log.debug("answer to a snapshot request not understood: %s", error)
+            return
+        if not reply.ok:
+            self._counters.snapshots_refused += 1
+            log.info("worker %s sends no snapshot: %s", reply.worker_id, reply.note)
+
+    async def _on_grant_request(self, msg: Msg) -> None:
+        partition = msg.subject.rsplit(".", 1)[-1]
+        if not msg.reply or not partition.isdigit() or int(partition) not in self._owned():
+            return
+        try:
+            request = GrantRequest.unpack(msg.data)
+        except InvalidValue as error:
+            log.debug("grant request not understood: %s", error)
+            return
+        if partition_of(request.worker_id, self._index.partitions) != int(partition):
+            log.debug("grant request of worker %s for partition %s", request.worker_id, partition)
+            return
+        reply = self._grants.ask(request, self._clock())
+        if reply.granted:
+            self._counters.grants_given += 1
+        else:
+            self._counters.grants_refused += 1
+        await self._client.publish(msg.reply, reply.pack())

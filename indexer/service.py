@@ -1,0 +1,58 @@
+"""Runs one indexer replica: connects, serves, and leaves cleanly when cancelled."""
+
+import logging
+from collections.abc import Callable
+
+import anyio
+from nats.errors import Error as NatsError
+
+from indexer import status
+from indexer.replica import Replica
+from indexer.settings import IndexerSettings
+from kvatlas.bus import connect_nats, ensure_stream
+from kvatlas.fleet_store import FleetStore
+from kvatlas.index.redis import open_redis_index
+from kvatlas.store import open_store
+from kvatlas.telemetry import observe
+
+CLOSE_DEADLINE_S = 2.0
+
+log = logging.getLogger("kvatlas.indexer")
+
+__all__ = ["IndexerSettings", "run_indexer"]
+
+
+async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None] | None = None) -> None:
+    """Until cancelled; then leases are given up at once and connections closed.
+
+    `ready` is called once, when the first round of leases is through (other replicas may hold them all). Raises
+    Unreachable (without `wait`), LayoutMismatch, UnsuitableStore, SettingsError (the status page's address), each with
+    one line; what goes wrong later is waited out.
+    """
+    listener = status.bind(settings.status_host, settings.status_port) if settings.status_port is not None else None
+    try:
+        store = await open_store(settings.redis_url, wait=settings.wait, on_wait=log.warning)
+        try:
+            index = await open_redis_index(store, partitions=settings.partitions, shards=settings.shards, writer=True)
+            name = f"kvatlas-indexer {settings.replica_id}"
+            client = await connect_nats(settings.nats_url, name=name, wait=settings.wait, on_wait=log.warning)
+            try:
+                await ensure_stream(client, settings.stream)
+                replica = Replica(settings, client, index, FleetStore(store))
+                with observe("indexer", replica.counters):
+                    async with anyio.create_task_group() as group:
+                        if listener is not None:
+                            group.start_soon(status.serve, replica, listener)
+                        group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)
+            finally:
+                with anyio.move_on_after(CLOSE_DEADLINE_S, shield=True):
+                    try:
+                        await client.close()
+                    except NatsError as error:
+                        log.debug("NATS connection: %s", error)
+        finally:
+            with anyio.move_on_after(CLOSE_DEADLINE_S, shield=True):
+                await store.close()
+    finally:
+        if listener is not None:
+            listener.close()
