@@ -23,7 +23,9 @@ class EngineStored:
     """Blocks were stored, once for each physical copy.
 
     `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks that are
-    known by their hash. `extra_keys` has one entry a block, or is None.
+    known by their hash. `extra_keys` has one entry a block, or is None; neither the adapter nor the salt is in it
+    (canonical form: `publishers.extra_keys`). `indexable` is False for a group that says nothing of how long a prefix
+    can be reused (anything but full attention): its copies are counted, never announced.
     """
 
     hashes: Sequence[EngineHash]
@@ -35,6 +37,7 @@ class EngineStored:
     adapter: str | None = None
     salt: str | None = None
     extra_keys: Sequence[ExtraKeys] | None = None
+    indexable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
