@@ -1,7 +1,10 @@
 """One replica: its partitions, their appliers, and the tasks beside them, in one task group."""
 
+import os
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from time import time_ns
 
 import anyio
@@ -18,13 +21,13 @@ from indexer.liveness import LivenessJudge
 from indexer.membership import Membership
 from indexer.partition import PartitionReader
 from indexer.repair import Repair
-from indexer.settings import IndexerSettings
 from indexer.sweeper import Sweeper
-from kvatlas.bus import ensure_stream
+from kvatlas.bus import StreamSettings, ensure_stream
 from kvatlas.fleet import Liveness
 from kvatlas.fleet_store import FleetStore
 from kvatlas.identity import partition_of, shard_of
 from kvatlas.index.protocol import Applied, ResidencyIndex
+from kvatlas.settings import IndexerSettings
 
 WORKERS_REMEMBERED = 100_000
 
@@ -52,8 +55,9 @@ class Replica:
     """Reads the partitions whose leases it holds, for as long as `run` runs."""
 
     def __init__(self, settings: IndexerSettings, client: Client, index: ResidencyIndex, fleet: FleetStore) -> None:
-        self.settings = settings
+        self.member_id = settings.member_id or default_member_id()
         self.counters = IndexerCounters()
+        self._stream = stream_settings(settings)
         self._client = client
         self._index = index
         self._partition_of: dict[str, int] = {}
@@ -90,7 +94,7 @@ class Replica:
         )
         self._sweeper = Sweeper(index, self.counters, self._owned)
         self.membership = Membership(
-            settings.replica_id,
+            self.member_id,
             index.partitions,
             fleet=fleet,
             client=client,
@@ -182,7 +186,7 @@ class Replica:
 
     async def _ensure_stream(self) -> None:
         async with self._stream_lock:
-            await ensure_stream(self._client, self.settings.stream)
+            await ensure_stream(self._client, self._stream)
 
     # ------------------------------------------------------------ questions of the tasks
 
@@ -214,6 +218,22 @@ class Replica:
         self._doubt.forget([worker_id])
         self._liveness.forget(lambda other: other == worker_id)
         self._heartbeats.traces.pop(worker_id, None)
+
+
+def stream_settings(settings: IndexerSettings) -> StreamSettings:
+    """How the event stream is made where it is not there yet."""
+    return StreamSettings(
+        replicas=settings.stream_replicas,
+        max_bytes=settings.stream_max_bytes,
+        max_age_s=settings.stream_max_age_s,
+        storage=settings.stream_storage,
+    )
+
+
+def default_member_id() -> str:
+    """Host, process and a random part: no two replicas are ever called the same."""
+    host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:40] or "host"
+    return f"{host}-{os.getpid()}-{token_hex(3)}"
 
 
 async def _run(running: _Running) -> None:

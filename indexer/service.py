@@ -7,11 +7,11 @@ import anyio
 from nats.errors import Error as NatsError
 
 from indexer import status
-from indexer.replica import Replica
-from indexer.settings import IndexerSettings
+from indexer.replica import Replica, stream_settings
 from kvatlas.bus import connect_nats, ensure_stream
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
+from kvatlas.settings import IndexerSettings
 from kvatlas.store import open_store
 from kvatlas.telemetry import observe
 
@@ -25,6 +25,7 @@ __all__ = ["IndexerSettings", "run_indexer"]
 async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None] | None = None) -> None:
     """Until cancelled; then leases are given up at once and connections closed.
 
+    The status page is served where `settings.status_port` is given (0: any free port).
     `ready` is called once, when the first round of leases is through (other replicas may hold them all). Raises
     Unreachable (without `wait`), LayoutMismatch, UnsuitableStore, SettingsError (the status page's address), each with
     one line; what goes wrong later is waited out.
@@ -33,11 +34,18 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
     try:
         store = await open_store(settings.redis_url, wait=settings.wait, on_wait=log.warning)
         try:
-            index = await open_redis_index(store, partitions=settings.partitions, shards=settings.shards, writer=True)
-            name = f"kvatlas-indexer {settings.replica_id}"
-            client = await connect_nats(settings.nats_url, name=name, wait=settings.wait, on_wait=log.warning)
+            index = await open_redis_index(
+                store,
+                partitions=settings.partitions,
+                shards=settings.shards,
+                side_index=settings.side_index,
+                writer=True,
+            )
+            client = await connect_nats(
+                settings.nats_url, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning
+            )
             try:
-                await ensure_stream(client, settings.stream)
+                await ensure_stream(client, stream_settings(settings))
                 replica = Replica(settings, client, index, FleetStore(store))
                 with observe("indexer", replica.counters):
                     async with anyio.create_task_group() as group:

@@ -59,7 +59,7 @@ def status_of(replica: Replica) -> dict[str, Any]:
     """What `/status` says."""
     workers = replica.workers
     return {
-        "replica_id": replica.settings.replica_id,
+        "member_id": replica.member_id,
         "ready": replica.ready,
         "members": replica.membership.members,
         "partitions": [asdict(partition) for partition in replica.partitions],
