@@ -7,13 +7,14 @@ resource attributes and so on are read by the SDK itself.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from os import environ as process_environ
 from typing import TYPE_CHECKING, Any, Literal
 
 from opentelemetry import metrics, trace
 
 from kvatlas.errors import SettingsError
+from kvatlas.version import own_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -80,7 +81,7 @@ def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) ->
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    attributes: dict[str, Any] = {"service.version": _own_version()}
+    attributes: dict[str, Any] = {"service.version": own_version()}
     if not env.get("OTEL_SERVICE_NAME") and "service.name=" not in env.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         attributes["service.name"] = f"kvatlas-{component}"
     resource = Resource.create(attributes)
@@ -118,10 +119,3 @@ def _load(signal: Signal, name: str, env: Mapping[str, str]) -> Any:
             "for otlp: pip install opentelemetry-exporter-otlp-proto-http"
         )
     return next(iter(found)).load()
-
-
-def _own_version() -> str:
-    try:
-        return version("kvatlas")
-    except PackageNotFoundError:  # run from a source tree
-        return "0"

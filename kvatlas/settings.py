@@ -1,0 +1,196 @@
+"""Settings: one class a process, each field a flag and an environment variable; flags win.
+
+    field `nats_url`  =  flag `--nats-url`  =  variable `KVATLAS_NATS_URL`
+
+A mistake is one line (`SettingsError`) that names the flag or variable, its value and what was expected. The command
+line makes its flags from these classes (`kvatlas.cli.flags`), so the three spellings can't drift apart.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.fleet import EngineKind, Role
+from kvatlas.identity import DEFAULT_TENANT, Scope, check_worker_id
+from kvatlas.redact import without_password
+from kvatlas.request import DEFAULT_DECODE_TOKENS
+
+ENV_PREFIX = "KVATLAS_"
+DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
+
+NATS_SCHEMES = ("nats", "tls", "ws", "wss")
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster")
+ZMQ_SCHEMES = ("tcp", "ipc", "inproc")
+HTTP_SCHEMES = ("http", "https")
+
+
+def _url(*schemes: str, port: bool = False) -> AfterValidator:
+    expected = f"expected a URL that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}"
+
+    def check(value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            number = parts.port if parts.scheme != "unix" and "*" not in value else None
+        except ValueError as error:
+            raise ValueError(f"{expected}, with a port from 0 to 65535") from error
+        if parts.scheme not in schemes or not (parts.netloc or parts.path.strip("/")):
+            raise ValueError(expected)
+        if port and parts.scheme == "tcp" and number is None and not value.rpartition(":")[2].isdigit():
+            raise ValueError(f"{expected}, and a port")
+        return value
+
+    return AfterValidator(check)
+
+
+def _worker_id(value: str) -> str:
+    try:
+        return check_worker_id(value)
+    except InvalidValue as error:
+        raise ValueError("expected 1 to 64 of A-Z a-z 0-9 _ -") from error
+
+
+def _comma_list(value: Any) -> Any:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _labels(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if any(not separator or not name.strip() for name, separator, _ in pairs):
+        raise ValueError("expected name=value pairs, separated by commas")
+    return {name.strip(): text.strip() for name, _, text in pairs}
+
+
+NatsUrl = Annotated[str, _url(*NATS_SCHEMES)]
+RedisUrl = Annotated[str, _url(*REDIS_SCHEMES)]
+ZmqEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, port=True)]
+HttpUrl = Annotated[str, _url(*HTTP_SCHEMES)]
+WorkerId = Annotated[str, AfterValidator(_worker_id)]
+CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_list)]
+Labels = Annotated[dict[str, str], NoDecode, BeforeValidator(_labels)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class Settings(BaseSettings):
+    """What every command takes. Build with `load`, not with the constructor."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, protected_namespaces=()
+    )
+
+    nats_url: NatsUrl = Field(default=DEFAULT_NATS_URL, description="NATS server: nats://, tls://, ws:// or wss://.")
+    redis_url: RedisUrl = Field(
+        default=DEFAULT_REDIS_URL, description="Redis or Valkey: redis://, rediss://, unix:// or redis+cluster://."
+    )
+    wait: bool = Field(
+        default=True, description="Try an unreachable server again with back-off; without it exit 1 at once."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="From which level up to log on stderr."
+    )
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """Settings from flags (None: not given), else the environment, else the defaults. Raises SettingsError."""
+        given = {name: value for name, value in flags.items() if value is not None}
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            raise SettingsError(_line(error, given)) from None
+
+
+class IndexerSettings(Settings):
+    """One indexer replica."""
+
+    member_id: WorkerId | None = Field(default=None, description="Name of this replica; default: host name and pid.")
+    partitions: Positive | None = Field(
+        default=None, description="Slices of the stream; default: as the store is laid out, or 64 in an empty one."
+    )
+    shards: Positive | None = Field(
+        default=None, description="Slots of the store; default: as the store is laid out, or 1 in an empty one."
+    )
+    side_index: bool = Field(default=False, description="Keep parents too, so that children of a prefix can be asked.")
+    status_host: Name = Field(default="127.0.0.1", description="Address of the status page.")
+    status_port: Port | None = Field(
+        default=None, description="Port of the status page; 0: any free one; default: none."
+    )
+    stream_replicas: Positive = Field(default=1, description="Replicas of the event stream, where it is made.")
+    stream_max_bytes: Positive = Field(default=1 << 30, description="Bytes the event stream may take.")
+    stream_max_age_s: Positive = Field(default=1800, description="Seconds the event stream keeps a message.")
+    stream_storage: Literal["file", "memory"] = Field(default="file", description="Where the stream is kept.")
+
+
+class PublishSettings(Settings):
+    """One publisher for one engine rank."""
+
+    engine: EngineKind = Field(description="Kind of engine: vllm, sglang, ...")
+    endpoint: ZmqEndpoint = Field(description="The engine's event socket, e.g. tcp://127.0.0.1:5557.")
+    replay_endpoint: ZmqEndpoint | None = Field(default=None, description="The engine's replay socket.")
+    worker_id: WorkerId = Field(description="Name of this worker in the fleet; with --dp-rank the instance's.")
+    model_id: Name = Field(description="Model that the engine serves.")
+    tokenizer_id: Name | None = Field(default=None, description="Its tokenizer; default: the model id.")
+    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant whose blocks these are.")
+    block_size: Positive | None = Field(default=None, description="Tokens a block; default: as the events say.")
+    block_bytes: Count = Field(default=0, description="Bytes of KV cache a block; 0: not known.")
+    dp_rank: Count | None = Field(default=None, description="Data-parallel rank: ports count up, worker is W-dpN.")
+    state_dir: Path | None = Field(default=None, description="Folder for the saved ledger and dead letters.")
+    topic: str = Field(default="", description="Topic of the event socket.")
+    bind: bool = Field(default=False, description="Bind the endpoints (the engine connects) instead of connecting.")
+    granularity: Positive = Field(default=1, description="Announce every g-th block only.")
+    set_semantics: bool = Field(default=False, description="The engine announces hits again: don't count references.")
+    salt_is_tenant: bool = Field(default=False, description="Take an event's cache salt as its tenant.")
+    engine_url: HttpUrl | None = Field(default=None, description="The engine's HTTP address: health and metrics.")
+    advertise_url: HttpUrl | None = Field(default=None, description="Where routers reach the engine.")
+    role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
+    locality_domain: str = Field(default="", description="Where it runs: rack, zone, node.")
+    labels: Labels = Field(default_factory=dict, description="name=value pairs, separated by commas.")
+    transfer_groups: CommaList = Field(default=(), description="Groups whose caches it can read, by commas.")
+
+
+class PromptSettings(Settings):
+    """A question about one prompt."""
+
+    model_id: Name = Field(description="Model that the request is for.")
+    tokenizer_id: Name | None = Field(default=None, description="Its tokenizer; default: the model id.")
+    adapter_id: Name | None = Field(default=None, description="LoRA adapter; default: none.")
+    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the request.")
+    output_tokens: Count = Field(default=DEFAULT_DECODE_TOKENS, description="Tokens it is expected to generate.")
+    cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="What prices the workers.")
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
+
+
+def flag_of(field: str) -> str:
+    """A field's flag."""
+    return "--" + field.replace("_", "-")
+
+
+def variable_of(field: str) -> str:
+    """A field's environment variable."""
+    return ENV_PREFIX + field.upper()
+
+
+def _line(error: ValidationError, flags: dict[str, Any]) -> str:
+    """The first mistake as one line."""
+    first = error.errors()[0]
+    field = str(first["loc"][0]).lower()
+    if first["type"] == "missing":
+        return f"{flag_of(field)} (or {variable_of(field)}) is missing; it has no default"
+    name = flag_of(field) if field in flags else variable_of(field)
+    value = first["input"]
+    shown = without_password(value) if isinstance(value, str) else value
+    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not expected.startswith("expected"):
+        expected = f"expected {expected[0].lower()}{expected[1:]}"
+    return f"{name} is {shown!r:.200}; {expected}"
