@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from kvatlas.fleet import WorkerId, WireRecord
+from kvatlas.fleet import WireRecord, WorkerId
 
 Incarnation = Annotated[int, Field(ge=0, lt=1 << 64)]
 

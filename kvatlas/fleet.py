@@ -1,7 +1,7 @@
 """Fleet records: what a worker is, how it is, and how busy it is. Border types, checked by pydantic."""
 
 from enum import StrEnum
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -20,7 +20,7 @@ class WireRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
     def pack(self) -> bytes:
-        return cast(bytes, msgpack.packb(self.model_dump(mode="json", exclude_none=True)))
+        return msgpack.packb(self.model_dump(mode="json", exclude_none=True))
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:

@@ -80,7 +80,9 @@ class FleetStore:
 
     async def beat(self, member_id: str, ttl_ms: int) -> list[str]:
         """Say that this replica lives for `ttl_ms` from now; the live members, this one among them, sorted."""
-        return sorted(member.decode() for member in await self._fcall("kvatlas_fleet_beat", [MEMBERS], [member_id, ttl_ms]))
+        return sorted(
+            member.decode() for member in await self._fcall("kvatlas_fleet_beat", [MEMBERS], [member_id, ttl_ms])
+        )
 
     async def leave(self, member_id: str) -> None:
         """Give up membership and every lease at once."""

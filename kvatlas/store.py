@@ -85,9 +85,7 @@ class Store:
         """Load a function library, replacing an older one, on every primary."""
         try:
             if self.is_cluster:
-                await self.client.execute_command(
-                    "FUNCTION LOAD", "REPLACE", code, target_nodes=RedisCluster.PRIMARIES
-                )
+                await self.client.execute_command("FUNCTION LOAD", "REPLACE", code, target_nodes=RedisCluster.PRIMARIES)
             else:
                 await self.client.execute_command("FUNCTION LOAD", "REPLACE", code)
         except UNREACHABLE as error:

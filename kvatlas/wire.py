@@ -9,7 +9,7 @@ an array with its code first; hashes are packed (8 little-endian bytes each), so
                                                                                     [7, digest]           checkpoint
 """
 
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 
@@ -56,12 +56,7 @@ def encode(message: Message) -> bytes:
         for scope_id, use in message.scopes.items()
     }
     events = [_event_out(event) for event in message.events]
-    return cast(
-        bytes,
-        msgpack.packb(
-            [VERSION, message.worker_id, message.incarnation, message.seq, message.ts_us, scopes, events],
-        ),
-    )
+    return msgpack.packb([VERSION, message.worker_id, message.incarnation, message.seq, message.ts_us, scopes, events])
 
 
 def decode_raw(payload: bytes) -> RawMessage:

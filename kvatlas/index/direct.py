@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvatlas import wire
+from kvatlas.digest import Digest
 from kvatlas.errors import KvatlasError
 from kvatlas.events import Cleared, IndexEvent, Message, Removed, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
-from kvatlas.digest import Digest
+from kvatlas.hashing import HASH_BYTES
 from kvatlas.identity import Scope, check_worker_id, partition_of, shard_of
 from kvatlas.index.protocol import Applied, PartitionBatch, WorkerRecord
-from kvatlas.hashing import HASH_BYTES
 from kvatlas.tiers import FLAG_PINNED, Tier
 
 _TRIES = 5

@@ -79,4 +79,5 @@ def _bisect(
 
 
 def _lengths(values: list[bytes], starts: list[int], stop: int) -> Runs:
-    return values, [end - start for start, end in zip(starts, [*starts[1:], stop], strict=True)]
+    ends = [*starts[1:], stop] if starts else []
+    return values, [end - start for start, end in zip(starts, ends, strict=True)]

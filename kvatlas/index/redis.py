@@ -229,9 +229,7 @@ class RedisIndex:
                 touched = scopes_touched(await self._ask(self._store.client.hget(k.touched, holder)))
                 blocks += held
                 resident_bytes += held * max((size for _, size in touched.values()), default=0)
-        return IndexMetrics(
-            blocks, resident_bytes, self._puts, self._removes, self._prefix_scans, self._bytes_written
-        )
+        return IndexMetrics(blocks, resident_bytes, self._puts, self._removes, self._prefix_scans, self._bytes_written)
 
     # ------------------------------------------------------------ pieces
 

@@ -1,0 +1,52 @@
+"""Galloping equals a full walk for every prefix-closed state, whatever retired and loading holders lie around."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas.index.gallop import gallop, walk
+from kvatlas.index.holders import number_bytes, with_entry
+from kvatlas.residency import ShardRuns
+from kvatlas.tiers import Tier
+
+ACTIVE = {number: f"w{number}" for number in range(1, 9)}
+
+depths = st.dictionaries(st.sampled_from(sorted(ACTIVE)), st.integers(0, 400), max_size=8)
+leftovers = st.lists(st.tuples(st.integers(0, 399), st.integers(100, 104)), max_size=12)
+
+
+def values(depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int) -> list[bytes | None]:
+    """The holders value of each block: active holders to their depth, other holders anywhere."""
+    out: list[bytes | None] = []
+    for i in range(count):
+        value = b""
+        for number, depth in depth_of.items():
+            if i < depth:
+                value = with_entry(value, number_bytes(number), Tier.HBM.flag, 0)
+        for at, number in leftover:
+            if at == i:
+                value = with_entry(value, number_bytes(number), Tier.HBM.flag, 0)
+        out.append(value or None)
+    return out
+
+
+@given(depths, leftovers, st.integers(0, 400), st.sampled_from([1, 3, 64]))
+def test_gallop_equals_walk(depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int, stride: int) -> None:
+    at = values(depth_of, leftover, count).__getitem__
+    fast = ShardRuns(*gallop(at, count, stride), ACTIVE)
+    slow = ShardRuns(*walk(at, count), ACTIVE)
+    expected = {ACTIVE[number]: min(depth, count) for number, depth in depth_of.items() if min(depth, count)}
+    assert fast.depths() == slow.depths() == expected
+
+
+@pytest.mark.parametrize(("holders", "most"), [(1, 15), (4, 45)])
+def test_gallop_looks_at_few_blocks(holders: int, most: int) -> None:
+    looked: list[int] = []
+    table = values({number: 400 - 20 * number for number in range(1, holders + 1)}, [], 512)
+
+    def value_at(i: int) -> bytes | None:
+        looked.append(i)
+        return table[i]
+
+    gallop(value_at, 512)
+    assert len(looked) <= most
