@@ -1,0 +1,24 @@
+"""Embedded servers: a real NATS and a real Valkey of one's own, for a machine with nothing running.
+
+    async with nats_server() as nats, valkey_server() as valkey:
+        ...  # nats.url, valkey.url
+
+Invariants:
+- Nothing listens beyond loopback.
+- No server outlives the process that started it, even if that is killed with SIGKILL (Linux).
+- A port that kvatlas chose stays a server's own over `restart()`; so does its data.
+- Neither disk nor memory is taken without a limit.
+"""
+
+from kvatlas.embedded.process import EmbeddedServerError, ServerProcess
+from kvatlas.embedded.server import EmbeddedCluster, EmbeddedServer, nats_server, valkey_cluster, valkey_server
+
+__all__ = [
+    "EmbeddedCluster",
+    "EmbeddedServer",
+    "EmbeddedServerError",
+    "ServerProcess",
+    "nats_server",
+    "valkey_cluster",
+    "valkey_server",
+]

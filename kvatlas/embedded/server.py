@@ -1,0 +1,165 @@
+"""The embedded servers for asyncio: the same processes, never blocking the event loop."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import anyio
+from anyio.to_thread import run_sync
+
+from kvatlas.embedded.cluster import ClusterProcesses
+from kvatlas.embedded.nats import MIB, NatsProcess
+from kvatlas.embedded.process import ServerProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+
+
+class EmbeddedServer:
+    """A server process as an async context manager: started on entry, gone on exit, also when cancelled.
+
+    `start`, `stop`, `kill`, `restart` return when the server answers or is gone. See ServerProcess for what each promises
+    and raises.
+    """
+
+    def __init__(self, process: ServerProcess) -> None:
+        self.process = process
+
+    @property
+    def url(self) -> str:
+        """Where clients connect, with credentials if it has any."""
+        return self.process.url
+
+    @property
+    def port(self) -> int:
+        return self.process.port
+
+    @property
+    def pid(self) -> int:
+        """Raises EmbeddedServerError when it is not running."""
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.is_running
+
+    async def start(self) -> None:
+        await run_sync(self.process.start)
+
+    async def stop(self) -> None:
+        await run_sync(self.process.stop)
+
+    async def kill(self) -> None:
+        await run_sync(self.process.kill)
+
+    async def restart(self) -> None:
+        await run_sync(self.process.restart)
+
+    def pause(self) -> None:
+        self.process.pause()
+
+    def resume(self) -> None:
+        self.process.resume()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await run_sync(self.process.close)
+
+
+class EmbeddedCluster:
+    """A cluster of primaries as an async context manager; `nodes` can be killed and restarted one by one."""
+
+    def __init__(self, processes: ClusterProcesses) -> None:
+        self._processes = processes
+        self.nodes = [EmbeddedServer(node) for node in processes.nodes]
+
+    @property
+    def url(self) -> str:
+        """`redis+cluster://` with the address of the first node."""
+        return self._processes.url
+
+    async def __aenter__(self) -> Self:
+        try:
+            await run_sync(self._processes.start)
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await run_sync(self._processes.close)
+
+
+def nats_server(
+    *,
+    port: int = 0,
+    data_dir: Path | None = None,
+    binary: Path | None = None,
+    max_file_store_bytes: int = 4096 * MIB,
+    max_memory_store_bytes: int = 2048 * MIB,
+    user: str | None = None,
+    password: str | None = None,
+    config: str = "",
+    start_deadline_s: float = 10.0,
+) -> EmbeddedServer:
+    """A NATS server with JetStream; parameters as in NatsProcess. Raises EmbeddedServerError if there is no program."""
+    return EmbeddedServer(
+        NatsProcess(
+            port=port,
+            data_dir=data_dir,
+            binary=binary,
+            max_file_store_bytes=max_file_store_bytes,
+            max_memory_store_bytes=max_memory_store_bytes,
+            user=user,
+            password=password,
+            config=config,
+            start_deadline_s=start_deadline_s,
+        )
+    )
+
+
+def valkey_server(
+    *,
+    port: int = 0,
+    data_dir: Path | None = None,
+    binary: Path | None = None,
+    password: str | None = None,
+    appendonly: bool = False,
+    max_memory_bytes: int = 0,
+    settings: Mapping[str, str] = MappingProxyType({}),
+    start_deadline_s: float = 10.0,
+) -> EmbeddedServer:
+    """A Valkey server; parameters as in ValkeyProcess. Raises EmbeddedServerError if there is no program."""
+    return EmbeddedServer(
+        ValkeyProcess(
+            port=port,
+            data_dir=data_dir,
+            binary=binary,
+            password=password,
+            appendonly=appendonly,
+            max_memory_bytes=max_memory_bytes,
+            settings=settings,
+            start_deadline_s=start_deadline_s,
+        )
+    )
+
+
+def valkey_cluster(
+    *, primaries: int = 3, binary: Path | None = None, settings: Mapping[str, str] = MappingProxyType({})
+) -> EmbeddedCluster:
+    """A cluster of Valkey servers without replicas. Raises EmbeddedServerError if there is no program."""
+    return EmbeddedCluster(ClusterProcesses(primaries=primaries, binary=binary, settings=settings))
