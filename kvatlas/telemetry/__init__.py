@@ -2,10 +2,11 @@
 
     setup.py        switches the SDK on in kvatlas' own processes (imports it only then)
     context.py      spans and their context in NATS headers; next to nothing while off
-    instruments.py  every metric's name, unit and description; plain integers are read when a reader asks
+    instruments.py  every metric's name, unit and description, and which plain integers it is read from
+    observation.py  reads them when an exporter asks
 
-Importing this package needs opentelemetry-api alone. In a process that set up OpenTelemetry itself (a router that embeds
-the client), its providers are used and `setup_telemetry` is not called.
+Importing this package needs opentelemetry-api alone. In a process that set up OpenTelemetry itself (a router that
+embeds the client), its providers are used and `setup_telemetry` is not called.
 """
 
 from kvatlas.telemetry.context import (
@@ -21,7 +22,8 @@ from kvatlas.telemetry.context import (
     link_of,
     tracing_enabled,
 )
-from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument, Observation, observe
+from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument
+from kvatlas.telemetry.observation import Observation, observe
 from kvatlas.telemetry.setup import Telemetry, setup_telemetry, telemetry_wanted
 
 __all__ = [

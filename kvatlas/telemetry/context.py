@@ -1,12 +1,12 @@
 """Spans from engine batch to applied batch to decision, and the trace context that ties them together.
 
     send kvatlas.events.{partition}.{worker}      PRODUCER  one for each batch that a publisher flushes
-    process kvatlas.events.{partition}.{worker}   CONSUMER  one for each batch that an indexer applies; links to the sends
-    route | rank | overlap                        INTERNAL  one for each question to the router client; links to the last
-                                                            applied batch of the workers that matter
+    process kvatlas.events.{partition}.{worker}   CONSUMER  one for each batch that an indexer applies; links to sends
+    route | rank | overlap                        INTERNAL  one for each question to the router client; links to the
+                                                            picked worker's last applied batch
 
-A span costs some 15 us and 64 links 100 us more, hence one span a batch and at most MAX_LINKS links. OpenTelemetry has no
-conventions for NATS: names, kinds and attributes follow its general ones for messaging. The context travels as W3C
+A span costs some 15 us and 64 links 100 us more, hence one span a batch and at most MAX_LINKS links. OpenTelemetry has
+no conventions for NATS: names, kinds and attributes follow its general ones for messaging. The context travels as W3C
 `traceparent` (and `tracestate`) in NATS headers; the index passes it on to routers in the fleet record.
 """
 
@@ -153,7 +153,7 @@ def describe_decision(
     fallback: str | None = None,
     applied: Iterable[str | None] = (),
 ) -> None:
-    """Put a decision's outcome on its span. `applied`: traceparents of the last applied batches (`FleetRecord.trace`)."""
+    """Put a decision's outcome on its span. `applied`: traceparents of last applied batches (`FleetRecord.trace`)."""
     if not span.is_recording():
         return
     span.set_attribute("kvatlas.required_blocks", required_blocks)

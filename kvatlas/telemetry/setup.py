@@ -1,8 +1,8 @@
 """Switches OpenTelemetry's SDK on in kvatlas' own processes, as the standard OTEL_* variables say.
 
 On: an exporter is named (OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER; not `none`) or an OTLP endpoint is given
-(OTEL_EXPORTER_OTLP_ENDPOINT, or the one of a signal). OTEL_SDK_DISABLED=true wins over all. Samplers, intervals, headers,
-resource attributes and so on are read by the SDK itself.
+(OTEL_EXPORTER_OTLP_ENDPOINT, or the one of a signal). OTEL_SDK_DISABLED=true wins over all. Samplers, intervals,
+headers, resource attributes and so on are read by the SDK itself.
 """
 
 from collections.abc import Mapping

@@ -1,15 +1,19 @@
 """Metrics are read from plain integers when a reader asks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
+from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from indexer.counters import IndexerCounters
 from kvatlas.errors import InvalidValue
-from kvatlas.telemetry import INSTRUMENTS, instruments, observe
+from kvatlas.residency import IndexMetrics
+from kvatlas.telemetry import INSTRUMENTS, observation, observe
 from kvatlas.telemetry.instruments import Instrument, Kind, Reading
+from router_client import RouterCounters
 
 SEEN = Instrument("kvatlas.test.seen", "{event}", "Events seen, by kind")
 DEPTH = Instrument("kvatlas.test.depth", "{message}", "Messages waiting", Kind.GAUGE)
@@ -28,9 +32,9 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
     """A reader of its own and one test group of instruments."""
     reader = InMemoryMetricReader()
     provider = MeterProvider(metric_readers=[reader])
-    monkeypatch.setattr(instruments.metrics, "get_meter", provider.get_meter)
-    monkeypatch.setattr(instruments, "_created", set())
-    monkeypatch.setattr(instruments, "_observed", {})
+    monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
+    monkeypatch.setattr(observation, "_created", set())
+    monkeypatch.setattr(observation, "_observed", {})
     monkeypatch.setitem(
         INSTRUMENTS,
         "test",
@@ -94,6 +98,23 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
             assert by_name.setdefault(reading.instrument.name, reading.instrument) == reading.instrument
     for instrument in by_name.values():
         assert instrument.name.startswith("kvatlas.") and instrument.unit and instrument.description
+
+
+@pytest.mark.parametrize(
+    ("group", "counters"),
+    [
+        ("indexer", IndexerCounters()),
+        ("router", RouterCounters()),
+        ("index", IndexMetrics(1, 2, 3, 4, 5, 6)),
+    ],
+)
+def test_every_integer_that_is_counted_is_exported(
+    reader: InMemoryMetricReader, group: str, counters: IndexerCounters | RouterCounters | IndexMetrics
+) -> None:
+    counted = {one.name for one in fields(counters)}
+    assert {name.partition(".")[0] for name in INSTRUMENTS[group]} == counted
+    with observe(group, counters):
+        assert len(read(reader)) == len(INSTRUMENTS[group])
 
 
 def test_no_two_fields_of_a_group_are_the_same_series() -> None:

@@ -1,0 +1,83 @@
+"""A command's flags, made from its settings class: name, default, help and variable are the field's."""
+
+from collections.abc import Callable
+from enum import Enum
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from kvatlas.settings import Settings, flag_of, variable_of
+
+S = TypeVar("S", bound=Settings)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take its settings as flags: `command(settings, ...)`; its further parameters are flags as they are.
+
+    Flags are texts, checked by the settings class alone, so a wrong flag and a wrong variable are told in one way.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(signature(command).parameters.values())[1:]
+        fields = settings_class.model_fields
+
+        def run(**given: Any) -> None:
+            flags = {name: given.pop(name) for name in fields}
+            command(settings_class.load(**flags), **given)
+
+        parameters = [_parameter(name, info) for name, info in fields.items()]
+        required_first = sorted(parameters, key=lambda parameter: not fields[parameter.name].is_required())
+        shared = [p for p in required_first if p.name in Settings.model_fields]
+        special = [p for p in required_first if p.name not in Settings.model_fields]
+        everything = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*special, *own, *shared)]
+        run.__name__ = command.__name__
+        run.__doc__ = command.__doc__
+        run.__signature__ = signature(run).replace(  # type: ignore[attr-defined]
+            parameters=everything, return_annotation=None
+        )
+        run.__annotations__ = {p.name: p.annotation for p in everything}
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, info: FieldInfo) -> Parameter:
+    kind: Any
+    if info.annotation is bool:
+        kind, metavar = bool, None
+        spelled = f"{flag_of(name)}/--no-{name.replace('_', '-')}"
+    else:
+        kind, metavar = str, _metavar(info.annotation)
+        spelled = flag_of(name)
+    if info.is_required():
+        default = "required"
+    elif info.default is None or info.default in ("", ()) or info.default_factory is not None:
+        default = ""
+    else:
+        default = f"default {_text(info.default)}"
+    notes = "; ".join(note for note in (default, variable_of(name)) if note)
+    option = typer.Option(spelled, help=f"{info.description} [{notes}]", metavar=metavar, show_default=False)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+
+
+def _metavar(annotation: Any) -> str:
+    """What stands for the value in the help text."""
+    if get_origin(annotation) is Literal:
+        return "|".join(str(choice) for choice in get_args(annotation))
+    if isinstance(annotation, type):
+        if issubclass(annotation, Enum):
+            return "|".join(str(choice.value) for choice in annotation)
+        return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")
+    inner = get_args(annotation)
+    return _metavar(inner[0]) if inner else "TEXT"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value.value) if isinstance(value, Enum) else str(value)

@@ -1,0 +1,143 @@
+"""`kvatlas overlap` and `kvatlas route`: what a router would learn of a prompt, from the shell."""
+
+from typing import Annotated, Any
+
+import typer
+
+from kvatlas.cli.flags import JsonFlag, with_settings
+from kvatlas.cli.output import print_json, print_table
+from kvatlas.cli.running import run_query, tell
+from kvatlas.cli.tokens import read_tokens
+from kvatlas.cost import CostProfile, EngineProfile, QuillcacheProfile
+from kvatlas.request import SelectionResult
+from kvatlas.settings import PromptSettings
+from router_client import Choice, Prompt, PromptOverlap, RouterClient, RouterSettings, WorkerOverlap
+
+TokensFlag = Annotated[
+    str,
+    typer.Option(
+        help="File with the prompt's token ids, `-` for stdin: a JSON array, or white space and commas between."
+    ),
+]
+
+
+@with_settings(PromptSettings)
+def overlap(settings: PromptSettings, tokens: TokensFlag, as_json: JsonFlag = False) -> None:
+    """Show what each worker holds of a prompt: resident and usable blocks and tokens, by tier."""
+    run_query("overlap", settings, _overlap(settings, _prompt(settings, tokens), as_json))
+
+
+@with_settings(PromptSettings)
+def route(settings: PromptSettings, tokens: TokensFlag, as_json: JsonFlag = False) -> None:
+    """Pick the worker where a prompt costs least, and show every candidate's cost. Nothing is reserved."""
+    run_query("route", settings, _route(settings, _prompt(settings, tokens), as_json))
+
+
+def _prompt(settings: PromptSettings, tokens: str) -> Prompt:
+    return Prompt.of_tokens(settings.scope, read_tokens(tokens), output_tokens=settings.output_tokens)
+
+
+def _router_settings(settings: PromptSettings) -> RouterSettings:
+    profile: CostProfile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
+    return RouterSettings(profile=profile)
+
+
+async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
+    async with RouterClient.open(
+        settings.redis_url, _router_settings(settings), wait=settings.wait, on_wait=tell
+    ) as router:
+        found = await router.overlap(prompt)
+    if as_json:
+        print_json(_overlap_jsonable(found))
+        return
+    print_table(
+        f"prompt of {found.input_tokens} tokens",
+        ("worker", "resident blocks", "of", "resident tokens", "usable tokens", "tiers", "routable"),
+        [
+            (
+                worker.worker_id,
+                str(worker.resident_blocks),
+                str(worker.required_blocks),
+                str(worker.resident_tokens),
+                str(worker.usable_tokens),
+                ", ".join(f"{tier.label} {tokens}" for tier, tokens in worker.tokens_by_tier.items()) or "-",
+                "yes" if worker.routable else "no",
+            )
+            for worker in found
+        ],
+    )
+
+
+async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
+    async with RouterClient.open(
+        settings.redis_url, _router_settings(settings), wait=settings.wait, on_wait=tell
+    ) as router:
+        choice = await router.route(prompt)
+    if as_json:
+        print_json(_choice_jsonable(choice))
+        return
+    print_table(
+        f"{choice.worker_id} at {choice.url or '(no address)'}",
+        ("worker", "score us", "overlap blocks", "of", "usable tokens", "terms"),
+        [
+            (
+                result.worker_id,
+                str(result.score_us),
+                str(result.overlap_blocks),
+                str(result.required_blocks),
+                str(result.usable_tokens),
+                ", ".join(str(term) for term in result.terms),
+            )
+            for result in choice.ranking
+        ],
+    )
+
+
+def _overlap_jsonable(found: PromptOverlap) -> dict[str, Any]:
+    return {"input_tokens": found.input_tokens, "workers": [_worker_jsonable(worker) for worker in found]}
+
+
+def _worker_jsonable(worker: WorkerOverlap) -> dict[str, Any]:
+    return {
+        "worker": worker.worker_id,
+        "block_size": worker.block_size,
+        "required_blocks": worker.required_blocks,
+        "resident_blocks": worker.resident_blocks,
+        "resident_tokens": worker.resident_tokens,
+        "usable_blocks": worker.usable_blocks,
+        "usable_tokens": worker.usable_tokens,
+        "tokens_by_tier": {tier.label: tokens for tier, tokens in worker.tokens_by_tier.items()},
+        "routable": worker.routable,
+    }
+
+
+def _choice_jsonable(choice: Choice) -> dict[str, Any]:
+    return {
+        "worker": choice.worker_id,
+        "url": choice.url,
+        "headers": dict(choice.headers),
+        "role": choice.role.value,
+        "source": choice.source,
+        "score_us": choice.cost.score_us,
+        "predicted_cached_tokens": choice.predicted_cached_tokens,
+        "input_tokens": choice.ranking.input_tokens,
+        "candidates": [_result_jsonable(result) for result in choice.ranking],
+        "left_out": list(choice.ranking.left_out),
+    }
+
+
+def _result_jsonable(result: SelectionResult) -> dict[str, Any]:
+    return {
+        "worker": result.worker_id,
+        "required_blocks": result.required_blocks,
+        "overlap_blocks": result.overlap_blocks,
+        "resident_tokens": result.resident_tokens,
+        "usable_tokens": result.usable_tokens,
+        "transferred_tokens": result.transferred_tokens,
+        "source": result.source,
+        "load_known": result.load_known,
+        "score_us": result.score_us,
+        "terms": [
+            {"name": term.name, "us": term.us, "amount": term.amount, "unit": term.unit} for term in result.terms
+        ],
+    }

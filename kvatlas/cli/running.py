@@ -1,0 +1,68 @@
+"""Runs a command's coroutine: uvloop where it is installed, clean stops on SIGINT and SIGTERM, telemetry around it."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvatlas.cli.logs import log_to_stderr
+from kvatlas.settings import Settings
+from kvatlas.telemetry import setup_telemetry
+
+
+def run_service(component: str, settings: Settings, body: Coroutine[Any, Any, None]) -> None:
+    """Run what goes on until it is stopped. SIGINT and SIGTERM cancel it; when it has cleaned up, that is success."""
+    log_to_stderr(settings.log_level)
+    telemetry = setup_telemetry(component)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_until_stopped(body))
+    finally:
+        telemetry.shutdown()
+
+
+def run_query(component: str, settings: Settings, body: Coroutine[Any, Any, None]) -> None:
+    """Run what ends by itself. SIGINT and SIGTERM raise KeyboardInterrupt after its clean-up."""
+    log_to_stderr(settings.log_level)
+    telemetry = setup_telemetry(component)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            if not runner.run(_until_stopped(body)):
+                raise KeyboardInterrupt
+    finally:
+        telemetry.shutdown()
+
+
+def tell(line: str) -> None:
+    """One line for the user on stderr, such as why a command still waits."""
+    print(f"kvatlas: {line}", file=sys.stderr, flush=True)
+
+
+async def _until_stopped(body: Coroutine[Any, Any, None]) -> bool:
+    """True when the body came to its end, False when a signal stopped it."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(body)
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+    return not stopped
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop
