@@ -80,17 +80,13 @@ Count = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class Settings(BaseSettings):
-    """What every command takes. Build with `load`, not with the constructor."""
+class ProcessSettings(BaseSettings):
+    """What every process takes. Build with `load`, not with the constructor."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, protected_namespaces=()
     )
 
-    nats_url: NatsUrl = Field(default=DEFAULT_NATS_URL, description="NATS server: nats://, tls://, ws:// or wss://.")
-    redis_url: RedisUrl = Field(
-        default=DEFAULT_REDIS_URL, description="Redis or Valkey: redis://, rediss://, unix:// or redis+cluster://."
-    )
     wait: bool = Field(
         default=True, description="Try an unreachable server again with back-off; without it exit 1 at once."
     )
@@ -106,6 +102,26 @@ class Settings(BaseSettings):
             return cls(**given)
         except ValidationError as error:
             raise SettingsError(_line(error, given)) from None
+
+
+class Settings(ProcessSettings):
+    """What every command takes that uses servers which run already."""
+
+    nats_url: NatsUrl = Field(default=DEFAULT_NATS_URL, description="NATS server: nats://, tls://, ws:// or wss://.")
+    redis_url: RedisUrl = Field(
+        default=DEFAULT_REDIS_URL, description="Redis or Valkey: redis://, rediss://, unix:// or redis+cluster://."
+    )
+
+
+class UpSettings(ProcessSettings):
+    """Everything on one machine."""
+
+    nats_url: NatsUrl | None = Field(default=None, description="Use this NATS server; default: an embedded one.")
+    redis_url: RedisUrl | None = Field(default=None, description="Use this store; default: an embedded Valkey.")
+    state_dir: Path | None = Field(default=None, description="Folder to keep everything in; default: a temporary one.")
+    nats_port: Port = Field(default=0, description="Port of the embedded NATS; 0: any free one.")
+    redis_port: Port = Field(default=0, description="Port of the embedded Valkey; 0: any free one.")
+    status_port: Port | None = Field(default=None, description="Port of the indexer's status page; default: none.")
 
 
 class IndexerSettings(Settings):

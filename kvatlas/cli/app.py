@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvatlas.cli import export, indexer, publish, routing, workers
+from kvatlas.cli import demo, export, indexer, publish, routing, up, workers
 from kvatlas.version import own_version
 
 app = typer.Typer(
@@ -32,6 +32,8 @@ def kvatlas(
     """An atlas of a fleet's KV cache."""
 
 
+app.command("up")(up.up)
+app.command("demo")(demo.demo)
 app.command("indexer")(indexer.indexer)
 app.command("publish")(publish.publish)
 app.command("export")(export.export)

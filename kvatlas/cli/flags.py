@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from kvatlas.settings import Settings, flag_of, variable_of
+from kvatlas.settings import ProcessSettings, Settings, flag_of, variable_of
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=ProcessSettings)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

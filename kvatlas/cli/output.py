@@ -30,3 +30,8 @@ def age_text(age_us: int) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def print_json_line(value: Any) -> None:
+    """One JSON document on one line of stdout, at once: for what is read while the command goes on."""
+    print(json.dumps(value), flush=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvatlas.cli.logs import log_to_stderr
-from kvatlas.settings import Settings
+from kvatlas.settings import ProcessSettings
 from kvatlas.telemetry import setup_telemetry
 
 
-def run_service(component: str, settings: Settings, body: Coroutine[Any, Any, None]) -> None:
+def run_service(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
     """Run what goes on until it is stopped. SIGINT and SIGTERM cancel it; when it has cleaned up, that is success."""
     log_to_stderr(settings.log_level)
     telemetry = setup_telemetry(component)
@@ -22,7 +22,7 @@ def run_service(component: str, settings: Settings, body: Coroutine[Any, Any, No
         telemetry.shutdown()
 
 
-def run_query(component: str, settings: Settings, body: Coroutine[Any, Any, None]) -> None:
+def run_query(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
     """Run what ends by itself. SIGINT and SIGTERM raise KeyboardInterrupt after its clean-up."""
     log_to_stderr(settings.log_level)
     telemetry = setup_telemetry(component)
