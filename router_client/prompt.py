@@ -1,5 +1,6 @@
 """What a caller asks about: a prompt in its identity scope, as token ids or as ready hashes."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -7,9 +8,9 @@ from typing import Self
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
 from kvatlas.identity import Scope
-from kvatlas.request import DEFAULT_DECODE_TOKENS, DEFAULT_SLO, MAX_HASH, Fallbacks, RequestHints, Slo
+from kvatlas.request import DEFAULT_DECODE_TOKENS, DEFAULT_SLO, Fallbacks, RequestHints, Slo
 
-HEX_DIGITS = 16
+_HASH = re.compile(r"[0-9A-Fa-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,6 @@ class Prompt:
 
 
 def _hash_of(text: str) -> int:
-    try:
-        value = int(text, 16) if len(text) == HEX_DIGITS else -1
-    except ValueError:
-        value = -1
-    if not 0 <= value <= MAX_HASH:
-        raise InvalidValue(f"block hash {text!r:.80}; expected {HEX_DIGITS} hex digits")
-    return value
+    if not _HASH.fullmatch(text):
+        raise InvalidValue(f"block hash {text!r:.80}; expected 16 hex digits")
+    return int(text, 16)

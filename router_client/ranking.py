@@ -9,7 +9,6 @@ do.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from xxhash import xxh3_64_intdigest
 
@@ -85,8 +84,8 @@ def _result(
     size = endpoint.block_size or prompt.block_size or 1
     rule = rules.of(endpoint)
     usable = rule.usable_tokens(own.tokens, prompt.input_tokens, size)
-    token_bytes = _token_bytes(prompt, endpoint, size)
-    pieces = [Piece(run.tokens, ceil(run.tokens * token_bytes), run.tiers[0]) for run in _between(own.runs, 0, usable)]
+    kv_bytes = _kv_bytes(prompt, endpoint, size)
+    pieces = [Piece(run.tokens, _bytes(run.tokens, kv_bytes), run.tiers[0]) for run in _between(own.runs, 0, usable)]
     cost = profile.price(Plan(endpoint.id, prompt.input_tokens, prompt.output_tokens, pieces, load))
     source_id: str | None = None
     transferred = 0
@@ -97,7 +96,7 @@ def _result(
             continue
         near = source.locality_domain == endpoint.locality_domain
         read = [
-            Piece(run.tokens, ceil(run.tokens * token_bytes), run.tiers[0], own=False, same_domain=near)
+            Piece(run.tokens, _bytes(run.tokens, kv_bytes), run.tiers[0], own=False, same_domain=near)
             for run in _between(there.runs, usable, reach)
         ]
         with_source = profile.price(
@@ -118,11 +117,16 @@ def _result(
     )
 
 
-def _token_bytes(prompt: Prompt, endpoint: EngineEndpoint, block_size: int) -> float:
-    """KV bytes of a token: as the fleet record says, else the request; 0 for unknown."""
+def _kv_bytes(prompt: Prompt, endpoint: EngineEndpoint, block_size: int) -> tuple[int, int]:
+    """KV bytes of how many tokens: as the fleet record says, else the request; 0 bytes for unknown."""
     if endpoint.block_bytes:
-        return endpoint.block_bytes / block_size
-    return prompt.block_bytes / (prompt.block_size or block_size)
+        return endpoint.block_bytes, block_size
+    return prompt.block_bytes, prompt.block_size or block_size
+
+
+def _bytes(tokens: int, kv_bytes: tuple[int, int]) -> int:
+    """KV bytes of tokens, rounded up."""
+    return -(-tokens * kv_bytes[0] // kv_bytes[1])
 
 
 def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:

@@ -213,7 +213,7 @@ def test_engine_waiting_requests_count_where_queued_tokens_are_not_told() -> Non
 @pytest.mark.parametrize("name", [f.name for f in fields(EngineRates) if f.type not in ("ReadRate", ReadRate)])
 def test_engine_a_negative_rate_is_named(name: str) -> None:
     with pytest.raises(InvalidValue, match=f"{name} is -1"):
-        replace(EngineRates(), **{name: -1})
+        replace(EngineRates(), **{name: -1})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rate", [(-1.0, 0.0), (0.0, -1.0), (float("nan"), 0.0)])

@@ -1,0 +1,87 @@
+"""Pools of workers and the index they fill, for tests."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvatlas.events import ScopeUse
+from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.hashing import HASH_BYTES, extend_chain, thin
+from kvatlas.identity import Scope
+from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.residency import Overlap
+from kvatlas.tiers import Tier
+
+SCOPE = Scope("model", "tokenizer")
+BLOCK_BYTES = 1 << 20
+
+
+def worker(
+    id: str,
+    *,
+    state: EngineState = EngineState.UP,
+    liveness: Liveness = Liveness.ALIVE,
+    load: Mapping[str, Any] | None = None,
+    scope: Scope = SCOPE,
+    **endpoint: Any,
+) -> FleetRecord:
+    """A routable worker of the scope's pool with blocks of 16 tokens, and no load told unless given."""
+    fields: dict[str, Any] = {
+        "kind": EngineKind.VLLM,
+        "model_id": scope.model_id,
+        "tokenizer_id": scope.tokenizer_id,
+        "block_size": 16,
+        "block_bytes": BLOCK_BYTES,
+        **endpoint,
+    }
+    return FleetRecord(
+        endpoint=EngineEndpoint(id=id, **fields),
+        state=state,
+        liveness=liveness,
+        load=None if load is None else WorkerState(id=id, **load),
+    )
+
+
+def pool(*records: FleetRecord) -> dict[str, FleetRecord]:
+    return {record.endpoint.id: record for record in records}
+
+
+async def hold(
+    index: ResidencyIndex,
+    record: FleetRecord,
+    tokens: Sequence[int],
+    *,
+    blocks: int | None = None,
+    tier: Tier = Tier.HBM,
+    scope: Scope = SCOPE,
+) -> None:
+    """Make a worker hold the start of a prompt (`blocks` absent: all full blocks), announced at its granularity."""
+    size, step = record.endpoint.block_size, record.endpoint.granularity
+    assert size is not None
+    chain = extend_chain(tokens, size)[: None if blocks is None else blocks * HASH_BYTES]
+    told = thin(chain, step)
+    if told:
+        await index.put(ScopeUse(scope, size, record.endpoint.block_bytes), record.endpoint.id, tier, told)
+
+
+class CountingIndex:
+    """An index that counts what it is asked."""
+
+    def __init__(self, index: ResidencyIndex) -> None:
+        self._index = index
+        self.questions: list[int] = []
+
+    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+        self.questions.append(len(hashes) // HASH_BYTES)
+        return await self._index.overlap(scope, hashes, verify=verify)
+
+
+class CountingFleet:
+    """A fleet that counts how often it is read."""
+
+    def __init__(self, records: Mapping[str, FleetRecord]) -> None:
+        self.records = records
+        self.readings = 0
+
+    async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
+        self.readings += 1
+        return {id: record for id, record in self.records.items() if record.endpoint.pool_id == pool_id}
