@@ -29,7 +29,7 @@ class OutboxLimits:
 
     outbox_messages: int = 65_536
     outbox_bytes: int = 64 << 20
-    window_messages: int = 512
+    window_messages: int = 1024
     window_bytes: int = 8 << 20
     message_bytes: int = wire.MAX_MESSAGE_BYTES
 

@@ -1,0 +1,79 @@
+"""What a publisher counts: plain integers, because the hot path adds to them; telemetry reads them when asked."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class PublisherCounters:
+    """Of one worker, since its publisher started. The ledger's own are in `Ledger.counters`."""
+
+    # from the engine
+    engine_batches: int = 0
+    engine_events: int = 0
+    skipped_events: int = 0
+    """events that could not be understood or indexed, the rest of their batch was"""
+    poison: int = 0
+    """payloads that could not be understood at all (malformed, oversized, foreign), each kept as a dead letter"""
+    poison_malformed: int = 0
+    poison_oversized: int = 0
+    poison_frames: int = 0
+    dead_letters_dropped: int = 0
+    # the engine's feed
+    feed_gaps: int = 0
+    feed_gaps_filled: int = 0
+    feed_duplicates: int = 0
+    feed_replays: int = 0
+    feed_replays_failed: int = 0
+    feed_restarts: int = 0
+    # told to the index
+    events: int = 0
+    blocks_stored: int = 0
+    blocks_removed: int = 0
+    clears: int = 0
+    checkpoints: int = 0
+    snapshots: int = 0
+    snapshot_blocks: int = 0
+    overflows: int = 0
+    # the stream
+    messages: int = 0
+    """put in the outbox"""
+    acks: int = 0
+    """messages released because the stream has them"""
+    sends: int = 0
+    sent_bytes: int = 0
+    resends: int = 0
+    """messages that had to be sent again: acknowledgement refused, overdue, or the connection lost"""
+    ack_timeouts: int = 0
+    disconnects: int = 0
+    refused_no_stream: int = 0
+    refused_no_space: int = 0
+    refused_too_large: int = 0
+    refused_busy: int = 0
+    refused_other: int = 0
+    # asked and answered
+    grants_asked: int = 0
+    grants_denied: int = 0
+    grants_unanswered: int = 0
+    control_requests: int = 0
+    control_bad: int = 0
+    snapshot_requests: int = 0
+    snapshot_requests_ignored: int = 0
+    heartbeats: int = 0
+    load_samples: int = 0
+    load_failures: int = 0
+    saves: int = 0
+    saves_failed: int = 0
+
+    @property
+    def refused(self) -> int:
+        """Publish acknowledgements that were errors, for whatever reason."""
+        return (
+            self.refused_no_stream
+            + self.refused_no_space
+            + self.refused_too_large
+            + self.refused_busy
+            + self.refused_other
+        )
+
+    def to_jsonable(self) -> dict[str, int]:
+        return asdict(self)
