@@ -139,7 +139,7 @@ class PartitionReader:
         if stored is None:
             wanted = Position(stream.creation_us, stream.last_seq)
         elif stored.creation_us != stream.creation_us or stored.seq > stream.last_seq:
-            wanted = Position(stream.creation_us, stream.first_seq - 1)
+            wanted = Position(stream.creation_us, max(0, stream.first_seq - 1))  # an empty one begins at 0
             self._counters.new_streams += 1
         else:
             return stored

@@ -1,0 +1,55 @@
+from collections.abc import AsyncIterator
+
+import pytest
+from nats.aio.client import Client
+
+from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
+from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
+from kvatlas.fleet_store import FleetStore
+from kvatlas.store import Store, open_store
+
+STREAM = StreamSettings(storage="memory", max_bytes=256 << 20)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def nats() -> AsyncIterator[EmbeddedServer]:
+    """A NATS server of the test's own: it may stop it and delete streams."""
+    async with nats_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def client(nats: EmbeddedServer) -> AsyncIterator[Client]:
+    """A connection to it, with the event stream made."""
+    connected = await connect_nats(nats.url, name="test", wait=False)
+    try:
+        await ensure_stream(connected, STREAM)
+        yield connected
+    finally:
+        await connected.close()
+
+
+@pytest.fixture
+async def valkey() -> AsyncIterator[EmbeddedServer]:
+    """A Valkey server of the test's own."""
+    async with valkey_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def store(valkey: EmbeddedServer) -> AsyncIterator[Store]:
+    opened = await open_store(valkey.url, wait=False)
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+@pytest.fixture
+def fleet(store: Store) -> FleetStore:
+    return FleetStore(store)
