@@ -1,0 +1,30 @@
+"""From an engine's bytes to engine-neutral events: one file an engine."""
+
+from collections.abc import Callable, Mapping
+
+from kvatlas.errors import EngineEventError
+from kvatlas.events import EngineBatch
+from kvatlas.fleet import EngineKind
+from publishers.engines import sglang, vllm
+from publishers.engines.payload import MAX_PAYLOAD_BYTES
+
+__all__ = ["MAX_PAYLOAD_BYTES", "decode_batch"]
+
+_DECODERS: Mapping[EngineKind, Callable[[bytes], EngineBatch]] = {
+    EngineKind.VLLM: vllm.decode_batch,
+    EngineKind.MOCK: vllm.decode_batch,  # the simulated engine speaks vLLM's protocols
+    EngineKind.SGLANG: sglang.decode_batch,
+}
+
+
+def decode_batch(kind: EngineKind, payload: bytes) -> EngineBatch:
+    """One ZMQ payload as a batch. Events that can't be understood are named in `EngineBatch.skipped`.
+
+    Raises EngineEventError, one line, for a payload that is no batch at all: above 8 MiB, not msgpack, of another shape;
+    and for an engine kind that has no ZMQ feed.
+    """
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        known = ", ".join(sorted(_DECODERS))
+        raise EngineEventError(f"engine kind {str(kind)!r} has no feed of ZMQ batches; expected one of {known}")
+    return decoder(payload)

@@ -1,0 +1,133 @@
+"""What the feeds of vLLM and SGLang share: the outer batch, and events as maps or as arrays.
+
+The outer batch is `[ts, events, data_parallel_rank]`; missing and extra trailing fields are tolerated everywhere, and a
+map outside too (one stored revision of vLLM). An event is a map with its tag under "type" (vLLM 0.24, SGLang 0.5.20 and
+later) or an array that starts with its tag.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from kvatlas.errors import EngineEventError, InvalidValue
+from kvatlas.events import EngineBatch, EngineEvent, EngineHash
+
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+
+Fields = Mapping[str, Any]
+"""An event's fields by name; those left out are absent."""
+
+_HASH_TYPES = ({int}, {bytes}, {int, bytes})
+
+
+def decode(
+    payload: bytes,
+    fields: Mapping[str, Sequence[str]],
+    event_of: Callable[[str, Fields], EngineEvent],
+) -> EngineBatch:
+    """A batch, its events made by `event_of(tag, fields)`; `fields` has the order of each tag's fields in an array.
+
+    An event with an unknown tag, and one that `event_of` refuses with InvalidValue, is skipped by name. Raises
+    EngineEventError for a payload that is no batch.
+    """
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise EngineEventError(f"payload of {len(payload)} bytes; expected at most {MAX_PAYLOAD_BYTES}")
+    try:
+        outer = msgpack.unpackb(payload, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        reason = " ".join(str(error).split())
+        raise EngineEventError(
+            f"payload of {len(payload)} bytes is not msgpack: {type(error).__name__} {reason:.80}"
+        ) from error
+    if isinstance(outer, dict):
+        outer = [outer.get("ts"), outer.get("events"), outer.get("data_parallel_rank")]
+    if not isinstance(outer, list) or len(outer) < 2:
+        raise EngineEventError(f"payload is {outer!r:.60}; expected an array of ts, events and rank")
+    ts, raw_events = outer[:2]
+    dp_rank = outer[2] if len(outer) > 2 else None
+    if type(ts) not in (float, int) or not isinstance(raw_events, list):
+        raise EngineEventError(f"batch with ts {ts!r:.40} and events {raw_events!r:.40}; expected seconds and an array")
+    if dp_rank is not None and type(dp_rank) is not int:
+        raise EngineEventError(f"batch with data_parallel_rank {dp_rank!r:.40}; expected an integer or nil")
+    events: list[EngineEvent] = []
+    skipped: list[str] = []
+    for raw in raw_events:
+        try:
+            if isinstance(raw, dict):
+                tag, named = raw.get("type"), raw
+            elif isinstance(raw, list) and raw:
+                tag = raw[0]
+                named = dict(zip(fields.get(tag, ()) if isinstance(tag, str) else (), raw[1:], strict=False))
+            else:
+                raise EngineEventError(f"event {raw!r:.60}; expected a map or an array")
+            if not isinstance(tag, str) or tag not in fields:
+                raise EngineEventError(f"unknown event {tag!r:.60}")
+            events.append(event_of(tag, named))
+        except InvalidValue as error:
+            skipped.append(str(error))
+    return EngineBatch(events, float(ts), dp_rank, skipped)
+
+
+def hashes_of(tag: str, fields: Fields) -> list[EngineHash]:
+    """The event's `block_hashes`, as the engine wrote them. Raises EngineEventError."""
+    hashes = fields.get("block_hashes")
+    if not isinstance(hashes, list) or (hashes and set(map(type, hashes)) not in _HASH_TYPES):
+        raise EngineEventError(f"{tag} with block_hashes {hashes!r:.60}; expected an array of integers or bytes")
+    return hashes
+
+
+def parent_of(tag: str, fields: Fields) -> EngineHash | None:
+    """The event's `parent_block_hash`. Raises EngineEventError."""
+    parent = fields.get("parent_block_hash")
+    if parent is not None and type(parent) not in (int, bytes):
+        raise EngineEventError(f"{tag} with parent_block_hash {parent!r:.60}; expected an integer, bytes or nil")
+    return parent  # type: ignore[no-any-return]
+
+
+def block_size_of(tag: str, fields: Fields) -> int:
+    """The event's `block_size` in tokens; 0 in a placeholder. Raises EngineEventError."""
+    block_size = fields.get("block_size", 0)
+    if type(block_size) is not int or block_size < 0:
+        raise EngineEventError(f"{tag} with block_size {block_size!r:.60}; expected a number of tokens")
+    return block_size
+
+
+def tokens_of(tag: str, fields: Fields) -> list[int]:
+    """The event's `token_ids`; of EAGLE's pairs the first ones. Raises EngineEventError.
+
+    With EAGLE, SGLang keys its tree by pairs (t[j], t[j+1]): the block at tokens 16..31 has the pairs that *start* there.
+    Their first elements are the prompt's own tokens of that block, so a router that hashes the plain prompt finds it. The
+    engine asks that the token after a block agrees too, so it may reuse one block less than such a match says.
+    """
+    tokens = fields.get("token_ids")
+    if tokens is None:
+        return []
+    if not isinstance(tokens, list):
+        raise EngineEventError(f"{tag} with token_ids {tokens!r:.60}; expected an array")
+    if tokens and isinstance(tokens[0], list):
+        if any(not isinstance(pair, list) or len(pair) != 2 for pair in tokens):
+            raise EngineEventError(f"{tag} with token_ids of which some are pairs and some are not")
+        tokens = [pair[0] for pair in tokens]
+    if tokens and set(map(type, tokens)) != {int}:
+        raise EngineEventError(f"{tag} with a token id that is not an integer")
+    return tokens
+
+
+def text_of(tag: str, fields: Fields, name: str) -> str | None:
+    """A field that is text or nil; an empty text is none. Raises EngineEventError."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise EngineEventError(f"{tag} with {name} {value!r:.60}; expected text or nil")
+    return value or None
+
+
+def adapter_of(tag: str, fields: Fields) -> str | None:
+    """The adapter's name: `lora_name`, or of engines that do not write that, `lora_id` as text. Raises EngineEventError."""
+    name = text_of(tag, fields, "lora_name")
+    if name is not None:
+        return name
+    lora_id = fields.get("lora_id")
+    if lora_id is not None and type(lora_id) not in (int, str):
+        raise EngineEventError(f"{tag} with lora_id {lora_id!r:.60}; expected an integer, text or nil")
+    return None if lora_id is None or lora_id == "" else str(lora_id)

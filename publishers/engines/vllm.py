@@ -1,0 +1,103 @@
+"""vLLM's KV events, versions 0.9 to 0.33 (and the simulated engine's, which speaks the same).
+
+Decisions where the wire leaves them open:
+- A group is indexable when its spec kind is one of full attention; with the kind absent (0.20, 0.21 and before) group 0 is.
+- `locality` REMOTE (0.26 and later) says that the copy is not in this worker's own memory: GPU is then remote_hbm; FS and
+  OBJ and STORAGE are shared storage, so object_store; CPU of another host has no tier here and is skipped by name.
+- `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless they are told to be removed too.
+- Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
+"""
+
+from kvatlas.errors import EngineEventError
+from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas.tiers import Tier, parse_tier
+from publishers.engines import payload as wire
+from publishers.extra_keys import split_vllm_keys
+
+FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+
+# The order of an array event's fields; in brackets the first version that writes them.
+_FIELDS = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",  # 0.10.2
+        "lora_name",  # 0.14
+        "extra_keys",  # 0.17
+        "group_idx",  # 0.20
+        "kv_cache_spec_kind",  # 0.22
+        "kv_cache_spec_sliding_window",
+        "locality",  # 0.26
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
+    "AllBlocksCleared": (),
+}
+
+_REMOTE_TIERS = {
+    Tier.HBM: Tier.REMOTE_HBM,
+    Tier.REMOTE_HBM: Tier.REMOTE_HBM,
+    Tier.LOCAL_SSD: Tier.OBJECT_STORE,
+    Tier.OBJECT_STORE: Tier.OBJECT_STORE,
+}
+
+
+def decode_batch(payload: bytes) -> EngineBatch:
+    """One ZMQ payload. Raises EngineEventError for one that is no batch."""
+    return wire.decode(payload, _FIELDS, _event)
+
+
+def _event(tag: str, fields: wire.Fields) -> EngineEvent:
+    if tag == "AllBlocksCleared":
+        return EngineCleared()
+    tier = _tier(tag, fields)
+    group = _group(tag, fields)
+    hashes = wire.hashes_of(tag, fields)
+    if tag == "BlockRemoved":
+        return EngineRemoved(hashes, tier, group)
+    parent = wire.parent_of(tag, fields)
+    lora_name = wire.text_of(tag, fields, "lora_name")
+    keys = fields.get("extra_keys")
+    salt = None
+    if keys is not None:
+        if not isinstance(keys, list):
+            raise EngineEventError(f"{tag} with extra_keys {keys!r:.60}; expected an array or nil")
+        keys, salt = split_vllm_keys(keys, lora_name, parent is None) if any(keys) else (None, None)
+    kind = wire.text_of(tag, fields, "kv_cache_spec_kind")
+    return EngineStored(
+        hashes=hashes,
+        parent=parent,
+        token_ids=wire.tokens_of(tag, fields),
+        block_size=wire.block_size_of(tag, fields),
+        tier=tier,
+        group=group,
+        adapter=wire.adapter_of(tag, fields),
+        salt=salt,
+        extra_keys=keys,
+        indexable=group == 0 if kind is None else kind in FULL_ATTENTION_KINDS,
+    )
+
+
+def _tier(tag: str, fields: wire.Fields) -> Tier:
+    medium = fields.get("medium")
+    tier = Tier.HBM if medium is None else parse_tier(medium)
+    locality = fields.get("locality")
+    if locality is None or locality == "LOCAL":
+        return tier
+    if locality != "REMOTE":
+        raise EngineEventError(f"{tag} with locality {locality!r:.60}; expected LOCAL or REMOTE")
+    remote = _REMOTE_TIERS.get(tier)
+    if remote is None:
+        raise EngineEventError(f"{tag} of remote {tier.label}, for which there is no tier")
+    return remote
+
+
+def _group(tag: str, fields: wire.Fields) -> int:
+    group = fields.get("group_idx")
+    if group is None:
+        return 0
+    if type(group) is not int or group < 0:
+        raise EngineEventError(f"{tag} with group_idx {group!r:.60}; expected an integer or nil")
+    return group

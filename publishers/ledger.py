@@ -1,0 +1,414 @@
+"""What one engine holds, and the change of it that is announced.
+
+The ledger counts references by (engine hash, tier, group), since engines announce each physical copy, and keeps for each
+engine hash the block it stands for (`publishers.lineage`). A batch is folded into the change of usable residency
+(`publishers.closure`: prefix-closed, full-attention groups only), told in an order in which every event leaves a
+prefix-closed residency (`publishers.announcement`).
+
+Left out, counted, and still referenced, so that a later removal finds its count:
+- blocks whose parent is unknown (never re-rooted), or known only in another scope;
+- blocks that can't be hashed: token ids beyond 32 bits, tokens that are not a full block each;
+- blocks of another size than the engine's (partial blocks);
+- offload placeholders of a hash that is not known. Of a known one they are copies of its block, in any scope.
+A left-out block is taken in when the engine stores it again in a way that can be understood.
+
+Everything here under-reports in doubt: a count never exceeds the engine's own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvatlas.digest import Digest
+from kvatlas.errors import InvalidValue
+from kvatlas.events import (
+    Cleared,
+    EngineBatch,
+    EngineCleared,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+    IndexEvent,
+    ScopeUse,
+    SnapshotChunk,
+)
+from kvatlas.hashing import extend_chain
+from kvatlas.identity import DEFAULT_TENANT, Scope
+from kvatlas.tiers import Tier
+from publishers.announcement import Announcement
+from publishers.closure import Closure
+from publishers.extra_keys import with_root_salt
+from publishers.holding import Holding
+from publishers.lineage import Block, Lineages
+from publishers.twins import Twins
+
+REMEMBERED_EVICTIONS = 65_536
+"""Engine hashes remembered after their last copy went (about 400 bytes each)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSettings:
+    """What the ledger can't learn from the engine's events.
+
+    `block_size`: tokens of a full block; None takes that of the largest block seen. `granularity` g announces only blocks
+    with index % g == g-1. `set_semantics`: the engine announces hits again, so a copy is stored once however often it is
+    told (vLLM with `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
+    Raises InvalidValue for sizes below 1 or names that can't be a scope's.
+    """
+
+    model_id: str
+    tokenizer_id: str
+    tenant_id: str = DEFAULT_TENANT
+    block_size: int | None = None
+    block_bytes: int = 0
+    granularity: int = 1
+    set_semantics: bool = False
+    salt_is_tenant: bool = False
+
+    def __post_init__(self) -> None:
+        Scope(self.model_id, self.tokenizer_id, None, self.tenant_id)
+        if self.block_size is not None and self.block_size < 1:
+            raise InvalidValue(f"block size {self.block_size}; expected at least 1")
+        if self.granularity < 1:
+            raise InvalidValue(f"granularity {self.granularity}; expected at least 1")
+        if self.block_bytes < 0:
+            raise InvalidValue(f"bytes per block {self.block_bytes}; expected 0 (not told) or more")
+
+
+@dataclass(slots=True)
+class LedgerCounters:
+    """Since the ledger was made. Blocks, but where an event is named."""
+
+    stored: int = 0
+    removed: int = 0
+    cleared_events: int = 0
+    removed_unknown: int = 0
+    """Removals of a copy that was never stored here: kept from before the ledger began."""
+    unknown_parent: int = 0
+    unindexable: int = 0
+    """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
+    other_block_size: int = 0
+    placeholder_unknown: int = 0
+    withdrawn: int = 0
+    restored: int = 0
+    forgotten: int = 0
+    """Lineages forgotten because the memory of evictions is bounded."""
+    block_size_learned: int = 0
+
+
+class Ledger:
+    """Pure and synchronous: engine batches in, index events out."""
+
+    def __init__(self, settings: LedgerSettings, *, remembered_evictions: int = REMEMBERED_EVICTIONS) -> None:
+        self.settings = settings
+        self.counters = LedgerCounters()
+        self._remembered_evictions = remembered_evictions
+        self.empty()
+
+    def empty(self) -> None:
+        """Forget everything. Nothing is told of it: the caller starts a new incarnation."""
+        settings = self.settings
+        self.block_size: int | None = settings.block_size
+        self.holdings: dict[tuple[Tier, int], Holding] = {}
+        self._indexed: list[Holding] = []
+        self._touched: list[Block] = []
+        self._start_lineages()
+
+    def _start_lineages(self) -> None:
+        settings = self.settings
+        self.lineages = Lineages(
+            settings.model_id, settings.tokenizer_id, settings.tenant_id, settings.block_bytes, settings.salt_is_tenant
+        )
+        self._twins = Twins(self.lineages, self._indexed, self._touch)
+        self._closure = Closure()
+        self._announcement = Announcement(settings.granularity)
+
+    @property
+    def uses(self) -> dict[bytes, ScopeUse]:
+        """Every scope id used since the ledger was last empty."""
+        return self.lineages.uses
+
+    @property
+    def digest(self) -> Digest:
+        """Of all that is announced now."""
+        return self._announcement.digest
+
+    @property
+    def announced_blocks(self) -> int:
+        """How many blocks are announced now, in whatever tiers."""
+        return self._announcement.blocks
+
+    @property
+    def judged_removals(self) -> int:
+        """Removals of a hash that stands for several blocks: which one went was judged, not told."""
+        return self._twins.judged_removals
+
+    @property
+    def orphans(self) -> int:
+        """How many blocks the engine holds behind a hole."""
+        return self._closure.orphans
+
+    # ---------------------------------------------------------------- folding
+
+    def fold(self, batch: EngineBatch) -> list[IndexEvent]:
+        """Take one batch in; the net change of what is announced, in the order in which it must be told."""
+        cleared = False
+        forgot_all = False
+        for event in batch.events:
+            if isinstance(event, EngineStored):
+                if event.block_size != self.block_size and self._learn_block_size(event):
+                    forgot_all = self._forget_lineages() or forgot_all
+                self._store(event)
+            elif isinstance(event, EngineRemoved):
+                self._remove(event)
+            else:
+                self._clear(event)
+                cleared = True
+        events: list[IndexEvent] = [Cleared()] if forgot_all else []
+        if self._touched:
+            touched, self._touched = self._touched, []
+            change = self._closure.settle(touched)
+            self.counters.withdrawn += change.withdrawn
+            self.counters.restored += change.restored
+            events += self._announcement.tell(change, cleared)
+        if len(self.lineages.evicted) > self._remembered_evictions:
+            self.counters.forgotten += self.lineages.trim(self._remembered_evictions)
+        return events
+
+    def _learn_block_size(self, event: EngineStored) -> bool:
+        """Take a larger block for the full one, where the size is not set. True where blocks were placed by another."""
+        if self.settings.block_size is not None or not event.indexable or not event.token_ids:
+            return False
+        if self.block_size is not None and event.block_size < self.block_size:
+            return False
+        if event.block_size < 1 or len(event.token_ids) != event.block_size * len(event.hashes):
+            return False
+        known = self.block_size is not None
+        self.block_size = event.block_size
+        self.counters.block_size_learned += 1
+        return known
+
+    def _forget_lineages(self) -> bool:
+        """Blocks were placed by the size of a partial one: all are out, until they are stored again."""
+        told = self._announcement.blocks > 0
+        self._touched.clear()
+        self._start_lineages()
+        return told
+
+    def _store(self, event: EngineStored) -> None:
+        hashes = event.hashes
+        self.counters.stored += len(hashes)
+        holding = self.holdings.get((event.tier, event.group))
+        if holding is None:
+            holding = self._new_holding(event.tier, event.group, event.indexable)
+        chain = self._place(event) if holding.indexable and hashes else None
+        if chain is None:
+            self._store_by_name(holding, hashes)
+            return
+        counts, unit, touched = holding.counts, holding.unit, self._touched
+        known, evicted, twins = self.lineages.known, self.lineages.evicted, self.lineages.twins
+        count_of, block_of = counts.get, known.get
+        counting = not self.settings.set_semantics
+        alone = len(self._indexed) == 1
+        for name, block in zip(hashes, chain, strict=True):
+            count = count_of(name, 0)
+            counts[name] = count + 1 if counting else 1
+            owner = block_of(name)
+            if owner is None:
+                known[name] = block
+                block.names += 1
+                if not alone:
+                    self._enter_tiers(name, block)
+                    continue
+            elif owner is not block or (twins and name in twins):
+                if name not in twins:
+                    self._twins.part(name, owner, holding, count)
+                self._twins.store(name, block, holding, counting)
+                continue
+            elif count:
+                continue
+            else:
+                if holding.peers and not holding.in_all(name):
+                    continue
+                evicted.pop(name, None)
+            block.copies += unit
+            if not block.touched:
+                block.touched = True
+                touched.append(block)
+
+    def _place(self, event: EngineStored) -> list[Block] | None:
+        """The blocks that an event's hashes stand for by its tokens and its parent, None (counted) where they can't be told."""
+        hashes, lineages, counters = event.hashes, self.lineages, self.counters
+        if not event.token_ids:
+            counters.placeholder_unknown += sum(name not in lineages.known for name in hashes)
+            return None
+        if event.block_size != self.block_size:
+            counters.other_block_size += len(hashes)
+            return None
+        if len(event.token_ids) != len(hashes) * event.block_size:
+            counters.unindexable += len(hashes)
+            return None
+        keys = event.extra_keys
+        parent: Block | None = None
+        try:
+            if event.parent is None:
+                namespace = lineages.namespace(event.adapter, event.salt, event.block_size)
+                if namespace.root_salt is not None:
+                    keys = with_root_salt(keys, namespace.root_salt)
+            else:
+                parent = lineages.parent(event.parent, event.adapter, event.salt)
+                if parent is None:
+                    counters.unknown_parent += len(hashes)
+                    return None
+                namespace = parent.namespace
+            above = None if parent is None else int.from_bytes(parent.sequence_hash, "little")
+            packed = extend_chain(event.token_ids, event.block_size, above, keys)
+        except InvalidValue:
+            counters.unindexable += len(hashes)
+            return None
+        return lineages.chain(namespace, parent, packed)
+
+    def _store_by_name(self, holding: Holding, hashes: Sequence[EngineHash]) -> None:
+        """Count copies of blocks that the event does not place; those known by their hash are held then."""
+        counts = holding.counts
+        for name in hashes:
+            count = counts.get(name, 0)
+            counts[name] = 1 if self.settings.set_semantics else count + 1
+            if not holding.indexable:
+                continue
+            if name in self.lineages.twins:
+                self._twins.store_any(name, holding)
+            elif not count and holding.in_all(name) and (block := self.lineages.known.get(name)):
+                self.lineages.evicted.pop(name, None)
+                block.copies += holding.unit
+                self._touch(block)
+
+    def _remove(self, event: EngineRemoved) -> None:
+        hashes = event.hashes
+        self.counters.removed += len(hashes)
+        holding = self.holdings.get((event.tier, event.group))
+        if holding is None:
+            self.counters.removed_unknown += len(hashes)
+            return
+        counts, unit, touched = holding.counts, holding.unit, self._touched
+        known, evicted, twins = self.lineages.known, self.lineages.evicted, self.lineages.twins
+        peers = holding.peers
+        alone = len(self._indexed) == 1
+        indexable = holding.indexable
+        judged: Block | None = None  # of this event's twins: one tree node's blocks go together
+        for name in hashes:
+            count = counts.get(name)
+            if count is None:
+                self.counters.removed_unknown += 1
+                continue
+            if count > 1:
+                counts[name] = count - 1
+            else:
+                del counts[name]
+            if not indexable:
+                continue
+            if twins and name in twins:
+                judged = self._twins.remove(name, holding, judged)
+                continue
+            if count > 1:
+                continue
+            block = known.get(name)
+            if block is None or (peers and not all(name in peer for peer in peers)):
+                continue
+            block.copies -= unit
+            if not block.touched:
+                block.touched = True
+                touched.append(block)
+            if alone or not self._is_held(name):
+                evicted[name] = None
+
+    def _clear(self, event: EngineCleared) -> None:
+        self.counters.cleared_events += 1
+        cleared = [holding for holding in self.holdings.values() if holding.tier in event.tiers]
+        twins, known = self.lineages.twins, self.lineages.known
+        went: list[EngineHash] = []
+        done: set[Tier] = set()
+        for holding in cleared:
+            if not holding.indexable or holding.tier in done:
+                continue
+            done.add(holding.tier)  # one pass for all its groups: copies count what is held in all of them
+            for name in holding.counts:
+                block = known.get(name)
+                if block is not None and name not in twins and holding.in_all(name):
+                    block.copies -= holding.unit
+                    self._touch(block)
+                    went.append(name)
+        for holding in cleared:
+            holding.counts.clear()
+        self._twins.clear(cleared)
+        for name in went:
+            if not self._is_held(name):
+                self.lineages.evicted[name] = None
+
+    # ---------------------------------------------------------------- tiers and groups
+
+    def _new_holding(self, tier: Tier, group: int, indexable: bool) -> Holding:
+        holding = self.holdings[tier, group] = Holding(tier, group, indexable)
+        if indexable:
+            peers = [other for other in self._indexed if other.tier is tier]
+            if peers:  # what the tier's other groups hold is not in this one yet
+                for name in [name for name in peers[0].counts if peers[0].in_all(name)]:
+                    self._leave_tier(name, peers[0])
+            for other in peers:
+                other.peers.append(holding.counts)
+            holding.peers = [other.counts for other in peers]
+            self._indexed.append(holding)
+            if peers:
+                for name in self.lineages.twins:
+                    self._twins.recount(name)
+        return holding
+
+    def _leave_tier(self, name: EngineHash, holding: Holding) -> None:
+        block = self.lineages.known.get(name)
+        if block is not None and name not in self.lineages.twins:
+            block.copies -= holding.unit
+            self._touch(block)
+            if not any(other.in_all(name) for other in self._indexed if other.tier is not holding.tier):
+                self.lineages.evicted[name] = None
+
+    def _enter_tiers(self, name: EngineHash, block: Block) -> None:
+        """A hash became known: its block is held wherever the hash is."""
+        held = {holding.tier: holding.unit for holding in self._indexed if holding.in_all(name)}
+        for unit in held.values():
+            block.copies += unit
+        if held:
+            self._touch(block)
+        else:
+            self.lineages.evicted[name] = None
+
+    def _is_held(self, name: EngineHash) -> bool:
+        return any(holding.in_all(name) for holding in self._indexed)
+
+    def _touch(self, block: Block) -> None:
+        if not block.touched:
+            block.touched = True
+            self._touched.append(block)
+
+    # ---------------------------------------------------------------- what is known
+
+    def snapshot(self) -> list[SnapshotChunk]:
+        """All that is announced now; at most 32 KiB of hashes a chunk, each of one chain."""
+        return self._announcement.chunks(self.lineages.namespaces.values())
+
+    def resident(self) -> Iterator[tuple[Tier, int, EngineHash]]:
+        """What the engine holds: (tier, group, engine hash), whether it can be announced or not."""
+        for holding in self.holdings.values():
+            for name in holding.counts:
+                yield holding.tier, holding.group, name
+
+    def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:
+        """What is announced now: (scope id, tier, engine hash, sequence hash), one for each engine hash that holds it."""
+        tiers = {holding.tier: holding for holding in self._indexed}
+        for name, owner in self.lineages.known.items():
+            twins = self.lineages.twins.get(name)
+            for block in twins or (owner,):
+                if not self._announcement.is_announced(block):
+                    continue
+                for tier, holding in tiers.items():
+                    if twins[block].flags & tier.flag if twins else holding.in_all(name):
+                        value = int.from_bytes(block.sequence_hash, "little")
+                        yield block.namespace.scope_id, tier, name, value

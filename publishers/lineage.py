@@ -1,0 +1,194 @@
+"""Which chain each of an engine's blocks belongs to: engine hash -> block (scope, sequence hash, parent, index).
+
+An engine names blocks by hashes of its own. The ledger computes the sequence hash when a block is first stored, and
+remembers it after the block is evicted (bounded, first evicted first forgotten), so that a child that is stored late
+still finds its parent's chain. A block that nobody names any more stays only while blocks that are named descend from it.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvatlas.events import EngineHash, ScopeUse
+from kvatlas.identity import Scope
+
+if TYPE_CHECKING:
+    from publishers.twins import TwinCopies
+
+COPIES_BITS = 24
+"""`Block.copies` has a field of this many bits for each tier, the device tier lowest: one small integer as a rule."""
+_FIELD = (1 << COPIES_BITS) - 1
+
+ORPHAN = -1
+"""`Block.told` of a block that is held while one of its ancestors is not."""
+
+
+class Namespace:
+    """The chains of one (adapter, salt): a root's tokens mean another block in another namespace.
+
+    `root_salt` is the salt where it is hashed into the first block (not mapped to the tenant), else None.
+    """
+
+    __slots__ = ("adapter", "blocks", "root_salt", "salt", "scope_id")
+
+    def __init__(self, scope_id: bytes, adapter: str | None, salt: str | None, root_salt: str | None) -> None:
+        self.scope_id = scope_id
+        self.adapter = adapter
+        self.salt = salt
+        self.root_salt = root_salt
+        self.blocks: dict[bytes, Block] = {}
+
+
+class Block:
+    """One block of a chain. Mutable, and only within the ledger.
+
+    `copies`: engine blocks that hold it, by tier (see COPIES_BITS). `told`: flags of the tiers it is usable in, 0 when it
+    is not held, ORPHAN when it is held behind a hole. `names`: how many engine hashes stand for it.
+    """
+
+    __slots__ = (
+        "children",
+        "copies",
+        "index",
+        "names",
+        "namespace",
+        "parent",
+        "sequence_hash",
+        "told",
+        "touched",
+    )
+
+    def __init__(self, namespace: Namespace, sequence_hash: bytes, parent: "Block | None", index: int) -> None:
+        self.namespace = namespace
+        self.sequence_hash = sequence_hash
+        self.parent = parent
+        self.index = index
+        self.children: Block | dict[Block, None] | None = None  # most blocks have one child: no container for it
+        self.copies = 0
+        self.told = 0
+        self.touched = False
+        self.names = 0
+
+    def each_child(self) -> Iterator["Block"]:
+        children = self.children
+        if children is not None:
+            if isinstance(children, Block):
+                yield children
+            else:
+                yield from children
+
+    def adopt(self, child: "Block") -> None:
+        children = self.children
+        if children is None:
+            self.children = child
+        elif isinstance(children, Block):
+            self.children = {children: None, child: None}
+        else:
+            children[child] = None
+
+    def disown(self, child: "Block") -> None:
+        children = self.children
+        if isinstance(children, dict):
+            del children[child]
+            if not children:
+                self.children = None
+        else:
+            self.children = None
+
+
+def tiers_held(copies: int) -> int:
+    """Flags of the tiers that `Block.copies` has a copy in."""
+    flags, flag = 0, 1
+    while copies:
+        if copies & _FIELD:
+            flags |= flag
+        copies >>= COPIES_BITS
+        flag <<= 1
+    return flags
+
+
+class Lineages:
+    """Engine hashes and the blocks they stand for. Decides nothing of residency.
+
+    `twins` has the engine hashes that stand for more than one block (an engine that leaves the salt or the adapter out of
+    its hashes); `known` has the first of those. `evicted` are the known hashes that no tier holds, in that order.
+    """
+
+    def __init__(
+        self, model_id: str, tokenizer_id: str, tenant_id: str, block_bytes: int, salt_is_tenant: bool
+    ) -> None:
+        self._model_id, self._tokenizer_id, self._tenant_id = model_id, tokenizer_id, tenant_id
+        self._block_bytes = block_bytes
+        self._salt_is_tenant = salt_is_tenant
+        self.namespaces: dict[tuple[str | None, str | None], Namespace] = {}
+        self.uses: dict[bytes, ScopeUse] = {}
+        self.known: dict[EngineHash, Block] = {}
+        self.twins: dict[EngineHash, dict[Block, TwinCopies]] = {}
+        self.evicted: dict[EngineHash, None] = {}
+
+    def namespace(self, adapter: str | None, salt: str | None, block_size: int) -> Namespace:
+        """The namespace of a root's chain. Raises InvalidValue where adapter or salt can't be a scope's field."""
+        found = self.namespaces.get((adapter, salt))
+        if found is None:
+            mapped = self._salt_is_tenant and salt is not None
+            tenant_id = salt if self._salt_is_tenant and salt is not None else self._tenant_id
+            scope = Scope(self._model_id, self._tokenizer_id, adapter, tenant_id)
+            found = Namespace(scope.scope_id, adapter, salt, None if mapped else salt)
+            self.namespaces[adapter, salt] = found
+            self.uses[scope.scope_id] = ScopeUse(scope, block_size, self._block_bytes)
+        return found
+
+    def parent(self, name: EngineHash, adapter: str | None, salt: str | None) -> Block | None:
+        """The block that a child of (adapter, salt) means by `name`, None where it is not known in that namespace.
+
+        A salt of None matches any: vLLM tells it with the first block alone.
+        """
+        block = self.known.get(name)
+        if block is None:
+            return None
+        for one in self.twins.get(name, (block,)):
+            namespace = one.namespace
+            if namespace.adapter == adapter and (salt is None or namespace.salt == salt):
+                return one
+        return None
+
+    def chain(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
+        """The blocks of packed sequence hashes that go on from `parent`; made where there is none yet."""
+        blocks = namespace.blocks
+        index = 0 if parent is None else parent.index + 1
+        found: list[Block] = []
+        for at in range(0, len(packed), 8):
+            sequence_hash = packed[at : at + 8]
+            block = blocks.get(sequence_hash)
+            if block is None:
+                block = blocks[sequence_hash] = Block(namespace, sequence_hash, parent, index)
+                if parent is not None:
+                    if parent.children is None:
+                        parent.children = block
+                    else:
+                        parent.adopt(block)
+            found.append(block)
+            parent = block
+            index += 1
+        return found
+
+    def trim(self, capacity: int) -> int:
+        """Forget the hashes evicted first, down to `capacity`; returns how many."""
+        forgotten = 0
+        while len(self.evicted) > capacity:
+            name = next(iter(self.evicted))
+            del self.evicted[name]
+            owner = self.known.pop(name)
+            blocks = tuple(self.twins.pop(name, (owner,)))
+            for block in blocks:
+                block.names -= 1
+                self._drop(block)
+            forgotten += 1
+        return forgotten
+
+    def _drop(self, block: Block | None) -> None:
+        while block is not None and not block.names and block.children is None:
+            del block.namespace.blocks[block.sequence_hash]
+            parent = block.parent
+            if parent is not None:
+                parent.disown(block)
+            block = parent

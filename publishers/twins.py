@@ -1,0 +1,118 @@
+"""Engine hashes that stand for more than one block: an engine that leaves the salt or the adapter out of its hashes.
+
+A removal then names the hash, not the block. The hash's own count stays right; which of its blocks went is judged, and
+counted. Rare, so nothing here is on the path of other hashes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvatlas.events import EngineHash
+from kvatlas.tiers import Tier
+from publishers.lineage import COPIES_BITS, Block, Lineages
+
+if TYPE_CHECKING:
+    from publishers.holding import Holding
+
+
+class TwinCopies:
+    """One block's share of its hash's copies, and the flags of the tiers that it counts as held in for that."""
+
+    __slots__ = ("by_holding", "flags")
+
+    def __init__(self) -> None:
+        self.by_holding: dict[Holding, int] = {}
+        self.flags = 0
+
+
+class Twins:
+    """Copies of hashes with several blocks, kept by block. `touch` is called for each block whose copies changed."""
+
+    def __init__(self, lineages: Lineages, indexed: Sequence["Holding"], touch: Callable[[Block], None]) -> None:
+        self._lineages = lineages
+        self._indexed = indexed
+        self._touch = touch
+        self.judged_removals = 0
+
+    def part(self, name: EngineHash, owner: Block, holding: "Holding", copies_before: int) -> None:
+        """From now on `name` stands for several blocks; the copies so far (`copies_before` in `holding`) are the owner's."""
+        share = TwinCopies()
+        for one in self._indexed:
+            count = copies_before if one is holding else one.counts.get(name, 0)
+            if count:
+                share.by_holding[one] = count
+            if one.in_all(name) and not (one.tier is holding.tier and not copies_before):
+                share.flags |= one.tier.flag
+        self._lineages.twins[name] = {owner: share}
+
+    def store(self, name: EngineHash, block: Block, holding: "Holding", counting: bool) -> None:
+        """A copy of this very block."""
+        by_block = self._lineages.twins[name]
+        share = by_block.get(block)
+        if share is None:
+            share = by_block[block] = TwinCopies()
+            block.names += 1
+        share.by_holding[holding] = share.by_holding.get(holding, 0) + 1 if counting else 1
+        self.recount(name)
+
+    def store_any(self, name: EngineHash, holding: "Holding") -> None:
+        """A copy of the hash that names no block (an offload placeholder): of each, in any scope the hash is known."""
+        for share in self._lineages.twins[name].values():
+            share.by_holding[holding] = share.by_holding.get(holding, 0) + 1
+        self.recount(name)
+
+    def remove(self, name: EngineHash, holding: "Holding", beside: Block | None) -> Block | None:
+        """One copy of the hash went; its count is already less. Returns the block judged to have lost it.
+
+        Judged, in this order: the block next to `beside` in its chain (an event's removals are of one chain), one that
+        nothing usable descends from (engines evict leaves first), the one known longest.
+        """
+        left = holding.counts.get(name, 0)
+        by_block = self._lineages.twins[name]
+        chosen: Block | None = None
+        candidates = [block for block, share in by_block.items() if share.by_holding.get(holding)]
+        if left and candidates:
+            if len(candidates) > 1:
+                self.judged_removals += 1
+            chosen = min(
+                candidates,
+                key=lambda block: (
+                    beside is None or (block.parent is not beside and beside.parent is not block),
+                    any(child.copies for child in block.each_child()),
+                ),
+            )
+            by_block[chosen].by_holding[holding] -= 1
+        for share in by_block.values():
+            held = min(share.by_holding.get(holding, 0), left)
+            if held:
+                share.by_holding[holding] = held
+            else:
+                share.by_holding.pop(holding, None)
+        self.recount(name)
+        return chosen
+
+    def clear(self, cleared: Sequence["Holding"]) -> None:
+        """The counts of these holdings are gone."""
+        for name, by_block in self._lineages.twins.items():
+            for share in by_block.values():
+                for holding in cleared:
+                    share.by_holding.pop(holding, None)
+            self.recount(name)
+
+    def recount(self, name: EngineHash) -> None:
+        """Bring the blocks' copies in line with the shares."""
+        held_at_all = False
+        for block, share in self._lineages.twins[name].items():
+            held = {holding.tier for holding in self._indexed}
+            held -= {holding.tier for holding in self._indexed if not share.by_holding.get(holding)}
+            flags = sum(tier.flag for tier in held)
+            for tier in Tier:
+                if (flags ^ share.flags) & tier.flag:
+                    block.copies += (1 if flags & tier.flag else -1) << COPIES_BITS * tier
+                    self._touch(block)
+            share.flags = flags
+            held_at_all = held_at_all or flags != 0
+        if held_at_all:
+            self._lineages.evicted.pop(name, None)
+        else:
+            self._lineages.evicted[name] = None
