@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from typing import Any
 
 from kvatlas.cli.logs import log_to_stderr
@@ -13,25 +14,13 @@ from kvatlas.telemetry import setup_telemetry
 
 def run_service(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
     """Run what goes on until it is stopped. SIGINT and SIGTERM cancel it; when it has cleaned up, that is success."""
-    log_to_stderr(settings.log_level)
-    telemetry = setup_telemetry(component)
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_until_stopped(body))
-    finally:
-        telemetry.shutdown()
+    _run(component, settings, body)
 
 
 def run_query(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
     """Run what ends by itself. SIGINT and SIGTERM raise KeyboardInterrupt after its clean-up."""
-    log_to_stderr(settings.log_level)
-    telemetry = setup_telemetry(component)
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            if not runner.run(_until_stopped(body)):
-                raise KeyboardInterrupt
-    finally:
-        telemetry.shutdown()
+    if not _run(component, settings, body):
+        raise KeyboardInterrupt
 
 
 def tell(line: str) -> None:
@@ -39,8 +28,19 @@ def tell(line: str) -> None:
     print(f"kvatlas: {line}", file=sys.stderr, flush=True)
 
 
-async def _until_stopped(body: Coroutine[Any, Any, None]) -> bool:
+def _run(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> bool:
     """True when the body came to its end, False when a signal stopped it."""
+    log_to_stderr(settings.log_level)
+    with closing(body):  # it never begins where telemetry can't be set up
+        telemetry = setup_telemetry(component)
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                return runner.run(_until_stopped(body))
+        finally:
+            telemetry.shutdown()
+
+
+async def _until_stopped(body: Coroutine[Any, Any, None]) -> bool:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(body)
     stopped = False

@@ -8,6 +8,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.hashing import MAX_TOKEN_ID
 
 STDIN = "-"
+MAX_DIGITS = 20
 
 
 def read_tokens(source: str) -> list[int]:
@@ -45,7 +46,8 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def _token(index: int, part: object) -> int:
-    token = int(part) if isinstance(part, str) and part.isascii() and part.isdigit() else part
+    is_number = isinstance(part, str) and part.isascii() and part.isdigit() and len(part) <= MAX_DIGITS
+    token = int(part) if isinstance(part, str) and is_number else part
     if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
         raise InvalidValue(f"token {index} is {part!r:.80}; expected an integer from 0 to {MAX_TOKEN_ID}")
     return token

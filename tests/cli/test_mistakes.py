@@ -1,0 +1,163 @@
+"""Every mistake is one line on stderr, no traceback, and an exit code: 1, or 2 for usage."""
+
+import re
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from kvatlas.embedded import ServerProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.index.keys import LAYOUT, LAYOUT_VERSION
+from tests.cli.conftest import UNUSED_ADDRESS, Cli
+
+ROUTE = ("route", "--model-id", "m", "--tokens", "-")
+PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", "--worker-id", "w", "--model-id", "m")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (("nosuch",), 2, "kvatlas: No such command 'nosuch'. (see kvatlas --help)"),
+        (("--nosuch",), 2, "kvatlas: No such option: --nosuch (see kvatlas --help)"),
+        (("workers", "--nosuch"), 2, "kvatlas workers: No such option: --nosuch (see kvatlas workers --help)"),
+        (("route", "--model-id", "m"), 2, "kvatlas route: Missing option '--tokens'. (see kvatlas route --help)"),
+        (
+            ("overlap", "--tokens", "-"),
+            2,
+            "kvatlas overlap: --model-id (or KVATLAS_MODEL_ID) is missing; it has no default",
+        ),
+        (
+            ("workers", "--redis-url", "http://127.0.0.1"),
+            2,
+            "kvatlas workers: --redis-url is 'http://127.0.0.1'; expected a URL that begins with redis:// or rediss:// "
+            "or unix:// or redis+cluster://",
+        ),
+        (
+            ("indexer", "--nats-url", "127.0.0.1:4222"),
+            2,
+            "kvatlas indexer: --nats-url is '127.0.0.1:4222'; expected a URL that begins with nats:// or tls:// or "
+            "ws:// or wss://",
+        ),
+        (
+            ("indexer", "--partitions", "0"),
+            2,
+            "kvatlas indexer: --partitions is '0'; expected greater than or equal to 1",
+        ),
+        (
+            ("indexer", "--status-port", "many"),
+            2,
+            "kvatlas indexer: --status-port is 'many'; expected a valid integer, unable to parse string as an integer",
+        ),
+        (
+            (*PUBLISH, "--worker-id", "a.b"),
+            2,
+            "kvatlas publish: --worker-id is 'a.b'; expected 1 to 64 of A-Z a-z 0-9 _ -",
+        ),
+        (
+            (*PUBLISH, "--engine", "vlm"),
+            2,
+            "kvatlas publish: --engine is 'vlm'; expected 'vllm', 'sglang', 'tensorrt_llm', 'lmcache' or 'mock'",
+        ),
+        (
+            (*PUBLISH, "--endpoint", "http://x"),
+            2,
+            "kvatlas publish: --endpoint is 'http://x'; expected a URL that begins with tcp:// or ipc:// or inproc://",
+        ),
+        (
+            ("up", "--engine", "nonsense"),
+            2,
+            "kvatlas up: --engine is 'nonsense'; expected an address that begins with http:// or https://",
+        ),
+        (
+            ("up", "--engine", "http://127.0.0.1:1,color=red"),
+            2,
+            "kvatlas up: --engine has 'color=red'; expected KEY=VALUE with a key of engine, endpoint, replay, worker, "
+            "model, tokenizer, tenant, advertise",
+        ),
+    ],
+)
+def test_wrong_words(cli: Cli, words: tuple[str, ...], code: int, line: str) -> None:
+    done = cli(*words)
+    assert (done.code, done.out, done.err) == (code, "", line + "\n")
+
+
+def test_a_wrong_variable_is_named_as_such_and_a_flag_wins_over_it(cli: Cli) -> None:
+    done = cli("workers", KVATLAS_REDIS_URL="x")
+    assert done.code == 2 and done.err.startswith("kvatlas workers: KVATLAS_REDIS_URL is 'x'; expected")
+    done = cli("workers", "--no-wait", "--redis-url", f"redis://{UNUSED_ADDRESS}", KVATLAS_REDIS_URL="x")
+    assert done.code == 1 and "KVATLAS_REDIS_URL" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "no token ids; expected integers separated by white space or commas, or a JSON array"),
+        ("1 2 x", "token 2 is 'x'; expected an integer from 0 to 4294967295"),
+        ("1 -2", "token 1 is '-2'; expected an integer from 0 to 4294967295"),
+        ("4294967296", "token 0 is '4294967296'; expected an integer from 0 to 4294967295"),
+        ("[1, 2.5]", "token 1 is 2.5; expected an integer from 0 to 4294967295"),
+        ("[1, true]", "token 1 is True; expected an integer from 0 to 4294967295"),
+        ("[1, 2", "not a JSON array: Expecting ',' delimiter: line 1 column 6 (char 5)"),
+    ],
+)
+def test_wrong_tokens(cli: Cli, text: str, line: str) -> None:
+    done = cli(*ROUTE, stdin=text)
+    assert (done.code, done.out, done.err) == (1, "", f"kvatlas: --tokens stdin: {line}\n")
+
+
+def test_a_token_file_that_is_not_there_or_not_text(cli: Cli, tmp_path: Path) -> None:
+    done = cli("route", "--model-id", "m", "--tokens", "/nosuch/file")
+    assert (done.code, done.err) == (1, "kvatlas: --tokens /nosuch/file: No such file or directory\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    done = cli("route", "--model-id", "m", "--tokens", "binary")
+    assert (done.code, done.err) == (1, "kvatlas: --tokens binary: not text (invalid start byte at byte 0)\n")
+
+
+@pytest.mark.parametrize("words", [("export",), ("workers",), ROUTE, ("overlap", *ROUTE[1:]), ("indexer",)])
+def test_an_unreachable_store_is_named(cli: Cli, words: tuple[str, ...]) -> None:
+    done = cli(*words, "--no-wait", "--redis-url", f"redis://:secret@{UNUSED_ADDRESS}", stdin="1 2 3")
+    assert done.code == 1 and done.out == ""
+    assert re.fullmatch(r"kvatlas: Redis at redis://:\*\*\*@127\.0\.0\.1:1: .*refused.*\n", done.err)
+
+
+def test_an_unreachable_nats_is_named(cli: Cli, valkey: ServerProcess) -> None:
+    done = cli("indexer", "--no-wait", "--redis-url", valkey.url, "--nats-url", f"nats://{UNUSED_ADDRESS}")
+    assert done.code == 1 and done.out == ""
+    assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
+
+
+def test_an_empty_store_says_what_to_do(cli: Cli, valkey: ServerProcess) -> None:
+    with ValkeyProcess() as empty:
+        done = cli("export", "--redis-url", empty.url)
+        assert done.code == 1
+        assert done.err == f"kvatlas: Redis at {empty.url}: no index there yet; start an indexer first\n"
+
+
+@pytest.mark.parametrize("words", [("export",), ("workers",), ROUTE, ("indexer",)])
+def test_another_layout_version_is_refused(cli: Cli, words: tuple[str, ...]) -> None:
+    with ValkeyProcess() as server:
+        with Redis.from_url(server.url) as client:
+            client.hset(LAYOUT, mapping={"version": LAYOUT_VERSION + 1, "partitions": 64, "shards": 1})
+        done = cli(*words, "--redis-url", server.url, stdin="1 2 3")
+        line = f"layout version {LAYOUT_VERSION + 1}; this kvatlas expects {LAYOUT_VERSION}"
+        assert (done.code, done.err) == (1, f"kvatlas: Redis at {server.url}: {line}\n")
+
+
+def test_an_evicting_store_is_refused(cli: Cli) -> None:
+    with ValkeyProcess(settings={"maxmemory-policy": "allkeys-lru"}) as server:
+        done = cli("indexer", "--redis-url", server.url)
+        assert done.code == 1
+        assert "allkeys-lru" in done.err and "noeviction" in done.err and done.err.count("\n") == 1
+
+
+def test_a_status_port_that_is_taken_is_named(cli: Cli, valkey: ServerProcess) -> None:
+    done = cli("indexer", "--redis-url", valkey.url, "--status-port", str(valkey.port))
+    assert done.code == 2
+    assert done.err == f"kvatlas indexer: status page can't listen on 127.0.0.1:{valkey.port}: Address already in use\n"
+
+
+def test_a_wrong_telemetry_variable_is_one_line(cli: Cli) -> None:
+    done = cli("workers", OTEL_TRACES_EXPORTER="nosuch")
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert done.err.startswith("kvatlas workers: OTEL_TRACES_EXPORTER asks for the traces exporter 'nosuch'")
