@@ -8,6 +8,7 @@ from time import monotonic, time_ns
 import anyio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
@@ -62,9 +63,13 @@ class Heartbeats:
         self._adopt = True
         self._urgent.set()
 
+    async def listen(self) -> Subscription:
+        """Hears heartbeats until it is unsubscribed."""
+        return await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
+
     async def run(self) -> None:
         """Until cancelled. Errors of the store are waited out: what could not be written is written later."""
-        subscription = await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
+        subscription = await self.listen()
         try:
             while True:
                 with anyio.move_on_after(WRITE_EVERY_S):
@@ -89,9 +94,10 @@ class Heartbeats:
             known = await self._fleet.all()
             self._liveness.adopt({w: record for w, record in known.items() if self._owns(w)}, now_s)
             self._adopt = False
+        held = self._liveness.held
         retirements = self._liveness.tick(now_s)
         self._counters.workers_lost = self._liveness.lost
-        self._counters.retirements_held += self._liveness.held
+        self._counters.retirements_held += max(0, self._liveness.held - held)
         changed = self._liveness.take_changed(self.traces)
         try:
             await self._fleet.write(changed)

@@ -57,6 +57,8 @@ class Replica:
     def __init__(self, settings: IndexerSettings, client: Client, index: ResidencyIndex, fleet: FleetStore) -> None:
         self.member_id = settings.member_id or default_member_id()
         self.counters = IndexerCounters()
+        self.status_url: str | None = None
+        """Where the status page is served."""
         self._stream = stream_settings(settings)
         self._client = client
         self._index = index

@@ -50,6 +50,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
                 with observe("indexer", replica.counters):
                     async with anyio.create_task_group() as group:
                         if listener is not None:
+                            replica.status_url = status.url_of(listener)
                             group.start_soon(status.serve, replica, listener)
                         group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)
             finally:

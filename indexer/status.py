@@ -30,6 +30,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def url_of(listener: socket.socket) -> str:
+    """Where a bound socket is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 async def serve(replica: Replica, listener: socket.socket) -> None:
     """Serves until cancelled."""
     config = uvicorn.Config(application(replica), log_config=None, access_log=False, lifespan="off")

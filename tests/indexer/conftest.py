@@ -12,11 +12,6 @@ STREAM = StreamSettings(storage="memory", max_bytes=256 << 20)
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def nats() -> AsyncIterator[EmbeddedServer]:
     """A NATS server of the test's own: it may stop it and delete streams."""
     async with nats_server() as server:

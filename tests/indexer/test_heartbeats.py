@@ -1,0 +1,115 @@
+"""Liveness over a real NATS and Valkey, with a clock that the test sets."""
+
+from dataclasses import dataclass
+
+import pytest
+from nats.aio.client import Client
+
+from indexer.counters import IndexerCounters
+from indexer.doubt import DoubtJudge
+from indexer.heartbeats import Heartbeats
+from indexer.liveness import LOST_AFTER_S, RETIRE_AFTER_S, LivenessJudge
+from kvatlas.fleet import Liveness
+from kvatlas.fleet_store import FleetStore
+from kvatlas.index.memory import MemoryIndex
+from kvatlas.subjects import alive_subject
+from tests.index.telling import tell
+from tests.indexer.bus_teller import PARTITIONS, BusTeller, heartbeat
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass
+class Clock:
+    now_s: float = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Watched:
+    """Heartbeats of one replica that owns everything; the test calls `tick` itself."""
+
+    def __init__(self, client: Client, fleet: FleetStore) -> None:
+        self.clock = Clock()
+        self.index = MemoryIndex(partitions=PARTITIONS)
+        self.counters = IndexerCounters()
+        self.liveness = LivenessJudge()
+        self.gone: list[str] = []
+        self.heartbeats = Heartbeats(
+            client=client,
+            index=self.index,
+            fleet=fleet,
+            liveness=self.liveness,
+            doubt=DoubtJudge(),
+            counters=self.counters,
+            owns=lambda _: True,
+            on_gone=self._on_gone,
+            clock=self.clock,
+        )
+
+    def _on_gone(self, worker_id: str) -> None:
+        self.gone.append(worker_id)
+        self.liveness.forget(lambda other: other == worker_id)
+
+    async def hear(self, client: Client, worker: BusTeller) -> None:
+        before = self.counters.heartbeats
+        subscription = await self.heartbeats.listen()
+        await worker.beat()
+        await until(lambda: self.counters.heartbeats > before, what="the heartbeat is heard")
+        await subscription.unsubscribe()
+
+
+@pytest.fixture
+def watched(client: Client, fleet: FleetStore) -> Watched:
+    return Watched(client, fleet)
+
+
+async def test_lost_then_retired(watched: Watched, client: Client, fleet: FleetStore) -> None:
+    worker = BusTeller(client, "w0", incarnation=5)
+    await tell(watched.index, worker.begin(5))
+    await watched.hear(client, worker)
+    await watched.heartbeats.tick()
+    assert (await fleet.all())["w0"].liveness is Liveness.ALIVE
+
+    watched.clock.now_s += LOST_AFTER_S + 1
+    await watched.heartbeats.tick()
+    assert (await fleet.all())["w0"].liveness is Liveness.LOST
+    record = await watched.index.record("w0")
+    assert record is not None and not record.closed
+
+    watched.clock.now_s += RETIRE_AFTER_S
+    await watched.heartbeats.tick()
+    assert await fleet.all() == {}
+    record = await watched.index.record("w0")
+    assert record is not None and record.closed and not record.answering
+    assert watched.gone == ["w0"]
+    assert watched.counters.workers_retired == 1
+
+
+async def test_workers_that_are_never_heard_by_the_new_owner_are_retired(
+    watched: Watched, client: Client, fleet: FleetStore
+) -> None:
+    before = Watched(client, fleet)
+    worker = BusTeller(client, "w0")
+    await before.hear(client, worker)
+    await before.heartbeats.tick()
+
+    watched.heartbeats.adopt()
+    await watched.heartbeats.tick()
+    watched.clock.now_s += RETIRE_AFTER_S
+    await watched.heartbeats.tick()
+    assert (await fleet.all())["w0"].liveness is Liveness.LOST
+    watched.clock.now_s += 1
+    await watched.heartbeats.tick()
+    assert await fleet.all() == {}
+
+
+async def test_a_heartbeat_on_anothers_subject_is_not_believed(watched: Watched, client: Client) -> None:
+    subscription = await watched.heartbeats.listen()
+    await client.publish(alive_subject("w1"), heartbeat(BusTeller(client, "w0")).pack())
+    await client.publish(alive_subject("w1"), b"garbage")
+    await until(lambda: watched.counters.heartbeats_bad == 2, what="both are refused")
+    assert watched.liveness.workers == {}
+    await subscription.unsubscribe()
