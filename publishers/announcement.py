@@ -99,10 +99,10 @@ class Announcement:
                 heads.append(block)
         for head in heads:
             hashes = [head.sequence_hash]
-            block: Block | None = after.get(head)
-            while block is not None:
-                hashes.append(block.sequence_hash)
-                block = after.get(block)
+            at = after.get(head)
+            while at is not None:
+                hashes.append(at.sequence_hash)
+                at = after.get(at)
             before = self._announced_before(head)
             parent = None if before is None else before.sequence_hash
             yield head.namespace, 0, b"".join(hashes), parent, head.index

@@ -34,12 +34,13 @@ from kvatlas.events import (
 from kvatlas.hashing import extend_chain
 from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.tiers import Tier
+from publishers import ledger_dump
 from publishers.announcement import Announcement
 from publishers.closure import Closure
 from publishers.extra_keys import with_root_salt
 from publishers.holding import Holding
 from publishers.lineage import Block, Lineages
-from publishers.twins import Twins
+from publishers.twins import TwinCopies, Twins
 
 REMEMBERED_EVICTIONS = 65_536
 """Engine hashes remembered after their last copy went (about 400 bytes each)."""
@@ -399,6 +400,50 @@ class Ledger:
         for holding in self.holdings.values():
             for name in holding.counts:
                 yield holding.tier, holding.group, name
+
+    def dump(self) -> bytes:
+        """All of it but the counters, for the saved state."""
+        return ledger_dump.pack(self._identity, self.block_size, self.lineages, self.holdings)
+
+    @classmethod
+    def load(
+        cls, dumped: bytes, settings: LedgerSettings, *, remembered_evictions: int = REMEMBERED_EVICTIONS
+    ) -> "Ledger":
+        """The ledger that `dump` wrote. Raises InvalidValue for other bytes, and for one saved under settings by which
+        blocks have other hashes. Granularity may differ."""
+        ledger = cls(settings, remembered_evictions=remembered_evictions)
+        saved = ledger_dump.unpack(dumped, ledger._identity)
+        try:
+            ledger._restore(saved)
+        except (LookupError, TypeError, ValueError) as error:
+            raise InvalidValue(f"saved ledger contradicts itself: {error}") from error
+        return ledger
+
+    @property
+    def _identity(self) -> list[str | int | bool | None]:
+        one = self.settings
+        return [
+            one.model_id, one.tokenizer_id, one.tenant_id, one.block_size, one.set_semantics, one.salt_is_tenant
+        ]  # fmt: skip
+
+    def _restore(self, saved: ledger_dump.SavedLedger) -> None:
+        self.block_size = saved.block_size
+        holdings = [self._new_holding(one.tier, one.group, one.indexable) for one in saved.holdings]
+        for holding, one in zip(holdings, saved.holdings, strict=True):
+            holding.counts.update(one.counts)
+        blocks = saved.place(self.lineages)
+        for name, shares in saved.twins:
+            by_block = {blocks[at]: TwinCopies({holdings[i]: count for i, count in share}) for at, share in shares}
+            for block in list(by_block)[1:]:  # the first is its owner, and named already
+                block.names += 1
+            self.lineages.twins[name] = by_block
+            self._twins.recount(name)
+        for name, block in self.lineages.known.items():
+            if name not in self.lineages.twins:
+                self._enter_tiers(name, block)
+        touched, self._touched = self._touched, []
+        touched.sort(key=lambda block: block.index)
+        self._announcement.tell(self._closure.settle(touched), cleared=False)
 
     def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:
         """What is announced now: (scope id, tier, engine hash, sequence hash), one for each engine hash that holds it."""

@@ -126,14 +126,16 @@ class Lineages:
         self.evicted: dict[EngineHash, None] = {}
 
     def namespace(self, adapter: str | None, salt: str | None, block_size: int) -> Namespace:
-        """The namespace of a root's chain. Raises InvalidValue where adapter or salt can't be a scope's field."""
+        """The namespace of a root's chain; kept only while it has blocks, since each request may bring a salt of its own.
+
+        Raises InvalidValue where adapter or salt can't be a scope's field.
+        """
         found = self.namespaces.get((adapter, salt))
         if found is None:
             mapped = self._salt_is_tenant and salt is not None
             tenant_id = salt if self._salt_is_tenant and salt is not None else self._tenant_id
             scope = Scope(self._model_id, self._tokenizer_id, adapter, tenant_id)
             found = Namespace(scope.scope_id, adapter, salt, None if mapped else salt)
-            self.namespaces[adapter, salt] = found
             self.uses[scope.scope_id] = ScopeUse(scope, block_size, self._block_bytes)
         return found
 
@@ -154,6 +156,8 @@ class Lineages:
     def chain(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
         """The blocks of packed sequence hashes that go on from `parent`; made where there is none yet."""
         blocks = namespace.blocks
+        if not blocks:
+            self.namespaces[namespace.adapter, namespace.salt] = namespace
         index = 0 if parent is None else parent.index + 1
         found: list[Block] = []
         for at in range(0, len(packed), 8):
@@ -187,7 +191,10 @@ class Lineages:
 
     def _drop(self, block: Block | None) -> None:
         while block is not None and not block.names and block.children is None:
-            del block.namespace.blocks[block.sequence_hash]
+            namespace = block.namespace
+            del namespace.blocks[block.sequence_hash]
+            if not namespace.blocks:
+                del self.namespaces[namespace.adapter, namespace.salt]
             parent = block.parent
             if parent is not None:
                 parent.disown(block)

@@ -20,8 +20,8 @@ class TwinCopies:
 
     __slots__ = ("by_holding", "flags")
 
-    def __init__(self) -> None:
-        self.by_holding: dict[Holding, int] = {}
+    def __init__(self, by_holding: "dict[Holding, int] | None" = None) -> None:
+        self.by_holding = {} if by_holding is None else by_holding
         self.flags = 0
 
 

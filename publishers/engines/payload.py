@@ -82,7 +82,7 @@ def parent_of(tag: str, fields: Fields) -> EngineHash | None:
     parent = fields.get("parent_block_hash")
     if parent is not None and type(parent) not in (int, bytes):
         raise EngineEventError(f"{tag} with parent_block_hash {parent!r:.60}; expected an integer, bytes or nil")
-    return parent  # type: ignore[no-any-return]
+    return parent
 
 
 def block_size_of(tag: str, fields: Fields) -> int:

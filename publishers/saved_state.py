@@ -1,0 +1,92 @@
+"""What a publisher keeps over its own restart: the ledger, the position in the engine's feed, the last incarnation.
+
+One file, replaced as a whole (written beside, synced, renamed, folder synced), with a checksum. A file that is missing,
+torn, of another version or of another worker is not an error: the publisher then starts empty.
+"""
+
+import os
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgpack
+
+from kvatlas.errors import InvalidValue
+from kvatlas.wire import MAX_INCARNATION
+
+_MAGIC = b"kvatlas-publisher-state\x01"
+_CHECKSUM_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """`ledger` and `continuity` are what their `dump` gave, `incarnation` the last one told. `started_us`: the engine
+    process' start time in microseconds since 1970, 0 where it is not known."""
+
+    worker_id: str
+    incarnation: int
+    continuity: bytes
+    ledger: bytes
+    started_us: int = 0
+
+
+class StateFile:
+    """The saved state of one worker. `warnings` counts the loads that found something unusable; `warning` is its line."""
+
+    def __init__(self, state_dir: Path, worker_id: str) -> None:
+        self.path = state_dir / f"{worker_id}.state"
+        self._worker_id = worker_id
+        self.warnings = 0
+        self.warning = ""
+
+    def save(self, state: SavedState) -> None:
+        """Replace the file. After a crash at any moment it holds the old state or the new one. Raises OSError."""
+        body = msgpack.packb([state.worker_id, state.incarnation, state.continuity, state.ledger, state.started_us])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".state.new")
+        with beside.open("wb") as file:
+            file.write(_MAGIC)
+            file.write(_checksum(body))
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def load(self) -> SavedState | None:
+        """The state saved last, or None, with one counted warning, where there is none that can be used."""
+        try:
+            return self._checked(self.path.read_bytes())
+        except FileNotFoundError:
+            self.warning = f"no saved state at {self.path}: starting empty"
+        except (OSError, InvalidValue) as error:
+            self.warning = f"saved state at {self.path} can't be used ({error}): starting empty"
+        self.warnings += 1
+        return None
+
+    def _checked(self, content: bytes) -> SavedState:
+        if not content.startswith(_MAGIC):
+            raise InvalidValue("it is not a publisher's state, or one of another version")
+        at = len(_MAGIC) + _CHECKSUM_BYTES
+        body = content[at:]
+        if _checksum(body) != content[len(_MAGIC) : at]:
+            raise InvalidValue("its checksum is wrong: it was torn or changed")
+        try:
+            worker_id, incarnation, continuity, ledger, started_us = msgpack.unpackb(body)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise InvalidValue(f"its content is not a state: {error}") from error
+        if worker_id != self._worker_id:
+            raise InvalidValue(f"it is of worker {worker_id!r}; expected {self._worker_id!r}")
+        if type(incarnation) is not int or not 0 <= incarnation <= MAX_INCARNATION or type(started_us) is not int:
+            raise InvalidValue(f"incarnation {incarnation!r:.40}, start {started_us!r:.40}; expected integers")
+        if not isinstance(continuity, bytes) or not isinstance(ledger, bytes):
+            raise InvalidValue("its ledger or position is not bytes")
+        return SavedState(worker_id, incarnation, continuity, ledger, started_us)
+
+
+def _checksum(body: bytes) -> bytes:
+    return blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
