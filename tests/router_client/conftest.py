@@ -1,0 +1,33 @@
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.index.redis import open_redis_index
+from kvatlas.store import Store, open_store
+
+
+@pytest.fixture
+async def store(valkey_url: str) -> AsyncIterator[Store]:
+    """An empty store."""
+    opened = await open_store(valkey_url, wait=False)
+    try:
+        await opened.client.flushall()
+        yield opened
+    finally:
+        await opened.close()
+
+
+@pytest.fixture
+async def indexes(store: Store) -> list[ResidencyIndex]:
+    """Empty indexes of both kinds; the one in the store has four shards."""
+    return [MemoryIndex(), MemoryIndex(shards=4), await open_redis_index(store, shards=4, writer=True)]
+
+
+@pytest.fixture(params=["memory", "valkey"])
+async def index(request: pytest.FixtureRequest, store: Store) -> ResidencyIndex:
+    """An empty index, of each kind."""
+    if request.param == "memory":
+        return MemoryIndex()
+    return await open_redis_index(store, writer=True)

@@ -1,0 +1,220 @@
+"""The router client: picking, refusing, explaining, and reading the fleet."""
+
+from typing import Any
+
+import pytest
+
+from kvatlas.cost import QuillcacheProfile
+from kvatlas.fleet import EngineState, Liveness, Role
+from kvatlas.fleet_store import FleetStore
+from kvatlas.hashing import extend_chain, unpack_hashes
+from kvatlas.identity import Scope
+from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.index.redis import open_redis_index
+from kvatlas.store import Store
+from router_client import (
+    Fallbacks,
+    InvalidValue,
+    LayoutMismatch,
+    NoWorkers,
+    Prompt,
+    RequestHints,
+    RouterClient,
+    RouterSettings,
+    StaticFleet,
+    Unreachable,
+)
+from router_client.fleet import CachedFleet
+from tests.router_client.pools import SCOPE, CountingFleet, hold, pool, worker
+
+pytestmark = pytest.mark.anyio
+
+TOKENS = list(range(1_000))
+PROMPT = Prompt.of_tokens(SCOPE, TOKENS)
+
+
+async def test_a_request_goes_to_who_holds_it(index: ResidencyIndex) -> None:
+    workers = [worker(f"w{i}", base_url=f"http://w{i}:8000") for i in range(4)]
+    await hold(index, workers[2], TOKENS, blocks=50)
+    await hold(index, workers[1], TOKENS, blocks=20)
+    router = RouterClient(index, StaticFleet(pool(*workers)))
+    choice = await router.route(PROMPT)
+    assert (choice.worker_id, choice.url, choice.headers, choice.source) == ("w2", "http://w2:8000", {}, None)
+    assert choice.predicted_cached_tokens == 800
+    assert choice.result == choice.ranking.results[0] == (await router.rank(PROMPT)).results[0]
+    assert len(choice.ranking) == 4
+    text = choice.explain()
+    assert "w2 at http://w2:8000" in text
+    assert "50 of 62 blocks resident, 800 tokens usable" in text
+    assert "us more: w1" in text
+    assert (router.counters.routed, router.counters.required_blocks, router.counters.overlap_blocks) == (1, 62, 50)
+
+
+async def test_a_choice_can_be_carried_out() -> None:
+    record = worker("pod-dp3", dp_rank=3, base_url="http://127.0.0.1:1", advertised_url="http://pod:8000")
+    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(record))).route(PROMPT)
+    assert choice.url == "http://pod:8000"
+    assert choice.headers == {"X-Data-Parallel-Rank": "3"}
+    assert choice.role is Role.BOTH
+
+
+async def test_a_choice_names_the_copy_to_read() -> None:
+    index = MemoryIndex()
+    full = worker("full", transfer_groups=("g",), state=EngineState.DRAINING)
+    await hold(index, full, TOKENS)
+    choice = await RouterClient(index, StaticFleet(pool(full, worker("free", transfer_groups=("g",))))).route(PROMPT)
+    assert (choice.worker_id, choice.source, choice.predicted_cached_tokens) == ("free", "full", 992)
+    assert "992 more read from full" in choice.explain()
+
+
+async def test_hints_are_completed_by_the_fallbacks(index: ResidencyIndex) -> None:
+    w1, w2 = worker("w1"), worker("w2")
+    await hold(index, w2, TOKENS)
+    router_settings = RouterSettings(fallbacks=Fallbacks("model", "tokenizer", block_tokens=16))
+    router = RouterClient(index, StaticFleet(pool(w1, w2)), router_settings)
+    hashes = tuple(unpack_hashes(extend_chain(TOKENS, 16)))
+    for given in ({"token_ids": TOKENS}, {"block_hashes": hashes}):
+        choice = await router.route(RequestHints.parse({"request_id": "r", **given}))
+        assert (choice.worker_id, choice.result.overlap_blocks) == ("w2", 62)
+
+
+async def test_equal_prompts_get_equal_answers_and_ties_spread() -> None:
+    fleet = StaticFleet(pool(*(worker(f"w{i}") for i in range(4))))
+    routers = [RouterClient(MemoryIndex(), fleet) for _ in range(2)]
+    picked: dict[str, int] = {}
+    for number in range(400):
+        prompt = Prompt.of_tokens(SCOPE, [number] * 40)
+        first, second = [await router.route(prompt) for router in routers]
+        assert first == second
+        picked[first.worker_id] = picked.get(first.worker_id, 0) + 1
+    assert len(picked) == 4
+    assert min(picked.values()) > 60
+
+
+@pytest.mark.parametrize("tokens", [[1], [], list(range(15))])
+async def test_a_prompt_without_a_full_block_is_routed(tokens: list[int]) -> None:
+    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1")))).route(Prompt.of_tokens(SCOPE, tokens))
+    assert (choice.worker_id, choice.result.required_blocks, choice.predicted_cached_tokens) == ("w1", 0, 0)
+
+
+async def test_workers_that_have_announced_nothing_share_the_prompts() -> None:
+    fleet = StaticFleet(pool(*(worker(f"w{i}", block_size=None) for i in range(4))))
+    router = RouterClient(MemoryIndex(), fleet)
+    picked = {(await router.route(Prompt.of_tokens(SCOPE, [number] * 100))).worker_id for number in range(100)}
+    assert len(picked) == 4
+
+
+async def test_no_worker_is_one_clear_line() -> None:
+    router = RouterClient(MemoryIndex(), StaticFleet({}))
+    assert len(await router.rank(PROMPT)) == 0
+    with pytest.raises(NoWorkers, match=r"model model, tokenizer tokenizer.* has no workers") as caught:
+        await router.route(PROMPT)
+    assert len(str(caught.value).splitlines()) == 1
+    assert router.counters.no_workers == 1
+
+
+async def test_workers_that_do_not_serve_are_named() -> None:
+    records = pool(worker("w1", state=EngineState.ASLEEP), worker("w2", liveness=Liveness.LOST))
+    router = RouterClient(MemoryIndex(), StaticFleet(records))
+    with pytest.raises(NoWorkers, match="not serving: w1, w2"):
+        await router.route(PROMPT)
+    assert (await router.rank(PROMPT)).left_out == ("w1", "w2")
+
+
+async def test_another_models_workers_are_no_candidates() -> None:
+    other = worker("other", scope=Scope("model-2", "tokenizer"))
+    with pytest.raises(NoWorkers):
+        await RouterClient(MemoryIndex(), StaticFleet(pool(other))).route(PROMPT)
+
+
+async def test_adapters_and_tenants_share_the_pools_workers() -> None:
+    router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))))
+    scope = Scope("model", "tokenizer", "adapter", "tenant")
+    assert (await router.route(Prompt.of_tokens(scope, TOKENS))).worker_id == "w1"
+
+
+async def test_the_profile_can_be_chosen() -> None:
+    router = RouterClient(
+        MemoryIndex(), StaticFleet(pool(worker("w1"))), RouterSettings(profile=QuillcacheProfile(decode_us_per_token=0))
+    )
+    choice = await router.route(PROMPT)
+    assert choice.cost.profile == "quillcache"
+    assert choice.cost.score_us == 45_000
+
+
+async def test_a_bad_token_is_refused_where_it_is_hashed() -> None:
+    router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))))
+    with pytest.raises(InvalidValue, match="4294967296"):
+        await router.route(Prompt.of_tokens(SCOPE, [1] * 20 + [1 << 32]))
+
+
+async def test_several_block_sizes_fail_as_one_error() -> None:
+    records = pool(worker("w1", block_size=16), worker("w2", block_size=32))
+    with pytest.raises(InvalidValue, match="token id -1"):
+        await RouterClient(MemoryIndex(), StaticFleet(records)).route(Prompt.of_tokens(SCOPE, [1, -1] * 40))
+
+
+# ---------------------------------------------------------------- the fleet
+
+
+async def test_records_are_read_again_after_200_ms() -> None:
+    fleet, now = CountingFleet(pool(worker("w1"))), [100.0]
+    cached = CachedFleet(fleet, clock=lambda: now[0])
+    for at, readings in [(100.0, 1), (100.199, 1), (100.2, 2), (100.3, 2), (200.0, 3)]:
+        now[0] = at
+        assert set(await cached.pool(SCOPE.pool_id)) == {"w1"}
+        assert fleet.readings == readings
+    assert await cached.pool(Scope("other", "t").pool_id) == {}
+    assert fleet.readings == 4
+
+
+async def test_own_picks_count_until_a_sample_has_seen_them() -> None:
+    now = [1_000_000_000]
+    fleet = StaticFleet(pool(*(worker(f"w{i}", load={"sampled_us": now[0]}) for i in range(2))))
+    router = RouterClient(
+        MemoryIndex(),
+        fleet,
+        RouterSettings(count_own_picks=True, fleet_max_age_ms=0),
+        now_us=lambda: now[0],
+    )
+    now[0] += 1
+    first = (await router.route(PROMPT)).worker_id
+    second = (await router.route(PROMPT)).worker_id
+    assert first != second
+    now[0] += 1
+    fleet.records = pool(*(worker(f"w{i}", load={"sampled_us": now[0]}) for i in range(2)))
+    assert (await router.route(PROMPT)).worker_id == first
+
+
+# ---------------------------------------------------------------- opened from a URL
+
+
+async def test_a_client_over_the_store_that_an_indexer_writes(store: Store, valkey_url: str) -> None:
+    index = await open_redis_index(store, shards=2, writer=True)
+    workers = [worker("w1", base_url="http://w1:1"), worker("w2", base_url="http://w2:1")]
+    await FleetStore(store).write(pool(*workers))
+    await hold(index, workers[1], TOKENS)
+    async with RouterClient.open(valkey_url, wait=False) as router:
+        choice = await router.route(PROMPT)
+        assert (choice.worker_id, choice.url, choice.predicted_cached_tokens) == ("w2", "http://w2:1", 992)
+
+
+async def test_a_store_without_an_index_is_one_clear_line(store: Store, valkey_url: str) -> None:
+    with pytest.raises(LayoutMismatch, match="start an indexer"):
+        async with RouterClient.open(valkey_url, wait=False):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "text"),
+    [
+        ("redis://127.0.0.1:1", Unreachable, "127.0.0.1:1"),
+        ("http://127.0.0.1:6379", InvalidValue, "expected redis://"),
+    ],
+)
+async def test_a_wrong_address_is_named(url: str, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
+        async with RouterClient.open(url, wait=False):
+            pass
+    assert len(str(caught.value).splitlines()) == 1

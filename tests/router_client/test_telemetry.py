@@ -1,0 +1,51 @@
+"""One span a question, with what was decided."""
+
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvatlas.index.memory import MemoryIndex
+from router_client import NoWorkers, Prompt, RouterClient, StaticFleet
+from tests.router_client.pools import SCOPE, hold, pool, worker
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = Prompt.of_tokens(SCOPE, list(range(100)), id="r-1")
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    yield exporter
+    provider.shutdown()
+
+
+async def test_a_decision_is_one_span(spans: InMemorySpanExporter) -> None:
+    index, w1 = MemoryIndex(), worker("w1")
+    await hold(index, w1, list(range(100)), blocks=5)
+    choice = await RouterClient(index, StaticFleet(pool(w1, worker("w2")))).route(PROMPT)
+    (span,) = spans.get_finished_spans()
+    assert span.name == "route kvatlas"
+    told = dict(span.attributes or {})
+    assert told["kvatlas.request"] == "r-1"
+    assert told["kvatlas.worker"] == "w1"
+    assert (told["kvatlas.required_blocks"], told["kvatlas.overlap_blocks"], told["kvatlas.candidates"]) == (6, 5, 2)
+    assert (told["kvatlas.usable_tokens"], told["kvatlas.cost_us"]) == (80, choice.cost.score_us)
+
+
+async def test_a_refused_request_is_a_failed_span(spans: InMemorySpanExporter) -> None:
+    router = RouterClient(MemoryIndex(), StaticFleet({}))
+    with pytest.raises(NoWorkers):
+        await router.route(PROMPT)
+    await router.rank(PROMPT)
+    await router.overlap(PROMPT)
+    first, *others = spans.get_finished_spans()
+    assert not first.status.is_ok
+    assert [span.name for span in others] == ["rank kvatlas", "overlap kvatlas"]
