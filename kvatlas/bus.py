@@ -9,6 +9,7 @@ from typing import Literal
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.errors import NoServersError
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
@@ -112,18 +113,30 @@ def _microseconds(rfc3339: str) -> int:
 
 async def _connect_once(url: str, name: str) -> Client:
     client = Client()
-    # reconnecting is switched on after the first connection: nats-py would otherwise try for ever in silence
-    await client.connect(
-        url,
-        name=name,
-        allow_reconnect=False,
-        reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a float is taken
-        connect_timeout=2,
-        ping_interval=5,
-        max_outstanding_pings=2,
-        pending_size=8 * 1024 * 1024,
-        error_cb=_quiet,
-    )
+    failures: list[Exception] = []
+
+    async def remember(error: Exception) -> None:
+        """What nats-py met, until it is connected: afterwards it says only that no server is available."""
+        failures.append(error)
+
+    try:
+        # reconnecting is switched on after the first connection: nats-py would otherwise try for ever in silence, and
+        # even without it 60 times
+        await client.connect(
+            url,
+            name=name,
+            allow_reconnect=False,
+            max_reconnect_attempts=1,
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a float is taken
+            connect_timeout=2,
+            ping_interval=5,
+            max_outstanding_pings=2,
+            pending_size=8 * 1024 * 1024,
+            error_cb=remember,
+        )
+    except NoServersError as error:
+        raise (failures[-1] if failures else error) from None
+    client._error_cb = _quiet  # there is no public way to change it
     client.options["allow_reconnect"] = True
     client.options["max_reconnect_attempts"] = -1
     return client
