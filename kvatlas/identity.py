@@ -85,9 +85,14 @@ def pool_id(model_id: str, tokenizer_id: str) -> str:
 
 def check_worker_id(worker_id: str) -> str:
     """The worker id itself. Raises InvalidValue unless it is 1 to 64 of `[A-Za-z0-9_-]`, so that it can be a subject token."""
-    if not isinstance(worker_id, str) or not _WORKER_ID.fullmatch(worker_id):
+    if not isinstance(worker_id, str) or not _is_worker_id(worker_id):
         raise InvalidValue(f"worker id {worker_id!r}; expected 1 to 64 of A-Z a-z 0-9 _ -")
     return worker_id
+
+
+@lru_cache(maxsize=65_536)
+def _is_worker_id(text: str) -> bool:
+    return _WORKER_ID.fullmatch(text) is not None
 
 
 def rank_worker_id(instance_id: str, dp_rank: int) -> str:

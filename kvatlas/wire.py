@@ -38,6 +38,9 @@ MAX_SEQ = (1 << 53) - 1
 
 STORED, REMOVED, CLEARED, BEGIN, CHUNK, END, CHECKPOINT = range(1, 8)
 
+_WITH_HASHES = frozenset((STORED, CHUNK, REMOVED))
+_TIERS = len(Tier)
+
 RawMessage = list[Any]
 """A message as decoded and checked, in the wire's own arrays: what the indexer hands on without building objects."""
 
@@ -131,18 +134,20 @@ def _check_event(event: Any, scopes: dict[Any, Any]) -> None:
     if type(event) is not list or not event:
         raise WireError(f"event {event!r:.80}; expected an array")
     code = event[0]
-    if code in (STORED, CHUNK, REMOVED):
+    if type(code) is not int:
+        raise WireError(f"event with code {code!r:.80}; expected 1 to 7")
+    if code in _WITH_HASHES:
         if len(event) != (4 if code == REMOVED else 7):
             raise WireError(f"event {code} of {len(event)} fields")
-        scope_id, tier, hashes = event[1:4]
+        scope_id, tier, hashes = event[1], event[2], event[3]
         if type(scope_id) is not bytes or len(scope_id) != SCOPE_ID_BYTES or scope_id not in scopes:
             raise WireError(f"event of scope {scope_id!r}, which the message does not describe")
-        if type(tier) is not int or not 0 <= tier < len(Tier):
-            raise WireError(f"event of tier {tier!r}; expected 0 to {len(Tier) - 1}")
+        if type(tier) is not int or not 0 <= tier < _TIERS:
+            raise WireError(f"event of tier {tier!r}; expected 0 to {_TIERS - 1}")
         if type(hashes) is not bytes or not hashes or len(hashes) % HASH_BYTES:
             raise WireError("event whose hashes are not packed in 8 bytes each")
         if code != REMOVED:
-            parent, first_index, flags = event[4:]
+            parent, first_index, flags = event[4], event[5], event[6]
             if parent is not None and (type(parent) is not bytes or len(parent) != HASH_BYTES):
                 raise WireError(f"event with parent {parent!r}; expected 8 bytes or nil")
             if type(first_index) is not int or first_index < 0:
