@@ -73,7 +73,20 @@ class ShardRuns:
 
     def depths(self) -> dict[str, int]:
         """Leading blocks that each active worker holds. Work is per run and per change between runs."""
-        return {name: sum(length for length, _ in runs) for name, runs in self.held().items()}
+        if not self.values:
+            return {}
+        alive = {entry >> 8 for entry in _entries(self.values[0])}
+        depth_of: dict[int, int] = {}
+        before, position = self.values[0], self.lengths[0]
+        for i in range(1, len(self.values)):
+            value = self.values[i]
+            for holder in _lost(before, value) & alive:
+                alive.discard(holder)
+                depth_of[holder] = position
+            before = value
+            position += self.lengths[i]
+        depth_of.update(dict.fromkeys(alive, position))
+        return {self.names[holder]: depth for holder, depth in depth_of.items() if holder in self.names}
 
     def held(self) -> dict[str, list[tuple[int, int]]]:
         """Every active worker's (length, flags byte) runs from the prompt's start. Work as in `depths`."""
@@ -106,6 +119,17 @@ class ShardRuns:
                 break
             held.append((length, flags))
         return held
+
+
+def _lost(before: bytes, after: bytes) -> set[int]:
+    """Holders in `before` that are not in `after`. Neighbouring runs mostly differ in one entry of hundreds."""
+    size = HOLDER_ENTRY_BYTES
+    if len(before) == len(after) + size:
+        differing = int.from_bytes(before[: len(after)], "little") ^ int.from_bytes(after, "little")
+        at = ((differing & -differing).bit_length() - 1) // (8 * size) * size if differing else len(after)
+        if before[at + size :] == after[at:]:
+            return {int.from_bytes(before[at : at + size], "big") >> 8}
+    return {entry >> 8 for entry in _entries(before)} - {entry >> 8 for entry in _entries(after)}
 
 
 def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | None]]:

@@ -23,6 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.lines import Lines
 from kvatlas.redact import without_password
 
 CLUSTER_SCHEME = "redis+cluster"
@@ -50,6 +51,7 @@ class Store:
         self.client: Any = client  # redis-py types its sync and async answers as unions
         self.url = url
         self.name = f"Redis at {without_password(url)}"
+        self._lines = None if isinstance(client, RedisCluster) else Lines(client)
 
     @property
     def is_cluster(self) -> bool:
@@ -57,27 +59,22 @@ class Store:
 
     async def fcall(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """Call a server-side function. Raises Unreachable, or redis' ResponseError for an error the server answers."""
-        return await self._call("FCALL", function, keys, args)
+        return (await self._call([("FCALL", function, len(keys), *keys, *args)], again=False))[0]
 
     async def fcall_ro(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """Call a read-only server-side function; see `fcall`."""
-        return await self._call("FCALL_RO", function, keys, args)
+        return (await self._call([("FCALL_RO", function, len(keys), *keys, *args)], again=True))[0]
 
     async def fcall_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
         """Several read-only calls in one pipelined round trip (in a cluster: one to each node); answers in order."""
-        try:
-            if self.is_cluster:
-                return list(await asyncio.gather(*(self.fcall_ro(function, keys, args) for keys, args in calls)))
-            pipeline = self.client.pipeline(transaction=False)
-            for keys, args in calls:
-                pipeline.execute_command("FCALL_RO", function, len(keys), *keys, *args)
-            return list(await pipeline.execute())
-        except UNREACHABLE as error:
-            raise Unreachable(f"{self.name}: {reason(error)}") from error
+        commands = [("FCALL_RO", function, len(keys), *keys, *args) for keys, args in calls]
+        return await self._call(commands, again=True)
 
-    async def _call(self, command: str, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+    async def _call(self, commands: Sequence[tuple[Any, ...]], *, again: bool) -> list[Any]:
         try:
-            return await self.client.execute_command(command, function, len(keys), *keys, *args)
+            if self._lines is not None:
+                return await self._lines.call(commands, again=again)
+            return list(await asyncio.gather(*(self.client.execute_command(*command) for command in commands)))
         except UNREACHABLE as error:
             raise Unreachable(f"{self.name}: {reason(error)}") from error
 
@@ -92,6 +89,8 @@ class Store:
             raise Unreachable(f"{self.name}: {reason(error)}") from error
 
     async def close(self) -> None:
+        if self._lines is not None:
+            await self._lines.close()
         await self.client.aclose()
 
 

@@ -6,41 +6,44 @@ a block that nobody holds ends the overlap. The Lua twin of this file is `functi
 
 from collections.abc import Callable, Sequence
 
+from kvatlas.hashing import HASH_BYTES
+
 STRIDE = 64
 
 Runs = tuple[Sequence[bytes], Sequence[int]]
 """(holders values, run lengths)."""
 
 
-def gallop(value_at: Callable[[int], bytes | None], count: int, stride: int = STRIDE) -> Runs:
-    """Runs of equal holders over blocks 0..count-1; `value_at(i)` is None where nobody holds block i.
+def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = STRIDE) -> Runs:
+    """Runs of equal holders over packed hashes; `get` gives a block's holders value, None where nobody holds it.
 
     Probes every `stride` blocks, and bisects only between probes that differ.
     """
-    first = value_at(0) if count else None
+    first = get(hashes[:HASH_BYTES])
     if first is None:
         return (), ()
+    count = len(hashes) // HASH_BYTES
     values: list[bytes] = [first]
     starts = [0]
     left = 0
     left_value: bytes | None = first
-    while left < count - 1:
-        right = min(left + stride, count - 1)
-        right_value = value_at(right)
+    for right in (*range(stride, count - 1, stride), count - 1):
+        right_value = get(hashes[right * HASH_BYTES : right * HASH_BYTES + HASH_BYTES])
         if right_value is not left_value and right_value != left_value:
-            stop = _bisect(value_at, left, left_value, right, right_value, starts, values)
+            stop = _bisect(get, hashes, left, left_value, right, right_value, starts, values)
             if stop is not None:
                 return _lengths(values, starts, stop)
         left, left_value = right, right_value
     return _lengths(values, starts, count)
 
 
-def walk(value_at: Callable[[int], bytes | None], count: int) -> Runs:
+def walk(get: Callable[[bytes], bytes | None], hashes: bytes) -> Runs:
     """The same from a look at every block."""
+    count = len(hashes) // HASH_BYTES
     values: list[bytes] = []
     starts: list[int] = []
     for i in range(count):
-        value = value_at(i)
+        value = get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
         if value is None:
             return _lengths(values, starts, i)
         if not values or value != values[-1]:
@@ -50,7 +53,8 @@ def walk(value_at: Callable[[int], bytes | None], count: int) -> Runs:
 
 
 def _bisect(
-    value_at: Callable[[int], bytes | None],
+    get: Callable[[bytes], bytes | None],
+    hashes: bytes,
     left: int,
     left_value: bytes | None,
     right: int,
@@ -71,7 +75,7 @@ def _bisect(
             values.append(high_value)
             continue
         middle = (low + high) // 2
-        middle_value = value_at(middle)
+        middle_value = get(hashes[middle * HASH_BYTES : (middle + 1) * HASH_BYTES])
         if middle_value is not None:
             open_intervals.append((middle, middle_value, high, high_value))
         open_intervals.append((low, low_value, middle, middle_value))

@@ -307,13 +307,7 @@ class MemoryShard:
         blocks = self.blocks.get(scope_id)
         if not blocks:
             return ShardRuns((), (), {})
-        get = blocks.get
-
-        def value_at(i: int) -> bytes | None:
-            return get(hashes[i * HASH_BYTES : i * HASH_BYTES + HASH_BYTES])
-
-        count = len(hashes) // HASH_BYTES
-        values, lengths = gallop(value_at, count, stride) if stride else walk(value_at, count)
+        values, lengths = gallop(blocks.get, hashes, stride) if stride else walk(blocks.get, hashes)
         return ShardRuns(values, lengths, self.active)
 
     def record(self, worker_id: str) -> WorkerRecord:

@@ -16,13 +16,14 @@ from kvatlas.identity import Scope, partition_of, scope_from_canonical, shard_of
 from kvatlas.index import direct
 from kvatlas.index.apply_call import active_holder, pack_call, records_of, unpack_answer
 from kvatlas.index.gallop import STRIDE
+from kvatlas.index.holder_names import HolderNames
 from kvatlas.index.keys import SCOPES, ShardKeys
 from kvatlas.index.layout import check_suitable, library, make_layout, read_layout
 from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
-from kvatlas.index.redis_answers import blocks_in, scopes_touched, shard_runs
+from kvatlas.index.redis_answers import blocks_in, scopes_touched
 from kvatlas.index.redis_sweep import Sweep
 from kvatlas.index.verify import differences
-from kvatlas.residency import IndexMetrics, Overlap, Residency
+from kvatlas.residency import IndexMetrics, Overlap, Residency, ShardRuns
 from kvatlas.store import UNREACHABLE, Store, reason
 from kvatlas.tiers import FLAG_PINNED, Tier, tiers_of
 from kvatlas.wire import scope_use
@@ -31,6 +32,7 @@ REUSE_MS = 10 * 60 * 1000
 """A holder's number is used again after this long: clients may cache names."""
 
 _SCAN_COUNT = 1_000
+_NAME_TRIES = 3
 
 
 async def open_redis_index(
@@ -74,6 +76,7 @@ class RedisIndex:
         self._side_index = side_index
         self._writer = writer
         self._keys = [ShardKeys(k) for k in range(shards)]
+        self._names = [HolderNames(keys) for keys in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
         self._scopes: dict[bytes, Scope] = {}
         self._puts = self._removes = self._prefix_scans = self._bytes_written = 0
@@ -121,7 +124,7 @@ class RedisIndex:
     async def retire(self, worker_id: str, incarnation: int) -> bool:
         k = self._keys_of(worker_id)
         args = [worker_id, incarnation.to_bytes(8, "big")]
-        return bool(await self._fcall("kvatlas_retire", [k.workers, k.holders, k.active, k.retired], args))
+        return bool(await self._fcall("kvatlas_retire", [k.workers, k.holders, k.active, k.retired, k.meta], args))
 
     async def clear(self) -> None:
         for k in self._keys:
@@ -147,12 +150,18 @@ class RedisIndex:
         return Overlap(found.shards, found.looked_up, differences(found, walked))
 
     async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int) -> Overlap:
-        calls = [([k.blocks(scope_id), k.active], [hashes, stride]) for k in self._keys]
-        if len(calls) == 1:
-            answers = [await self._fcall_ro("kvatlas_overlap", *calls[0])]
-        else:
+        calls = [([k.blocks(scope_id), k.meta], [hashes, stride]) for k in self._keys]
+        for attempt in range(_NAME_TRIES):
             answers = await self._store.fcall_ro_many("kvatlas_overlap", calls)
-        return Overlap([shard_runs(answer) for answer in answers], len(hashes) // HASH_BYTES)
+            shards = []
+            for names, (version, values, lengths) in zip(self._names, answers, strict=True):
+                if names.version != version:
+                    await names.read(self._fcall_ro)
+                if names.version == version or attempt == _NAME_TRIES - 1:
+                    shards.append(ShardRuns(values, lengths, names.at(version)))
+            if len(shards) == self.shards:
+                break
+        return Overlap(shards, len(hashes) // HASH_BYTES)
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         found: list[Residency] = []

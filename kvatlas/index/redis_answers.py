@@ -1,19 +1,12 @@
 """What the store's values and answers mean, as this package's types."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from struct import iter_unpack
 
 from kvatlas.index.holders import NUMBER_BYTES
-from kvatlas.residency import HOLDER_ENTRY_BYTES, ShardRuns
+from kvatlas.residency import HOLDER_ENTRY_BYTES
 
 _TOUCHED = ">8sII"
-
-
-def shard_runs(answer: Sequence[Sequence[bytes]]) -> ShardRuns:
-    """The answer of `functions/overlap.lua`."""
-    values, lengths, names = answer
-    named = {int.from_bytes(names[i], "big"): names[i + 1].decode() for i in range(0, len(names), 2)}
-    return ShardRuns(values, lengths, named)  # type: ignore[arg-type]  # lengths are the integers of the answer
 
 
 def scopes_touched(packed: bytes | None) -> dict[bytes, tuple[int, int]]:

@@ -4,12 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.hashing import pack_hashes
 from kvatlas.index.gallop import gallop, walk
 from kvatlas.index.holders import number_bytes, with_entry
 from kvatlas.residency import ShardRuns
 from kvatlas.tiers import Tier
 
 ACTIVE = {number: f"w{number}" for number in range(1, 9)}
+
+PACKED = pack_hashes(range(1, 513))
+KEYS = [PACKED[i : i + 8] for i in range(0, len(PACKED), 8)]
 
 depths = st.dictionaries(st.sampled_from(sorted(ACTIVE)), st.integers(0, 400), max_size=8)
 leftovers = st.lists(st.tuples(st.integers(0, 399), st.integers(100, 104)), max_size=12)
@@ -32,21 +36,21 @@ def values(depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int
 
 @given(depths, leftovers, st.integers(0, 400), st.sampled_from([1, 3, 64]))
 def test_gallop_equals_walk(depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int, stride: int) -> None:
-    at = values(depth_of, leftover, count).__getitem__
-    fast = ShardRuns(*gallop(at, count, stride), ACTIVE)
-    slow = ShardRuns(*walk(at, count), ACTIVE)
+    get = dict(zip(KEYS, values(depth_of, leftover, count), strict=False)).get
+    fast = ShardRuns(*gallop(get, PACKED[: 8 * count], stride), ACTIVE)
+    slow = ShardRuns(*walk(get, PACKED[: 8 * count]), ACTIVE)
     expected = {ACTIVE[number]: min(depth, count) for number, depth in depth_of.items() if min(depth, count)}
     assert fast.depths() == slow.depths() == expected
 
 
 @pytest.mark.parametrize(("holders", "most"), [(1, 15), (4, 45)])
 def test_gallop_looks_at_few_blocks(holders: int, most: int) -> None:
-    looked: list[int] = []
-    table = values({number: 400 - 20 * number for number in range(1, holders + 1)}, [], 512)
+    looked: list[bytes] = []
+    table = dict(zip(KEYS, values({number: 400 - 20 * number for number in range(1, holders + 1)}, [], 512), strict=True))
 
-    def value_at(i: int) -> bytes | None:
-        looked.append(i)
-        return table[i]
+    def get(key: bytes) -> bytes | None:
+        looked.append(key)
+        return table[key]
 
-    gallop(value_at, 512)
+    gallop(get, PACKED)
     assert len(looked) <= most

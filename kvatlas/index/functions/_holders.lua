@@ -17,6 +17,7 @@ local function allocate(k, state, worker, reuse_ms)
   redis.call('HSET', k.holders, holder, cmsgpack.pack({ state, worker, now }))
   if state == 'a' then
     redis.call('HSET', k.active, holder, worker)
+    redis.call('HINCRBY', k.meta, 'active', 1)
   end
   return holder
 end
@@ -27,13 +28,16 @@ local function retire_holder(k, holder, worker)
     return
   end
   redis.call('HSET', k.holders, holder, cmsgpack.pack({ 'r', worker, now_ms() }))
-  redis.call('HDEL', k.active, holder)
+  if redis.call('HDEL', k.active, holder) == 1 then
+    redis.call('HINCRBY', k.meta, 'active', 1)
+  end
   redis.call('SADD', k.retired, holder)
 end
 
 local function activate_holder(k, holder, worker)
   redis.call('HSET', k.holders, holder, cmsgpack.pack({ 'a', worker, now_ms() }))
   redis.call('HSET', k.active, holder, worker)
+  redis.call('HINCRBY', k.meta, 'active', 1)
 end
 
 -- The worker's incarnation is closed: nothing of it answers or is applied any more.

@@ -2,152 +2,116 @@
 -- Residency is prefix-closed, so along a chain the active holders only get fewer: equal values at two places mean equal
 -- active holders between them. Probes every `stride` blocks, then bisection, level by level, only where probes differ.
 
--- Values at the given ascending block indices (from 0), in few calls.
-local function values_at(blocks, packed, indices)
-  local out = {}
-  for first = 1, #indices, CHUNK do
-    local last = math.min(first + CHUNK - 1, #indices)
-    local fields = {}
-    for i = first, last do
-      fields[i - first + 1] = string.sub(packed, indices[i] * 8 + 1, indices[i] * 8 + 8)
+-- Appends the runs that start in (left, right]; returns the first block that nobody holds, if it is among them.
+-- Few lost holders: bisects for where they went. Many: looks at every block between, which is less work then.
+local function between(blocks, packed, left, left_value, right, right_value, starts, values)
+  if right == left + 1 then
+    if not right_value then
+      return right
     end
-    local values = redis.call('HMGET', blocks, unpack(fields))
-    for i = 1, #fields do
-      out[first + i - 1] = values[i]
+    starts[#starts + 1], values[#values + 1] = right, right_value
+    return nil
+  end
+  local lost = (#left_value - (right_value and #right_value or 0)) / 4
+  if lost < 0 or lost > 3 then
+    local found = redis.call('HMGET', blocks, unpack(split(string.sub(packed, left * 8 + 9, right * 8 + 8))))
+    local previous = left_value
+    for i = 1, #found do
+      local value = found[i]
+      if value ~= previous then
+        if not value then
+          return left + i
+        end
+        starts[#starts + 1], values[#values + 1] = left + i, value
+        previous = value
+      end
+    end
+    return nil
+  end
+  local middle = math.floor((left + right) / 2)
+  local value = redis.call('HGET', blocks, string.sub(packed, middle * 8 + 1, middle * 8 + 8))
+  if value ~= left_value then
+    local stop = between(blocks, packed, left, left_value, middle, value, starts, values)
+    if stop then
+      return stop
     end
   end
-  return out
+  if value ~= right_value then
+    return between(blocks, packed, middle, value, right, right_value, starts, values)
+  end
+  return nil
 end
 
--- Boundaries: ascending starts of runs and the value of each start; `stop` is the first block that nobody holds.
+-- Runs of equal values: {start...}, {value...}, and the first block that nobody holds (count where there is none).
 local function gallop(blocks, packed, count, stride)
-  local start_value = redis.call('HGET', blocks, string.sub(packed, 1, 8))
-  if not start_value then
+  local left, left_value = 0, redis.call('HGET', blocks, string.sub(packed, 1, 8))
+  if not left_value then
     return {}, {}, 0
   end
-  local starts, value_of, stop = { 0 }, { [0] = start_value }, count
-  local left, left_value = 0, start_value
-  local open = {} -- intervals {left, left value, right, right value} whose ends differ
-  local next_probe = math.min(stride, count - 1)
+  local starts, values = { 0 }, { left_value }
   while left < count - 1 do
-    local probes = {}
-    while #probes < 64 and next_probe <= count - 1 do
-      probes[#probes + 1] = next_probe
-      if next_probe == count - 1 then
-        break
-      end
-      next_probe = math.min(next_probe + stride, count - 1)
+    local probes, n, at = {}, 0, left
+    while n < 64 and at < count - 1 do
+      at = math.min(at + stride, count - 1)
+      n = n + 1
+      probes[n] = string.sub(packed, at * 8 + 1, at * 8 + 8)
     end
-    local values = values_at(blocks, packed, probes)
-    for i = 1, #probes do
-      if values[i] ~= left_value then
-        open[#open + 1] = { left, left_value, probes[i], values[i] }
-      end
-      left, left_value = probes[i], values[i]
-      if not left_value then
-        break
-      end
-    end
-    if not left_value then
-      break
-    end
-  end
-  while #open > 0 do
-    local middles, halves = {}, {}
-    for i = 1, #open do
-      local interval = open[i]
-      if interval[1] < stop then
-        if interval[3] == interval[1] + 1 then
-          if interval[4] then
-            starts[#starts + 1] = interval[3]
-            value_of[interval[3]] = interval[4]
-          elseif interval[3] < stop then
-            stop = interval[3]
-          end
-        else
-          middles[#middles + 1] = math.floor((interval[1] + interval[3]) / 2)
-          halves[#halves + 1] = interval
+    local found = redis.call('HMGET', blocks, unpack(probes))
+    for i = 1, n do
+      local right, value = math.min(left + stride, count - 1), found[i]
+      if value ~= left_value then
+        local stop = between(blocks, packed, left, left_value, right, value, starts, values)
+        if stop then
+          return starts, values, stop
         end
       end
-    end
-    open = {}
-    local values = values_at(blocks, packed, middles)
-    for i = 1, #middles do
-      local interval, middle, value = halves[i], middles[i], values[i]
-      if interval[2] ~= value then
-        open[#open + 1] = { interval[1], interval[2], middle, value }
-      end
-      if value and value ~= interval[4] then
-        open[#open + 1] = { middle, value, interval[3], interval[4] }
-      end
+      left, left_value = right, value
     end
   end
-  table.sort(starts)
-  return starts, value_of, stop
+  return starts, values, count
 end
 
 -- The same from a look at every block.
 local function walk(blocks, packed, count)
-  local starts, value_of, previous = {}, {}, nil
+  local starts, values, previous = {}, {}, nil
   for first = 0, count - 1, CHUNK do
     local last = math.min(first + CHUNK, count) - 1
-    local values = redis.call('HMGET', blocks, unpack(split(string.sub(packed, first * 8 + 1, last * 8 + 8))))
-    for i = 1, #values do
-      local value = values[i]
+    local found = redis.call('HMGET', blocks, unpack(split(string.sub(packed, first * 8 + 1, last * 8 + 8))))
+    for i = 1, #found do
+      local value = found[i]
       if not value then
-        return starts, value_of, first + i - 1
+        return starts, values, first + i - 1
       end
       if value ~= previous then
-        starts[#starts + 1] = first + i - 1
-        value_of[first + i - 1] = value
+        starts[#starts + 1], values[#values + 1] = first + i - 1, value
         previous = value
       end
     end
   end
-  return starts, value_of, count
+  return starts, values, count
 end
 
--- KEYS: blocks of the scope, active   ARGV: packed hashes, stride (0: walk every block)
--- returns {value...}, {run length...}, {3-byte number, worker id...} of the active holders in the first value
+-- KEYS: blocks of the scope, meta   ARGV: packed hashes, stride (0: walk every block)
+-- returns the version of the active holders (see kvatlas_active), {value...}, {run length...}
 redis.register_function({
   function_name = 'kvatlas_overlap',
   callback = function(keys, args)
     local packed, stride = args[1], tonumber(args[2])
     local count = #packed / 8
+    local version = redis.call('HGET', keys[2], 'active') or '0'
     if count == 0 then
-      return { {}, {}, {} }
+      return { version, {}, {} }
     end
-    local starts, value_of, stop
+    local starts, values, stop
     if stride == 0 then
-      starts, value_of, stop = walk(keys[1], packed, count)
+      starts, values, stop = walk(keys[1], packed, count)
     else
-      starts, value_of, stop = gallop(keys[1], packed, count, stride)
+      starts, values, stop = gallop(keys[1], packed, count, stride)
     end
-    local values, lengths, names = {}, {}, {}
-    for i = 1, #starts do
-      if starts[i] >= stop then
-        break
-      end
-      values[i] = value_of[starts[i]]
-      lengths[i] = math.min(starts[i + 1] or stop, stop) - starts[i]
+    for i = 1, #starts do -- starts become lengths
+      starts[i] = (starts[i + 1] or stop) - starts[i]
     end
-    if #values > 0 then
-      local numbers = {}
-      for at = 1, #values[1], 4 do
-        numbers[#numbers + 1] = string.sub(values[1], at, at + 2)
-      end
-      for first = 1, #numbers, CHUNK do
-        local last = math.min(first + CHUNK - 1, #numbers)
-        local workers = redis.call('HMGET', keys[2], unpack(numbers, first, last))
-        for i = first, last do
-          if workers[i - first + 1] then
-            names[#names + 1] = numbers[i]
-            names[#names + 1] = workers[i - first + 1]
-          end
-        end
-      end
-    end
-    return { values, lengths, names }
+    return { version, values, starts }
   end,
   flags = { 'no-writes' },
 })

@@ -1,7 +1,7 @@
 -- retire: close a worker's incarnation if the record still has it.
--- KEYS: workers, holders, active, retired   ARGV: worker id, incarnation (8 bytes)   returns 1 or 0
+-- KEYS: workers, holders, active, retired, meta   ARGV: worker id, incarnation (8 bytes)   returns 1 or 0
 redis.register_function('kvatlas_retire', function(keys, args)
-  local k = { holders = keys[2], active = keys[3], retired = keys[4] }
+  local k = { holders = keys[2], active = keys[3], retired = keys[4], meta = keys[5] }
   local packed = redis.call('HGET', keys[1], args[1])
   if not packed then
     return 0
