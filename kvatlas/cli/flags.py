@@ -35,6 +35,7 @@ def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Ca
         shared = [p for p in required_first if p.name in Settings.model_fields]
         special = [p for p in required_first if p.name not in Settings.model_fields]
         everything = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*special, *own, *shared)]
+        run.__dict__["settings_class"] = settings_class  # for who checks manifests against the command line
         run.__name__ = command.__name__
         run.__doc__ = command.__doc__
         run.__signature__ = signature(run).replace(  # type: ignore[attr-defined]
