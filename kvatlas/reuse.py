@@ -13,6 +13,7 @@ Every engine computes at least the prompt's last token again, because its logits
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet import EngineEndpoint, EngineKind
@@ -42,6 +43,7 @@ class ReuseRule:
         return max(0, usable - self.dropped_blocks * block_size)
 
 
+@cache
 def default_rule(kind: EngineKind, *, eagle: bool = False) -> ReuseRule:
     """The rule of an engine kind, with or without EAGLE speculation. Sources: this module's docstring."""
     if kind is EngineKind.LMCACHE:

@@ -9,10 +9,10 @@ from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.fleet import FleetRecord
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
-from kvatlas.request import Fallbacks, RequestHints
+from kvatlas.request import Fallbacks, RequestHints, RequestShape
 from kvatlas.reuse import ReuseRules
 from kvatlas.store import open_store
-from kvatlas.telemetry import decision_span, describe_decision
+from kvatlas.telemetry import decision_span, describe_decision, observe
 from kvatlas.tiers import Tier
 from router_client.answers import RANK_HEADER, Choice, PromptOverlap, Ranking, WorkerOverlap
 from router_client.errors import NoWorkers
@@ -22,7 +22,7 @@ from router_client.picks import RecentPicks
 from router_client.prompt import Prompt
 from router_client.ranking import may_get, rank
 
-Request = Prompt | RequestHints
+Request = Prompt | RequestHints | RequestShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,11 @@ class RouterSettings:
 
 @dataclass(slots=True)
 class RouterCounters:
-    """Plain integers since the client was made."""
+    """Plain integers since the client was made; a client from `RouterClient.open` exports them as metrics.
+
+    `lookups`: round trips to the index. `required_blocks` and `overlap_blocks`: of the routed prompts, at the picked
+    worker.
+    """
 
     routed: int = 0
     no_workers: int = 0
@@ -94,7 +98,9 @@ class RouterClient:
         store = await open_store(redis_url, wait=wait, on_wait=on_wait)
         try:
             index = await open_redis_index(store, writer=False)
-            yield cls(index, FleetStore(store), settings)
+            client = cls(index, FleetStore(store), settings)
+            with observe("router", client.counters):
+                yield client
         finally:
             await store.close()
 
@@ -135,6 +141,7 @@ class RouterClient:
                 required_blocks=best.required_blocks,
                 overlap_blocks=best.overlap_blocks,
                 candidates=len(ranking),
+                applied=[pool[best.worker_id].trace],
             )
             if span.is_recording():
                 span.set_attribute("kvatlas.usable_tokens", best.usable_tokens)
@@ -152,7 +159,11 @@ class RouterClient:
         return Choice(best.worker_id, endpoint.url, headers, endpoint.role, best, ranking)
 
     def _prompt(self, request: Request) -> Prompt:
-        return request if isinstance(request, Prompt) else Prompt.of_hints(request, self.settings.fallbacks)
+        if isinstance(request, Prompt):
+            return request
+        if isinstance(request, RequestShape):
+            return Prompt.of_shape(request)
+        return Prompt.of_hints(request, self.settings.fallbacks)
 
     async def _look_up(self, prompt: Prompt) -> tuple[Mapping[str, FleetRecord], Lookup]:
         pool = await self._fleet.pool(prompt.scope.pool_id)

@@ -6,7 +6,8 @@ and the answers compare in tokens.
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 from kvatlas.fleet import EngineEndpoint
@@ -42,13 +43,15 @@ class HeldPrefix:
     """How much of a prompt's start one worker holds: its runs, in order. In whole blocks of the worker's own size."""
 
     runs: tuple[Run, ...] = ()
+    tokens: int = field(init=False)
 
-    @property
-    def tokens(self) -> int:
-        return sum(run.tokens for run in self.runs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", sum(run.tokens for run in self.runs))
 
 
 NOTHING = HeldPrefix()
+
+_tiers = cache(tiers_of)  # of 256 flags bytes, asked for each worker of each answer
 
 Group = tuple[int, int]
 """(block size, granularity)"""
@@ -143,7 +146,7 @@ def _merged(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ..
     """Runs in tokens, neighbours in equal tiers made one."""
     merged: list[Run] = []
     for length, flags in found:
-        tiers = tiers_of(flags)
+        tiers = _tiers(flags)
         if merged and merged[-1].tiers == tiers:
             merged[-1] = Run(merged[-1].tokens + length * step_tokens, tiers)
         else:

@@ -8,14 +8,22 @@ from typing import Self
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
 from kvatlas.identity import Scope
-from kvatlas.request import DEFAULT_DECODE_TOKENS, DEFAULT_SLO, Fallbacks, RequestHints, Slo
+from kvatlas.request import (
+    DEFAULT_BLOCK_TOKENS,
+    DEFAULT_DECODE_TOKENS,
+    DEFAULT_SLO,
+    Fallbacks,
+    RequestHints,
+    RequestShape,
+    Slo,
+)
 
 _HASH = re.compile(r"[0-9A-Fa-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request as the router client sees it. Make it with `of_tokens`, `of_hashes` or `of_hints`.
+    """One request as the router client sees it. Make it with `of_tokens`, `of_hashes`, `of_hints` or `of_shape`.
 
     `tokens` are hashed for whichever block sizes the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes
     each) are of one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids
@@ -95,10 +103,26 @@ class Prompt:
         if hints.token_ids is not None and hints.block_hashes is None:
             tokens = hints.token_ids
             return cls(scope, len(tokens), tokens, None, size, None, output, block_bytes, hints.slo, hints.request_id)
-        shape = hints.to_shape(known)
-        packed = pack_hashes([_hash_of(key.block_hash) for key in shape.blocks])
+        return cls.of_shape(hints.to_shape(known), block_size=size, block_bytes=block_bytes)
+
+    @classmethod
+    def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:
+        """A prompt from a request's shape, whose block hashes are sequence hashes of 16 hex digits.
+
+        `block_size` absent: as its blocks say. Raises InvalidValue for other hashes, or blocks of different sizes.
+        """
+        sizes = {key.token_count for key in shape.blocks} or {block_size or DEFAULT_BLOCK_TOKENS}
+        if len(sizes) > 1 or (block_size is not None and sizes != {block_size}):
+            raise InvalidValue(f"request {shape.id} has blocks of {sorted(sizes)} tokens; expected one size")
         return cls(
-            scope, shape.input_tokens, None, packed, size, None, output, block_bytes, hints.slo, hints.request_id
+            scope=shape.scope,
+            input_tokens=shape.input_tokens,
+            hashes=pack_hashes([_hash_of(key.block_hash) for key in shape.blocks]),
+            block_size=sizes.pop(),
+            output_tokens=shape.estimated_decode_tokens,
+            block_bytes=block_bytes,
+            slo=shape.slo,
+            id=shape.id,
         )
 
     def required_blocks(self, block_size: int) -> int:

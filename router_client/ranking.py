@@ -57,15 +57,14 @@ def rank(
     candidates = [record for _, record in sorted(pool.items()) if may_get(record)]
     mean = mean_load([known[r.endpoint.id] for r in candidates if r.endpoint.id in known])
     sources = _Sources(pool, held)
+    applying = rules or ReuseRules()
     results: list[SelectionResult] = []
     for record in candidates:
         id = record.endpoint.id
         load = known.get(id, mean)
         if booked is not None and id in booked:
             load = load + booked[id]
-        results.append(
-            _result(prompt, record.endpoint, held, load, id in known, profile, rules or ReuseRules(), sources)
-        )
+        results.append(_result(prompt, record.endpoint, held, load, id in known, profile, applying, sources))
     results.sort(key=lambda result: (result.score_us, -rendezvous(fingerprint, result.worker_id)))
     return tuple(results)
 

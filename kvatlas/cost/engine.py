@@ -105,7 +105,8 @@ class EngineProfile:
 
     def price(self, plan: Plan) -> Cost:
         rates = self.by_worker.get(plan.worker_id, self.rates)
-        load, cached, new = plan.load, plan.cached_tokens, plan.new_tokens
+        load, cached = plan.load, plan.cached_tokens
+        new = plan.input_tokens - cached
         backlog = load.queued_prefill_tokens + load.waiting_requests * rates.tokens_per_waiting_request
         moved = [piece for piece in plan.pieces if not piece.at_hand]
         running, kv_tokens = load.running_decodes + 1, load.kv_tokens + plan.input_tokens

@@ -77,6 +77,8 @@ async def test_hints_are_completed_by_the_fallbacks(index: ResidencyIndex) -> No
     for given in ({"token_ids": TOKENS}, {"block_hashes": hashes}):
         choice = await router.route(RequestHints.parse({"request_id": "r", **given}))
         assert (choice.worker_id, choice.result.overlap_blocks) == ("w2", 62)
+    shape = RequestHints.parse({"request_id": "r", "token_ids": TOKENS}).to_shape(router_settings.fallbacks)
+    assert (await router.route(shape)).result.overlap_blocks == 62
 
 
 async def test_equal_prompts_get_equal_answers_and_ties_spread() -> None:

@@ -30,7 +30,7 @@ told = st.lists(
 
 
 @given(workers=told, tokens=st.integers(0, 6_400), quillcache=st.booleans())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_all_indexes_give_the_same_ranking(
     indexes: list[ResidencyIndex],
     workers: list[tuple[int, int, int, int, tuple[Tier, Tier], tuple[str, ...], int]],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import HASH_BYTES, extend_chain, unpack_hashes
-from kvatlas.request import Fallbacks, RequestHints
+from kvatlas.request import Fallbacks, RequestHints, RequestShape
 from router_client import Prompt, Slo
 from router_client.chain import FIRST_BLOCKS, GROWTH, PromptChain
 from tests.router_client.pools import SCOPE
@@ -106,6 +106,22 @@ def test_hints_with_hashes(as_text: bool) -> None:
     hints = RequestHints.parse({"request_id": "r", "block_hashes": given, "block_tokens": 32, "token_count": 100})
     prompt = Prompt.of_hints(hints, FALLBACKS)
     assert (prompt.hashes, prompt.block_size, prompt.input_tokens) == (extend_chain(TOKENS, 32), 32, 100)
+
+
+def test_a_request_shape() -> None:
+    hints = RequestHints.parse({"request_id": "r", "token_ids": TOKENS, "block_tokens": 16})
+    prompt = Prompt.of_shape(hints.to_shape(FALLBACKS))
+    assert (prompt.hashes, prompt.block_size, prompt.input_tokens) == (extend_chain(TOKENS, 16), 16, 100)
+    assert (prompt.id, prompt.output_tokens) == ("r", 9)
+
+
+def test_a_shape_has_blocks_of_one_size() -> None:
+    first, second = (
+        RequestHints.parse({"request_id": "r", "token_ids": TOKENS, "block_tokens": size}).to_blocks(FALLBACKS)
+        for size in (16, 32)
+    )
+    with pytest.raises(InvalidValue, match=r"blocks of \[16, 32\] tokens"):
+        Prompt.of_shape(RequestShape("r", SCOPE, (first[0], second[0])))
 
 
 @pytest.mark.parametrize("text", ["abc", "g" * 16, "+" + "f" * 15, " " + "f" * 15, "0x" + "f" * 14, "_".join("f" * 8)])

@@ -19,7 +19,7 @@ TOKENS = list(range(160))
 
 
 @given(held=st.lists(scopes, min_size=1, max_size=6), asked=scopes, depths=st.lists(st.integers(0, 10), min_size=6))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_only_the_very_same_scope_overlaps(
     indexes: list[ResidencyIndex], held: list[Scope], asked: Scope, depths: list[int]
 ) -> None:
