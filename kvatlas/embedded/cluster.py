@@ -1,7 +1,7 @@
 """An embedded Valkey (or Redis) cluster of primaries."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -36,13 +36,13 @@ class ClusterProcesses:
     def url(self) -> str:
         return f"redis+cluster://{LOOPBACK}:{self.nodes[0].port}"
 
-    def start(self) -> None:
-        """Start the nodes, hand out the slots, wait until every node sees the whole cluster.
+    def start(self, *, while_waiting: Callable[[], object] = lambda: None) -> None:
+        """Start the nodes, hand out the slots, wait until every node sees the whole cluster. See ServerProcess.start.
 
         Raises EmbeddedServerError, as a node does, or if they don't agree in time.
         """
         for node in self.nodes:
-            node.start()
+            node.start(while_waiting=while_waiting)
         for index, node in enumerate(self.nodes):
             first, end = (SLOTS * i // len(self.nodes) for i in (index, index + 1))
             node.command("CLUSTER ADDSLOTSRANGE", first, end - 1)
@@ -53,6 +53,7 @@ class ClusterProcesses:
         while not all(self._sees_all(node) for node in self.nodes):
             if time.monotonic() > deadline:
                 raise EmbeddedServerError(f"the cluster at {self.url} did not form within {self._start_deadline_s:g} s")
+            while_waiting()
             time.sleep(_PROBE_INTERVAL_S)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from kvatlas.embedded.binaries import nats_server_binary
 from kvatlas.embedded.port import LOOPBACK
-from kvatlas.embedded.process import ServerProcess
+from kvatlas.embedded.process import EmbeddedServerError, ServerProcess
 
 MIB = 1 << 20
 _PROBE_TIMEOUT_S = 1.0
@@ -40,6 +40,13 @@ class NatsProcess(ServerProcess):
         super().__init__(
             binary or nats_server_binary(), port=port, data_dir=data_dir, start_deadline_s=start_deadline_s
         )
+        for part in (user, password):
+            if part is not None and quote(part, safe="") != part:  # nats-py sends the URL's parts as they are
+                raise EmbeddedServerError(
+                    "nats-server: user and password may hold only characters that a URL keeps as is"
+                )
+        if (user is None) != (password is None):
+            raise EmbeddedServerError("nats-server: user and password go together")
         self._max_file_store_bytes = max_file_store_bytes
         self._max_memory_store_bytes = max_memory_store_bytes
         self._user = user
@@ -49,12 +56,12 @@ class NatsProcess(ServerProcess):
 
     @property
     def url(self) -> str:
-        login = "" if self._user is None else f"{quote(self._user, safe='')}:{quote(self._password or '', safe='')}@"
+        login = "" if self._user is None else f"{self._user}:{self._password}@"
         return f"nats://{login}{LOOPBACK}:{self.port}"
 
     def _command(self) -> list[str]:
         # NATS' configuration is a superset of JSON, so JSON quoting is right for any directory or password.
-        settings = {
+        settings: dict[str, object] = {
             "server_name": self._server_name,
             "listen": f"{LOOPBACK}:{self.port}",
             "jetstream": {
@@ -64,7 +71,7 @@ class NatsProcess(ServerProcess):
             },
         }
         if self._user is not None:
-            settings["authorization"] = {"user": self._user, "password": self._password or ""}
+            settings["authorization"] = {"user": self._user, "password": self._password}
         lines = [f"{key}: {json.dumps(value)}" for key, value in settings.items()]
         file = self.data_dir / "nats.conf"
         file.touch(mode=0o600)

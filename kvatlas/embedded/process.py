@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,10 @@ class EmbeddedServerError(KvatlasError):
 
 class PortTakenError(EmbeddedServerError):
     """Somebody else listens on the server's port."""
+
+
+def _nothing() -> None:
+    """What a start does while it waits, if nobody asks for more."""
 
 
 @cache
@@ -121,11 +126,12 @@ class ServerProcess(ABC):
             text = lines.read().decode(errors="replace")
         return [line.strip() for line in text.splitlines() if line.strip()][-count:]
 
-    def start(self) -> None:
+    def start(self, *, while_waiting: Callable[[], object] = _nothing) -> None:
         """Start and wait until it answers. Does nothing if it runs.
 
-        Raises EmbeddedServerError if the program is missing or ends, or if it does not answer in time; then nothing of
-        it is left running.
+        `while_waiting` is called every few milliseconds until then; what it raises gives the start up. Raises
+        EmbeddedServerError if the program is missing or ends, or if it does not answer in time. However it fails,
+        nothing of it is left running.
         """
         if self.is_running:
             return
@@ -135,7 +141,7 @@ class ServerProcess(ABC):
             if self._chosen_here and self._port == 0:
                 self._port = self._choose_port()
             try:
-                self._start_once()
+                self._start_once(while_waiting)
             except PortTakenError:
                 if not self._chosen_here or self._has_answered or tries_left == 0:
                     raise
@@ -167,10 +173,10 @@ class ServerProcess(ABC):
             self._popen = None
         self._paused = False
 
-    def restart(self) -> None:
+    def restart(self, *, while_waiting: Callable[[], object] = _nothing) -> None:
         """Stop and start on the same port with the same data."""
         self.stop()
-        self.start()
+        self.start(while_waiting=while_waiting)
 
     def pause(self) -> None:
         """Freeze it (SIGSTOP): connections stay open, nothing answers."""
@@ -201,7 +207,7 @@ class ServerProcess(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_once(self) -> None:
+    def _start_once(self, while_waiting: Callable[[], object]) -> None:
         log = self.data_dir / LOG_FILE
         command = [str(self._binary.resolve()), *self._command()]
         self._paused = False
@@ -221,12 +227,12 @@ class ServerProcess(ABC):
                 .result()
             )
         try:
-            self._wait_until_ready(self._popen)
+            self._wait_until_ready(self._popen, while_waiting)
         except BaseException:
             self.kill()
             raise
 
-    def _wait_until_ready(self, popen: subprocess.Popen[bytes]) -> None:
+    def _wait_until_ready(self, popen: subprocess.Popen[bytes], while_waiting: Callable[[], object]) -> None:
         deadline = time.monotonic() + self._start_deadline_s
         while True:
             exit_code = popen.poll()
@@ -244,4 +250,5 @@ class ServerProcess(ABC):
                 raise EmbeddedServerError(
                     f"{self.name} on {LOOPBACK}:{self._port} did not answer within {self._start_deadline_s:g} s: {said}"
                 )
+            while_waiting()
             time.sleep(_PROBE_INTERVAL_S)

@@ -1,11 +1,13 @@
 """The embedded servers for asyncio: the same processes, never blocking the event loop."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
 import anyio
+from anyio.from_thread import check_cancelled
 from anyio.to_thread import run_sync
 
 from kvatlas.embedded.cluster import ClusterProcesses
@@ -43,7 +45,7 @@ class EmbeddedServer:
         return self.process.is_running
 
     async def start(self) -> None:
-        await run_sync(self.process.start)
+        await run_sync(partial(self.process.start, while_waiting=check_cancelled))
 
     async def stop(self) -> None:
         await run_sync(self.process.stop)
@@ -52,7 +54,7 @@ class EmbeddedServer:
         await run_sync(self.process.kill)
 
     async def restart(self) -> None:
-        await run_sync(self.process.restart)
+        await run_sync(partial(self.process.restart, while_waiting=check_cancelled))
 
     def pause(self) -> None:
         self.process.pause()
@@ -90,7 +92,7 @@ class EmbeddedCluster:
 
     async def __aenter__(self) -> Self:
         try:
-            await run_sync(self._processes.start)
+            await run_sync(partial(self._processes.start, while_waiting=check_cancelled))
         except BaseException:
             await self._close()
             raise

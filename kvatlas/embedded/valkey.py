@@ -8,7 +8,9 @@ from typing import Any
 from urllib.parse import quote
 
 import redis
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from kvatlas.embedded.binaries import valkey_server_binary
 from kvatlas.embedded.port import LOOPBACK, free_port
@@ -62,6 +64,7 @@ class ValkeyProcess(ServerProcess):
             password=self._password,
             socket_timeout=_PROBE_TIMEOUT_S,
             socket_connect_timeout=_PROBE_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
         )
         with closing(client):
             return client.execute_command(*parts)

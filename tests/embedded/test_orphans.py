@@ -1,0 +1,76 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.embedded.process_table import is_alive
+from tests.waiting import until_sync
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux' own")
+
+# The thread that asks for the servers ends at once, and one server is paused: neither may matter.
+OWNER = """
+import sys, threading
+from kvatlas.embedded.nats import NatsProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+
+servers = [NatsProcess(), ValkeyProcess(), ValkeyProcess()]
+
+def start():
+    for server in servers:
+        server.start()
+
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+for server in servers[1:]:
+    server.command("PING")
+servers[2].pause()
+print(*(server.pid for server in servers), flush=True)
+sys.stdin.read()
+for server in servers:
+    server.close()
+"""
+
+
+@pytest.fixture
+def owner() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def servers_of(owner: subprocess.Popen[str]) -> list[int]:
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 3
+    assert all(is_alive(pid) for pid in pids)
+    return pids
+
+
+def test_no_server_outlives_a_killed_owner(owner: subprocess.Popen[str]) -> None:
+    pids = servers_of(owner)
+    owner.kill()
+    owner.wait()
+    until_sync(lambda: not any(is_alive(pid) for pid in pids), what="every server is gone")
+
+
+def test_no_server_outlives_an_owner_that_ends_by_itself(owner: subprocess.Popen[str]) -> None:
+    pids = servers_of(owner)
+    assert owner.stdin is not None
+    owner.stdin.close()
+    assert owner.wait(30) == 0
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_terminal_interrupt_does_not_reach_the_servers(owner: subprocess.Popen[str]) -> None:
+    pids = servers_of(owner)
+    assert all(os.getsid(pid) == pid for pid in pids)
+    owner.send_signal(signal.SIGINT)
+    owner.wait(30)
+    until_sync(lambda: not any(is_alive(pid) for pid in pids), what="every server is gone")
