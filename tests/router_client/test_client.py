@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvatlas.cost import QuillcacheProfile
+from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet import EngineState, Liveness, Role
 from kvatlas.fleet_store import FleetStore
 from kvatlas.hashing import extend_chain, unpack_hashes
@@ -12,7 +13,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.memory import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
+from kvatlas.store import Store, open_store
 from router_client import (
     Fallbacks,
     InvalidValue,
@@ -220,3 +221,19 @@ async def test_a_wrong_address_is_named(url: str, error: Any, text: str) -> None
         async with RouterClient.open(url, wait=False):
             pass
     assert len(str(caught.value).splitlines()) == 1
+
+
+async def test_a_store_that_goes_away_is_one_clear_line() -> None:
+    with ValkeyProcess() as server:
+        store = await open_store(server.url, wait=False)
+        try:
+            await open_redis_index(store, writer=True)
+            await FleetStore(store).write(pool(worker("w1")))
+        finally:
+            await store.close()
+        async with RouterClient.open(server.url, wait=False) as router:
+            assert (await router.route(PROMPT)).worker_id == "w1"
+            server.kill()
+            with pytest.raises(Unreachable, match=str(server.port)) as caught:
+                await router.overlap(PROMPT)
+            assert len(str(caught.value).splitlines()) == 1
