@@ -276,6 +276,7 @@ class KVCache:
         if len(node.gpu_block_ids) == 1 and not node.on_cpu:
             self._swap_out(node)
         node.gpu_block_ids.remove(block.block_id)
+        self._candidates.discard(block.block_id)  # making room on the CPU may have settled this node once more
         block.node = None
         self._cached_blocks -= 1
         self._evictions += 1

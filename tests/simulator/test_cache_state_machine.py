@@ -15,7 +15,7 @@ from tests.simulator.event_fold import EventFold
 
 BLOCK_SIZE = 2
 NAMESPACES = st.sampled_from([Namespace(), Namespace(adapter="a"), Namespace(cache_salt="a")])
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+TOKENS = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=2 * n - 1, max_size=2 * n + 1))
 
 
 class CollidingHasher:
@@ -33,7 +33,7 @@ class CacheMachine(RuleBasedStateMachine):
     sequence_ids: Bundle[str] = Bundle("sequence_ids")
 
     @initialize(
-        num_blocks=st.integers(1, 7), num_cpu_blocks=st.integers(0, 4), eviction=st.sampled_from(EvictionPolicy)
+        num_blocks=st.integers(1, 6), num_cpu_blocks=st.sampled_from([0, 1, 2, 3, 4]), eviction=st.sampled_from(EvictionPolicy)
     )
     def start(self, num_blocks: int, num_cpu_blocks: int, eviction: EvictionPolicy) -> None:
         self.cache = KVCache(
@@ -210,6 +210,6 @@ class CollidingCacheMachine(CacheMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCache.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 TestCollidingCache = CollidingCacheMachine.TestCase
 TestCollidingCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
