@@ -79,7 +79,7 @@ class Continuity:
         """The seq that a replay is asked from."""
         if self.last_seq is None:
             return 0
-        return max(min(self._digests), self.last_seq - COMPARED_PAYLOADS + 1)
+        return self.last_seq + 1 - min(len(self._digests), COMPARED_PAYLOADS)
 
     @property
     def last_digest(self) -> bytes | None:
@@ -211,8 +211,7 @@ class Continuity:
             digests[seq] = xxh3_128_digest(payload)
             self.last_seq = seq
             self._failures = 0
-            if len(digests) > REMEMBERED_PAYLOADS:
-                del digests[next(iter(digests))]
+            digests.pop(seq - REMEMBERED_PAYLOADS, None)
         return batches
 
     # ---------------------------------------------------------------- saved with the ledger

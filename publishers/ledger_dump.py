@@ -63,7 +63,7 @@ class SavedLedger:
         for name, position in zip(self.names, self.owners, strict=True):
             lineages.known[name] = blocks[position]
             blocks[position].names += 1
-        lineages.evicted = dict.fromkeys(self.evicted)
+        lineages.evicted.update(dict.fromkeys(self.evicted))
         return blocks
 
 

@@ -5,6 +5,7 @@ remembers it after the block is evicted (bounded, first evicted first forgotten)
 still finds its parent's chain. A block that nobody names any more stays only while blocks that are named descend from it.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -123,7 +124,9 @@ class Lineages:
         self.uses: dict[bytes, ScopeUse] = {}
         self.known: dict[EngineHash, Block] = {}
         self.twins: dict[EngineHash, dict[Block, TwinCopies]] = {}
-        self.evicted: dict[EngineHash, None] = {}
+        self.evicted: OrderedDict[EngineHash, None] = (
+            OrderedDict()
+        )  # a dict's first key is slow to find again and again
 
     def namespace(self, adapter: str | None, salt: str | None, block_size: int) -> Namespace:
         """The namespace of a root's chain; kept only while it has blocks, since each request may bring a salt of its own.
@@ -179,8 +182,7 @@ class Lineages:
         """Forget the hashes evicted first, down to `capacity`; returns how many."""
         forgotten = 0
         while len(self.evicted) > capacity:
-            name = next(iter(self.evicted))
-            del self.evicted[name]
+            name, _ = self.evicted.popitem(last=False)
             owner = self.known.pop(name)
             blocks = tuple(self.twins.pop(name, (owner,)))
             for block in blocks:
