@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvatlas.cli import demo, export, indexer, publish, routing, up, workers
+from kvatlas.cli import demo, export, indexer, publish, routing, simulate_engine, up, workers
 from kvatlas.version import own_version
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ app.command("up")(up.up)
 app.command("demo")(demo.demo)
 app.command("indexer")(indexer.indexer)
 app.command("publish")(publish.publish)
+app.command("simulate-engine")(simulate_engine.simulate_engine)
 app.command("export")(export.export)
 app.command("workers")(workers.workers)
 app.command("overlap")(routing.overlap)
