@@ -6,7 +6,6 @@ reading can disturb a new one: what is still in flight of it is applied or found
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from anyio import Event
 
@@ -18,14 +17,9 @@ QUEUE_MESSAGES = 4_096
 QUEUE_BYTES = 1024 * 1024
 
 
-class Entry(NamedTuple):
-    """A message as it waits. `raw` is None for one that must not be applied: only its position passes. `headers` are
-    those that carry a trace context."""
-
-    raw: RawMessage | None
-    size_bytes: int
-    reply: str
-    headers: Mapping[str, str] | None = None
+Entry = tuple[RawMessage | None, int, str, Mapping[str, str] | None]
+"""A message as it waits: (message, bytes, reply subject, headers). The message is None where it must not be applied: only
+its position passes. The headers are there where they carry a trace context. A plain tuple, because one is made a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ class PartitionFeed:
 
     def add(self, entry: Entry) -> None:
         self._entries.append(entry)
-        self.queued_bytes += entry.size_bytes
+        self.queued_bytes += entry[1]
 
     def idle_at(self, consumer_seq: int) -> None:
         """The server has nothing behind its message `consumer_seq`."""
@@ -106,25 +100,27 @@ class PartitionFeed:
             part, size = entries, self.queued_bytes
             self._entries = []
         else:
-            count, size = 1, entries[0].size_bytes
-            while count < min(len(entries), max_messages) and size + entries[count].size_bytes <= max_bytes:
-                size += entries[count].size_bytes
+            count, size = 1, entries[0][1]
+            for _, entry_bytes, _, _ in entries[1:max_messages]:
+                if size + entry_bytes > max_bytes:
+                    break
+                size += entry_bytes
                 count += 1
             part = entries[:count]
             self._entries = entries[count:]
         self.queued_bytes -= size
         self._taken += len(part)
         self.in_flight += 1
-        delivery = parse_delivery(part[-1].reply)
+        delivery = parse_delivery(part[-1][2])
         if delivery.consumer_seq != self._taken:
             self.in_flight -= 1
             self.fail(f"message {delivery.consumer_seq} of the consumer came as the {self._taken}th")
             return None
         self.pending = delivery.pending
-        messages = [entry.raw for entry in part if entry.raw is not None]
+        messages = [raw for raw, _, _, _ in part if raw is not None]
         before = self._position
         self._position = Position(before.creation_us, delivery.stream_seq)
-        headers = [entry.headers for entry in part if entry.headers is not None]
+        headers = [parents for _, _, _, parents in part if parents is not None]
         return Taken(
             self,
             PartitionBatch(self.partition, messages, self._position, before.seq),

@@ -11,7 +11,7 @@ from indexer.admission import Admission, Refused
 from indexer.applier import Applier
 from indexer.counters import IndexerCounters
 from indexer.dead_letters import DeadLetters
-from indexer.feed import Entry, PartitionFeed
+from indexer.feed import PartitionFeed
 from indexer.pull import PullStatus, PullWindow, idle_at, messages_returned, pull_status
 from kvatlas.subjects import STREAM
 
@@ -110,5 +110,8 @@ class Reading:
             raw = None
             self._dead_letters.put(self.feed.partition, msg.subject, data, refused)
         headers = msg.headers if msg.headers and "traceparent" in msg.headers else None
-        self.feed.add(Entry(raw, len(data), msg.reply, headers))
-        self._applier.wake()
+        feed = self.feed
+        was_empty = not feed
+        feed.add((raw, len(data), msg.reply, headers))
+        if was_empty:  # otherwise the applier has not come to its end yet
+            self._applier.wake()

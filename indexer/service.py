@@ -1,7 +1,9 @@
 """Runs one indexer replica: connects, serves, and leaves cleanly when cancelled."""
 
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import anyio
 from nats.errors import Error as NatsError
@@ -16,6 +18,7 @@ from kvatlas.store import open_store
 from kvatlas.telemetry import observe
 
 CLOSE_DEADLINE_S = 2.0
+GC_ALLOCATIONS = 100_000
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -47,7 +50,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
             try:
                 await ensure_stream(client, stream_settings(settings))
                 replica = Replica(settings, client, index, FleetStore(store))
-                with observe("indexer", replica.counters):
+                with observe("indexer", replica.counters), _rare_collections():
                     async with anyio.create_task_group() as group:
                         if listener is not None:
                             replica.status_url = status.url_of(listener)
@@ -65,3 +68,15 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
     finally:
         if listener is not None:
             listener.close()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collects garbage cycles more rarely: decoded messages are many small lists without cycles, and looking through
+    those that wait takes a sixth of the time of reading."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], GC_ALLOCATIONS), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

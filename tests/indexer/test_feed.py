@@ -8,7 +8,7 @@ from kvatlas.index.protocol import Position
 def entry(number: int, size_bytes: int = 10, pending: int = 0, stream_seq: int | None = None) -> Entry:
     """The `number`th message of the consumer."""
     seq = stream_seq if stream_seq is not None else 100 + number
-    return Entry([1, "w", 1, number, 5, {}, []], size_bytes, f"$JS.ACK.S.C.1.{seq}.{number}.0.{pending}")
+    return [1, "w", 1, number, 5, {}, []], size_bytes, f"$JS.ACK.S.C.1.{seq}.{number}.0.{pending}", None
 
 
 def feed_of(*entries: Entry, pending: int = 0) -> PartitionFeed:
@@ -42,7 +42,7 @@ def test_takes_keep_order_and_limits_and_lose_nothing(sizes: list[int], messages
 
 
 def test_a_message_that_must_not_be_applied_passes_its_position_only() -> None:
-    feed = feed_of(entry(1), Entry(None, 5, entry(2).reply))
+    feed = feed_of(entry(1), (None, 5, entry(2)[2], None))
     taken = feed.take(512, 10_000)
     assert taken is not None
     assert len(taken.batch.messages) == 1
