@@ -1,0 +1,1 @@
+"""Every budget, measured in one run on one machine: `make bench`."""

@@ -1,0 +1,50 @@
+"""Measures every budget and prints a table: `python -m benchmarks`."""
+
+import os
+import platform
+from time import perf_counter
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import hashing, ingest, memory, overlap, visible
+from benchmarks.children import indexer_process
+from benchmarks.result import Result
+from kvatlas.embedded import nats_server, valkey_server
+from kvatlas.store import open_store
+
+
+async def _measure() -> list[Result]:
+    results = hashing.measure()
+    async with nats_server() as nats, valkey_server() as valkey:
+        store = await open_store(valkey.url, wait=False)
+        try:
+            results += await overlap.measure(store, 1)
+            results += await overlap.measure(store, 4)
+            results += await memory.measure(store)
+            await store.client.flushall()
+            async with indexer_process(nats.url, valkey.url):
+                results += await visible.measure(store, nats.url)
+                results += await ingest.measure(store, nats.url)
+        finally:
+            await store.close()
+    return results
+
+
+def main() -> None:
+    began = perf_counter()
+    results = uvloop.run(_measure())
+    table = Table("measured", "figure", "budget", "", title=f"kvatlas on {os.cpu_count()} cores, {platform.machine()}")
+    for result in results:
+        digits = 0 if result.figure >= 1_000 else 2
+        limit = "" if result.budget is None else f"{'>=' if result.at_least else '<='} {result.budget:,g}"
+        verdict = {None: "", True: "met", False: "NOT MET"}[result.met]
+        table.add_row(result.name, f"{result.figure:,.{digits}f} {result.unit}", limit, verdict)
+    console = Console(width=130)
+    console.print(table)
+    missed = [result for result in results if result.met is False]
+    console.print(f"{len(missed)} budgets not met; took {perf_counter() - began:.0f} s")
+
+
+main()

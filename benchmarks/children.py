@@ -1,0 +1,65 @@
+"""Child processes of a benchmark; they end with it."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+READY_S = 30
+
+
+@asynccontextmanager
+async def indexer_process(nats_url: str, redis_url: str, *flags: str) -> AsyncIterator[None]:
+    """A `kvatlas indexer`, ready."""
+    words = ["-m", "kvatlas.cli.main", "indexer", "--nats-url", nats_url, "--redis-url", redis_url, *flags]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()}
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(READY_S):
+            last = b""
+            while b"is ready" not in (line := await process.stderr.readline()):
+                last = line or last
+                if not line:
+                    raise RuntimeError(f"the indexer ended before it was ready: {last.decode().strip()}")
+        drain = asyncio.create_task(process.stderr.read())
+        yield
+        drain.cancel()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(10):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+@asynccontextmanager
+async def telling_process(
+    nats_url: str, hashes_a_message: int, messages: int, rate: int = 0
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A `benchmarks.telling`, which waits for a line on stdin."""
+    words = [nats_url, str(hashes_a_message), str(messages), str(rate)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "benchmarks.telling",
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(READY_S):
+            if await process.stdout.readline() != b"ready\n":
+                raise RuntimeError("the publishing process ended before it was ready")
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -1,0 +1,31 @@
+"""Bytes a block takes in the store: with one holder, and for each further one."""
+
+import os
+
+from benchmarks.result import Result
+from kvatlas.events import ScopeUse
+from kvatlas.identity import Scope
+from kvatlas.index.redis import open_redis_index
+from kvatlas.store import Store
+from kvatlas.tiers import Tier
+
+USE = ScopeUse(Scope("bench", "bench"), 16)
+BLOCKS = 1 << 19
+
+
+async def measure(store: Store) -> list[Result]:
+    await store.client.flushall()
+    index = await open_redis_index(store, writer=True)
+    hashes = os.urandom(8 * BLOCKS)
+    used = [await _used(store)]
+    for holder in range(3):
+        await index.put(USE, f"holder-{holder}", Tier.HBM, hashes)
+        used.append(await _used(store))
+    return [
+        Result("memory a block with one holder", (used[1] - used[0]) / BLOCKS, "bytes", 60),
+        Result("memory for each further holder", (used[3] - used[1]) / 2 / BLOCKS, "bytes", 4),
+    ]
+
+
+async def _used(store: Store) -> int:
+    return int((await store.client.info("memory"))["used_memory"])

@@ -1,0 +1,98 @@
+"""Overlap with hashes given: by length of the prompt, holders, how deep they hold it, and shards; and in process."""
+
+import random
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+
+from benchmarks.result import Result, quantile
+from kvatlas.events import ScopeUse
+from kvatlas.hashing import extend_chain
+from kvatlas.identity import Scope
+from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.index.redis import open_redis_index
+from kvatlas.store import Store
+from kvatlas.tiers import Tier
+
+SCOPE = Scope("bench", "bench")
+BLOCK_SIZE = 16
+USE = ScopeUse(SCOPE, BLOCK_SIZE)
+LENGTHS = (64, 512, 2_048, 8_192)
+HOLDERS = (1, 8, 64, 256)
+CALLS = 300
+
+SHARED_MS = {  # (blocks, holders, all depths different): budget
+    (512, 64, False): 0.12,
+    (2_048, 64, False): 0.15,
+    (8_192, 64, False): 0.25,
+    (512, 64, True): 0.15,
+    (2_048, 64, True): 0.25,
+    (8_192, 64, True): 0.6,
+    (2_048, 256, True): 0.7,
+}
+IN_PROCESS_US = {(512, 64, False): 4.0, (2_048, 64, False): 10.0, (8_192, 64, False): 30.0}
+
+
+def chain_of(seed: int, blocks: int) -> bytes:
+    return extend_chain(range(seed * 200_000, seed * 200_000 + blocks * BLOCK_SIZE), BLOCK_SIZE)
+
+
+async def measure(store: Store, shards: int) -> list[Result]:
+    """The shared index with so many shards, and (with one) the one in process."""
+    await store.client.flushall()
+    index = await open_redis_index(store, shards=shards, writer=True)
+    memory = MemoryIndex()
+    results: list[Result] = []
+    seed = 0
+    for blocks in LENGTHS:
+        for holders in HOLDERS:
+            for different in (False, True):
+                if different and holders == 1:
+                    continue
+                seed += 1
+                chain = chain_of(seed, blocks)
+                await _hold(index, chain, holders, different)
+                name = f"overlap {blocks:,} blocks, {holders} holders of {'different' if different else 'equal'} depth"
+                key = (blocks, holders, different)
+                times = await _times(lambda chain=chain: index.overlap(SCOPE, chain))  # type: ignore[misc]
+                budget = SHARED_MS.get(key) if shards == 1 else None
+                where = "1 shard" if shards == 1 else f"{shards} shards"
+                results.append(Result(f"{name}, {where}, p50", quantile(times, 0.5) * 1e3, "ms", budget))
+                if key == (512, 64, False):
+                    results.append(Result(f"{name}, {where}, p99", quantile(times, 0.99) * 1e3, "ms"))
+                    found = await index.overlap(SCOPE, chain)
+                    depths = sorted(_elapsed(found.depths) for _ in range(CALLS))
+                    results.append(Result("depth by worker from that answer, p50", quantile(depths, 0.5) * 1e3, "ms"))
+                if shards == 1 and key in IN_PROCESS_US:
+                    await _hold(memory, chain, holders, different)
+                    inside = sorted(_elapsed(lambda chain=chain: memory.overlap_now(SCOPE, chain)) for _ in range(CALLS))  # type: ignore[misc]
+                    budget_us = IN_PROCESS_US[key]
+                    results.append(Result(f"{name}, in process, p50", quantile(inside, 0.5) * 1e6, "us", budget_us))
+    cold = chain_of(seed + 1, 8_192)
+    times = await _times(lambda: index.overlap(SCOPE, cold))
+    results.append(Result(f"overlap, a miss ({shards} shards), p50", quantile(times, 0.5) * 1e3, "ms", 0.1))
+    return results
+
+
+async def _hold(index: ResidencyIndex, chain: bytes, holders: int, different: bool) -> None:
+    blocks = len(chain) // 8
+    order = list(range(1, holders + 1))
+    random.Random(holders).shuffle(order)
+    for worker, rank in enumerate(order):
+        depth = max(1, blocks * rank // holders) if different else blocks
+        await index.put(USE, f"holder-{worker}", Tier.HBM, chain[: 8 * depth])
+
+
+async def _times(call: Callable[[], Awaitable[object]]) -> list[float]:
+    times = []
+    for _ in range(CALLS):
+        began = perf_counter()
+        await call()
+        times.append(perf_counter() - began)
+    return sorted(times)
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    began = perf_counter()
+    call()
+    return perf_counter() - began

@@ -1,0 +1,27 @@
+"""What a benchmark measured, beside its budget."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One figure. `budget` None: no budget, shown for what it says. `at_least`: a higher figure is better."""
+
+    name: str
+    figure: float
+    unit: str
+    budget: float | None = None
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.budget is None:
+            return None
+        return self.figure >= self.budget if self.at_least else self.figure <= self.budget
+
+
+def quantile(sorted_values: Sequence[float], q: float) -> float:
+    """The smallest value that at least a fraction q of all do not exceed."""
+    return sorted_values[max(0, math.ceil(q * len(sorted_values)) - 1)]

@@ -1,0 +1,60 @@
+"""From published to visible: how long until a router sees a block, while the stream carries 5,000 messages a second.
+
+A probe worker publishes one new block at a time and asks the index for it until it is there; the rest of the load is
+another process'.
+"""
+
+import asyncio
+import os
+from time import perf_counter, time_ns
+
+from benchmarks.children import telling_process
+from benchmarks.result import Result, quantile
+from kvatlas import wire
+from kvatlas.bus import connect_nats
+from kvatlas.digest import Digest
+from kvatlas.events import Message, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
+from kvatlas.identity import Scope
+from kvatlas.index.redis import open_redis_index
+from kvatlas.store import Store
+from kvatlas.subjects import events_subject
+from kvatlas.tiers import Tier
+
+RATE = 5_000
+SECONDS = 6
+PROBES = 400
+WORKER = "probe"
+USE = ScopeUse(Scope("bench", "bench"), 16)
+
+
+async def measure(store: Store, nats_url: str) -> list[Result]:
+    index = await open_redis_index(store, writer=False)
+    client = await connect_nats(nats_url, name="kvatlas-probe", wait=False)
+    subject, incarnation = events_subject(WORKER, index.partitions), time_ns()
+    scope_id, uses = USE.scope.scope_id, {USE.scope.scope_id: USE}
+    begin = Message(WORKER, incarnation, 0, [SnapshotBegin(), SnapshotEnd(0, Digest().words)])
+    await client.publish(subject, wire.encode(begin))
+    times: list[float] = []
+    async with telling_process(nats_url, 4, RATE * SECONDS, RATE) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"go\n")
+        await asyncio.sleep(0.5)
+        for seq in range(1, PROBES + 1):
+            block = os.urandom(8)
+            payload = wire.encode(
+                Message(WORKER, incarnation, seq, [Stored(scope_id, Tier.HBM, block)], uses, time_ns() // 1000)
+            )
+            began = perf_counter()
+            await client.publish(subject, payload)
+            await client._flush_pending()  # the client would otherwise wait for its loop's next turn
+            async with asyncio.timeout(10):
+                while not (await index.overlap(USE.scope, block)).depths():
+                    pass
+            times.append(perf_counter() - began)
+            await asyncio.sleep(0.005)
+    await client.close()
+    times.sort()
+    return [
+        Result("published to visible at 5,000 messages/s, p50", quantile(times, 0.5) * 1e3, "ms", 1.0),
+        Result("published to visible at 5,000 messages/s, p99", quantile(times, 0.99) * 1e3, "ms", 10.0),
+    ]
