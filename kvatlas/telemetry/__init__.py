@@ -23,7 +23,7 @@ from kvatlas.telemetry.context import (
     tracing_enabled,
 )
 from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument
-from kvatlas.telemetry.observation import Observation, observe
+from kvatlas.telemetry.observation import Observation, metrics_enabled, observe
 from kvatlas.telemetry.setup import Telemetry, setup_telemetry, telemetry_wanted
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "flush_span",
     "inject_headers",
     "link_of",
+    "metrics_enabled",
     "observe",
     "setup_telemetry",
     "telemetry_wanted",

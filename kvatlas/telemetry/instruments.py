@@ -51,6 +51,107 @@ def _is(instrument: Instrument, name: str) -> dict[str, Reading]:
     return {name: Reading(instrument)}
 
 
+# ---------------------------------------------------------------- publisher: publishers.counters.PublisherCounters
+
+ENGINE_BATCHES = _counter("publisher.engine.batches", "{batch}", "Batches received from the engine")
+ENGINE_EVENTS = _counter("publisher.engine.events", "{event}", "Events received from the engine")
+ENGINE_SKIPPED = _counter("publisher.engine.skipped", "{event}", "Engine events left out of an otherwise good batch")
+ENGINE_POISON = _counter("publisher.engine.poison", "{payload}", "Payloads that are not understood at all, by reason")
+ENGINE_DROPPED = _counter("publisher.dead_letters.dropped", "{payload}", "Poison payloads that could not be kept")
+FEED = _counter("publisher.feed", "{incident}", "What happened to the engine's feed")
+PUBLISHED_EVENTS = _counter("publisher.events", "{event}", "Index events told")
+PUBLISHED_BLOCKS = _counter("publisher.blocks", "{block}", "Blocks told, by change")
+PUBLISHED_MARKS = _counter("publisher.marks", "{event}", "Clears, checkpoints and snapshots told, by kind")
+OVERFLOWS = _counter("publisher.outbox.overflows", "{overflow}", "Times the outbox was full: all is told anew")
+OUTBOX_MESSAGES = _counter("publisher.messages", "{message}", "Messages, by what became of them")
+SENT_BYTES = _counter("publisher.sent.bytes", "By", "Bytes of messages sent to the stream, also again")
+SEND_FAILURES = _counter("publisher.send.failures", "{failure}", "Why messages had to wait or be sent again")
+PUBLISHER_GRANTS = _counter("publisher.grants", "{request}", "Requests to send a large snapshot, by answer")
+CONTROL_REQUESTS = _counter("publisher.control", "{request}", "Requests received on the control subject, by kind")
+PULSES = _counter("publisher.heartbeats", "{heartbeat}", "Heartbeats sent")
+LOAD_SAMPLES = _counter("publisher.load.samples", "{sample}", "Readings of the engine's health and metrics, by outcome")
+SAVES = _counter("publisher.saves", "{save}", "Savings of the ledger, by outcome")
+
+PUBLISHER = {
+    **_is(ENGINE_BATCHES, "engine_batches"),
+    **_is(ENGINE_EVENTS, "engine_events"),
+    **_is(ENGINE_SKIPPED, "skipped_events"),
+    **_by(
+        ENGINE_POISON,
+        "reason",
+        poison_malformed="malformed",
+        poison_oversized="oversized",
+        poison_frames="frames",
+    ),
+    **_is(ENGINE_DROPPED, "dead_letters_dropped"),
+    **_by(
+        FEED,
+        "incident",
+        feed_gaps="gap",
+        feed_gaps_filled="gap_filled",
+        feed_duplicates="duplicate",
+        feed_replays="replay",
+        feed_replays_failed="replay_failed",
+        feed_restarts="restart",
+        feed_started_over="started_over",
+    ),
+    **_is(PUBLISHED_EVENTS, "events"),
+    **_by(PUBLISHED_BLOCKS, "change", blocks_stored="stored", blocks_removed="removed", snapshot_blocks="in_snapshot"),
+    **_by(PUBLISHED_MARKS, "kind", clears="cleared", checkpoints="checkpoint", snapshots="snapshot"),
+    **_is(OVERFLOWS, "overflows"),
+    **_by(OUTBOX_MESSAGES, "step", messages="queued", sends="sent", resends="sent_again", acks="acknowledged"),
+    **_is(SENT_BYTES, "sent_bytes"),
+    **_by(
+        SEND_FAILURES,
+        "reason",
+        ack_timeouts="ack_timeout",
+        disconnects="disconnect",
+        refused_no_stream="no_stream",
+        refused_no_space="no_space",
+        refused_too_large="too_large",
+        refused_busy="busy",
+        refused_other="other",
+    ),
+    **_by(PUBLISHER_GRANTS, "answer", grants_asked="asked", grants_denied="denied", grants_unanswered="unanswered"),
+    **_by(
+        CONTROL_REQUESTS,
+        "kind",
+        control_requests="any",
+        control_bad="bad",
+        snapshot_requests="snapshot",
+        snapshot_requests_ignored="snapshot_ignored",
+    ),
+    **_is(PULSES, "heartbeats"),
+    **_by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
+    **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),
+}
+
+# ---------------------------------------------------------------- ledger: publishers.ledger.LedgerCounters
+
+LEDGER_BLOCKS = _counter("ledger.blocks", "{block}", "Blocks that the engine stored and removed, by change")
+LEDGER_SKIPPED = _counter("ledger.skipped", "{block}", "Blocks that can't be told to the index, by reason")
+LEDGER_HOLES = _counter("ledger.holes", "{block}", "Blocks withdrawn for a missing ancestor, and told again")
+LEDGER_CLEARED = _counter("ledger.cleared", "{event}", "Times the engine cleared a tier")
+LEDGER_FORGOTTEN = _counter("ledger.forgotten", "{lineage}", "Lineages of evicted blocks forgotten for want of room")
+LEDGER_LEARNED = _counter("ledger.block_size.learned", "{event}", "Times the block size was learned from events")
+
+LEDGER = {
+    **_by(LEDGER_BLOCKS, "change", stored="stored", removed="removed"),
+    **_is(LEDGER_CLEARED, "cleared_events"),
+    **_by(
+        LEDGER_SKIPPED,
+        "reason",
+        removed_unknown="removed_unknown",
+        unknown_parent="unknown_parent",
+        unindexable="unindexable",
+        other_block_size="other_block_size",
+        placeholder_unknown="placeholder_unknown",
+    ),
+    **_by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored"),
+    **_is(LEDGER_FORGOTTEN, "forgotten"),
+    **_is(LEDGER_LEARNED, "block_size_learned"),
+}
+
 # ---------------------------------------------------------------- indexer: indexer.counters.IndexerCounters
 
 READ_MESSAGES = _counter("indexer.read.messages", "{message}", "Messages read from the stream")
@@ -116,6 +217,24 @@ INDEXER = {
     **_is(SWEEPS, "sweeps"),
 }
 
+# ---------------------------------------------------------------- replica: indexer.gauges.ReplicaGauges
+
+PARTITIONS_OWNED = _gauge("indexer.partitions.owned", "{partition}", "Partitions that this replica owns")
+MESSAGES_PENDING = _gauge("indexer.pending", "{message}", "Messages of owned partitions that are not applied yet")
+WORKERS = _gauge("indexer.workers", "{worker}", "Workers of owned partitions, by liveness")
+IN_DOUBT = _gauge("indexer.workers.in_doubt", "{worker}", "Workers of owned partitions whose residency is in doubt")
+RETIRED_HOLDERS = _gauge("indexer.holders.retired", "{holder}", "Retired holders that are not swept yet")
+GRANTED_BYTES = _gauge("indexer.grants.bytes", "By", "Bytes of snapshots that publishers may send now")
+
+REPLICA = {
+    **_is(PARTITIONS_OWNED, "partitions_owned"),
+    **_is(MESSAGES_PENDING, "messages_pending"),
+    **_by(WORKERS, "liveness", workers_alive="alive", workers_lost="lost"),
+    **_is(IN_DOUBT, "workers_in_doubt"),
+    **_is(RETIRED_HOLDERS, "retired_holders"),
+    **_is(GRANTED_BYTES, "granted_snapshot_bytes"),
+}
+
 # ---------------------------------------------------------------- index: kvatlas.residency.IndexMetrics
 
 INDEX_BLOCKS = _gauge("index.size", "{residency}", "Residencies in the index: one a block, worker and tier")
@@ -151,10 +270,14 @@ ROUTER = {
 }
 
 INSTRUMENTS: dict[str, dict[str, Reading]] = {
-    "publisher": {},
-    "ledger": {},
+    "publisher": PUBLISHER,
+    "ledger": LEDGER,
     "indexer": INDEXER,
+    "replica": REPLICA,
     "index": INDEX,
     "router": ROUTER,
 }
 """Group -> field of the group's counters (dots lead into fields) -> how it is read."""
+
+TOTALS: dict[str, set[str]] = {"publisher": {"poison"}}
+"""Fields that are not exported, because they are the sum of others that are."""
