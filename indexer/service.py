@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import anyio
 from nats.errors import Error as NatsError
 
-from indexer import status
+from indexer import gauges, status
 from indexer.replica import Replica, stream_settings
 from kvatlas.bus import connect_nats, ensure_stream
 from kvatlas.fleet_store import FleetStore
@@ -55,6 +55,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
                         if listener is not None:
                             replica.status_url = status.url_of(listener)
                             group.start_soon(status.serve, replica, listener)
+                        group.start_soon(gauges.sample, replica, index)
                         group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)
             finally:
                 with anyio.move_on_after(CLOSE_DEADLINE_S, shield=True):

@@ -19,4 +19,5 @@ def indexer(settings: IndexerSettings) -> None:
 
 
 def _ready(replica: "Replica") -> None:
-    tell(f"indexer {replica.member_id} is ready")
+    page = f"; status page {replica.status_url}" if replica.status_url else ""
+    tell(f"indexer {replica.member_id} is ready{page}")

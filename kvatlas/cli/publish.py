@@ -1,8 +1,14 @@
 """`kvatlas publish`: the publisher of one engine rank, as a sidecar."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from kvatlas.cli.flags import with_settings
-from kvatlas.cli.running import run_service
+from kvatlas.cli.running import run_service, tell
 from kvatlas.settings import PublishSettings
+
+if TYPE_CHECKING:
+    from publishers.publisher import Publisher
 
 
 @with_settings(PublishSettings)
@@ -10,4 +16,9 @@ def publish(settings: PublishSettings) -> None:
     """Follow one engine's KV events and tell the fleet's index what it holds."""
     from publishers.sidecar import run_sidecar  # needs the extra
 
-    run_service("publisher", settings, run_sidecar(settings))
+    run_service("publisher", settings, run_sidecar(settings, ready=_ready))
+
+
+def _ready(publishers: "Sequence[Publisher]") -> None:
+    for publisher in publishers:
+        tell(f"worker {publisher.worker_id} is published")

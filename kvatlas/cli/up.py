@@ -102,8 +102,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             if sidecars:
                 from publishers.sidecar import run_sidecar  # needs the extra
 
-                for sidecar in sidecars:
-                    group.start_soon(run_sidecar, sidecar)
+                group.start_soon(run_sidecar, sidecars)
             _announce(nats_url, redis_url, None if temporary else state_dir, sidecars, as_json)
 
 
