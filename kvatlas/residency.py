@@ -90,20 +90,22 @@ class ShardRuns:
 
     def held(self) -> dict[str, list[tuple[int, int]]]:
         """Every active worker's (length, flags byte) runs from the prompt's start. Work as in `depths`."""
+        if not self.values:
+            return {}
         held: dict[str, list[tuple[int, int]]] = {}
-        since: dict[int, tuple[int, int]] = {}  # holder: where its current flags began, and they
-        before, position = b"", 0
-        for i, (value, length) in enumerate(zip(self.values, self.lengths, strict=True)):
+        since = {entry >> 8: (0, entry & 0xFF) for entry in _entries(self.values[0])}  # where current flags began
+        before, position = self.values[0], self.lengths[0]
+        for i in range(1, len(self.values)):
+            value = self.values[i]
             for old, new in _changes(before, value):
+                # a holder that comes later does not hold the start: it announces another granularity
                 if old is not None and (current := since.pop(old >> 8, None)) is not None:
                     if old >> 8 in self.names:
                         held.setdefault(self.names[old >> 8], []).append((position - current[0], current[1]))
-                elif i:  # it does not hold the start: it announces another granularity
-                    continue
-                if new is not None:
-                    since[new >> 8] = (position, new & 0xFF)
+                    if new is not None:
+                        since[new >> 8] = (position, new & 0xFF)
             before = value
-            position += length
+            position += self.lengths[i]
         for holder, (start, flags) in since.items():
             if holder in self.names:
                 held.setdefault(self.names[holder], []).append((position - start, flags))

@@ -19,8 +19,9 @@ from router_client.errors import NoWorkers
 from router_client.fleet import MAX_AGE_MS, CachedFleet, FleetReader
 from router_client.lookup import NOTHING, HeldPrefix, Lookup, OverlapIndex, look_up
 from router_client.picks import RecentPicks
+from router_client.pool import Pool
 from router_client.prompt import Prompt
-from router_client.ranking import may_get, rank
+from router_client.ranking import rank
 
 Request = Prompt | RequestHints | RequestShape
 
@@ -76,7 +77,7 @@ class RouterClient:
         self.settings = settings or RouterSettings()
         self.counters = RouterCounters()
         self._index = index
-        self._fleet = CachedFleet(fleet, self.settings.fleet_max_age_ms)
+        self._fleet = CachedFleet(fleet, self.settings.fleet_max_age_ms, self.settings.rules)
         self._picks = RecentPicks()
         self._now_us = now_us
 
@@ -109,7 +110,7 @@ class RouterClient:
         prompt = self._prompt(request)
         with decision_span("overlap", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
             pool, found = await self._look_up(prompt)
-            workers = [self._worker_overlap(prompt, record, found.held) for record in pool.values()]
+            workers = [self._worker_overlap(prompt, record, found.held) for record in pool.records.values()]
             workers.sort(key=lambda worker: (-worker.usable_tokens, -worker.resident_tokens, worker.worker_id))
             describe_decision(span, candidates=len(workers))
         return PromptOverlap(prompt.input_tokens, tuple(workers))
@@ -141,7 +142,7 @@ class RouterClient:
                 required_blocks=best.required_blocks,
                 overlap_blocks=best.overlap_blocks,
                 candidates=len(ranking),
-                applied=[pool[best.worker_id].trace],
+                applied=[pool.records[best.worker_id].trace],
             )
             if span.is_recording():
                 span.set_attribute("kvatlas.usable_tokens", best.usable_tokens)
@@ -154,7 +155,7 @@ class RouterClient:
         counters.required_blocks += best.required_blocks
         counters.overlap_blocks += best.overlap_blocks
         counters.decision_time_us += (time.perf_counter_ns() - started_ns) // 1_000
-        endpoint = pool[best.worker_id].endpoint
+        endpoint = pool.records[best.worker_id].endpoint
         headers = {} if endpoint.dp_rank is None else {RANK_HEADER: str(endpoint.dp_rank)}
         return Choice(best.worker_id, endpoint.url, headers, endpoint.role, best, ranking)
 
@@ -165,25 +166,17 @@ class RouterClient:
             return Prompt.of_shape(request)
         return Prompt.of_hints(request, self.settings.fallbacks)
 
-    async def _look_up(self, prompt: Prompt) -> tuple[Mapping[str, FleetRecord], Lookup]:
+    async def _look_up(self, prompt: Prompt) -> tuple[Pool, Lookup]:
         pool = await self._fleet.pool(prompt.scope.pool_id)
-        found = await look_up(self._index, prompt, (record.endpoint for record in pool.values()))
+        found = await look_up(self._index, prompt, pool.groups)
         self.counters.lookups += found.round_trips
         return pool, found
 
-    async def _rank(self, prompt: Prompt) -> tuple[Ranking, Mapping[str, FleetRecord]]:
+    async def _rank(self, prompt: Prompt) -> tuple[Ranking, Pool]:
         pool, found = await self._look_up(prompt)
-        results = rank(
-            prompt,
-            pool,
-            found.held,
-            self.settings.profile,
-            rules=self.settings.rules,
-            fingerprint=found.fingerprint,
-            booked=self._picks.booked(pool, self._now_us()) if self.settings.count_own_picks else None,
-        )
-        left_out = sorted(id for id, record in pool.items() if not may_get(record))
-        return Ranking(prompt.input_tokens, results, tuple(left_out)), pool
+        booked = self._picks.booked(pool.records, self._now_us()) if self.settings.count_own_picks else None
+        results = rank(prompt, pool, found.held, self.settings.profile, fingerprint=found.fingerprint, booked=booked)
+        return Ranking(prompt.input_tokens, results, pool.left_out), pool
 
     def _worker_overlap(self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix]) -> WorkerOverlap:
         endpoint = record.endpoint

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvatlas.fleet import FleetRecord
+from kvatlas.reuse import ReuseRules
+from router_client.pool import Pool
 
 MAX_AGE_MS = 200.0
 
@@ -28,31 +30,37 @@ class StaticFleet:
 
 
 class CachedFleet:
-    """Keeps a pool's records for `max_age_ms`: they change once a second, and unpacking hundreds takes milliseconds.
+    """Keeps a pool for `max_age_ms`: records change once a second, and unpacking hundreds takes milliseconds.
 
     Callers that meet an old copy share one reading.
     """
 
     def __init__(
-        self, reader: FleetReader, max_age_ms: float = MAX_AGE_MS, clock: Callable[[], float] = time.monotonic
+        self,
+        reader: FleetReader,
+        max_age_ms: float = MAX_AGE_MS,
+        rules: ReuseRules | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._reader = reader
+        self._rules = rules
         self._max_age_s = max_age_ms / 1_000
         self._clock = clock
-        self._kept: dict[str, tuple[float, Mapping[str, FleetRecord]]] = {}
+        self._kept: dict[str, tuple[float, Pool]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
-        if (records := self._fresh(pool_id)) is not None:
-            return records
+    async def pool(self, pool_id: str) -> Pool:
+        """The pool as it was at most `max_age_ms` ago. Raises Unreachable."""
+        if (pool := self._fresh(pool_id)) is not None:
+            return pool
         async with self._locks.setdefault(pool_id, asyncio.Lock()):
-            if (records := self._fresh(pool_id)) is not None:
-                return records
+            if (pool := self._fresh(pool_id)) is not None:
+                return pool
             asked_at = self._clock()
-            records = await self._reader.pool(pool_id)
-            self._kept[pool_id] = (asked_at, records)
-            return records
+            pool = Pool.of(await self._reader.pool(pool_id), self._rules)
+            self._kept[pool_id] = (asked_at, pool)
+            return pool
 
-    def _fresh(self, pool_id: str) -> Mapping[str, FleetRecord] | None:
+    def _fresh(self, pool_id: str) -> Pool | None:
         kept = self._kept.get(pool_id)
         return kept[1] if kept is not None and self._clock() - kept[0] < self._max_age_s else None

@@ -5,18 +5,18 @@ and the answers compare in tokens.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
-from kvatlas.fleet import EngineEndpoint
 from kvatlas.hashing import HASH_BYTES, thin
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS
 from kvatlas.residency import Overlap
 from kvatlas.tiers import Tier, tiers_of
 from router_client.chain import PromptChain
+from router_client.pool import Group
 from router_client.prompt import Prompt
 
 
@@ -53,9 +53,6 @@ NOTHING = HeldPrefix()
 
 _tiers = cache(tiers_of)  # of 256 flags bytes, asked for each worker of each answer
 
-Group = tuple[int, int]
-"""(block size, granularity)"""
-
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
@@ -67,15 +64,11 @@ class Lookup:
     hashed_blocks: int = 0
 
 
-async def look_up(index: OverlapIndex, prompt: Prompt, endpoints: Iterable[EngineEndpoint]) -> Lookup:
-    """Ask about a prompt for all of a pool's workers; those that hold nothing are absent.
+async def look_up(index: OverlapIndex, prompt: Prompt, groups: Mapping[Group, Set[str]]) -> Lookup:
+    """Ask about a prompt for a pool's workers, by group (`Pool.groups`); those that hold nothing are absent.
 
-    A worker whose record has no block size yet has announced nothing and is not asked about. Raises Unreachable.
+    Raises Unreachable.
     """
-    groups: dict[Group, set[str]] = {}
-    for endpoint in endpoints:
-        if endpoint.block_size is not None:
-            groups.setdefault((endpoint.block_size, endpoint.granularity), set()).add(endpoint.id)
     chains = {size: PromptChain(prompt, size) for size, _ in groups}
     answers = await _together(
         [
@@ -99,7 +92,7 @@ Answer = tuple[dict[str, HeldPrefix], int]
 """What a group's workers hold, and how many times the index was asked."""
 
 
-async def _ask(index: OverlapIndex, scope: Scope, chain: PromptChain, group: Group, workers: set[str]) -> Answer:
+async def _ask(index: OverlapIndex, scope: Scope, chain: PromptChain, group: Group, workers: Set[str]) -> Answer:
     block_size, granularity = group
     runs: dict[str, list[tuple[int, int]]] = {}
     first_index = number = asked = 0
@@ -123,7 +116,14 @@ async def _ask(index: OverlapIndex, scope: Scope, chain: PromptChain, group: Gro
         first_index += len(chunk) // HASH_BYTES
         number += 1
     step_tokens = block_size * granularity
-    return {worker_id: HeldPrefix(_merged(found, step_tokens)) for worker_id, found in runs.items()}, asked
+    held: dict[str, HeldPrefix] = {}
+    equal: dict[tuple[tuple[int, int], ...], HeldPrefix] = {}  # many workers hold the same part of a shared prompt
+    for worker_id, found in runs.items():
+        key = tuple(found)
+        if (prefix := equal.get(key)) is None:
+            prefix = equal[key] = HeldPrefix(_merged(found, step_tokens))
+        held[worker_id] = prefix
+    return held, asked
 
 
 async def _together(questions: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:

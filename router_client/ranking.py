@@ -12,22 +12,13 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kvatlas.cost.plan import CostProfile, Load, Piece, Plan, mean_load
-from kvatlas.fleet import EngineEndpoint, EngineState, FleetRecord, Liveness, Role
+from kvatlas.cost.plan import CostProfile, Load, Piece, Plan
+from kvatlas.fleet import EngineEndpoint
 from kvatlas.request import SelectionResult
-from kvatlas.reuse import ReuseRules
+from kvatlas.tiers import Tier
 from router_client.lookup import NOTHING, HeldPrefix, Run
+from router_client.pool import Candidate, Pool
 from router_client.prompt import Prompt
-
-
-def may_get(record: FleetRecord) -> bool:
-    """May this worker get a prompt now?"""
-    return record.routable and record.endpoint.role is not Role.DECODE
-
-
-def may_give(record: FleetRecord) -> bool:
-    """May other workers read this one's cache now? A draining engine still answers reads."""
-    return record.liveness is Liveness.ALIVE and record.state in (EngineState.UP, EngineState.DRAINING)
 
 
 def rendezvous(fingerprint: bytes, worker_id: str) -> int:
@@ -37,11 +28,10 @@ def rendezvous(fingerprint: bytes, worker_id: str) -> int:
 
 def rank(
     prompt: Prompt,
-    pool: Mapping[str, FleetRecord],
+    pool: Pool,
     held: Mapping[str, HeldPrefix],
     profile: CostProfile,
     *,
-    rules: ReuseRules | None = None,
     fingerprint: bytes = b"",
     booked: Mapping[str, Load] | None = None,
 ) -> tuple[SelectionResult, ...]:
@@ -49,70 +39,56 @@ def rank(
 
     `booked`: load on top of what workers report, for requests they can't have reported yet.
     """
-    known = {
-        id: Load.of(record.load, record.endpoint.block_size or 1)
-        for id, record in pool.items()
-        if record.load is not None
-    }
-    candidates = [record for _, record in sorted(pool.items()) if may_get(record)]
-    mean = mean_load([known[r.endpoint.id] for r in candidates if r.endpoint.id in known])
-    sources = _Sources(pool, held)
-    applying = rules or ReuseRules()
-    results: list[SelectionResult] = []
-    for record in candidates:
-        id = record.endpoint.id
-        load = known.get(id, mean)
-        if booked is not None and id in booked:
-            load = load + booked[id]
-        results.append(_result(prompt, record.endpoint, held, load, id in known, profile, applying, sources))
+    sources = _Sources(pool, held) if pool.givers else None
+    results = [
+        _result(prompt, candidate, held, profile, sources, booked.get(candidate.id) if booked else None)
+        for candidate in pool.candidates
+    ]
     results.sort(key=lambda result: (result.score_us, -rendezvous(fingerprint, result.worker_id)))
     return tuple(results)
 
 
 def _result(
     prompt: Prompt,
-    endpoint: EngineEndpoint,
+    candidate: Candidate,
     held: Mapping[str, HeldPrefix],
-    load: Load,
-    load_known: bool,
     profile: CostProfile,
-    rules: ReuseRules,
-    sources: "_Sources",
+    sources: "_Sources | None",
+    booked: Load | None,
 ) -> SelectionResult:
-    own = held.get(endpoint.id, NOTHING)
-    size = endpoint.block_size or prompt.block_size or 1
-    rule = rules.of(endpoint)
-    usable = rule.usable_tokens(own.tokens, prompt.input_tokens, size)
+    id, endpoint = candidate.id, candidate.endpoint
+    size = candidate.block_size or prompt.block_size or 1
+    load = candidate.load if booked is None else candidate.load + booked
+    own = held.get(id, NOTHING)
+    usable = candidate.rule.usable_tokens(own.tokens, prompt.input_tokens, size)
     kv_bytes = _kv_bytes(prompt, endpoint, size)
-    pieces = [Piece(run.tokens, _bytes(run.tokens, kv_bytes), run.tiers[0]) for run in _between(own.runs, 0, usable)]
-    cost = profile.price(Plan(endpoint.id, prompt.input_tokens, prompt.output_tokens, pieces, load))
+    pieces = [Piece(n, _bytes(n, kv_bytes), tier) for n, tier in _between(own.runs, 0, usable)] if usable else []
+    cost = profile.price(Plan(id, prompt.input_tokens, prompt.output_tokens, pieces, load))
     source_id: str | None = None
     transferred = 0
-    for source in sources.of(endpoint, own.tokens):
+    for source in sources.of(endpoint, own.tokens) if sources is not None else ():
         there = held[source.id]
-        reach = rule.usable_tokens(there.tokens, prompt.input_tokens, size)
+        reach = candidate.rule.usable_tokens(there.tokens, prompt.input_tokens, size)
         if reach <= usable:
             continue
         near = source.locality_domain == endpoint.locality_domain
         read = [
-            Piece(run.tokens, _bytes(run.tokens, kv_bytes), run.tiers[0], own=False, same_domain=near)
-            for run in _between(there.runs, usable, reach)
+            Piece(n, _bytes(n, kv_bytes), tier, own=False, same_domain=near)
+            for n, tier in _between(there.runs, usable, reach)
         ]
-        with_source = profile.price(
-            Plan(endpoint.id, prompt.input_tokens, prompt.output_tokens, [*pieces, *read], load)
-        )
+        with_source = profile.price(Plan(id, prompt.input_tokens, prompt.output_tokens, [*pieces, *read], load))
         if with_source.score_us < cost.score_us:
             cost, source_id, transferred = with_source, source.id, reach - usable
     return SelectionResult(
-        worker_id=endpoint.id,
-        required_blocks=prompt.required_blocks(size) if endpoint.block_size or prompt.block_size else 0,
-        overlap_blocks=own.tokens // size,
-        resident_tokens=own.tokens,
-        usable_tokens=usable,
-        cost=cost,
-        source=source_id,
-        transferred_tokens=transferred,
-        load_known=load_known,
+        id,
+        prompt.required_blocks(size) if candidate.block_size or prompt.block_size else 0,
+        own.tokens // size,
+        own.tokens,
+        usable,
+        cost,
+        source_id,
+        transferred,
+        candidate.load_known,
     )
 
 
@@ -128,13 +104,13 @@ def _bytes(tokens: int, kv_bytes: tuple[int, int]) -> int:
     return -(-tokens * kv_bytes[0] // kv_bytes[1])
 
 
-def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
-    """The part of runs from token `start` up to token `end`."""
+def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, Tier]]:
+    """The part of runs from token `start` up to token `end`: tokens, and the nearest tier they are in."""
     position = 0
     for run in runs:
         first, last = max(position, start), min(position + run.tokens, end)
         if first < last:
-            yield Run(last - first, run.tiers)
+            yield last - first, run.tiers[0]
         position += run.tokens
 
 
@@ -149,13 +125,12 @@ class _Deepest:
 class _Sources:
     """Whose copies a candidate may read; built once a ranking, so that the work grows with workers, not their pairs."""
 
-    def __init__(self, pool: Mapping[str, FleetRecord], held: Mapping[str, HeldPrefix]) -> None:
+    def __init__(self, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._held = held
         self._groups: dict[tuple[str, int], _Deepest] = {}
         members: dict[tuple[str, int], list[EngineEndpoint]] = {}
-        for id, record in sorted(pool.items()):
-            endpoint = record.endpoint
-            if id in held and endpoint.transfer_groups and endpoint.block_size and may_give(record):
+        for endpoint in pool.givers:
+            if endpoint.id in held and endpoint.block_size:
                 for group in endpoint.transfer_groups:
                     members.setdefault((group, endpoint.block_size), []).append(endpoint)
         for key, endpoints in members.items():

@@ -19,9 +19,18 @@ Only differences between candidates matter for a choice; the rates may be set fo
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from kvatlas.cost.plan import MIB_BYTES, Cost, CostTerm, Piece, Plan
+from kvatlas.cost.plan import MIB_BYTES, Cost, Piece, Plan, TermKind
 from kvatlas.errors import InvalidValue
 from kvatlas.tiers import Tier
+
+TERMS = (
+    TermKind("backlog", "queued tokens"),
+    TermKind("transfer", "tokens"),
+    TermKind("prefill", "new tokens"),
+    TermKind("decode_steps", "tokens"),
+    TermKind("decode_running", "running requests"),
+    TermKind("decode_kv", "KV tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +114,24 @@ class EngineProfile:
 
     def price(self, plan: Plan) -> Cost:
         rates = self.by_worker.get(plan.worker_id, self.rates)
-        load, cached = plan.load, plan.cached_tokens
+        load, output, cached = plan.load, plan.output_tokens, plan.cached_tokens
         new = plan.input_tokens - cached
         backlog = load.queued_prefill_tokens + load.waiting_requests * rates.tokens_per_waiting_request
-        moved = [piece for piece in plan.pieces if not piece.at_hand]
+        moved_tokens, moved_us = 0, 0.0
+        for piece in plan.pieces:
+            if not piece.at_hand:
+                moved_tokens += piece.tokens
+                moved_us += rates.read_us(piece)
         running, kv_tokens = load.running_decodes + 1, load.kv_tokens + plan.input_tokens
-        output = plan.output_tokens
-        moved_tokens = sum(piece.tokens for piece in moved)
-        steps_us = round(output * rates.tpot_base_us)
-        running_us = round(output * rates.tpot_us_per_running * running)
-        kv_us = round(output * rates.tpot_us_per_kv_token * kv_tokens)
-        terms = (
-            CostTerm("backlog", round(rates.prefill_us_per_token * backlog), backlog, "queued tokens"),
-            CostTerm("transfer", round(sum(rates.read_us(piece) for piece in moved)), moved_tokens, "tokens"),
-            CostTerm("prefill", round(rates.prefill_us(new, cached)), new, "new tokens"),
-            CostTerm("decode_steps", steps_us, output, "tokens"),
-            CostTerm("decode_running", running_us, running, "running requests"),
-            CostTerm("decode_kv", kv_us, kv_tokens, "KV tokens"),
+        running_us, kv_us = rates.tpot_us_per_running * running, rates.tpot_us_per_kv_token * kv_tokens
+        us = (
+            round(rates.prefill_us_per_token * backlog),
+            round(moved_us),
+            round(rates.prefill_us(new, cached)),
+            round(output * rates.tpot_base_us),
+            round(output * running_us),
+            round(output * kv_us),
         )
-        ttft_us = terms[0].us + terms[1].us + terms[2].us
-        tpot = rates.tpot_base_us + rates.tpot_us_per_running * running + rates.tpot_us_per_kv_token * kv_tokens
-        return Cost(self.name, terms, ttft_us + steps_us + running_us + kv_us, ttft_us, round(tpot))
+        amounts = (backlog, moved_tokens, new, output, running, kv_tokens)
+        tpot_us = round(rates.tpot_base_us + running_us + kv_us)
+        return Cost(self.name, TERMS, us, amounts, sum(us), us[0] + us[1] + us[2], tpot_us)

@@ -120,14 +120,33 @@ class CostTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class TermKind:
+    """What a profile's n-th term is called, and what its amount counts."""
+
+    name: str
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
-    """Terms and their sum; where the profile predicts them, the time to the first and to each next token."""
+    """A price: its terms and their sum; where the profile predicts them, also the time to the first and each next token.
+
+    The terms are kept as columns and made on demand, because a router prices every worker and reads the terms of few.
+    """
 
     profile: str
-    terms: tuple[CostTerm, ...]
+    kinds: tuple[TermKind, ...]
+    us: tuple[int, ...]
+    amounts: tuple[int, ...]
     score_us: int
     ttft_us: int | None = None
     tpot_us: int | None = None
+
+    @property
+    def terms(self) -> tuple[CostTerm, ...]:
+        """The summands of the score, in the profile's order."""
+        columns = zip(self.kinds, self.us, self.amounts, strict=True)
+        return tuple(CostTerm(kind.name, us, amount, kind.unit) for kind, us, amount in columns)
 
     def explain(self) -> str:
         """`<score> us = term + term + ...`, without the terms that are zero."""

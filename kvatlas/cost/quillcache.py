@@ -10,9 +10,19 @@ domain    350 a piece from another locality domain
 
 from dataclasses import dataclass, fields
 
-from kvatlas.cost.plan import Cost, CostTerm, Piece, Plan
+from kvatlas.cost.plan import Cost, Piece, Plan, TermKind
 from kvatlas.errors import InvalidValue
 from kvatlas.tiers import Tier
+
+TERMS = (
+    TermKind("prefill", "new tokens"),
+    TermKind("hbm_hit", "pieces"),
+    TermKind("transfer", "MiB"),
+    TermKind("domain", "crossings"),
+    TermKind("queue", "queued tokens"),
+    TermKind("decode", "tokens"),
+    TermKind("running", "running decodes"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +69,24 @@ class QuillcacheProfile:
         return us if piece.own or piece.same_domain else us + self.domain_us
 
     def price(self, plan: Plan) -> Cost:
-        at_hand = [piece for piece in plan.pieces if piece.at_hand]
-        moved = [piece for piece in plan.pieces if not piece.at_hand]
-        crossing = sum(not (piece.own or piece.same_domain) for piece in moved)
-        new, load = plan.new_tokens, plan.load
-        moved_us = sum(self.tier_us_per_mib(piece.price_tier) * piece.mib for piece in moved)
-        queued, running = load.queued_prefill_tokens, load.running_decodes
-        terms = (
-            CostTerm("prefill", self.prefill_us_per_token * new, new, "new tokens"),
-            CostTerm("hbm_hit", self.hbm_hit_us * len(at_hand), len(at_hand), "pieces"),
-            CostTerm("transfer", moved_us, sum(piece.mib for piece in moved), "MiB"),
-            CostTerm("domain", self.domain_us * crossing, crossing, "crossings"),
-            CostTerm("queue", self.queue_us_per_token * queued, queued, "queued tokens"),
-            CostTerm("decode", self.decode_us_per_token * plan.output_tokens, plan.output_tokens, "tokens"),
-            CostTerm("running", self.running_decode_us * running, running, "running decodes"),
+        at_hand = moved_us = moved_mib = crossing = 0
+        for piece in plan.pieces:
+            if piece.at_hand:
+                at_hand += 1
+                continue
+            moved_us += self.tier_us_per_mib(piece.price_tier) * piece.mib
+            moved_mib += piece.mib
+            crossing += not (piece.own or piece.same_domain)
+        new, output = plan.new_tokens, plan.output_tokens
+        queued, running = plan.load.queued_prefill_tokens, plan.load.running_decodes
+        us = (
+            self.prefill_us_per_token * new,
+            self.hbm_hit_us * at_hand,
+            moved_us,
+            self.domain_us * crossing,
+            self.queue_us_per_token * queued,
+            self.decode_us_per_token * output,
+            self.running_decode_us * running,
         )
-        return Cost(self.name, terms, sum(term.us for term in terms))
+        amounts = (new, at_hand, moved_mib, crossing, queued, output, running)
+        return Cost(self.name, TERMS, us, amounts, sum(us))

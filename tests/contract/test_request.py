@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.cost import Cost, CostTerm
+from kvatlas.cost import Cost, CostTerm, TermKind
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import extend_chain, unpack_hashes
 from kvatlas.identity import Scope
@@ -144,11 +144,12 @@ def test_input_tokens_count_the_partial_last_block() -> None:
 
 
 def test_a_selection_result_explains_itself() -> None:
-    terms = (CostTerm("prefill", 900, 20, "new tokens"), CostTerm("queue", 0, 0, "queued tokens"))
-    result = SelectionResult("w1", 8, 6, 96, 80, Cost("quillcache", terms, 900), source="w2", transferred_tokens=16)
+    kinds = (TermKind("prefill", "new tokens"), TermKind("queue", "queued tokens"))
+    cost = Cost("quillcache", kinds, (900, 0), (20, 0), 900)
+    result = SelectionResult("w1", 8, 6, 96, 80, cost, source="w2", transferred_tokens=16)
     text = result.explain()
     assert result.score_us == 900
-    assert result.terms == terms
+    assert result.terms == (CostTerm("prefill", 900, 20, "new tokens"), CostTerm("queue", 0, 0, "queued tokens"))
     for part in ("w1", "6 of 8 blocks", "80 tokens usable", "16 more read from w2", "900 us = prefill 900 us"):
         assert part in text
     assert "queue" not in text

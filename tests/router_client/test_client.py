@@ -166,9 +166,9 @@ async def test_records_are_read_again_after_200_ms() -> None:
     cached = CachedFleet(fleet, clock=lambda: now[0])
     for at, readings in [(100.0, 1), (100.199, 1), (100.2, 2), (100.3, 2), (200.0, 3)]:
         now[0] = at
-        assert set(await cached.pool(SCOPE.pool_id)) == {"w1"}
+        assert set((await cached.pool(SCOPE.pool_id)).records) == {"w1"}
         assert fleet.readings == readings
-    assert await cached.pool(Scope("other", "t").pool_id) == {}
+    assert (await cached.pool(Scope("other", "t").pool_id)).candidates == ()
     assert fleet.readings == 4
 
 

@@ -13,12 +13,27 @@ from kvatlas.cost import CostProfile, EngineProfile, Load, Piece, Plan, Quillcac
 from kvatlas.fleet import EngineKind, EngineState, FleetRecord, Liveness, Role
 from kvatlas.reuse import ReuseRule, ReuseRules, default_rule
 from kvatlas.tiers import Tier
-from router_client import Prompt
+from router_client import Prompt, SelectionResult
 from router_client.lookup import HeldPrefix, Run
-from router_client.ranking import rank, rendezvous
+from router_client.pool import Pool
+from router_client.ranking import rank as rank_pool
+from router_client.ranking import rendezvous
 from tests.router_client.pools import BLOCK_BYTES, SCOPE, pool, worker
 
 Held = Mapping[str, HeldPrefix]
+
+
+def rank(
+    prompt: Prompt,
+    workers: Mapping[str, FleetRecord],
+    held: Held,
+    profile: CostProfile,
+    *,
+    rules: ReuseRules | None = None,
+    fingerprint: bytes = b"",
+    booked: Mapping[str, Load] | None = None,
+) -> tuple[SelectionResult, ...]:
+    return rank_pool(prompt, Pool.of(workers, rules), held, profile, fingerprint=fingerprint, booked=booked)
 
 
 def prompt(tokens: int, output: int = 10) -> Prompt:
