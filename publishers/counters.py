@@ -25,6 +25,8 @@ class PublisherCounters:
     feed_replays: int = 0
     feed_replays_failed: int = 0
     feed_restarts: int = 0
+    feed_started_over: int = 0
+    """times that what was held had to be given up, whatever for"""
     # told to the index
     events: int = 0
     blocks_stored: int = 0

@@ -15,6 +15,7 @@ from nats.errors import ConnectionClosedError, ConnectionDrainingError, MaxPaylo
 from publishers.acknowledgement import Refusal, Refused, read_ack
 from publishers.counters import PublisherCounters
 from publishers.outbox import Outbox
+from publishers.unsubscribing import unsubscribe
 from publishers.waking import Waking
 
 ACK_TIMEOUT_S = 2.0
@@ -87,8 +88,8 @@ class Sender:
 
     async def stop(self) -> None:
         """Listen no longer."""
-        if self._subscription is not None and self._client.is_connected:
-            await self._subscription.unsubscribe()
+        if self._subscription is not None:
+            await unsubscribe(self._subscription, self._client)
         self._subscription = None
 
     # ---------------------------------------------------------------- sending

@@ -1,0 +1,92 @@
+"""Answers what is asked of a publisher on its control subject: a snapshot, its status, its digest (thin)."""
+
+from collections.abc import Callable
+from typing import Any
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import ConnectionClosedError
+
+from kvatlas.control import ControlOp, ControlReply, ControlRequest
+from kvatlas.errors import InvalidValue
+from kvatlas.subjects import control_subject
+from publishers.complaints import Complaints
+from publishers.counters import PublisherCounters
+from publishers.telling import Telling
+from publishers.unsubscribing import unsubscribe
+
+
+class ControlDesk:
+    """`start`, then `run`, then `stop`."""
+
+    def __init__(
+        self,
+        client: Client,
+        worker_id: str,
+        telling: Telling,
+        counters: PublisherCounters,
+        complaints: Complaints,
+        *,
+        status: Callable[[], dict[str, Any]],
+        on_wanted: Callable[[], None],
+        settle: Callable[[], None],
+    ) -> None:
+        """`on_wanted`: a new incarnation is wanted now. `settle` folds and tells what is pending."""
+        self._client = client
+        self._worker_id = worker_id
+        self._telling = telling
+        self._counters = counters
+        self._complaints = complaints
+        self._status = status
+        self._on_wanted = on_wanted
+        self._settle = settle
+
+    async def start(self) -> None:
+        """Listen. Raises nats errors if the connection is closed."""
+        self._subscription = await self._client.subscribe(control_subject(self._worker_id))
+
+    async def run(self) -> None:
+        """Answer until cancelled; after `start`."""
+        async for msg in self._subscription.messages:
+            await self._answer(msg)
+
+    async def stop(self) -> None:
+        """Listen no longer."""
+        await unsubscribe(self._subscription, self._client)
+
+    async def _answer(self, msg: Msg) -> None:
+        self._counters.control_requests += 1
+        try:
+            reply = self.reply(ControlRequest.unpack(msg.data))
+        except InvalidValue as error:
+            self._counters.control_bad += 1
+            self._complaints.say("control", f"control request refused: {error}")
+            reply = self._make(ok=False, note=str(error))
+        if msg.reply:
+            try:
+                await self._client.publish(msg.reply, reply.pack())
+            except ConnectionClosedError:
+                return  # the publisher is being closed: nobody is answered any more
+
+    def reply(self, request: ControlRequest) -> ControlReply:
+        """What is answered to a request, after it was acted upon. Raises InvalidValue for an impossible `above`."""
+        match request.op:
+            case ControlOp.SNAPSHOT:
+                self._counters.snapshot_requests += 1
+                if not self._telling.request(request.above):
+                    self._counters.snapshot_requests_ignored += 1
+                    return self._make(note=f"incarnation {self._telling.outbox.incarnation} is above it already")
+                self._on_wanted()
+                return self._make()
+            case ControlOp.STATUS:
+                return self._make(status=self._status())
+            case ControlOp.DIGEST:
+                self._settle()
+                told = {"told_seq": self._telling.outbox.next_seq - 1}
+                return self._make(digest=self._telling.ledger.digest.words, status=told)
+
+    def _make(self, *, ok: bool = True, **fields: Any) -> ControlReply:
+        outbox = self._telling.outbox
+        return ControlReply(
+            ok=ok, worker_id=self._worker_id, incarnation=outbox.incarnation, acked_seq=outbox.acked_seq, **fields
+        )

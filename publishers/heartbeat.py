@@ -1,0 +1,70 @@
+"""The worker's pulse: each second its incarnation, what the stream has of it, the engine's state and load (thin)."""
+
+from collections.abc import Callable
+from time import time
+
+import anyio
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from kvatlas.fleet import EngineEndpoint, EngineState, Heartbeat, WorkerState
+from kvatlas.subjects import alive_subject
+from publishers.counters import PublisherCounters
+from publishers.outbox import Outbox
+
+HEARTBEAT_S = 1.0
+
+
+class Pulse:
+    """`run` until cancelled; `beat` at once where something changed that routers should know."""
+
+    def __init__(
+        self,
+        client: Client,
+        endpoint: Callable[[], EngineEndpoint],
+        outbox: Outbox,
+        counters: PublisherCounters,
+        *,
+        state: Callable[[], EngineState],
+        load: Callable[[], WorkerState | None],
+        every_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._client = client
+        self._endpoint = endpoint
+        self._outbox = outbox
+        self._counters = counters
+        self._state = state
+        self._load = load
+        self._every_s = every_s
+
+    def heartbeat(self, state: EngineState | None = None) -> Heartbeat:
+        """What is sent now."""
+        return Heartbeat(
+            worker_id=self._outbox.worker_id,
+            incarnation=self._outbox.incarnation,
+            acked_seq=self._outbox.acked_seq,
+            state=state or self._state(),
+            endpoint=self._endpoint(),
+            load=self._load(),
+            sent_us=time_us(),
+        )
+
+    async def beat(self, state: EngineState | None = None) -> None:
+        """Send one now. While NATS is away none is sent: old ones are worth nothing."""
+        if not self._client.is_connected:
+            return
+        try:
+            await self._client.publish(alive_subject(self._outbox.worker_id), self.heartbeat(state).pack())
+        except NatsError:
+            return  # the connection went at this moment; the next beat is a second away
+        self._counters.heartbeats += 1
+
+    async def run(self) -> None:
+        while True:
+            await self.beat()
+            await anyio.sleep(self._every_s)
+
+
+def time_us() -> int:
+    """Microseconds since 1970."""
+    return int(time() * 1_000_000)

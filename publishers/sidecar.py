@@ -1,0 +1,224 @@
+"""The publisher as a process: follows the feeds of one or several engine ranks and tells the index what they hold."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import anyio
+from nats.aio.client import Client
+
+from kvatlas.bus import connect_nats
+from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.identity import rank_worker_id
+from kvatlas.settings import PublishSettings
+from publishers.continuity import Continuity
+from publishers.dead_letter import DeadLetters
+from publishers.feed import Feed, FeedSettings
+from publishers.ledger import Ledger
+from publishers.publisher import Publisher
+from publishers.saved_state import SavedState, StateFile
+from publishers.worker_settings import PublisherSettings
+from publishers.zmq_endpoint import of_rank
+
+SAVE_EVERY_S = 60.0
+CLOSE_S = 3.0
+
+log = logging.getLogger("kvatlas.publisher")
+
+
+async def run_sidecar(
+    settings: PublishSettings | Sequence[PublishSettings], ready: Callable[[Sequence[Publisher]], None] | None = None
+) -> None:
+    """Publish until cancelled; several settings are several engines or ranks, over the first one's NATS.
+
+    `ready` is called once every feed was caught up with and every worker tells. Cancelled, it saves the ledgers and tells
+    routers that the workers are draining; they are not retired, so that a restarted sidecar goes on from there.
+    Raises Unreachable where NATS can't be reached and `wait` is off, or a socket can't be opened, and SettingsError for
+    settings that contradict each other.
+    """
+    every = [settings] if isinstance(settings, PublishSettings) else list(settings)
+    if not every:
+        raise SettingsError("no engine to publish for; expected the settings of at least one")
+    sidecars = [EngineSidecar(one) for one in every]
+    names = [sidecar.worker_id for sidecar in sidecars]
+    if len(set(names)) < len(names):
+        raise SettingsError(f"worker ids {', '.join(names)}; expected each once")
+    client = await connect_nats(
+        every[0].nats_url,
+        name=f"kvatlas-publisher-{names[0]}",
+        wait=every[0].wait,
+        on_wait=lambda line: log.warning("%s", line),
+    )
+    try:
+        for sidecar in sidecars:
+            sidecar.open(client)
+        telling: list[Publisher] = []
+
+        def one_ready(publisher: Publisher) -> None:
+            telling.append(publisher)
+            if ready is not None and len(telling) == len(sidecars):
+                ready(telling)
+
+        async with anyio.create_task_group() as tasks:
+            for sidecar in sidecars:
+                tasks.start_soon(sidecar.run, one_ready)
+    finally:
+        for sidecar in sidecars:
+            sidecar.close()
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            await client.close()
+
+
+class EngineSidecar:
+    """One engine rank: its feed, its publisher, its saved state."""
+
+    def __init__(self, settings: PublishSettings) -> None:
+        """Raises SettingsError where endpoints have no port to count up."""
+        rank = settings.dp_rank
+        self.worker_id = settings.worker_id if rank is None else rank_worker_id(settings.worker_id, rank)
+        self._feed_settings = FeedSettings(
+            engine=settings.engine,
+            endpoint=of_rank(settings.endpoint, rank),
+            replay_endpoint=of_rank(settings.replay_endpoint, rank) if settings.replay_endpoint else None,
+            topic=settings.topic,
+            bind=settings.bind,
+        )
+        self._publisher_settings = PublisherSettings(
+            worker_id=self.worker_id,
+            model_id=settings.model_id,
+            tokenizer_id=settings.tokenizer_id,
+            tenant_id=settings.tenant_id,
+            engine=settings.engine,
+            block_size=settings.block_size,
+            block_bytes=settings.block_bytes,
+            granularity=settings.granularity,
+            set_semantics=settings.set_semantics,
+            salt_is_tenant=settings.salt_is_tenant,
+            dp_rank=rank,
+            engine_url=settings.engine_url,
+            advertise_url=settings.advertise_url,
+            role=settings.role,
+            labels=settings.labels,
+            locality_domain=settings.locality_domain,
+            transfer_groups=settings.transfer_groups,
+            partitions=settings.partitions,
+        )
+        self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
+        letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
+        self._dead_letters = DeadLetters(letters, self.worker_id)
+        self._saved_at = 0
+        self._saved: SavedState | None = None
+        self._feed: Feed | None = None
+
+    def open(self, client: Client) -> None:
+        """Load what was saved and open the feed. Raises Unreachable where its endpoint can't be used."""
+        self._saved = self._load()
+        ledger, continuity = self._restored(self._saved)
+        self._publisher = publisher = Publisher(
+            self._publisher_settings,
+            nats=client,
+            ledger=ledger,
+            saved_incarnation=self._saved.incarnation if self._saved is not None else 0,
+            begin=False,
+        )
+        feed = Feed(
+            self._feed_settings,
+            self.worker_id,
+            continuity,
+            publisher.counters,
+            self._dead_letters,
+            on_batch=publisher.take,
+            on_empty=publisher.start_over,
+            on_alive=publisher.beat,
+        )
+        feed.open()
+        self._feed = feed
+        if publisher.poller is None:
+            publisher.feed_alive = lambda: feed.alive
+
+    def close(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+
+    async def run(self, ready: Callable[[Publisher], None]) -> None:
+        """Publish until cancelled; after `open`."""
+        publisher, feed = self._publisher, self._feed
+        assert feed is not None
+        if publisher.poller is not None:
+            await publisher.poller.poll_once()
+            self._check_life(publisher, feed)
+            publisher.poller.on_restart = feed.restarted
+        async with publisher:
+            await feed.catch_up()
+            publisher.begin_telling()
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(feed.run)
+                    if self._state_file is not None:
+                        tasks.start_soon(self._keep_saving, publisher, feed)
+                    ready(publisher)
+            finally:
+                await publisher.close_gently()
+                self._save(publisher, feed)
+
+    # ---------------------------------------------------------------- saved state
+
+    def _load(self) -> SavedState | None:
+        if self._state_file is None:
+            return None
+        saved = self._state_file.load()
+        if saved is None:
+            log.info("worker %s: %s", self.worker_id, self._state_file.warning)
+        return saved
+
+    def _restored(self, saved: SavedState | None) -> tuple[Ledger, Continuity]:
+        """The saved ledger and position, or empty ones."""
+        can_replay = self._feed_settings.replay_endpoint is not None
+        if saved is not None:
+            try:
+                continuity = Continuity.load(saved.continuity, can_replay=can_replay)
+                return Ledger.load(saved.ledger, self._publisher_settings.ledger), continuity
+            except InvalidValue as error:
+                log.warning("worker %s: saved state not used, starting empty: %s", self.worker_id, error)
+        return Ledger(self._publisher_settings.ledger), Continuity(can_replay=can_replay)
+
+    def _check_life(self, publisher: Publisher, feed: Feed) -> None:
+        """The engine's process may be another one than when the state was saved."""
+        now_s = publisher.poller.process_start_s if publisher.poller is not None else None
+        if self._saved is None or not self._saved.started_us or now_s is None or _us(now_s) == self._saved.started_us:
+            return
+        log.warning("worker %s: the engine's process started anew since the state was saved", self.worker_id)
+        publisher.ledger.empty()
+        feed.continuity = Continuity(can_replay=feed.continuity.can_replay)
+
+    async def _keep_saving(self, publisher: Publisher, feed: Feed) -> None:
+        while True:
+            await anyio.sleep(SAVE_EVERY_S)
+            if feed.settled and publisher.counters.engine_batches != self._saved_at:
+                self._save(publisher, feed)
+
+    def _save(self, publisher: Publisher, feed: Feed) -> None:
+        """Save the ledger with the position it belongs to. An error is logged: publishing goes on."""
+        if self._state_file is None:
+            return
+        publisher.settle()
+        poller = publisher.poller
+        state = SavedState(
+            worker_id=self.worker_id,
+            incarnation=max(publisher.telling.outbox.incarnation, publisher.telling.saved_incarnation),
+            continuity=feed.continuity.dump(),
+            ledger=publisher.ledger.dump(),
+            started_us=_us(poller.process_start_s) if poller is not None and poller.process_start_s else 0,
+        )
+        try:
+            self._state_file.save(state)
+        except OSError as error:
+            publisher.counters.saves_failed += 1
+            log.warning("worker %s: state not saved to %s: %s", self.worker_id, self._state_file.path, error.strerror)
+            return
+        publisher.counters.saves += 1
+        self._saved_at = publisher.counters.engine_batches
+
+
+def _us(seconds: float) -> int:
+    return int(seconds * 1_000_000)

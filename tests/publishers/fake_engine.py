@@ -1,0 +1,101 @@
+"""An engine's two ZMQ sockets, real ones, sending bytes that real engines sent."""
+
+import gzip
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import zmq
+import zmq.asyncio
+from anyio.abc import TaskGroup
+
+RECORDINGS = Path(__file__).parent.parent / "data" / "engine-recordings"
+END = b"\xff" * 8
+
+
+def recording(name: str) -> tuple[dict[str, Any], list[bytes]]:
+    """The header and the payloads of one recording."""
+    with gzip.open(RECORDINGS / f"{name}.jsonl.gz", "rt") as file:
+        head, *lines = [json.loads(line) for line in file]
+    return head, [bytes.fromhex(line["payload_hex"]) for line in lines]
+
+
+class FakeEngine:
+    """PUB and ROUTER as vLLM has them. `lose` keeps a batch for replay only, as a slow subscriber would have it."""
+
+    def __init__(
+        self, *, topic: bytes = b"", buffer: int = 10_000, replay_topic: bool = True, answers: bool = True
+    ) -> None:
+        self.topic = topic
+        self.next_seq = 0
+        self.replays: list[int] = []
+        self.answers = answers
+        self._replay_topic = replay_topic
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
+        self._context = zmq.asyncio.Context()
+        self._pub = self._context.socket(zmq.XPUB)  # a PUB that hears its subscribers
+        self._pub.setsockopt(zmq.LINGER, 0)
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._ports: list[int] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self._ports[0]}"
+
+    @property
+    def replay_endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self._ports[1]}"
+
+    async def __aenter__(self) -> Self:
+        self._ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self._pub, self._router)]
+        self._tasks: TaskGroup = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._answer)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
+        self._context.destroy(linger=0)
+
+    async def subscribed(self) -> None:
+        """A subscriber is there: nothing sent from now on is lost."""
+        with anyio.fail_after(10):
+            while (await self._pub.recv())[:1] != b"\x01":
+                pass
+
+    async def send(self, *payloads: bytes) -> None:
+        for payload in payloads:
+            await self.raw(self.topic, self.next_seq.to_bytes(8, "big"), payload)
+            self.lose(payload)
+
+    def lose(self, payload: bytes) -> None:
+        self._buffer.append((self.next_seq, payload))
+        self.next_seq += 1
+
+    async def raw(self, *frames: bytes) -> None:
+        """Any frames at all."""
+        await self._pub.send_multipart(list(frames))
+
+    def restart(self) -> None:
+        """Another process: seq starts anew, the replay buffer is empty."""
+        self.next_seq = 0
+        self._buffer.clear()
+
+    async def _answer(self) -> None:
+        while True:
+            client, *question = await self._router.recv_multipart()
+            if len(question) != 2 or question[0] != b"":
+                continue  # as the engines do
+            first = int.from_bytes(question[1], "big")
+            self.replays.append(first)
+            if not self.answers:
+                continue
+            extra = [self.topic] if self._replay_topic else []
+            for seq, payload in [one for one in self._buffer if one[0] >= first]:
+                await self._router.send_multipart([client, b"", *extra, seq.to_bytes(8, "big"), payload])
+            await self._router.send_multipart([client, b"", *([b""] if self._replay_topic else []), END, b""])
