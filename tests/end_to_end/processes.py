@@ -1,0 +1,59 @@
+"""The command line as child processes, which end with the test."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVATLAS_", "OTEL_"))}
+    return {**clean, "PYTHONPATH": str(ROOT)}
+
+
+@asynccontextmanager
+async def service(*words: str, ready: str, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A command that runs until it is stopped, from the moment that a line of its stderr contains `ready`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvatlas.cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment(), cwd=cwd
+    )
+    assert process.stderr is not None
+    said: list[str] = []
+    try:
+        with anyio.fail_after(30):
+            while not said or ready not in said[-1]:
+                line = (await process.stderr.readline()).decode()
+                assert line, f"kvatlas {words[0]} ended before it was ready: {''.join(said)}"
+                said.append(line)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(process.stderr.read)
+            yield process
+            tasks.cancel_scope.cancel()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        with anyio.CancelScope(shield=True):
+            await process.wait()
+
+
+async def query(*words: str) -> str:
+    """The stdout of a command that ends by itself with exit code 0."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kvatlas.cli.main",
+        *words,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment(),
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out.decode()

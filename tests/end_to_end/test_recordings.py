@@ -1,0 +1,124 @@
+"""Real engines' bytes over real ZMQ, through sidecars, NATS and an indexer into Valkey: what export shows is exactly what
+each engine could use, and a router that hashes a prompt's tokens itself finds it.
+
+All recordings at once, for one model: vLLM 0.11 to 0.33 with integer and bytes hashes (each with its own hash seed), a
+hybrid model, SGLang with and without a host tier.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvatlas.events import EngineHash, EngineStored
+from kvatlas.fleet import EngineKind
+from kvatlas.identity import Scope
+from kvatlas.tiers import Tier, parse_tier
+from publishers.engines import decode_batch
+from publishers.ledger import Ledger, LedgerSettings
+from router_client import Prompt, RouterClient
+from tests.end_to_end.processes import query, service
+from tests.publishers.fake_engine import RECORDINGS, FakeEngine, recording
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in RECORDINGS.glob("*.jsonl.gz"))
+MODEL = "recorded-model"
+
+Line = tuple[str | None, str, str]
+"""adapter, tier, sequence hash"""
+
+
+def worker_of(name: str) -> str:
+    return name.replace(".", "-")
+
+
+def usable(head: dict[str, Any]) -> set[tuple[Tier, EngineHash]]:
+    """The recorded residency that a publisher announces: (tier, engine hash)."""
+    found = set()
+    for where, engine_hash in head["expected_usable"]:
+        tier = parse_tier(where) if isinstance(where, str) else Tier.HBM
+        found.add((tier, bytes.fromhex(engine_hash) if isinstance(engine_hash, str) else engine_hash))
+    return found
+
+
+def expected_lines(kind: EngineKind, head: dict[str, Any], payloads: Sequence[bytes]) -> set[Line]:
+    """`expected_usable` in the words of export: engine hashes become ours by the tokens that the recording names."""
+    ledger = Ledger(LedgerSettings(MODEL, MODEL))
+    for payload in payloads:
+        ledger.fold(decode_batch(kind, payload))
+    ours = {
+        (tier, engine_hash): (ledger.uses[scope_id].scope.adapter_id, tier.label, f"{sequence_hash:016x}")
+        for scope_id, tier, engine_hash, sequence_hash in ledger.announced()
+    }
+    return {ours[key] for key in usable(head)}
+
+
+def prompts(kind: EngineKind, payloads: Sequence[bytes]) -> dict[EngineHash, tuple[str | None, list[int]]]:
+    """(adapter, all tokens from the prompt's start) behind each plainly hashed block of a recording."""
+    found: dict[EngineHash, tuple[str | None, list[int]]] = {}
+    for payload in payloads:
+        for event in decode_batch(kind, payload).events:
+            if not isinstance(event, EngineStored) or not event.token_ids or event.salt:
+                continue
+            if any(event.extra_keys or ()) or (event.parent is not None and event.parent not in found):
+                continue
+            before = found[event.parent][1] if event.parent is not None else []
+            for i, engine_hash in enumerate(event.hashes):
+                found[engine_hash] = (event.adapter, before + list(event.token_ids[: (i + 1) * event.block_size]))
+    return found
+
+
+async def test_every_recording_ends_in_what_its_engine_could_use(
+    fresh_nats: str, fresh_valkey: str, tmp_path: Path
+) -> None:
+    servers = ["--nats-url", fresh_nats, "--redis-url", fresh_valkey]
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(service("indexer", *servers, ready="is ready", cwd=tmp_path))
+        expected: dict[str, set[Line]] = {}
+        for name in NAMES:
+            head, payloads = recording(name)
+            kind = EngineKind(head["engine"])
+            engine = await stack.enter_async_context(FakeEngine())
+            words = ["--engine", kind.value, "--endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint]
+            words += ["--worker-id", worker_of(name), "--model-id", MODEL]
+            await stack.enter_async_context(
+                service("publish", *servers, *words, ready="is published", cwd=tmp_path)
+            )
+            await engine.subscribed()
+            await engine.send(*payloads)
+            expected[name] = expected_lines(kind, head, payloads)
+
+        async def exported(name: str) -> set[Line]:
+            out = await query("export", "--redis-url", fresh_valkey, "--worker", worker_of(name))
+            lines = [json.loads(line) for line in out.splitlines()]
+            assert all(line["worker"] == worker_of(name) and line["model_id"] == MODEL for line in lines)
+            assert len({json.dumps(line) for line in lines}) == len(lines)
+            return {(line["adapter_id"], line["tier"], line["sequence_hash"]) for line in lines}
+
+        for name in NAMES:
+            want = expected[name]
+            assert want
+
+            async def is_exact(name: str = name, want: set[Line] = want) -> bool:
+                return await exported(name) == want
+
+            await until(is_exact, deadline_s=30, what=f"{name} is exported exactly")
+
+        async with RouterClient.open(fresh_valkey) as router:
+            for name in NAMES:
+                head, payloads = recording(name)
+                kind = EngineKind(head["engine"])
+                whole = prompts(kind, payloads)
+                device = [key for tier, key in usable(head) if tier is Tier.HBM and key in whole]
+                assert len(device) > 10
+                for engine_hash in device:
+                    adapter, tokens = whole[engine_hash]
+                    found = await router.overlap(Prompt.of_tokens(Scope(MODEL, MODEL, adapter), tokens))
+                    mine = found.of(worker_of(name))
+                    assert mine is not None
+                    assert mine.resident_tokens == len(tokens), f"{name}: {engine_hash!r}"
