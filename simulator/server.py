@@ -1,0 +1,174 @@
+"""The engine's HTTP side, as vLLM's API server answers: health, metrics, models, completions, cache reset."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anyio
+import uvicorn
+from anyio.abc import TaskStatus
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvatlas.errors import InvalidValue, SettingsError
+from simulator.completion_request import CompletionRequest
+from simulator.completions import CompletionResponse, error_response
+from simulator.engine_loop import EngineLoop
+from simulator.metrics import CONTENT_TYPE, EngineMetrics
+
+GRACE_S = 2
+"""How long answers may still be sent after the engine stopped."""
+
+
+class EngineApi:
+    """The routes over one engine."""
+
+    def __init__(self, engine: EngineLoop, *, model: str, adapters: Sequence[str], vocab_size: int) -> None:
+        self._engine = engine
+        self._model = model
+        self._adapters = tuple(adapters)
+        self._vocab_size = vocab_size
+        self._started_at = time.time()
+        self._metrics = EngineMetrics(engine.core, model=model, started_at=self._started_at)
+
+    def application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/metrics", self._metrics_page),
+                Route("/v1/models", self._models),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+            ],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    async def _metrics_page(self, _: Request) -> Response:
+        return Response(self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _models(self, _: Request) -> Response:
+        base = self._card(self._model, parent=None)
+        return JSONResponse(
+            {"object": "list", "data": [base, *(self._card(name, parent=self._model) for name in self._adapters)]}
+        )
+
+    def _card(self, name: str, *, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self._started_at),
+            "owned_by": "vllm",
+            "root": name,
+            "parent": parent,
+            "max_model_len": self._engine.core.cache.capacity_tokens if parent is None else None,
+            "permission": [],
+        }
+
+    async def _completions(self, request: Request) -> Response:
+        try:
+            asked = CompletionRequest.parse(await request.body(), vocab_size=self._vocab_size)
+        except InvalidValue as error:
+            return error_response(400, str(error))
+        model = self._model if asked.model is None else asked.model
+        if model != self._model and model not in self._adapters:
+            served = ", ".join((self._model, *self._adapters))
+            return error_response(404, f"the model {model!r} does not exist; expected one of {served}")
+        adapter = None if model == self._model else model
+        return CompletionResponse(self._engine, asked, model=model, adapter=adapter)
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        try:
+            preempt_running = _flag(request, "reset_running_requests")
+            include_cpu = _flag(request, "reset_external")
+        except InvalidValue as error:
+            return error_response(400, str(error))
+        if await self._engine.reset_prefix_cache(preempt_running=preempt_running, include_cpu=include_cpu):
+            return Response()
+        return error_response(
+            409, "running requests hold blocks; wait for them, or ask with reset_running_requests=true"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. Raises SettingsError where the address can't be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"the engine's HTTP server can't listen on {host}:{port}: {error.strerror or error}"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    application: Starlette, listener: socket.socket, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve until cancelled, then let open answers end for at most GRACE_S. Started when it accepts."""
+    config = uvicorn.Config(
+        application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S
+    )
+    server = _Server(config, task_status)
+
+    async def stop_when_cancelled() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            server.should_exit = True
+
+    try:
+        async with anyio.create_task_group() as running:
+            running.start_soon(stop_when_cancelled)
+            with anyio.CancelScope(shield=True):
+                await server.serve(sockets=[listener])
+            running.cancel_scope.cancel()
+    finally:
+        listener.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process' signals to whoever started the engine, and says when it accepts."""
+
+    def __init__(self, config: uvicorn.Config, task_status: TaskStatus[None]) -> None:
+        super().__init__(config)
+        self._task_status = task_status
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._task_status.started()
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise InvalidValue(f"{name} is {text!r:.50}; expected true or false")
+    return text in ("true", "1")
+
+
+def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_response(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response

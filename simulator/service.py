@@ -1,0 +1,54 @@
+"""A whole simulated engine: cache, scheduler, KV event feed and HTTP server, until it is cancelled."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from simulator.engine import EngineCore
+from simulator.engine_loop import EngineLoop
+from simulator.kv_cache import KVCache
+from simulator.server import EngineApi, listen, serve, url_of
+from simulator.settings import EngineSettings
+from simulator.zmq_events import open_feed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddresses:
+    """Where a running engine is found, with real ports."""
+
+    base_url: str
+    endpoint: str
+    replay_endpoint: str | None
+
+
+async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses], None] | None = None) -> None:
+    """Run one engine until cancelled; `ready` is called once, when HTTP is answered and both event sockets are open.
+
+    Raises SettingsError for an address that can't be listened on. Nothing outlives the call.
+    """
+    async with open_feed(settings.encoding, settings.feed) as feed:
+        listener = listen(settings.host, settings.port)
+        addresses = EngineAddresses(url_of(listener), feed.endpoint, feed.replay_endpoint)
+        engine = EngineLoop(_core(settings), feed, speed_up=settings.speed_up)
+        api = EngineApi(engine, model=settings.model, adapters=settings.adapters, vocab_size=settings.vocab_size)
+        async with anyio.create_task_group() as running:
+            running.start_soon(feed.serve_replay)
+            running.start_soon(engine.run)
+            await running.start(serve, api.application(), listener)
+            if ready is not None:
+                ready(addresses)
+
+
+def _core(settings: EngineSettings) -> EngineCore:
+    cache = KVCache(
+        num_blocks=settings.num_gpu_blocks,
+        block_size=settings.block_size,
+        hasher=settings.hasher(secrets.randbits(64)),
+        eviction=settings.eviction,
+        num_cpu_blocks=settings.num_cpu_blocks,
+    )
+    return EngineCore(
+        cache, model=settings.model, limits=settings.limits, cost=settings.cost, vocab_size=settings.vocab_size
+    )

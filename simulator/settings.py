@@ -1,0 +1,98 @@
+"""What a simulated engine is started with: flags and environment variables, as every command's."""
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from kvatlas.settings import CommaList, Count, Name, Port, Positive, Settings, ZmqEndpoint
+from simulator.block_hash import SeededBlockHasher
+from simulator.engine import SchedulerLimits
+from simulator.eviction import EvictionPolicy
+from simulator.step_cost import StepCost
+from simulator.zmq_events import EventEncoding, FeedSettings
+
+_RATES = StepCost()
+
+
+class EngineSettings(Settings):
+    """One simulated engine. Build with `load` for one clear line on a mistake."""
+
+    model: Name = Field(default="mock-model", description="Model it serves.")
+    adapters: CommaList = Field(default=(), description="LoRA adapters it serves, by commas.")
+    vocab_size: int = Field(default=128_256, ge=512, le=2**32, description="Token ids are below it.")
+
+    host: Name = Field(default="127.0.0.1", description="Address of its HTTP server.")
+    port: Port = Field(default=8000, description="Port of its HTTP server; 0: any free one.")
+    endpoint: ZmqEndpoint = Field(
+        default="tcp://127.0.0.1:5557", description="Where KV events are published; port 0: any free one."
+    )
+    replay_endpoint: ZmqEndpoint | None = Field(
+        default="tcp://127.0.0.1:5558", description="Where KV events are replayed; port 0: any free one."
+    )
+    bind: bool = Field(
+        default=True, description="Bind the event endpoint; without it as vLLM: only one with *, :: or ipc is bound."
+    )
+    topic: str = Field(default="", description="Topic of the KV events.")
+    buffer_steps: Positive = Field(default=10_000, description="Batches kept for replay.")
+    self_describing_offload: bool = Field(
+        default=True, description="Events of the CPU tier carry tokens; without it they only name hashes."
+    )
+
+    block_size: Positive = Field(default=16, description="Tokens a block.")
+    num_gpu_blocks: Positive = Field(default=4_096, description="Blocks on the GPU.")
+    num_cpu_blocks: Count = Field(default=0, description="Blocks in the CPU tier; 0: no such tier.")
+    eviction: EvictionPolicy = Field(default=EvictionPolicy.LRU, description="Which cached block goes first.")
+    seed: int | None = Field(default=None, description="Seed of its block hashes; default: a random one.")
+
+    max_num_seqs: Positive = Field(default=256, description="Sequences that run at a time.")
+    max_num_batched_tokens: Positive = Field(default=8_192, description="Tokens computed in one step.")
+    queue_limit: Positive = Field(default=1_024, description="Waiting requests; more are answered with 503.")
+
+    speed_up: float = Field(default=1.0, gt=0, le=1e6, description="Simulated seconds in one real second.")
+    prefill_us_per_token: float = Field(
+        default=_RATES.prefill_us_per_token, ge=0, description="Microseconds to compute a prompt token."
+    )
+    decode_step_us: float = Field(
+        default=_RATES.decode_step_us, ge=0, description="Microseconds of a step in which anything decodes."
+    )
+    decode_us_per_sequence: float = Field(
+        default=_RATES.decode_us_per_sequence, ge=0, description="Microseconds a decoding sequence adds to a step."
+    )
+    decode_us_per_kv_token: float = Field(
+        default=_RATES.decode_us_per_kv_token, ge=0, description="Microseconds a decoding sequence's KV token adds."
+    )
+    swap_in_us_per_block: float = Field(
+        default=_RATES.swap_in_us_per_block, ge=0, description="Microseconds to bring a block back from the CPU."
+    )
+
+    @field_validator("adapters")
+    @classmethod
+    def _adapters_are_distinct(cls, adapters: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        names = (info.data.get("model"), *adapters)
+        if len(set(names)) < len(names):
+            raise ValueError("expected names that differ from each other and from the model's")
+        return adapters
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.queue_limit)
+
+    @property
+    def cost(self) -> StepCost:
+        return StepCost(
+            prefill_us_per_token=self.prefill_us_per_token,
+            decode_step_us=self.decode_step_us,
+            decode_us_per_sequence=self.decode_us_per_sequence,
+            decode_us_per_kv_token=self.decode_us_per_kv_token,
+            swap_in_us_per_block=self.swap_in_us_per_block,
+        )
+
+    @property
+    def encoding(self) -> EventEncoding:
+        return EventEncoding(self.block_size, self.adapters, self.self_describing_offload)
+
+    @property
+    def feed(self) -> FeedSettings:
+        return FeedSettings(self.endpoint, self.replay_endpoint, self.bind, self.topic, self.buffer_steps)
+
+    def hasher(self, random_seed: int) -> SeededBlockHasher:
+        """The engine's own block hashes; `random_seed` is taken where none is set."""
+        return SeededBlockHasher(random_seed if self.seed is None else self.seed)

@@ -1,0 +1,26 @@
+"""How long a scheduler step of a real engine would take."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Linear rates, microseconds. A step computes prefill chunks and one token of every decoding sequence together."""
+
+    prefill_us_per_token: float = 45.0
+    decode_step_us: float = 8_000.0
+    """Of a step in which anything decodes: reading the weights once."""
+    decode_us_per_sequence: float = 50.0
+    decode_us_per_kv_token: float = 0.02
+    """Reading one token's KV of a decoding sequence."""
+    swap_in_us_per_block: float = 55.0
+
+    def step_us(self, *, prefill_tokens: int, decode_sequences: int, decode_kv_tokens: int, swapped_in: int) -> float:
+        """Duration of one step."""
+        return (
+            prefill_tokens * self.prefill_us_per_token
+            + (self.decode_step_us if decode_sequences else 0.0)
+            + decode_sequences * self.decode_us_per_sequence
+            + decode_kv_tokens * self.decode_us_per_kv_token
+            + swapped_in * self.swap_in_us_per_block
+        )
