@@ -7,6 +7,7 @@ Invariants:
 - Nothing listens beyond loopback.
 - No server outlives the process that started it, even if that is killed with SIGKILL (Linux).
 - A port that kvatlas chose stays a server's own over `restart()`; so does its data.
+- Temporary data of an owner that was killed is removed by the next one.
 - Neither disk nor memory is taken without a limit.
 """
 

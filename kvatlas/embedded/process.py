@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from kvatlas.embedded import shim
+from kvatlas.embedded.directory import OwnedDirectory
 from kvatlas.embedded.port import LOOPBACK, free_port
 from kvatlas.errors import KvatlasError
 
@@ -62,7 +62,7 @@ class ServerProcess(ABC):
         self._port = port
         self._chosen_here = port == 0
         self._given_dir = data_dir
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: OwnedDirectory | None = None
         self._start_deadline_s = start_deadline_s
         self._popen: subprocess.Popen[bytes] | None = None
         self._log_offset = 0
@@ -113,8 +113,8 @@ class ServerProcess(ABC):
             self._given_dir.mkdir(parents=True, exist_ok=True)
             return self._given_dir
         if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="kvatlas-")
-        return Path(self._temporary.name)
+            self._temporary = OwnedDirectory()
+        return self._temporary.path
 
     def last_log_lines(self, count: int = _LAST_LINES) -> list[str]:
         """The newest non-empty lines that the server wrote since its last start."""
@@ -193,7 +193,7 @@ class ServerProcess(ABC):
         """Stop it, and remove its directory if that was temporary."""
         self.stop()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.remove()
             self._temporary = None
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import nats
 import pytest
+from nats.aio.client import Client
 from nats.js.api import StorageType, StreamConfig
 
 from kvatlas.embedded import EmbeddedServerError, nats_server
@@ -92,8 +93,10 @@ async def test_a_given_directory_outlives_the_server(tmp_path: Path) -> None:
 async def test_credentials_are_asked_for_and_are_in_the_url() -> None:
     async with nats_server(user="me", password="secret~1") as server:
         await publish_one(server.url, StorageType.MEMORY)
+        client = Client()
         with pytest.raises(nats.errors.Error, match="Authorization Violation"):
-            await nats.connect(f"nats://127.0.0.1:{server.port}", allow_reconnect=False)
+            await client.connect(f"nats://127.0.0.1:{server.port}", allow_reconnect=False)
+        await client.close()
 
 
 @pytest.mark.parametrize(("user", "password"), [("me", "p@ss"), ("a b", "pass")])

@@ -3,9 +3,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kvatlas.embedded.nats import NatsProcess
 from tests.embedded.process_table import is_alive
 from tests.waiting import until_sync
 
@@ -29,7 +31,7 @@ thread.join()
 for server in servers[1:]:
     server.command("PING")
 servers[2].pause()
-print(*(server.pid for server in servers), flush=True)
+print(*(server.pid for server in servers), servers[0].data_dir, flush=True)
 sys.stdin.read()
 for server in servers:
     server.close()
@@ -45,23 +47,35 @@ def owner() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def servers_of(owner: subprocess.Popen[str]) -> list[int]:
+def servers_of(owner: subprocess.Popen[str]) -> tuple[list[int], Path]:
+    """Their process ids, and the first one's directory."""
     assert owner.stdout is not None
-    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    *told, directory = owner.stdout.readline().split()
+    pids = [int(pid) for pid in told]
     assert len(pids) == 3
     assert all(is_alive(pid) for pid in pids)
-    return pids
+    return pids, Path(directory)
 
 
 def test_no_server_outlives_a_killed_owner(owner: subprocess.Popen[str]) -> None:
-    pids = servers_of(owner)
+    pids, _ = servers_of(owner)
     owner.kill()
     owner.wait()
     until_sync(lambda: not any(is_alive(pid) for pid in pids), what="every server is gone")
 
 
+def test_the_data_of_a_killed_owner_is_removed_by_the_next_one_and_no_other(owner: subprocess.Popen[str]) -> None:
+    _, directory = servers_of(owner)
+    with NatsProcess():
+        assert directory.exists()
+    owner.kill()
+    owner.wait()
+    with NatsProcess():
+        assert not directory.exists()
+
+
 def test_no_server_outlives_an_owner_that_ends_by_itself(owner: subprocess.Popen[str]) -> None:
-    pids = servers_of(owner)
+    pids, _ = servers_of(owner)
     assert owner.stdin is not None
     owner.stdin.close()
     assert owner.wait(30) == 0
@@ -69,7 +83,7 @@ def test_no_server_outlives_an_owner_that_ends_by_itself(owner: subprocess.Popen
 
 
 def test_a_terminal_interrupt_does_not_reach_the_servers(owner: subprocess.Popen[str]) -> None:
-    pids = servers_of(owner)
+    pids, _ = servers_of(owner)
     assert all(os.getsid(pid) == pid for pid in pids)
     owner.send_signal(signal.SIGINT)
     owner.wait(30)

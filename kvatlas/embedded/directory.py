@@ -1,0 +1,48 @@
+"""Temporary directories that don't pile up when their owners are killed."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "kvatlas-"
+_LOCK = "owner.lock"
+
+
+class OwnedDirectory:
+    """A directory under the system's temporary one, locked by this process for as long as it lives.
+
+    The kernel drops the lock with the process, also on SIGKILL, so whoever makes the next one removes those that nobody
+    owns any more.
+    """
+
+    def __init__(self) -> None:
+        _remove_ownerless()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # Locked before it has the name by which others look for it, so that nobody can lock it first.
+        unnamed = self.path / f"{_LOCK}.new"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / _LOCK)
+
+    def remove(self) -> None:
+        """Remove it with everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _remove_ownerless() -> None:
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # another user's, or removed in between
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(lock.parent, ignore_errors=True)
+        finally:
+            os.close(descriptor)
