@@ -1,0 +1,110 @@
+"""What `make test` installs is pinned, and says nothing about where it comes from."""
+
+import re
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import distribution, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[0-9][A-Za-z0-9.+!]*)")
+SET_UP_FILES = ["pyproject.toml", "constraints.txt", "Makefile", ".ci/run", ".gitignore", "Dockerfile"]
+# Assembled, so that this file doesn't hold them itself.
+ADDRESS_OPTIONS = [f"{kind}-{what}" for kind, what in (("index", "url"), ("find", "links"), ("trusted", "host"))]
+HEAVY = {"nats-py", "pyzmq", "httpx", "starlette", "uvicorn", "matplotlib", "typer", "rich", "anyio", "uvloop"}
+
+
+def pins() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pin = PIN.fullmatch(line)
+            assert pin, f"constraints.txt: {line!r} is not name==version"
+            name = canonicalize_name(pin["name"])
+            assert name not in found, f"constraints.txt: {name} is there twice"
+            found[name] = pin["version"]
+    return found
+
+
+def required_by(requirements: Iterable[str]) -> list[Requirement]:
+    """Requirements and all they need in turn, on this machine; our own extras are followed."""
+    waiting = [Requirement(text) for text in requirements]
+    found: dict[str, Requirement] = {}
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if str(requirement) in found:
+            continue
+        if name == "kvatlas":
+            waiting += [Requirement(text) for extra in requirement.extras for text in EXTRAS[extra]]
+            continue
+        found[str(requirement)] = requirement
+        extras = {"", *requirement.extras}
+        for text in distribution(name).requires or []:
+            needed = Requirement(text)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(needed)
+    return list(found.values())
+
+
+def names(requirements: Iterable[Requirement]) -> set[str]:
+    return {canonicalize_name(requirement.name) for requirement in requirements}
+
+
+@pytest.mark.parametrize("extra", [None, *EXTRAS])
+def test_everything_installed_is_pinned_at_a_version_that_all_allow(extra: str | None) -> None:
+    pinned = pins()
+    for requirement in required_by(PROJECT["dependencies"] if extra is None else EXTRAS[extra]):
+        name = canonicalize_name(requirement.name)
+        assert name in pinned, f"{requirement} is not in constraints.txt"
+        assert requirement.specifier.contains(Version(pinned[name]), prereleases=True), f"{requirement}: {pinned[name]}"
+
+
+def test_this_environment_has_the_pinned_versions() -> None:
+    pinned = pins()
+    differing = {
+        name: (version(name), pinned[name])
+        for name in names(required_by([*PROJECT["dependencies"], "kvatlas[dev]"]))
+        if version(name) != pinned[name]
+    }
+    assert not differing, f"installed and pinned versions differ: {differing}; run make clean"
+
+
+def test_the_plain_install_is_light() -> None:
+    assert not names(required_by(PROJECT["dependencies"])) & HEAVY
+
+
+def test_all_is_every_extra_but_those_of_developers() -> None:
+    everything = names(required_by(["kvatlas[all]"]))
+    for extra in EXTRAS.keys() - {"all", "dev"}:
+        assert names(required_by(EXTRAS[extra])) <= everything
+
+
+@pytest.mark.parametrize("file", [name for name in SET_UP_FILES if (ROOT / name).exists()])
+def test_set_up_files_name_no_address(file: str) -> None:
+    text = (ROOT / file).read_text()
+    assert not re.search(r"https?://|file:", text)
+    assert not any(option in text for option in ADDRESS_OPTIONS)
+
+
+def test_no_file_of_the_project_says_where_packages_come_from() -> None:
+    for file in ROOT.rglob("*"):
+        parts = file.relative_to(ROOT).parts
+        if any(part.startswith(".") and part != ".ci" for part in parts) or not file.is_file():
+            continue
+        if file.suffix in {".py", ".md", ".txt", ".toml", ".yml", ".yaml", ".cfg", ".ini", ".sh", ""}:
+            text = file.read_text(errors="replace")
+            assert not any(option in text for option in ADDRESS_OPTIONS), f"{file} names a package index"
+
+
+def test_ci_ends_with_the_tests() -> None:
+    script = ROOT / ".ci/run"
+    assert script.stat().st_mode & 0o111
+    assert script.read_text().splitlines()[-1].endswith("test")
