@@ -173,28 +173,6 @@ class PublishSettings(Settings):
     transfer_groups: CommaList = Field(default=(), description="Groups whose caches it can read, by commas.")
 
 
-class SimulatedEngineSettings(Settings):
-    """One simulated engine. It speaks an engine's protocols alone; the addresses of servers are taken, and not used."""
-
-    model_id: Name = Field(default="demo", description="Model that it says it serves.")
-    host: Name = Field(default="127.0.0.1", description="Address of its HTTP server.")
-    port: Port = Field(default=8000, description="Port of its HTTP server; 0: any free one.")
-    events_endpoint: ZmqEndpoint = Field(default="tcp://127.0.0.1:5557", description="Socket its KV events come from.")
-    replay_endpoint: ZmqEndpoint | None = Field(
-        default=None, description="Socket that repeats KV events; default: none."
-    )
-    topic: str = Field(default="", description="Topic of the event socket.")
-    block_size: Positive = Field(default=16, description="Tokens a block.")
-    blocks: Positive = Field(default=2048, description="Blocks of KV cache.")
-    cpu_blocks: Count = Field(default=0, description="Blocks of its CPU tier; 0: none.")
-    eviction: Literal["lru", "fifo", "frequency"] = Field(default="lru", description="Which cached block goes first.")
-    step_tokens: Positive = Field(default=2048, description="Tokens it computes in one step, at most.")
-    running: Positive = Field(default=64, description="Requests it runs at once, at most.")
-    waiting: Count = Field(default=256, description="Requests that may wait; more are answered 503.")
-    speedup: Annotated[float, Field(gt=0)] = Field(default=1.0, description="How many times faster than real time.")
-    seed: int | None = Field(default=None, description="Seed of its block hashes; default: a random one.")
-
-
 class PromptSettings(Settings):
     """A question about one prompt."""
 

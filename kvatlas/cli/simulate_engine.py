@@ -1,13 +1,17 @@
 """`kvatlas simulate-engine`: an engine without a model, that speaks vLLM's protocols."""
 
 from kvatlas.cli.flags import with_settings
-from kvatlas.cli.running import run_service
-from kvatlas.settings import SimulatedEngineSettings
+from kvatlas.cli.running import run_service, tell
+from simulator.service import EngineAddresses, run_engine
+from simulator.settings import EngineSettings
 
 
-@with_settings(SimulatedEngineSettings)
-def simulate_engine(settings: SimulatedEngineSettings) -> None:
+@with_settings(EngineSettings)
+def simulate_engine(settings: EngineSettings) -> None:
     """Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, and no model."""
-    from simulator.service import run_engine  # needs the extra
+    run_service("engine", settings, run_engine(settings, ready=_ready))
 
-    run_service("engine", settings, run_engine(settings))
+
+def _ready(addresses: EngineAddresses) -> None:
+    replay = f", replay on {addresses.replay_endpoint}" if addresses.replay_endpoint else ""
+    tell(f"engine at {addresses.base_url}; events on {addresses.endpoint}{replay}")

@@ -8,12 +8,13 @@ from urllib.parse import urlsplit
 import pytest
 import typer.main
 
-from kvatlas.cli.app import app
+from kvatlas.cli.app import application
 from kvatlas.settings import ENV_PREFIX, IndexerSettings, ProcessSettings, PublishSettings
 from tests.deployment.manifests import MANIFESTS, ROOT, Deployed, compose, deployed, documents
 
 DEPLOYED = deployed()
-GROUP: Any = typer.main.get_command(app)
+APP = application()
+GROUP: Any = typer.main.get_command(APP)
 
 
 def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettings:
@@ -23,7 +24,7 @@ def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettin
     for name, value in one.variables.items():
         monkeypatch.setenv(name, value)
     callback: Callable[..., None] = next(
-        registered.callback for registered in app.registered_commands if registered.name == one.words[0]
+        registered.callback for registered in APP.registered_commands if registered.name == one.words[0]
     )  # type: ignore[assignment]
     settings_class: type[ProcessSettings] = callback.settings_class  # type: ignore[attr-defined]
     flags = {name: value for name, value in context.params.items() if name in settings_class.model_fields}
@@ -88,9 +89,9 @@ def test_a_simulated_engine_speaks_where_its_sidecar_listens(monkeypatch: pytest
         engine = by_name[f"compose engine-{number}"].words
         sidecar = settings_of(by_name[f"compose sidecar-{number}"], monkeypatch)
         assert isinstance(sidecar, PublishSettings)
-        assert f"--events-endpoint={sidecar.endpoint}" in engine
+        assert f"--endpoint={sidecar.endpoint}" in engine
         assert f"--replay-endpoint={sidecar.replay_endpoint}" in engine
-        assert f"--model-id={sidecar.model_id}" in engine
+        assert f"--model={sidecar.model_id}" in engine
         assert sidecar.engine_url is not None and f"--port={urlsplit(sidecar.engine_url).port}" in engine
         assert compose()["services"][f"sidecar-{number}"]["network_mode"] == f"service:engine-{number}"
         assert sidecar.advertise_url == f"http://engine-{number}:8000"
