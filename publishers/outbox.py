@@ -59,6 +59,8 @@ class Outbox:
         self.overflowed = False
         """Something did not fit: nothing more is taken until the next `begin`."""
         self.round = 0
+        self.misplaced = False
+        """The first message kept was stored, but not behind the one before it: only going back helps."""
         self._granularity = granularity
         self._kept: deque[_Kept] = deque()
         self._base = 0
@@ -118,7 +120,7 @@ class Outbox:
         self._kept.clear()
         self._early.clear()
         self.incarnation = incarnation
-        self.overflowed = False
+        self.overflowed = self.misplaced = False
         self.round += 1
         self._base = self._sent = self._sent_bytes = self._position = 0
         self._counted_messages = self._counted_bytes = 0
@@ -186,6 +188,7 @@ class Outbox:
             self._early[seq] = max(position, self._early.get(seq, 0))
             return 0
         released = 0
+        self.misplaced = position <= self._position
         while position > self._position:
             self._position = position
             self._release()
@@ -199,6 +202,7 @@ class Outbox:
         """A send failed or its acknowledgement is overdue: everything unreleased is to be sent again; how many were."""
         again = self._sent
         self.round += 1
+        self.misplaced = False
         self._sent = self._sent_bytes = self._position = 0
         self._early.clear()
         return again

@@ -158,6 +158,9 @@ class Sender:
                 self._in_trouble(None)
             self._on_progress()
             self._waking.wake()
+        elif self._outbox.misplaced:  # the stream was made anew, or a leader lost its last writes
+            self._go_back()
+            self._waking.wake()
 
     def _refused(self, refused: Refused) -> None:
         counter = _COUNTER[refused.refusal]

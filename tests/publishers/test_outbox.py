@@ -177,7 +177,9 @@ def test_acks_count_again_after_the_stream_was_made_anew() -> None:
     outbox.put([stored(1)], USES, 0)
     outbox.take()
     assert outbox.acked(outbox.round, 1, 1) == 0
+    assert outbox.misplaced
     outbox.go_back()
+    assert not outbox.misplaced
     outbox.take()
     assert outbox.acked(outbox.round, 1, 2) == 1
 
