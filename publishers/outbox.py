@@ -188,14 +188,14 @@ class Outbox:
             self._early[seq] = max(position, self._early.get(seq, 0))
             return 0
         released = 0
-        self.misplaced = position <= self._position
         while position > self._position:
             self._position = position
             self._release()
             released += 1
             if not self._early:
-                break
+                return released
             position = self._early.pop(self._base, 0)
+        self.misplaced = position > 0
         return released
 
     def go_back(self) -> int:

@@ -149,7 +149,8 @@ class Sender:
         if not isinstance(answer, int):
             if int(round_) == self._outbox.round:
                 self._refused(answer)
-        elif released := self._outbox.acked(int(round_), int(seq), answer):
+            return
+        if released := self._outbox.acked(int(round_), int(seq), answer):
             self._counters.acks += released
             self._progress_s = monotonic()
             self._ack_timeout_s = self._first_ack_timeout_s
@@ -158,7 +159,7 @@ class Sender:
                 self._in_trouble(None)
             self._on_progress()
             self._waking.wake()
-        elif self._outbox.misplaced:  # the stream was made anew, or a leader lost its last writes
+        if self._outbox.misplaced:  # the stream was made anew, or a new leader of it took them in another order
             self._go_back()
             self._waking.wake()
 
