@@ -65,7 +65,9 @@ async def measure(store: Store, shards: int) -> list[Result]:
                     results.append(Result("depth by worker from that answer, p50", quantile(depths, 0.5) * 1e3, "ms"))
                 if shards == 1 and key in IN_PROCESS_US:
                     await _hold(memory, chain, holders, different)
-                    inside = sorted(_elapsed(lambda chain=chain: memory.overlap_now(SCOPE, chain)) for _ in range(CALLS))  # type: ignore[misc]
+                    inside = sorted(
+                        _elapsed(lambda chain=chain: memory.overlap_now(SCOPE, chain)) for _ in range(CALLS)
+                    )  # type: ignore[misc]
                     budget_us = IN_PROCESS_US[key]
                     results.append(Result(f"{name}, in process, p50", quantile(inside, 0.5) * 1e6, "us", budget_us))
     cold = chain_of(seed + 1, 8_192)

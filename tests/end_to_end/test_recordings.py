@@ -86,9 +86,7 @@ async def test_every_recording_ends_in_what_its_engine_could_use(
             engine = await stack.enter_async_context(FakeEngine())
             words = ["--engine", kind.value, "--endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint]
             words += ["--worker-id", worker_of(name), "--model-id", MODEL]
-            await stack.enter_async_context(
-                service("publish", *servers, *words, ready="is published", cwd=tmp_path)
-            )
+            await stack.enter_async_context(service("publish", *servers, *words, ready="is published", cwd=tmp_path))
             await engine.subscribed()
             await engine.send(*payloads)
             expected[name] = expected_lines(kind, head, payloads)

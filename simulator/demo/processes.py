@@ -1,0 +1,135 @@
+"""The demo's fleet: every part as its own process, as in production, all of them gone with the demo."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import httpx
+from anyio.abc import Process
+
+from kvatlas.embedded import nats_server, shim, valkey_server
+from kvatlas.embedded.port import LOOPBACK, free_port
+from kvatlas.errors import KvatlasError
+
+START_S = 40.0
+STOP_S = 5.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """`engine_flags` go to every simulated engine as they are."""
+
+    model: str
+    engines: int
+    indexers: int
+    engine_flags: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningFleet:
+    """Where everything is: engines by worker id, the indexers' status pages."""
+
+    nats_url: str
+    redis_url: str
+    engines: dict[str, str]
+    status_urls: Sequence[str]
+
+
+@asynccontextmanager
+async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[RunningFleet]:
+    """Embedded NATS and Valkey, indexers, engines, and a sidecar for each engine, all answering.
+
+    Raises KvatlasError, with the last line that it said, for a part that does not come up.
+    """
+    async with AsyncExitStack() as stack:
+        nats = await stack.enter_async_context(nats_server())
+        valkey = await stack.enter_async_context(valkey_server())
+        servers = ["--nats-url", nats.url, "--redis-url", valkey.url, "--log-level", "warning"]
+        parts: list[_Part] = []
+        status_urls, engines = [], {}
+        for i in range(settings.indexers):
+            port = free_port()
+            status_urls.append(f"http://{LOOPBACK}:{port}")
+            words = ["indexer", *servers, "--member-id", f"indexer-{i}", "--status-port", str(port)]
+            parts.append(_Part(f"indexer-{i}", words, f"{status_urls[-1]}/readyz", folder))
+        for i in range(settings.engines):
+            worker_id = f"engine-{i}"
+            http, events, replay = free_port(), free_port(), free_port()
+            engines[worker_id] = f"http://{LOOPBACK}:{http}"
+            sockets = [f"tcp://{LOOPBACK}:{events}", f"tcp://{LOOPBACK}:{replay}"]
+            words = ["simulate-engine", "--model", settings.model, "--port", str(http), *settings.engine_flags]
+            words += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1]]
+            parts.append(_Part(worker_id, words, f"{engines[worker_id]}/health", folder))
+            words = ["publish", *servers, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
+            words += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
+            parts.append(_Part(f"{worker_id}-sidecar", words, None, folder))
+        for part in parts:
+            await stack.enter_async_context(part.running())
+        async with httpx.AsyncClient() as client:
+            for part in parts:
+                await part.answers(client)
+        yield RunningFleet(nats.url, valkey.url, engines, status_urls)
+
+
+class _Part:
+    """One child process of the command line; what it says goes to a file."""
+
+    def __init__(self, name: str, words: Sequence[str], probe_url: str | None, folder: Path) -> None:
+        self._name = name
+        self._words = words
+        self._probe_url = probe_url
+        self._log = folder / f"{name}.log"
+        self._process: Process | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        command = [sys.executable, "-m", "kvatlas.cli.main", *self._words]
+        # the shim ends the child with this process, also where that is killed
+        shimmed = [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), *command]
+        with self._log.open("wb") as log:
+            # its own session: a Ctrl-C reaches the demo alone, which then stops every part in order
+            self._process = await anyio.open_process(
+                shimmed, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._stop(self._process)
+
+    async def answers(self, client: httpx.AsyncClient) -> None:
+        """Wait until it is there. Raises KvatlasError."""
+        assert self._process is not None
+        with anyio.move_on_after(START_S):
+            while True:
+                if self._process.returncode is not None:
+                    raise KvatlasError(f"{self._name} ended by itself: {self._last_line()}")
+                if self._probe_url is None:
+                    return
+                try:
+                    if (await client.get(self._probe_url, timeout=2)).is_success:
+                        return
+                except httpx.TransportError:
+                    pass  # not listening yet
+                await anyio.sleep(_POLL_S)
+        raise KvatlasError(f"{self._name} did not answer in {START_S:g} s: {self._last_line()}")
+
+    async def _stop(self, process: Process) -> None:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        with anyio.move_on_after(STOP_S):
+            await process.wait()
+            return
+        process.kill()
+        await process.wait()
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"

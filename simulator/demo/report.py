@@ -1,0 +1,101 @@
+"""What the demo shows at its end: a table, and one picture of the same figures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from rich.table import Table
+
+from simulator.demo.driving import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One policy's run. `lag_*_ms` are upper bounds of histogram buckets; None where no message was applied."""
+
+    name: str
+    outcomes: Sequence[Outcome]
+    seconds: float
+    blocks_indexed: int
+    lag_p50_ms: float | None
+    lag_p99_ms: float | None
+
+    @property
+    def hit_rate(self) -> float:
+        """Prompt tokens that the engines found cached, as a fraction."""
+        return sum(o.cached_tokens for o in self.outcomes) / max(1, sum(o.prompt_tokens for o in self.outcomes))
+
+    @property
+    def mean_ttft_ms(self) -> float:
+        return fmean(o.ttft_ms for o in self.outcomes)
+
+    @property
+    def p99_ttft_ms(self) -> float:
+        return self.ttfts[min(len(self.ttfts) - 1, int(0.99 * len(self.ttfts)))]
+
+    @property
+    def ttfts(self) -> list[float]:
+        return sorted(o.ttft_ms for o in self.outcomes)
+
+    @property
+    def exact(self) -> float:
+        """Requests whose prediction was the engine's own figure, as a fraction."""
+        return sum(o.predicted_tokens == o.cached_tokens for o in self.outcomes) / len(self.outcomes)
+
+
+def table(phases: Sequence[Phase]) -> Table:
+    shown = Table("", *(phase.name for phase in phases), title="one workload, equal cold caches")
+    rows = {
+        "requests": [f"{len(p.outcomes):,} in {p.seconds:.0f} s" for p in phases],
+        "hit rate of prompt tokens": [f"{p.hit_rate:.1%}" for p in phases],
+        "TTFT, mean": [f"{p.mean_ttft_ms:,.0f} ms" for p in phases],
+        "TTFT, p99": [f"{p.p99_ttft_ms:,.0f} ms" for p in phases],
+        "cached tokens, predicted": [f"{sum(o.predicted_tokens for o in p.outcomes):,}" for p in phases],
+        "cached tokens, real": [f"{sum(o.cached_tokens for o in p.outcomes):,}" for p in phases],
+        "requests predicted exactly": [f"{p.exact:.1%}" for p in phases],
+        "blocks in the index at the end": [f"{p.blocks_indexed:,}" for p in phases],
+        "event lag, p50 / p99": [f"{_bound(p.lag_p50_ms)} / {_bound(p.lag_p99_ms)}" for p in phases],
+        "engines refused (503)": [f"{sum(o.refused for o in p.outcomes):,}" for p in phases],
+    }
+    for name, cells in rows.items():
+        shown.add_row(name, *cells)
+    return shown
+
+
+def _bound(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"<= {milliseconds:g} ms"
+
+
+def picture(phases: Sequence[Phase], path: Path) -> None:
+    """Hit rate over the requests, the distribution of TTFT, and predicted against real cached tokens."""
+    import matplotlib as mpl  # here: importing it takes a second
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    colours = ["#8a8f98", "#1f77b4"]
+    figure, (hits, waits, exact) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    for phase, colour in zip(phases, colours, strict=False):
+        cached = prompt = 0
+        rates = []
+        for outcome in phase.outcomes:
+            cached, prompt = cached + outcome.cached_tokens, prompt + outcome.prompt_tokens
+            rates.append(100 * cached / prompt)
+        hits.plot(rates, color=colour, label=f"{phase.name}: {phase.hit_rate:.1%}")
+        ttfts = phase.ttfts
+        shares = [100 * (i + 1) / len(ttfts) for i in range(len(ttfts))]
+        waits.plot(ttfts, shares, color=colour, label=f"{phase.name}: mean {phase.mean_ttft_ms:,.0f} ms")
+    last = phases[-1]
+    exact.scatter(
+        [o.predicted_tokens for o in last.outcomes], [o.cached_tokens for o in last.outcomes], s=9, color=colours[1]
+    )
+    most = max((max(o.predicted_tokens, o.cached_tokens) for o in last.outcomes), default=1)
+    exact.plot([0, most], [0, most], color="#c0c4cc", linewidth=1, zorder=0)
+    hits.set(title="prompt tokens found cached so far", xlabel="request", ylabel="%", ylim=(0, 100))
+    waits.set(title="time to first token", xlabel="ms", ylabel="% of requests", ylim=(0, 101), xscale="log")
+    exact.set(title=f"{last.name}: {last.exact:.1%} predicted exactly", xlabel="predicted tokens", ylabel="real tokens")
+    hits.legend(loc="lower right")
+    waits.legend(loc="lower right")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
