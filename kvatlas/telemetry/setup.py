@@ -5,10 +5,12 @@ On: an exporter is named (OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER; not `none
 headers, resource attributes and so on are read by the SDK itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from os import environ as process_environ
+from threading import Thread
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
 from opentelemetry import metrics, trace
@@ -19,6 +21,8 @@ from kvatlas.version import own_version
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
+
+SHUTDOWN_S = 2.0
 
 Signal = Literal["traces", "metrics"]
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -37,12 +41,19 @@ class Telemetry:
     def enabled(self) -> bool:
         return self.tracer_provider is not None or self.meter_provider is not None
 
-    def shutdown(self) -> None:
-        """Export what is left and stop the exporters' threads. Blocks for up to the exporters' timeout."""
+    def shutdown(self, deadline_s: float = SHUTDOWN_S) -> None:
+        """Export what is left. What a collector has not taken by the deadline is lost: it must not hold up an exit."""
+        ends: list[Callable[[], None]] = []
         if self.tracer_provider is not None:
-            self.tracer_provider.shutdown()
+            ends.append(self.tracer_provider.shutdown)
         if self.meter_provider is not None:
-            self.meter_provider.shutdown()
+            ends.append(self.meter_provider.shutdown)
+        threads = [Thread(target=end, daemon=True) for end in ends]
+        for thread in threads:
+            thread.start()
+        latest = monotonic() + deadline_s
+        for thread in threads:
+            thread.join(max(0.0, latest - monotonic()))
 
 
 def telemetry_wanted(environ: Mapping[str, str] | None = None) -> dict[Signal, list[str]]:
@@ -87,7 +98,7 @@ def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) ->
     resource = Resource.create(attributes)
     telemetry = Telemetry()
     if "traces" in exporters:
-        telemetry.tracer_provider = TracerProvider(resource=resource)
+        telemetry.tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         for exporter in exporters["traces"]:
             telemetry.tracer_provider.add_span_processor(BatchSpanProcessor(exporter))
         trace.set_tracer_provider(telemetry.tracer_provider)
@@ -96,7 +107,7 @@ def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) ->
             exporter if isinstance(exporter, MetricReader) else PeriodicExportingMetricReader(exporter)
             for exporter in exporters["metrics"]
         ]
-        telemetry.meter_provider = MeterProvider(metric_readers=readers, resource=resource)
+        telemetry.meter_provider = MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
         metrics.set_meter_provider(telemetry.meter_provider)
     return telemetry
 

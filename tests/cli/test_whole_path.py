@@ -73,7 +73,7 @@ def check_questions(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -
         if done.code != 0:
             return False
         answer = json.loads(done.out)
-        return answer["url"] == engine_url and answer["candidates"][0]["overlap_blocks"] == blocks
+        return bool(answer["url"] == engine_url and answer["candidates"][0]["overlap_blocks"] == blocks)
 
     until_sync(routed, deadline_s=30, what="the worker picked for its blocks")
     (overlap,) = json.loads(cli("overlap", *words, stdin=json.dumps(PROMPT)).out)["workers"]
