@@ -54,7 +54,7 @@ def decode(
     skipped: list[str] = []
     for raw in raw_events:
         try:
-            if isinstance(raw, dict):
+            if type(raw) is dict:
                 tag, named = raw.get("type"), raw
             elif isinstance(raw, list) and raw:
                 tag = raw[0]
@@ -72,6 +72,8 @@ def decode(
 def hashes_of(tag: str, fields: Fields) -> list[EngineHash]:
     """The event's `block_hashes`, as the engine wrote them. Raises EngineEventError."""
     hashes = fields.get("block_hashes")
+    if type(hashes) is list and len(hashes) == 1 and type(hashes[0]) is int:
+        return hashes  # vLLM removes block by block
     if not isinstance(hashes, list) or (hashes and set(map(type, hashes)) not in _HASH_TYPES):
         raise EngineEventError(f"{tag} with block_hashes {hashes!r:.60}; expected an array of integers or bytes")
     return hashes

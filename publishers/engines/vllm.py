@@ -82,7 +82,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
 
 def _tier(tag: str, fields: wire.Fields) -> Tier:
     medium = fields.get("medium")
-    tier = Tier.HBM if medium is None else parse_tier(medium)
+    tier = Tier.HBM if medium is None or medium == "GPU" else parse_tier(medium)
     locality = fields.get("locality")
     if locality is None or locality == "LOCAL":
         return tier
