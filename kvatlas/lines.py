@@ -31,9 +31,9 @@ class Lines:
         try:
             return await self._once(packed)
         except RedisConnectionError:
+            await self._drop_idle()  # they were closed with this one
             if not (again and reused):
                 raise
-        await self._drop_idle()  # they were closed with the first one
         return await self._once(packed)
 
     async def _once(self, packed: list[bytes]) -> list[Any]:

@@ -135,6 +135,8 @@ class RedisIndex:
         return await self._sweeps[shard].run(self._store.client, self._fcall, budget_blocks)
 
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
+        if expected is None and self._writer:
+            await self._make_again()
         k = self._keys[shard_of(partition, self.shards)]
         args = [partition, _position_out(expected) if expected is not None else "", _position_out(new)]
         return _position_in(await self._fcall("kvatlas_set_position", [k.partitions, k.workers], args))
@@ -255,6 +257,14 @@ class RedisIndex:
                     if self._scopes[scope_id] != scope:
                         known = self._scopes.pop(scope_id)
                         raise InvalidValue(f"scope {scope} has the id {scope_id.hex()} of scope {known}")
+
+    async def _make_again(self) -> None:
+        """A partition has no position: the store is new, or it lost everything, also what this writer wrote once."""
+        self._scopes.clear()
+        try:
+            await make_layout(self._store, self.partitions, self.shards)
+        except UNREACHABLE as error:
+            raise Unreachable(f"{self._store.name}: {reason(error)}") from error
 
     async def _scope(self, scope_id: bytes) -> Scope:
         if scope_id not in self._scopes:
