@@ -14,9 +14,10 @@ from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
 from indexer.feed import PartitionFeed, Taken
-from kvatlas.errors import KvatlasError
-from kvatlas.index.protocol import Applied, PartitionBatch, ResidencyIndex
+from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, ResidencyIndex
 from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent
+from kvatlas.wire import RawMessage
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
@@ -37,12 +38,15 @@ class Applier:
         counters: IndexerCounters,
         *,
         on_applied: Callable[[Applied, str | None], None] | None = None,
+        on_refused: Callable[[int, RawMessage, InvalidValue], None] | None = None,
     ) -> None:
-        """`on_applied` gets each call's outcome, and its span's W3C traceparent where one is recorded."""
+        """`on_applied` gets each call's outcome, and its span's W3C traceparent where one is recorded; `on_refused` a
+        partition and its message that the index refuses for ever."""
         self.shard = shard
         self._index = index
         self._counters = counters
         self._on_applied = on_applied
+        self._on_refused = on_refused
         self._feeds: list[PartitionFeed] = []
         self._turn = 0
         self._links = LinkCollector()
@@ -96,10 +100,11 @@ class Applier:
                 self._links.add(headers)
         messages = sum(len(one.batch.messages) for one in taken)
         with apply_span(self._links.take(), shard=self.shard, partitions=len(taken), messages=messages):
-            applied = await self._call([one.batch for one in taken])
+            outcomes = await self._call([one.batch for one in taken])
             traceparent = current_traceparent()
-        self._count(applied)
-        moved = set(applied.moved)
+        for applied in outcomes:
+            self._count(applied)
+        moved = {partition for applied in outcomes for partition in applied.moved}
         now_us = time_ns() // 1_000
         for one in taken:
             if one.batch.partition in moved:
@@ -111,13 +116,39 @@ class Applier:
                 oldest_us = one.batch.messages[0][4]
                 self._counters.event_lag.add((now_us - oldest_us) / 1_000, len(one.batch.messages))
         if self._on_applied is not None:
-            self._on_applied(applied, traceparent)
+            for applied in outcomes:
+                self._on_applied(applied, traceparent)
 
-    async def _call(self, batches: Sequence[PartitionBatch]) -> Applied:
+    async def _call(self, batches: Sequence[PartitionBatch]) -> list[Applied]:
+        try:
+            return [await self._until_answered(batches)]
+        except InvalidValue as error:
+            log.warning("shard %d: a message is refused: %s", self.shard, error)
+            return [applied for batch in batches for applied in await self._one_by_one(batch)]
+
+    async def _one_by_one(self, batch: PartitionBatch) -> list[Applied]:
+        """Applies what can be applied of a batch, so that one message which the index refuses does not stop the rest."""
+        assert batch.position is not None and batch.after_seq is not None
+        before = Position(batch.position.creation_us, batch.after_seq)
+        outcomes = []
+        for message in batch.messages:
+            try:
+                alone = PartitionBatch(batch.partition, [message], before, batch.after_seq)
+                outcomes.append(await self._until_answered([alone]))
+            except InvalidValue as error:
+                if self._on_refused is not None:
+                    self._on_refused(batch.partition, message, error)
+        passed = PartitionBatch(batch.partition, [], batch.position, batch.after_seq)
+        return [*outcomes, await self._until_answered([passed])]
+
+    async def _until_answered(self, batches: Sequence[PartitionBatch]) -> Applied:
+        """Raises InvalidValue where the index refuses a message; nothing is applied then."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 return await self._index.apply(self.shard, batches)
+            except InvalidValue:
+                raise
             except (KvatlasError, RedisError) as error:
                 self._counters.store_errors += 1
                 log.warning("shard %d is applied again in %g s: %s", self.shard, pause_s, error)

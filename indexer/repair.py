@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
-from indexer.doubt import DoubtJudge, SnapshotWish
+from indexer.doubt import Doubt, DoubtJudge, SnapshotWish
 from indexer.grants import GrantBudget
 from kvatlas.control import ControlOp, ControlReply, ControlRequest, GrantRequest
 from kvatlas.errors import InvalidValue, KvatlasError
@@ -37,9 +37,11 @@ class Repair:
         counters: IndexerCounters,
         owned: Callable[[], Collection[int]],
         at_end: Callable[[str], bool],
+        start_over: Callable[[int, str], None],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`owned`: the partitions this replica reads; `at_end`: is a worker's partition read up to its end?"""
+        """`owned`: the partitions this replica reads; `at_end`: is a worker's partition read up to its end?
+        `start_over`: read this partition anew, and why."""
         self._client = client
         self._index = index
         self._doubt = doubt
@@ -47,6 +49,7 @@ class Repair:
         self._counters = counters
         self._owned = owned
         self._at_end = at_end
+        self._start_over = start_over
         self._clock = clock
         self._inbox = client.new_inbox()
 
@@ -85,8 +88,18 @@ class Repair:
                 records[record.worker_id] = record
         for record in records.values():
             self._heed(record)
-        for wish in self._doubt.judge(records, self._at_end, self._clock()):
+        wishes = self._doubt.judge(records, self._at_end, self._clock())
+        await self._look_for_lost_positions()
+        for wish in wishes:
             await self._ask(wish)
+
+    async def _look_for_lost_positions(self) -> None:
+        """A store that lost everything knows no worker and no position. Readers of quiet partitions would see that only
+        at the next message, which would be lost: so it is looked for before a snapshot is asked."""
+        unknown = [worker_id for worker_id, doubt in self._doubt.open.items() if doubt is Doubt.UNKNOWN]
+        for partition in {partition_of(worker_id, self._index.partitions) for worker_id in unknown}:
+            if await self._index.position(partition) is None:
+                self._start_over(partition, "the store has no position of it")
 
     def _heed(self, record: WorkerRecord) -> None:
         if record.answering and not record.loading:

@@ -8,9 +8,11 @@ from secrets import token_hex
 from time import time_ns
 
 import anyio
+import msgpack
 from anyio.abc import TaskGroup
 from nats.aio.client import Client
 
+from indexer.admission import Poison, Refused
 from indexer.applier import Applier
 from indexer.counters import IndexerCounters
 from indexer.dead_letters import DeadLetters
@@ -23,11 +25,14 @@ from indexer.partition import PartitionReader
 from indexer.repair import Repair
 from indexer.sweeper import Sweeper
 from kvatlas.bus import StreamSettings, ensure_stream
+from kvatlas.errors import InvalidValue
 from kvatlas.fleet import Liveness
 from kvatlas.fleet_store import FleetStore
 from kvatlas.identity import partition_of, shard_of
 from kvatlas.index.protocol import Applied, ResidencyIndex
 from kvatlas.settings import IndexerSettings
+from kvatlas.subjects import events_subject
+from kvatlas.wire import RawMessage
 
 WORKERS_REMEMBERED = 100_000
 
@@ -73,7 +78,8 @@ class Replica:
             client, self.counters, replicas=settings.stream_replicas, storage=settings.stream_storage
         )
         self._appliers = [
-            Applier(shard, index, self.counters, on_applied=self._on_applied) for shard in range(index.shards)
+            Applier(shard, index, self.counters, on_applied=self._on_applied, on_refused=self._on_refused)
+            for shard in range(index.shards)
         ]
         self._heartbeats = Heartbeats(
             client=client,
@@ -93,6 +99,7 @@ class Replica:
             counters=self.counters,
             owned=self._owned,
             at_end=self._at_end,
+            start_over=self._start_over,
         )
         self._sweeper = Sweeper(index, self.counters, self._owned)
         self.membership = Membership(
@@ -202,6 +209,11 @@ class Replica:
         running = self._running.get(self._partition(worker_id))
         return running is not None and running.reader.at_end
 
+    def _start_over(self, partition: int, why: str) -> None:
+        running = self._running.get(partition)
+        if running is not None and running.reader.feed is not None:
+            running.reader.feed.fail(why)
+
     def _partition(self, worker_id: str) -> int:
         partition = self._partition_of.get(worker_id)
         if partition is None:
@@ -215,6 +227,10 @@ class Replica:
         if traceparent is not None:
             for record in applied.records:
                 self._heartbeats.traces[record.worker_id] = traceparent
+
+    def _on_refused(self, partition: int, message: RawMessage, error: InvalidValue) -> None:
+        subject = events_subject(message[1], self._index.partitions)
+        self._dead_letters.put(partition, subject, msgpack.packb(message), Refused(Poison.SCOPE, str(error)))
 
     def _on_gone(self, worker_id: str) -> None:
         self._doubt.forget([worker_id])

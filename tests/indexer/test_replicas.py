@@ -23,7 +23,7 @@ from kvatlas.fleet import Liveness
 from kvatlas.fleet_store import FleetStore
 from kvatlas.identity import partition_of
 from kvatlas.index.redis import RedisIndex, open_redis_index
-from kvatlas.store import Store
+from kvatlas.store import Store, open_store
 from kvatlas.subjects import control_subject, grant_subject
 from tests.indexer.bus_teller import PARTITIONS, BusTeller, all_held, all_told, holds_what_was_told
 from tests.waiting import until
@@ -83,6 +83,16 @@ def servers(nats: EmbeddedServer, valkey: EmbeddedServer, fleet: FleetStore) -> 
 async def index(store: Store) -> RedisIndex:
     """The index as a router sees it."""
     return await open_redis_index(store, partitions=PARTITIONS, shards=1, writer=True)
+
+
+@asynccontextmanager
+async def router(url: str) -> AsyncIterator[RedisIndex]:
+    """The index as a process sees it that starts now and only reads."""
+    store = await open_store(url, wait=False)
+    try:
+        yield await open_redis_index(store, writer=False)
+    finally:
+        await store.close()
 
 
 def reads(replica: Replica) -> list[int]:
@@ -246,6 +256,40 @@ async def test_a_gap_is_repaired_by_a_snapshot(servers: Servers, client: Client,
         assert await all_held(index, worker) == all_told(worker)
         assert a.counters.gaps == 1
         assert a.counters.snapshots_asked >= 1
+
+
+async def test_a_store_that_lost_everything_is_filled_again(
+    servers: Servers, client: Client, index: RedisIndex
+) -> None:
+    workers = [BusTeller(client, f"w{i}") for i in range(4)]
+
+    async def on_request(msg: Msg) -> None:
+        worker = next(worker for worker in workers if control_subject(worker.worker_id) == msg.subject)
+        request = ControlRequest.unpack(msg.data)
+        if request.above >= worker.incarnation:
+            await worker.start(incarnation=request.above + 1)
+
+    await client.subscribe("kvatlas.control.*", cb=on_request)
+    async with servers.replica("a") as a:
+        await until(lambda: reads_to_the_end(a), deadline_s=10, what="every partition is read")
+        await start_all(workers)
+        await until(lambda: holds_what_was_told(index, *workers), what="all is applied")
+        await servers.valkey.kill()
+        await servers.valkey.start()
+        await workers[0].store_more()  # the others stay quiet
+
+        async def filled() -> bool:
+            for worker in workers:
+                await worker.beat()
+            try:
+                return await holds_what_was_told(index, *workers)
+            except Unreachable:
+                return False
+
+        await until(filled, deadline_s=30, what="every worker's snapshot is applied")
+        async with router(servers.valkey.url) as opened_later:
+            assert await all_held(opened_later, *workers) == all_told(*workers)
+        assert all(worker.incarnation == 2 for worker in workers)
 
 
 async def test_the_owner_grants_large_snapshots_up_to_its_limit(servers: Servers, client: Client) -> None:
