@@ -17,9 +17,10 @@ help: ## this list
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "kvatlas needs Python 3.11 or later with venv and pip; none found" >&2; exit 1; }
-	rm -rf .venv
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@rm -rf .venv
+	@$(PYTHON) -m venv .venv
+	@echo "Installing pinned versions into .venv: a minute or two"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 test: $(READY) ## all tests, on real servers

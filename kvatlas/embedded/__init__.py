@@ -11,6 +11,7 @@ Invariants:
 - Neither disk nor memory is taken without a limit.
 """
 
+from kvatlas.embedded.owned import owned_command, spawn_owned
 from kvatlas.embedded.process import EmbeddedServerError, ServerProcess
 from kvatlas.embedded.server import EmbeddedCluster, EmbeddedServer, nats_server, valkey_cluster, valkey_server
 
@@ -20,6 +21,8 @@ __all__ = [
     "EmbeddedServerError",
     "ServerProcess",
     "nats_server",
+    "owned_command",
+    "spawn_owned",
     "valkey_cluster",
     "valkey_server",
 ]

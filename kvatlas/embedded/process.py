@@ -3,17 +3,14 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Self
 
-from kvatlas.embedded import shim
 from kvatlas.embedded.directory import OwnedDirectory
+from kvatlas.embedded.owned import spawn_owned
 from kvatlas.embedded.port import LOOPBACK, free_port
 from kvatlas.errors import KvatlasError
 
@@ -33,16 +30,6 @@ class PortTakenError(EmbeddedServerError):
 
 def _nothing() -> None:
     """What a start does while it waits, if nobody asks for more."""
-
-
-@cache
-def _spawner(process_id: int) -> ThreadPoolExecutor:
-    """The thread that starts every server of this process.
-
-    The kernel's parent-death signal is sent when the *thread* that forked ends, so that must be one that lives as long as
-    the process. Keyed by process id, because after a fork the child has no such thread.
-    """
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"embedded-servers-{process_id}")
 
 
 class ServerProcess(ABC):
@@ -213,19 +200,7 @@ class ServerProcess(ABC):
         self._paused = False
         with log.open("ab") as output:
             self._log_offset = output.tell()
-            self._popen = (
-                _spawner(os.getpid())
-                .submit(
-                    subprocess.Popen,
-                    [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), *command],
-                    cwd=self.data_dir,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C in a terminal is for its owner, who stops it in order
-                )
-                .result()
-            )
+            self._popen = spawn_owned(command, cwd=self.data_dir, stdout=output, stderr=subprocess.STDOUT)
         try:
             self._wait_until_ready(self._popen, while_waiting)
         except BaseException:

@@ -88,3 +88,13 @@ def test_a_terminal_interrupt_does_not_reach_the_servers(owner: subprocess.Popen
     owner.send_signal(signal.SIGINT)
     owner.wait(30)
     until_sync(lambda: not any(is_alive(pid) for pid in pids), what="every server is gone")
+
+
+def test_any_program_can_be_owned() -> None:
+    code = "from kvatlas.embedded import spawn_owned; print(spawn_owned(['sleep', '600']).pid, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert is_alive(pid)
+        owner.kill()
+    until_sync(lambda: not is_alive(pid), what="the owned program is gone")
