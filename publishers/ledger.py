@@ -16,7 +16,6 @@ Everything here under-reports in doubt: a count never exceeds the engine's own.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kvatlas.digest import Digest
 from kvatlas.errors import InvalidValue
@@ -32,68 +31,21 @@ from kvatlas.events import (
     SnapshotChunk,
 )
 from kvatlas.hashing import extend_chain
-from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.tiers import Tier
 from publishers import ledger_dump
 from publishers.announcement import Announcement
 from publishers.closure import Closure
 from publishers.extra_keys import with_root_salt
 from publishers.holding import Holding
+from publishers.ledger_counters import LedgerCounters
+from publishers.ledger_settings import LedgerSettings
 from publishers.lineage import Block, Lineages
 from publishers.twins import TwinCopies, Twins
 
+__all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
+
 REMEMBERED_EVICTIONS = 65_536
 """Engine hashes remembered after their last copy went (about 400 bytes each)."""
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerSettings:
-    """What the ledger can't learn from the engine's events.
-
-    `block_size`: tokens of a full block; None takes that of the largest block seen. `granularity` g announces only blocks
-    with index % g == g-1. `set_semantics`: the engine announces hits again, so a copy is stored once however often it is
-    told (vLLM with `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
-    Raises InvalidValue for sizes below 1 or names that can't be a scope's.
-    """
-
-    model_id: str
-    tokenizer_id: str
-    tenant_id: str = DEFAULT_TENANT
-    block_size: int | None = None
-    block_bytes: int = 0
-    granularity: int = 1
-    set_semantics: bool = False
-    salt_is_tenant: bool = False
-
-    def __post_init__(self) -> None:
-        Scope(self.model_id, self.tokenizer_id, None, self.tenant_id)
-        if self.block_size is not None and self.block_size < 1:
-            raise InvalidValue(f"block size {self.block_size}; expected at least 1")
-        if self.granularity < 1:
-            raise InvalidValue(f"granularity {self.granularity}; expected at least 1")
-        if self.block_bytes < 0:
-            raise InvalidValue(f"bytes per block {self.block_bytes}; expected 0 (not told) or more")
-
-
-@dataclass(slots=True)
-class LedgerCounters:
-    """Since the ledger was made. Blocks, but where an event is named."""
-
-    stored: int = 0
-    removed: int = 0
-    cleared_events: int = 0
-    removed_unknown: int = 0
-    """Removals of a copy that was never stored here: kept from before the ledger began."""
-    unknown_parent: int = 0
-    unindexable: int = 0
-    """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
-    other_block_size: int = 0
-    placeholder_unknown: int = 0
-    withdrawn: int = 0
-    restored: int = 0
-    forgotten: int = 0
-    """Lineages forgotten because the memory of evictions is bounded."""
-    block_size_learned: int = 0
 
 
 class Ledger:
@@ -119,7 +71,7 @@ class Ledger:
         self.lineages = Lineages(
             settings.model_id, settings.tokenizer_id, settings.tenant_id, settings.block_bytes, settings.salt_is_tenant
         )
-        self._twins = Twins(self.lineages, self._indexed, self._touch)
+        self._twins = Twins(self.lineages, self._indexed, self._touch, self.counters)
         self._closure = Closure()
         self._announcement = Announcement(settings.granularity)
 
@@ -137,11 +89,6 @@ class Ledger:
     def announced_blocks(self) -> int:
         """How many blocks are announced now, in whatever tiers."""
         return self._announcement.blocks
-
-    @property
-    def judged_removals(self) -> int:
-        """Removals of a hash that stands for several blocks: which one went was judged, not told."""
-        return self._twins.judged_removals
 
     @property
     def orphans(self) -> int:

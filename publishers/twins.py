@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvatlas.events import EngineHash
 from kvatlas.tiers import Tier
+from publishers.ledger_counters import LedgerCounters
 from publishers.lineage import COPIES_BITS, Block, Lineages
 
 if TYPE_CHECKING:
@@ -28,11 +29,17 @@ class TwinCopies:
 class Twins:
     """Copies of hashes with several blocks, kept by block. `touch` is called for each block whose copies changed."""
 
-    def __init__(self, lineages: Lineages, indexed: Sequence["Holding"], touch: Callable[[Block], None]) -> None:
+    def __init__(
+        self,
+        lineages: Lineages,
+        indexed: Sequence["Holding"],
+        touch: Callable[[Block], None],
+        counters: LedgerCounters,
+    ) -> None:
         self._lineages = lineages
         self._indexed = indexed
         self._touch = touch
-        self.judged_removals = 0
+        self._counters = counters
 
     def part(self, name: EngineHash, owner: Block, holding: "Holding", copies_before: int) -> None:
         """From now on `name` stands for several blocks; the copies so far (`copies_before` in `holding`) are the owner's."""
@@ -73,7 +80,7 @@ class Twins:
         candidates = [block for block, share in by_block.items() if share.by_holding.get(holding)]
         if left and candidates:
             if len(candidates) > 1:
-                self.judged_removals += 1
+                self._counters.judged_removals += 1
             chosen = min(
                 candidates,
                 key=lambda block: (

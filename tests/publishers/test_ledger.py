@@ -290,7 +290,7 @@ def test_a_hash_that_two_salts_share_stands_for_both_blocks() -> None:
     assert more.parent == b.hashes[8:]
     # block 2 of "b" has a child, so the copy that goes is taken for that of "a", and block 1 goes with it
     assert fold(one, EngineRemoved([2, 1])) == [Removed(SCOPE_ID, Tier.HBM, reverse(a.hashes))]
-    assert one.judged_removals == 2
+    assert one.counters.judged_removals == 2
     assert {name for _, _, name in one.resident()} == {1, 2, 3}
     assert fold(one, EngineRemoved([3, 2, 1])) == [Removed(SCOPE_ID, Tier.HBM, more.hashes + reverse(b.hashes))]
     assert not set(one.resident()) and not one.announced_blocks

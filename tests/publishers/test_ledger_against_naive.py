@@ -60,7 +60,7 @@ def batches(groups: list[tuple[int, bool]]) -> st.SearchStrategy[list[EngineBatc
     group = st.sampled_from(groups)
     cleared = st.sampled_from([EngineCleared(), EngineCleared(tuple(Tier)), EngineCleared((Tier.CPU_DRAM,))])
     event: st.SearchStrategy[EngineEvent] = st.integers(0, 19).flatmap(
-        lambda n: cleared if n == 0 else removals(group) if n < 9 else stores(group)  # type: ignore[arg-type, return-value]
+        lambda n: cleared if n == 0 else removals(group) if n < 9 else stores(group)
     )
     return st.lists(st.lists(event, min_size=1, max_size=5).map(EngineBatch), min_size=1, max_size=25)
 
@@ -84,10 +84,10 @@ def check(
                 digest.add(scope_id, tier, sequence_hash)
         assert ledger.digest == digest
         assert ledger.announced_blocks == len(told.held)
-        assert told.held.keys() <= {(scope, seq) for scope in ledger.uses for s, seq in told.held if s == scope}
+        assert {scope for scope, _ in told.held} <= ledger.uses.keys()
         announced: dict[tuple[bytes, bytes], set[Tier]] = {}
-        for scope_id, tier, _, sequence_hash in ledger.announced():
-            announced.setdefault((scope_id, sequence_hash.to_bytes(8, "little")), set()).add(tier)
+        for scope, tier, _, value in ledger.announced():
+            announced.setdefault((scope, value.to_bytes(8, "little")), set()).add(tier)
         assert announced == told.held
     snapshot = Told(granularity, before=told.before, index_of=told.index_of)
     for chunk in ledger.snapshot():

@@ -1,0 +1,26 @@
+"""What the ledger counts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class LedgerCounters:
+    """Since the ledger was made. Blocks, but where an event is named."""
+
+    stored: int = 0
+    removed: int = 0
+    cleared_events: int = 0
+    removed_unknown: int = 0
+    """Removals of a copy that was never stored here: kept from before the ledger began."""
+    unknown_parent: int = 0
+    unindexable: int = 0
+    """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
+    other_block_size: int = 0
+    placeholder_unknown: int = 0
+    withdrawn: int = 0
+    restored: int = 0
+    judged_removals: int = 0
+    """Removals of a hash that stands for several blocks: which one went was judged, not told."""
+    forgotten: int = 0
+    """Lineages forgotten because the memory of evictions is bounded."""
+    block_size_learned: int = 0

@@ -1,0 +1,35 @@
+"""What the ledger can't learn from the engine's events."""
+
+from dataclasses import dataclass
+
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import DEFAULT_TENANT, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSettings:
+    """What the ledger can't learn from the engine's events.
+
+    `block_size`: tokens of a full block; None takes that of the largest block seen. `granularity` g announces only blocks
+    with index % g == g-1. `set_semantics`: the engine announces hits again, so a copy is stored once however often it is
+    told (vLLM with `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
+    Raises InvalidValue for sizes below 1 or names that can't be a scope's.
+    """
+
+    model_id: str
+    tokenizer_id: str
+    tenant_id: str = DEFAULT_TENANT
+    block_size: int | None = None
+    block_bytes: int = 0
+    granularity: int = 1
+    set_semantics: bool = False
+    salt_is_tenant: bool = False
+
+    def __post_init__(self) -> None:
+        Scope(self.model_id, self.tokenizer_id, None, self.tenant_id)
+        if self.block_size is not None and self.block_size < 1:
+            raise InvalidValue(f"block size {self.block_size}; expected at least 1")
+        if self.granularity < 1:
+            raise InvalidValue(f"granularity {self.granularity}; expected at least 1")
+        if self.block_bytes < 0:
+            raise InvalidValue(f"bytes per block {self.block_bytes}; expected 0 (not told) or more")
