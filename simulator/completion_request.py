@@ -38,13 +38,6 @@ class CompletionRequest(BaseModel):
             raise ValueError("expected one text, or one list of token ids, not empty")
         return prompt
 
-    @field_validator("cache_salt")
-    @classmethod
-    def _encodable(cls, cache_salt: str | None) -> str | None:
-        if cache_salt is not None and not cache_salt.isprintable():
-            raise ValueError("expected printable text")
-        return cache_salt
-
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(encode(self.prompt) if isinstance(self.prompt, str) else self.prompt)
@@ -76,7 +69,7 @@ class CompletionRequest(BaseModel):
 
 def _line(error: ValidationError) -> str:
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = str(first["loc"][0])
     if first["type"] == "missing":
         return f"{field} is missing"
     expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("expected ")

@@ -13,8 +13,8 @@ BYTE_TOKENS = 256
 
 
 def encode(text: str) -> list[int]:
-    """The token ids of a text; what UTF-8 can't hold, a lone surrogate, becomes a question mark."""
-    return list(text.encode(errors="replace"))
+    """The token ids of a text."""
+    return list(text.encode())
 
 
 def decode(token_ids: Iterable[int]) -> str:

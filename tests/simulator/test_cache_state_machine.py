@@ -33,7 +33,9 @@ class CacheMachine(RuleBasedStateMachine):
     sequence_ids: Bundle[str] = Bundle("sequence_ids")
 
     @initialize(
-        num_blocks=st.integers(1, 6), num_cpu_blocks=st.sampled_from([0, 1, 2, 3, 4]), eviction=st.sampled_from(EvictionPolicy)
+        num_blocks=st.integers(1, 6),
+        num_cpu_blocks=st.sampled_from([0, 1, 2, 3, 4]),
+        eviction=st.sampled_from(EvictionPolicy),
     )
     def start(self, num_blocks: int, num_cpu_blocks: int, eviction: EvictionPolicy) -> None:
         self.cache = KVCache(
