@@ -57,7 +57,10 @@ def read_ack(data: bytes, headers: Mapping[str, str] | None) -> int | Refused:
         status = (headers or {}).get("Status", "")
         return Refused(Refusal.NO_STREAM if status == "503" else Refusal.OTHER, f"status {status}" if status else "")
     try:
-        error = json.loads(data)["error"]
+        answer = json.loads(data)
+        if "error" not in answer:
+            return int(answer["seq"])
+        error = answer["error"]
         code, detail = error.get("err_code"), str(error.get("description", ""))
     except (ValueError, TypeError, KeyError, AttributeError):
         return Refused(Refusal.OTHER, f"not an acknowledgement: {data[:80]!r}")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from time import monotonic
 
 QUIET_S = 10.0
+MOST_KINDS = 64
 
 
 class Complaints:
@@ -22,6 +23,8 @@ class Complaints:
         if now_s - at_s < QUIET_S:
             self._said[kind] = (at_s, unsaid + 1)
             return
+        if len(self._said) >= MOST_KINDS:
+            self._said.clear()
         self._said[kind] = (now_s, 0)
         more = f" ({unsaid} more like it before)" if unsaid else ""
         self._logger.warning("%s%s%s", self._prefix, line, more)

@@ -82,6 +82,11 @@ class Continuity:
         return self.last_seq + 1 - min(len(self._digests), COMPARED_PAYLOADS)
 
     @property
+    def unproven(self) -> bool:
+        """Something is held, and the last replay that was asked whether it still is the engine's did not answer."""
+        return self._failures > 0
+
+    @property
     def last_digest(self) -> bytes | None:
         """Digest of the last payload taken."""
         return None if self.last_seq is None else self._digests[self.last_seq]

@@ -63,6 +63,7 @@ class Feed:
         continuity: Continuity,
         counters: PublisherCounters,
         dead_letters: DeadLetters,
+        context: zmq.asyncio.Context,
         *,
         on_batch: Callable[[EngineBatch], None],
         on_empty: Callable[[], None],
@@ -81,7 +82,7 @@ class Feed:
         self._aside = PoisonAside()
         self._seen_poison: deque[bytes] = deque(maxlen=256)
         self._decoded: tuple[bytes, EngineBatch] | None = None
-        self._context = zmq.asyncio.Context()
+        self._context = context
         self._connections = 0
         self._connected_once = False
         self._was_alive = False
@@ -119,11 +120,16 @@ class Feed:
     def close(self) -> None:
         self._socket.disable_monitor()
         self._socket.close()
-        self._context.destroy(linger=0)
+        self._monitor.close()
 
     async def catch_up(self) -> None:
-        """Before the first incarnation: is it still the life that was saved, and what came before we listened?"""
+        """Before the first incarnation: is it still the life that was saved, and what came before we listened?
+
+        What was saved is not told before the engine said that it still lives that life, or is given up.
+        """
         await self._follow(self.continuity.resume())
+        while self.continuity.unproven:
+            await self._follow(self.continuity.probe())
 
     async def run(self) -> None:
         """Follow the feed until cancelled."""
@@ -274,8 +280,7 @@ class Feed:
             event = int((await recv_monitor_message(self._monitor))["event"])
             if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
                 self._connections += 1
-                if self._connected_once:  # what was sent meanwhile is asked for, not waited for
-                    self._probe_now = True
+                self._probe_now = True  # what was sent meanwhile is asked for, not waited for
                 self._connected_once = True
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections = max(0, self._connections - 1)

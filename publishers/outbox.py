@@ -10,7 +10,7 @@ Invariants (property-tested over a bus that loses, repeats, delays and reorders)
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvatlas import wire
@@ -101,6 +101,11 @@ class Outbox:
         return not self._kept
 
     # ---------------------------------------------------------------- putting in
+
+    def fit(self, largest_bytes: int) -> None:
+        """The server takes no larger messages than this. What is in the outbox already stays as it is."""
+        if largest_bytes < self.limits.message_bytes:
+            self.limits = replace(self.limits, message_bytes=largest_bytes)
 
     def begin(
         self,

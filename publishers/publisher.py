@@ -45,6 +45,8 @@ from publishers.worker_settings import PublisherSettings
 
 LINGER_S = 0.005
 CLOSE_S = 2.0
+HEADERS_BYTES = 1024
+"""Room for trace context beside a message's payload."""
 LINGER_EVENTS = 2048
 """So many engine events waiting are folded at once."""
 
@@ -110,6 +112,7 @@ class Publisher:
                 stack.push_async_callback(_close, self._client)
             else:
                 self._client = self._nats
+            self.telling.outbox.fit(self._client.max_payload - HEADERS_BYTES)
             self._sender = Sender(
                 self._client,
                 self.telling.outbox,

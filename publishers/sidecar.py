@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import anyio
+import zmq.asyncio
 from nats.aio.client import Client
 
 from kvatlas.bus import connect_nats
@@ -48,9 +49,10 @@ async def run_sidecar(
         wait=every[0].wait,
         on_wait=lambda line: log.warning("%s", line),
     )
+    context = zmq.asyncio.Context()
     try:
         for sidecar in sidecars:
-            sidecar.open(client)
+            sidecar.open(client, context)
         telling: list[Publisher] = []
 
         def one_ready(publisher: Publisher) -> None:
@@ -64,6 +66,7 @@ async def run_sidecar(
     finally:
         for sidecar in sidecars:
             sidecar.close()
+        context.destroy(linger=0)
         with anyio.move_on_after(CLOSE_S, shield=True):
             await client.close()
 
@@ -109,7 +112,7 @@ class EngineSidecar:
         self._saved: SavedState | None = None
         self._feed: Feed | None = None
 
-    def open(self, client: Client) -> None:
+    def open(self, client: Client, context: zmq.asyncio.Context) -> None:
         """Load what was saved and open the feed. Raises Unreachable where its endpoint can't be used."""
         self._saved = self._load()
         ledger, continuity = self._restored(self._saved)
@@ -126,6 +129,7 @@ class EngineSidecar:
             continuity,
             publisher.counters,
             self._dead_letters,
+            context,
             on_batch=publisher.take,
             on_empty=publisher.start_over,
             on_alive=publisher.beat,
