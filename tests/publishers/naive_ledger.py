@@ -33,7 +33,9 @@ class NaiveLedger:
     block_size: int
     granularity: int = 1
     counts: Counter[tuple[EngineHash, Tier, int]] = field(default_factory=Counter)
-    chains: dict[EngineHash, tuple[bytes, list[bytes]]] = field(default_factory=dict)  # scope id, hashes from the root on
+    chains: dict[EngineHash, tuple[bytes, list[bytes]]] = field(
+        default_factory=dict
+    )  # scope id, hashes from the root on
     indexable: dict[tuple[Tier, int], bool] = field(default_factory=dict)
 
     def fold(self, batch: EngineBatch) -> None:
