@@ -26,7 +26,7 @@ async def _measure() -> list[Result]:
             await store.client.flushall()
             async with indexer_process(nats.url, valkey.url):
                 results += await visible.measure(store, nats.url)
-                results += await ingest.measure(store, nats.url)
+            results += await ingest.measure(store, nats.url)
         finally:
             await store.close()
     return results

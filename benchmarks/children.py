@@ -39,11 +39,32 @@ async def indexer_process(nats_url: str, redis_url: str, *flags: str) -> AsyncIt
                 await process.wait()
 
 
+class Teller:
+    """A `benchmarks.telling` that has said `ready`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def go(self) -> None:
+        """Let it publish."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"go\n")
+        await self._process.stdin.drain()
+
+    async def tell_all(self) -> None:
+        """Let it publish, and wait until the stream has acknowledged everything."""
+        await self.go()
+        assert self._process.stdout is not None
+        async with asyncio.timeout(2 * READY_S):
+            if await self._process.stdout.readline() != b"done\n":
+                raise RuntimeError("the publishing process ended before it was done")
+
+
 @asynccontextmanager
 async def telling_process(
     nats_url: str, hashes_a_message: int, messages: int, rate: int = 0
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A `benchmarks.telling`, which waits for a line on stdin."""
+) -> AsyncIterator[Teller]:
+    """A `benchmarks.telling`, which waits to be let go."""
     words = [nats_url, str(hashes_a_message), str(messages), str(rate)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -58,7 +79,7 @@ async def telling_process(
         async with asyncio.timeout(READY_S):
             if await process.stdout.readline() != b"ready\n":
                 raise RuntimeError("the publishing process ended before it was ready")
-        yield process
+        yield Teller(process)
     finally:
         if process.returncode is None:
             process.kill()

@@ -1,41 +1,80 @@
-"""Events to index, end to end: publisher process -> NATS (file storage) -> indexer process -> store, all on this machine."""
+"""Events to index: what an indexer process takes from a stream that is full (its own limit), and what passes from a publisher
+process through NATS (file storage) and the indexer into the store while all of them share this machine's cores."""
 
-import asyncio
+from collections.abc import Sequence
 from time import perf_counter
 
-from benchmarks.children import telling_process
+import anyio
+
+from benchmarks.children import indexer_process, telling_process
 from benchmarks.result import Result
 from benchmarks.telling import worker_names
+from kvatlas.bus import StreamSettings, connect_nats, ensure_stream, stream_info
+from kvatlas.index.protocol import Position, ResidencyIndex
 from kvatlas.index.redis import open_redis_index
 from kvatlas.store import Store
 
-RUNS = ((1, 120_000), (16, 60_000), (64, 18_000))
+RUNS = ((1, 150_000), (16, 60_000), (64, 20_000))
 BUDGET = {1: 100_000, 16: 600_000, 64: 800_000}  # messages/s at 1, blocks/s at 16 and 64
 DEADLINE_S = 60
+POLL_S = 0.01
 
 
 async def measure(store: Store, nats_url: str) -> list[Result]:
-    index = await open_redis_index(store, writer=False)
     results = []
     for hashes_a_message, messages in RUNS:
-        workers = worker_names(hashes_a_message)
-        async with telling_process(nats_url, hashes_a_message, messages) as process:
-            assert process.stdin is not None
-            process.stdin.write(b"go\n")
-            began = perf_counter()
-            async with asyncio.timeout(DEADLINE_S):
-                while await _applied(store, index.shards, workers) < messages:
-                    await asyncio.sleep(0.01)
-            seconds = perf_counter() - began
-        unit = "messages/s" if hashes_a_message == 1 else "blocks/s"
-        name = f"events to index at {hashes_a_message} hashes a message"
-        rate = messages * hashes_a_message / seconds
-        results.append(Result(name, rate, unit, BUDGET[hashes_a_message], at_least=True))
+        index = await _empty(store, nats_url)
+        async with telling_process(nats_url, hashes_a_message, messages) as teller:
+            await teller.tell_all()
+        async with indexer_process(nats_url, store.url):
+            rate = await _rate(index, worker_names(hashes_a_message), messages, count_from_first=True)
+        results.append(_result("stream to index", hashes_a_message, rate, BUDGET[hashes_a_message]))
+    for hashes_a_message, messages in RUNS:
+        index = await _empty(store, nats_url)
+        async with (
+            indexer_process(nats_url, store.url),
+            telling_process(nats_url, hashes_a_message, messages // 2) as teller,
+        ):
+            await teller.go()
+            rate = await _rate(index, worker_names(hashes_a_message), messages // 2, count_from_first=False)
+        results.append(_result("publisher to index on the same cores", hashes_a_message, rate, None))
     return results
 
 
-async def _applied(store: Store, shards: int, workers: list[str]) -> int:
-    """Messages behind the snapshot that the index has applied."""
-    index = await open_redis_index(store, writer=False)
-    records = [record for shard in range(shards) for record in await index.records(shard)]
-    return sum(record.seq for record in records if record.worker_id in workers and record.seq > 0)
+async def _empty(store: Store, nats_url: str) -> ResidencyIndex:
+    """A store without anything but positions at the stream's end: what is told from now on is what an indexer reads."""
+    await store.client.flushall()
+    index = await open_redis_index(store, writer=True)
+    client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
+    await ensure_stream(client, StreamSettings())
+    stream = await stream_info(client)
+    for partition in range(index.partitions):
+        await index.set_position(partition, None, Position(stream.creation_us, stream.last_seq))
+    await client.close()
+    return index
+
+
+async def _rate(index: ResidencyIndex, workers: Sequence[str], messages: int, *, count_from_first: bool) -> float:
+    """Messages applied a second, from now on or from the first one that was."""
+    first = 0
+    began = perf_counter()
+    with anyio.fail_after(DEADLINE_S):
+        while True:
+            applied = await _applied(index, workers)
+            if count_from_first and not first and applied:
+                first, began = applied, perf_counter()
+            if applied >= messages:
+                return (messages - first) / (perf_counter() - began)
+            await anyio.sleep(POLL_S)
+
+
+async def _applied(index: ResidencyIndex, workers: Sequence[str]) -> int:
+    """Messages behind the snapshots that the index has applied."""
+    return sum(record.seq for record in await index.records(0) if record.worker_id in workers and record.seq > 0)
+
+
+def _result(what: str, hashes_a_message: int, rate: float, budget: float | None) -> Result:
+    name = f"{what}, {hashes_a_message} hashes a message"
+    if hashes_a_message == 1:
+        return Result(name, rate, "messages/s", budget, at_least=True)
+    return Result(name, rate * hashes_a_message, "blocks/s", budget, at_least=True)

@@ -35,9 +35,8 @@ async def measure(store: Store, nats_url: str) -> list[Result]:
     begin = Message(WORKER, incarnation, 0, [SnapshotBegin(), SnapshotEnd(0, Digest().words)])
     await client.publish(subject, wire.encode(begin))
     times: list[float] = []
-    async with telling_process(nats_url, 4, RATE * SECONDS, RATE) as process:
-        assert process.stdin is not None
-        process.stdin.write(b"go\n")
+    async with telling_process(nats_url, 4, RATE * SECONDS, RATE) as teller:
+        await teller.go()
         await asyncio.sleep(0.5)
         for seq in range(1, PROBES + 1):
             block = os.urandom(8)

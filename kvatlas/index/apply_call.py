@@ -1,5 +1,6 @@
 """The one argument of the store's `apply`: messages grouped by worker, in the form that `functions/apply.lua` reads."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import pack
@@ -8,9 +9,12 @@ from typing import Any, cast
 import msgpack
 
 from kvatlas.index.protocol import Applied, PartitionBatch, WorkerRecord
-from kvatlas.wire import REMOVED, STORED
+from kvatlas.wire import CHUNK, REMOVED, STORED
 
 _COUNTS = ("applied", "duplicates", "stale", "gaps", "refused", "failed_checks", "stored", "removed", "bytes_written")
+
+
+_WITH_HASHES = (STORED, REMOVED, CHUNK)
 
 
 @dataclass(slots=True)
@@ -38,7 +42,16 @@ class _Group:
     def packed(self) -> tuple[bytes, int, int, list[list[Any]]]:
         if len(self.parts) > 1:
             self.events = [[*self.events[0][:3], b"".join(self.parts), *self.events[0][4:]]]
-        return self.incarnation.to_bytes(8, "big"), self.first_seq, self.last_seq, self.events
+        events = [event if event[0] not in _WITH_HASHES else _each_once(event) for event in self.events]
+        return self.incarnation.to_bytes(8, "big"), self.first_seq, self.last_seq, events
+
+
+def _each_once(event: list[Any]) -> list[Any]:
+    """The event without repetitions: the store's function counts what it is told. A publisher repeats nothing."""
+    hashes = array("Q", event[3])
+    if len(set(hashes)) == len(hashes):
+        return event
+    return [*event[:3], array("Q", dict.fromkeys(hashes)).tobytes(), *event[4:]]
 
 
 @dataclass(slots=True)

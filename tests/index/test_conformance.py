@@ -284,3 +284,10 @@ async def test_one_call_takes_several_partitions_and_workers(index: ResidencyInd
     assert found.differences == ()
     records = [record for shard in range(index.shards) for record in await index.records(shard)]
     assert {record.worker_id for record in records} == set(workers)
+
+
+async def test_a_repeated_hash_counts_once(index: ResidencyIndex) -> None:
+    teller = Teller("w")
+    await tell(index, teller.begin(1), teller.store(SCOPE, head(3) + head(2)), teller.remove(SCOPE, head(1) + head(1)))
+    assert await index.digest("w") == teller.digest().words
+    assert await contents(index, "w") == teller.held

@@ -46,7 +46,9 @@ def test_gallop_equals_walk(depth_of: dict[int, int], leftover: list[tuple[int, 
 @pytest.mark.parametrize(("holders", "most"), [(1, 15), (4, 45)])
 def test_gallop_looks_at_few_blocks(holders: int, most: int) -> None:
     looked: list[bytes] = []
-    table = dict(zip(KEYS, values({number: 400 - 20 * number for number in range(1, holders + 1)}, [], 512), strict=True))
+    table = dict(
+        zip(KEYS, values({number: 400 - 20 * number for number in range(1, holders + 1)}, [], 512), strict=True)
+    )
 
     def get(key: bytes) -> bytes | None:
         looked.append(key)

@@ -97,13 +97,13 @@ local function count_blocks(digest, tier, packed, scope, sign)
   digest[at + 2] = (digest[at + 2] + sign * (high % TWO32 * scope.mix_high % TWO32)) % TWO32
 end
 
--- Stores or removes packed blocks; returns how many changed and the bytes written.
+-- Stores or removes packed blocks, each said once (see apply_call.py); returns how many changed and the bytes written.
 -- op: {scope, holder, tier, flags, store = true or false, digest}; scope: {blocks = key, mix_low, mix_high, side or nil}
 local function change_blocks(op, packed)
   local hashes = split(packed)
   local holder, store, flags, tier_bit = op.holder, op.store, op.flags, 2 ^ op.tier
   local blocks, side = op.scope.blocks, op.scope.side
-  local known_new, known_changed, seen = {}, {}, {}
+  local known_new, known_changed = {}, {}
   local changed, c, bytes = {}, 0, 0
   for first = 1, #hashes, CHUNK do
     local last = math.min(first + CHUNK - 1, #hashes)
@@ -111,32 +111,29 @@ local function change_blocks(op, packed)
     local set, gone, n, m = {}, {}, 0, 0
     for i = first, last do
       local hash = hashes[i]
-      if not seen[hash] then
-        seen[hash] = true
-        local value = values[i - first + 1]
-        local new = known_new[value]
-        if new == nil then
-          if store then
-            new, known_changed[value] = value_with(value, holder, tier_bit, flags)
-          else
-            new, known_changed[value] = value_without(value, holder, tier_bit)
-          end
-          known_new[value] = new
+      local value = values[i - first + 1]
+      local new = known_new[value]
+      if new == nil then
+        if store then
+          new, known_changed[value] = value_with(value, holder, tier_bit, flags)
+        else
+          new, known_changed[value] = value_without(value, holder, tier_bit)
         end
-        if new ~= value then
-          if new then
-            set[n + 1], set[n + 2] = hash, new
-            n = n + 2
-            bytes = bytes + 8 + #new
-          else
-            m = m + 1
-            gone[m] = hash
-          end
+        known_new[value] = new
+      end
+      if new ~= value then
+        if new then
+          set[n + 1], set[n + 2] = hash, new
+          n = n + 2
+          bytes = bytes + 8 + #new
+        else
+          m = m + 1
+          gone[m] = hash
         end
-        if known_changed[value] then
-          c = c + 1
-          changed[c] = hash
-        end
+      end
+      if known_changed[value] then
+        c = c + 1
+        changed[c] = hash
       end
     end
     if n > 0 then
