@@ -36,6 +36,8 @@ class CompletionRequest(BaseModel):
             isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) == {int})
         ):
             raise ValueError("expected one text, or one list of token ids, not empty")
+        if isinstance(prompt, str) and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise ValueError("expected text without lone surrogates")
         return prompt
 
     @property

@@ -140,7 +140,7 @@ async def test_metrics_have_vllms_names() -> None:
         ('{"prompt": "a", "max_tokens": 256}', 400, "need 257 slots; expected at most 256"),
         ('{"prompt": "a", "n": 1000}', 400, "n is 1000; expected at most 256"),
         ('{"prompt": "a", "cache_salt": "\\ud800"}', 400, "cache_salt is '\\ud800'; expected a valid string"),
-        ('{"prompt": "\\ud800"}', 400, "prompt is '\\ud800'; expected a valid string"),
+        ('{"prompt": "\\ud800"}', 400, "prompt is '\\ud800'; expected text without lone surrogates"),
         ('{"prompt": "a", "model": "other"}', 404, "the model 'other' does not exist; expected one of mock-model"),
     ],
 )
