@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from redis.exceptions import RedisError
+
 from kvatlas.errors import KvatlasError, SettingsError
 
 FAILED = 1
@@ -60,8 +62,8 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:
-        return _say(_os_error(error), FAILED)
+    except (OSError, RedisError) as error:
+        return _say(_text(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseExceptionGroup as group:
@@ -71,10 +73,9 @@ def run(argv: Sequence[str]) -> int:
 def _group(group: BaseExceptionGroup[BaseException]) -> int:
     """The first thing that went wrong in a task group, if it is all of the kind that is one line."""
     leaves = list(_leaves(group))
-    if any(not isinstance(leaf, (KvatlasError, OSError)) for leaf in leaves):
+    if any(not isinstance(leaf, (KvatlasError, OSError, RedisError)) for leaf in leaves):
         raise group
-    first = leaves[0]
-    return _say(_os_error(first) if isinstance(first, OSError) else str(first), FAILED)
+    return _say(_text(leaves[0]), USAGE if isinstance(leaves[0], SettingsError) else FAILED)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
@@ -94,9 +95,11 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
     return _say(f"kvatlas {needs} the extra '{extra}': pip install 'kvatlas[{extra}]'", FAILED, prefix="")
 
 
-def _os_error(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}"
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    return f"Redis: {error}" if isinstance(error, RedisError) else str(error)
 
 
 def _say(line: str, code: int, prefix: str = "kvatlas: ") -> int:

@@ -126,17 +126,21 @@ PUBLISHER = {
     **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),
 }
 
-# ---------------------------------------------------------------- ledger: publishers.ledger.LedgerCounters
+# ---------------------------------------------------------------- ledger: publishers.ledger_counters.LedgerCounters
 
 LEDGER_BLOCKS = _counter("ledger.blocks", "{block}", "Blocks that the engine stored and removed, by change")
 LEDGER_SKIPPED = _counter("ledger.skipped", "{block}", "Blocks that can't be told to the index, by reason")
 LEDGER_HOLES = _counter("ledger.holes", "{block}", "Blocks withdrawn for a missing ancestor, and told again")
+LEDGER_JUDGED = _counter(
+    "ledger.removals.judged", "{block}", "Removals of a hash that stands for several blocks, where one was judged to go"
+)
 LEDGER_CLEARED = _counter("ledger.cleared", "{event}", "Times the engine cleared a tier")
 LEDGER_FORGOTTEN = _counter("ledger.forgotten", "{lineage}", "Lineages of evicted blocks forgotten for want of room")
 LEDGER_LEARNED = _counter("ledger.block_size.learned", "{event}", "Times the block size was learned from events")
 
 LEDGER = {
     **_by(LEDGER_BLOCKS, "change", stored="stored", removed="removed"),
+    **_is(LEDGER_JUDGED, "judged_removals"),
     **_is(LEDGER_CLEARED, "cleared_events"),
     **_by(
         LEDGER_SKIPPED,

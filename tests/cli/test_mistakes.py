@@ -127,6 +127,21 @@ def test_an_unreachable_nats_is_named(cli: Cli, valkey: ServerProcess) -> None:
     assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
 
 
+def test_a_publisher_names_an_unreachable_nats(cli: Cli) -> None:
+    done = cli(*PUBLISH, "--no-wait", "--nats-url", f"nats://{UNUSED_ADDRESS}")
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
+
+
+def test_a_store_of_another_kind_is_one_line(cli: Cli) -> None:
+    with ValkeyProcess() as server:
+        with Redis.from_url(server.url) as client:
+            client.set(LAYOUT, "text")
+        done = cli("export", "--redis-url", server.url)
+        assert (done.code, done.out) == (1, "")
+        assert re.fullmatch(r"kvatlas: Redis: WRONGTYPE .+\n", done.err)
+
+
 def test_an_empty_store_says_what_to_do(cli: Cli, valkey: ServerProcess) -> None:
     with ValkeyProcess() as empty:
         done = cli("export", "--redis-url", empty.url)

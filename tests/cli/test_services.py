@@ -41,6 +41,16 @@ def test_an_unreachable_server_is_tried_again_until_stopped(valkey: ServerProces
     assert process.wait(timeout=30) == 0
 
 
+def test_a_question_that_waits_can_be_interrupted() -> None:
+    process = child("export", "--redis-url", f"redis://{UNUSED_ADDRESS}")
+    assert process.stderr is not None and process.stdout is not None
+    with process.stderr as errors, process.stdout:
+        assert "trying again in" in errors.readline()
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in errors.read()
+    assert process.wait(timeout=30) == 130
+
+
 def test_up_prints_how_to_reach_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     process = child("up", "--state-dir", str(tmp_path / "state"))
     assert process.stderr is not None and process.stdout is not None

@@ -16,7 +16,7 @@ from kvatlas.residency import IndexMetrics
 from kvatlas.telemetry import INSTRUMENTS, observation, observe
 from kvatlas.telemetry.instruments import TOTALS, Instrument, Kind, Reading
 from publishers.counters import PublisherCounters
-from publishers.ledger import LedgerCounters
+from publishers.ledger_counters import LedgerCounters
 from router_client import RouterCounters
 
 if TYPE_CHECKING:
