@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from simulator.block_changes import BlockChange
 from simulator.cache_stats import MemoryPressure
 from simulator.generation import GeneratedToken, GenerationRequest, QueueFull, RequestTooLarge
-from simulator.kv_cache import KVCache
+from simulator.kv_cache import KVCache, PrefixMatch
 from simulator.step_cost import StepCost
 from simulator.tokenizer import AnswerTokens
 
@@ -67,6 +67,7 @@ class _Sequence:
         "computed",
         "ended",
         "forks_due",
+        "match",
         "prefilling",
         "request",
         "sequence_id",
@@ -82,6 +83,8 @@ class _Sequence:
         self.computed = 0
         self.cached_tokens: int | None = None
         self.forks_due = 0
+        self.match: PrefixMatch | None = None
+        """What was found for it when there was no room yet."""
         self.prefilling = True
         self.ended = False
 
@@ -257,10 +260,12 @@ class EngineCore:
             # At critical pressure a newcomer would soon be preempted, or make others so.
             if self._running and self.cache.pressure is MemoryPressure.CRITICAL:
                 return
-            match = self.cache.match(sequence.tokens, sequence.request.namespace)
+            match = self.cache.match(sequence.tokens, sequence.request.namespace, sequence.match)
             count = min(len(sequence.tokens) - match.hit_tokens, budget)
             if not self.cache.can_open(match, count):
+                sequence.match = match
                 return
+            sequence.match = None
             self._waiting.popleft()
             step.swapped_in_blocks += self.cache.swap_ins(match)
             first_time = sequence.cached_tokens is None

@@ -13,6 +13,7 @@ and prefix caching design (full blocks only, tail freed first, duplicates kept, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from simulator.block_changes import BlockChange, BlockRemoved, BlocksStored, GpuCleared, Medium
 from simulator.block_hash import BlockHasher, Namespace
@@ -104,6 +105,11 @@ class KVCache:
     def pressure(self) -> MemoryPressure:
         return MemoryPressure.of(self.utilisation)
 
+    @property
+    def nodes(self) -> tuple[PrefixNode, ...]:
+        """Every block that is known by content; not all of them have a copy."""
+        return tuple(self._tree)
+
     def stats(self) -> CacheStats:
         """Counters and gauges of now; costs a walk over the live sequences."""
         return CacheStats(
@@ -121,13 +127,17 @@ class KVCache:
             cpu_blocks=len(self._host),
         )
 
-    def match(self, token_ids: Sequence[int], namespace: Namespace) -> PrefixMatch:
-        """How much of a prompt is cached. The last token never counts: it has to be computed to get an output."""
+    def match(self, token_ids: Sequence[int], namespace: Namespace, earlier: PrefixMatch | None = None) -> PrefixMatch:
+        """How much of a prompt is cached. The last token never counts: it has to be computed to get an output.
+
+        `earlier`: a match of the same prompt from before; what still holds of it needn't be looked up again.
+        """
         size = self.block_size
         limit = max(len(token_ids) - 1, 0) // size
-        nodes: list[PrefixNode] = []
-        parent = None
-        for index in range(limit):
+        # A node that was forgotten has no copy, also when its block was cached anew since, as another node.
+        nodes = [] if earlier is None else list(takewhile(lambda node: node.resident, earlier.nodes))
+        parent = nodes[-1] if nodes else None
+        for index in range(len(nodes), limit):
             block = tuple(token_ids[index * size : (index + 1) * size])
             node = self._tree.find(parent, block, namespace)
             if node is None or not node.resident:

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from simulator.block_changes import Medium
 from simulator.block_hash import BlockHasher, Namespace, SeededBlockHasher
 from simulator.eviction import EvictionPolicy
-from simulator.kv_cache import KVCache
+from simulator.kv_cache import KVCache, PrefixMatch
 from tests.simulator.event_fold import EventFold
 
 BLOCK_SIZE = 2
@@ -51,6 +51,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.ever_cached: set[tuple[Namespace, tuple[int, ...]]] = set()
         self.gpu_was_reset_alone = False
         self.next_id = 0
+        self.earlier: tuple[list[int], Namespace, PrefixMatch] | None = None
 
     def new_id(self) -> str:
         self.next_id += 1
@@ -73,6 +74,16 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.write(sequence_id, rest)
             self.note(sequence_id, prompt, namespace)
         return sequence_id
+
+    @rule(prompt=TOKENS, namespace=NAMESPACES)
+    def remember_a_match(self, prompt: list[int], namespace: Namespace) -> None:
+        self.earlier = (prompt, namespace, self.cache.match(prompt, namespace))
+
+    @invariant()
+    def an_earlier_match_only_saves_work(self) -> None:
+        if self.earlier is not None:
+            prompt, namespace, match = self.earlier
+            assert self.cache.match(prompt, namespace, match) == self.cache.match(prompt, namespace)
 
     @rule(sequence_id=sequence_ids, tokens=TOKENS)
     def write(self, sequence_id: str, tokens: list[int]) -> None:
