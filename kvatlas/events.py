@@ -24,7 +24,7 @@ class EngineStored:
 
     `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks that are
     known by their hash. `extra_keys` has one entry a block, or is None; neither the adapter nor the salt is in it
-    (canonical form: `publishers.extra_keys`). `indexable` is False for a group that says nothing of how long a prefix
+    (canonical form: `kvatlas.hashing`). `indexable` is False for a group that says nothing of how long a prefix
     can be reused (anything but full attention): its copies are counted, never announced.
     """
 

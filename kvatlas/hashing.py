@@ -5,6 +5,16 @@
 
 Equal to NVIDIA Dynamo's chain for plain blocks. Only full blocks have a hash. Hashes travel packed: 8 little-endian
 bytes each, so 512 blocks are one `bytes` of 4,096.
+
+The extra keys of a block are a list, in this order; none makes the block plain:
+
+1. `[id, offset]` for each multimodal item that touches the block, in the order of the prompt: the item's identifier
+   (vLLM: the hash of its content) and its offset minus that of the block's first token, so below 0 where the item began in
+   an earlier block. Of vLLM versions that write no offset: the identifier alone, as text.
+2. in the first block of a prompt, the cache salt, as text, unless salts are mapped to tenants.
+3. the digest of the block's prompt embeddings, as bytes.
+
+The LoRA adapter is never in it: it is in the scope. A router that knows a prompt's salt and items computes the same.
 """
 
 import sys

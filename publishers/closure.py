@@ -38,7 +38,7 @@ class Closure:
     def settle(self, touched: Iterable[Block]) -> Change:
         """Bring `told` in line with `copies` for the blocks whose copies changed, and for their descendants."""
         change = Change()
-        gone, moved = change.gone, change.moved
+        gone, moved, born = change.gone, change.moved, change.born
         fresh: list[Block] = []
         for block in touched:
             block.touched = False
@@ -63,7 +63,9 @@ class Closure:
             parent = block.parent
             if parent is None or parent.told > 0:
                 if block.told <= 0:  # else it came with an ancestor
-                    self._bear(block, change.born)
+                    copies = block.copies
+                    block.told = 1 if copies < _SECOND_TIER else tiers_held(copies)
+                    born.append(block)
                     if self.orphans and block.children is not None:
                         self._restore(block, change)
             elif block.told == 0:
@@ -72,11 +74,6 @@ class Closure:
         if change.withdrawn and moved:
             change.moved = [(block, before) for block, before in moved if block.told > 0]
         return change
-
-    def _bear(self, block: Block, born: list[Block]) -> None:
-        copies = block.copies
-        block.told = 1 if copies < _SECOND_TIER else tiers_held(copies)
-        born.append(block)
 
     def _withdraw(self, change: Change) -> None:
         """A block went: what is held behind it is no longer usable. `gone` grows while it is walked."""
@@ -98,7 +95,8 @@ class Closure:
         waiting = [child for child in block.each_child() if child.told == ORPHAN]
         while waiting:
             child = waiting.pop()
-            self._bear(child, change.born)
+            child.told = tiers_held(child.copies)
+            change.born.append(child)
             self.orphans -= 1
             change.restored += 1
             waiting.extend(grandchild for grandchild in child.each_child() if grandchild.told == ORPHAN)

@@ -1,16 +1,4 @@
-"""The canonical extra keys of a block: what is hashed besides its tokens.
-
-A block's extra keys are a list, in this order, and a block with an empty list is plain:
-
-1. `[id, offset]` for each multimodal item that touches the block, in the order of the prompt: the item's identifier
-   (vLLM: the hash of its content) and its offset minus that of the block's first token, so negative where the item began
-   in an earlier block. vLLM versions that write no offset: the identifier alone.
-2. in the first block, the cache salt, as text, unless salts are mapped to tenants.
-3. the digest of the block's prompt embeddings, as bytes.
-
-The list is appended to the tokens as msgpack (`kvatlas.hashing`), so a router that knows a prompt's salt and items
-computes the same hashes. The LoRA adapter is never in it: it is in the scope.
-"""
+"""From an engine's extra keys to the canonical ones, which are hashed (their form: `kvatlas.hashing`)."""
 
 from collections.abc import Sequence
 from typing import Any

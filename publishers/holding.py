@@ -12,11 +12,12 @@ class Holding:
     `Block.copies`.
     """
 
-    __slots__ = ("counts", "group", "indexable", "peers", "tier", "unit")
+    __slots__ = ("counts", "flag", "group", "indexable", "peers", "tier", "unit")
 
     def __init__(self, tier: Tier, group: int, indexable: bool) -> None:
         self.tier, self.group, self.indexable = tier, group, indexable
         self.counts: dict[EngineHash, int] = {}
+        self.flag = tier.flag
         self.unit = 1 << COPIES_BITS * tier
         self.peers: list[dict[EngineHash, int]] = []
 

@@ -320,10 +320,12 @@ class Ledger:
 
     def _enter_tiers(self, name: EngineHash, block: Block) -> None:
         """A hash became known: its block is held wherever the hash is."""
-        held = {holding.tier: holding.unit for holding in self._indexed if holding.in_all(name)}
-        for unit in held.values():
-            block.copies += unit
-        if held:
+        flags = 0
+        for holding in self._indexed:
+            if not flags & holding.flag and holding.in_all(name):
+                flags |= holding.flag
+                block.copies += holding.unit
+        if flags:
             self._touch(block)
         else:
             self.lineages.evicted[name] = None
