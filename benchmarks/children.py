@@ -61,9 +61,7 @@ class Teller:
 
 
 @asynccontextmanager
-async def telling_process(
-    nats_url: str, hashes_a_message: int, messages: int, rate: int = 0
-) -> AsyncIterator[Teller]:
+async def telling_process(nats_url: str, hashes_a_message: int, messages: int, rate: int = 0) -> AsyncIterator[Teller]:
     """A `benchmarks.telling`, which waits to be let go."""
     words = [nats_url, str(hashes_a_message), str(messages), str(rate)]
     process = await asyncio.create_subprocess_exec(

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter
 
 from benchmarks.result import Result, quantile
@@ -54,7 +55,7 @@ async def measure(store: Store, shards: int) -> list[Result]:
                 await _hold(index, chain, holders, different)
                 name = f"overlap {blocks:,} blocks, {holders} holders of {'different' if different else 'equal'} depth"
                 key = (blocks, holders, different)
-                times = await _times(lambda chain=chain: index.overlap(SCOPE, chain))  # type: ignore[misc]
+                times = await _times(partial(index.overlap, SCOPE, chain))
                 budget = SHARED_MS.get(key) if shards == 1 else None
                 where = "1 shard" if shards == 1 else f"{shards} shards"
                 results.append(Result(f"{name}, {where}, p50", quantile(times, 0.5) * 1e3, "ms", budget))
@@ -65,13 +66,11 @@ async def measure(store: Store, shards: int) -> list[Result]:
                     results.append(Result("depth by worker from that answer, p50", quantile(depths, 0.5) * 1e3, "ms"))
                 if shards == 1 and key in IN_PROCESS_US:
                     await _hold(memory, chain, holders, different)
-                    inside = sorted(
-                        _elapsed(lambda chain=chain: memory.overlap_now(SCOPE, chain)) for _ in range(CALLS)
-                    )  # type: ignore[misc]
+                    inside = sorted(_elapsed(partial(memory.overlap_now, SCOPE, chain)) for _ in range(CALLS))
                     budget_us = IN_PROCESS_US[key]
                     results.append(Result(f"{name}, in process, p50", quantile(inside, 0.5) * 1e6, "us", budget_us))
     cold = chain_of(seed + 1, 8_192)
-    times = await _times(lambda: index.overlap(SCOPE, cold))
+    times = await _times(partial(index.overlap, SCOPE, cold))
     results.append(Result(f"overlap, a miss ({shards} shards), p50", quantile(times, 0.5) * 1e3, "ms", 0.1))
     return results
 

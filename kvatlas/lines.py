@@ -37,7 +37,7 @@ class Lines:
         return await self._once(packed)
 
     async def _once(self, packed: list[bytes]) -> list[Any]:
-        connection = self._idle.pop() if self._idle else await self._pool.get_connection()
+        connection = self._idle.pop() if self._idle else await self._pool.get_connection()  # type: ignore[no-untyped-call]
         refused: ResponseError | None = None
         answers: list[Any] = []
         clean = False
