@@ -1,4 +1,7 @@
-"""The engine's HTTP side, as vLLM's API server answers: health, metrics, models, completions, cache reset."""
+"""The engine's HTTP side, as vLLM's API server answers: health, metrics, models, completions, cache reset.
+
+`/kv_blocks` is the simulator's own.
+"""
 
 import contextlib
 import socket
@@ -20,6 +23,7 @@ from simulator.completion_request import CompletionRequest
 from simulator.completions import CompletionResponse, error_response
 from simulator.engine_loop import EngineLoop
 from simulator.metrics import CONTENT_TYPE, EngineMetrics
+from simulator.resident_blocks import resident_blocks
 
 GRACE_S = 2
 """How long answers may still be sent after the engine stopped."""
@@ -44,6 +48,7 @@ class EngineApi:
                 Route("/v1/models", self._models),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+                Route("/kv_blocks", self._kv_blocks),
             ],
             exception_handlers={HTTPException: _http_error},
         )
@@ -83,6 +88,11 @@ class EngineApi:
             return error_response(404, f"the model {model!r} does not exist; expected one of {served}")
         adapter = None if model == self._model else model
         return CompletionResponse(self._engine, asked, model=model, adapter=adapter)
+
+    async def _kv_blocks(self, _: Request) -> Response:
+        """The simulator's own: what the cache holds, in the words of `kvatlas export`."""
+        idle = not self._engine.core.has_work
+        return JSONResponse({"idle": idle, "blocks": resident_blocks(self._engine.core)})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
         try:
