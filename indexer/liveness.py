@@ -43,7 +43,8 @@ class _Worker:
 class LivenessJudge:
     """Hears every worker of the fleet, judges those of the owned partitions."""
 
-    def __init__(self) -> None:
+    def __init__(self, retire_after_s: float = RETIRE_AFTER_S) -> None:
+        self._retire_after_s = retire_after_s
         self._workers: dict[str, _Worker] = {}
         self._changed: set[str] = set()
         self._pulses: dict[str, float] = {}
@@ -104,7 +105,7 @@ class LivenessJudge:
                 worker.liveness = Liveness.LOST
                 self._changed.add(worker_id)
                 self.lost += 1
-            if silent_s > RETIRE_AFTER_S:
+            if silent_s > self._retire_after_s:
                 due.append((worker_id, worker))
         for worker_id in [w for w, at_s in self._pulses.items() if now_s - at_s > BLIND_FOR_S]:
             del self._pulses[worker_id]

@@ -72,7 +72,7 @@ class Replica:
         self._group: TaskGroup | None = None
         self._stream_lock = anyio.Lock()
         self._doubt = DoubtJudge()
-        self._liveness = LivenessJudge()
+        self._liveness = LivenessJudge(settings.retire_after_s)
         self._grants = GrantBudget()
         self._dead_letters = DeadLetters(
             client, self.counters, replicas=settings.stream_replicas, storage=settings.stream_storage

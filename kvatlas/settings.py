@@ -134,6 +134,9 @@ class IndexerSettings(Settings):
     shards: Positive | None = Field(
         default=None, description="Slots of the store; default: as the store is laid out, or 1 in an empty one."
     )
+    retire_after_s: Positive = Field(
+        default=60, description="Seconds without a heartbeat after which a worker's blocks are dropped."
+    )
     side_index: bool = Field(default=False, description="Keep parents too, so that children of a prefix can be asked.")
     status_host: Name = Field(default="127.0.0.1", description="Address of the status page.")
     status_port: Port | None = Field(
@@ -159,6 +162,9 @@ class PublishSettings(Settings):
     block_bytes: Count = Field(default=0, description="Bytes of KV cache a block; 0: not known.")
     dp_rank: Count | None = Field(default=None, description="Data-parallel rank: ports count up, worker is W-dpN.")
     state_dir: Path | None = Field(default=None, description="Folder for the saved ledger and dead letters.")
+    outbox_bytes: Positive = Field(
+        default=64 << 20, description="Bytes of messages kept while NATS is away; beyond, a snapshot follows."
+    )
     topic: str = Field(default="", description="Topic of the event socket.")
     bind: bool = Field(default=False, description="Bind the endpoints (the engine connects) instead of connecting.")
     granularity: Positive = Field(default=1, description="Announce every g-th block only.")

@@ -104,6 +104,7 @@ class EngineSidecar:
             locality_domain=settings.locality_domain,
             transfer_groups=settings.transfer_groups,
             partitions=settings.partitions,
+            outbox_bytes=settings.outbox_bytes,
         )
         self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
         letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
