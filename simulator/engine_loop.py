@@ -20,6 +20,10 @@ MIN_SLEEP_S = 0.001
 """Event loops can't sleep shorter; steps that are due sooner run at once, and the next sleep makes up for it."""
 
 
+MAX_LAG_S = 0.1
+"""How much a busy engine makes up for. On a machine too slow for its speed-up, simulated time runs slower than asked."""
+
+
 class EventSink(Protocol):
     """Where an engine's KV events go."""
 
@@ -52,8 +56,9 @@ class EngineLoop:
                 if not self.core.has_work:
                     self._wake = anyio.Event()
                     await self._wake.wait()
-                # A late step begins when it was due, so that oversleeping doesn't add up; an idle engine waits for nobody.
-                due_us = await self._step(max(due_us, self._now_us() - MIN_SLEEP_S * self._us_per_s))
+                    due_us = self._now_us()
+                # A late step begins when it was due, so that oversleeping doesn't add up.
+                due_us = await self._step(max(due_us, self._now_us() - MAX_LAG_S * self._us_per_s))
         finally:
             for stream in self._streams.values():
                 stream.close()
