@@ -20,6 +20,8 @@ from kvatlas.fleet_store import FleetStore
 
 LEASE_MS = 3_000
 BEAT_S = 0.5
+WANTING_BEAT_S = 0.15
+"""While partitions that should be this replica's are still another's."""
 ECHO_DEADLINE_S = 1
 LEAVE_DEADLINE_S = 2.0
 
@@ -51,6 +53,7 @@ class Membership:
         self._stop = stop
         self._held: set[int] = set()
         self._held_until_s = 0.0
+        self._wanting = False
 
     @property
     def held(self) -> frozenset[int]:
@@ -76,7 +79,8 @@ class Membership:
                 except (KvatlasError, RedisError, NatsError, TimeoutError) as error:
                     log.warning("leases are not renewed: %s", str(error) or type(error).__name__)
                     await self._expire()
-                await anyio.sleep(max(0.05, BEAT_S - (monotonic() - began_s)))
+                beat_s = WANTING_BEAT_S if self._wanting else BEAT_S
+                await anyio.sleep(max(0.05, beat_s - (monotonic() - began_s)))
         finally:
             with anyio.move_on_after(LEAVE_DEADLINE_S, shield=True):
                 await self._leave()
@@ -94,6 +98,7 @@ class Membership:
             await self._fleet.release(self.member_id, surplus)
         held = set(await self._fleet.claim(self.member_id, LEASE_MS, wanted))
         self._held_until_s = asked_s + LEASE_MS / 1_000
+        self._wanting = len(held) < len(wanted)
         if lost := sorted(self._held - held):
             self._counters.leases_lost += len(lost)
             await self._give(lost)

@@ -23,6 +23,7 @@ from indexer.counters import IndexerCounters
 from indexer.dead_letters import DeadLetters
 from indexer.feed import PartitionFeed
 from indexer.reading import Reading
+from indexer.starting import start_position
 from kvatlas.bus import StreamInfo, stream_info
 from kvatlas.errors import KvatlasError
 from kvatlas.index.protocol import Position, ResidencyIndex
@@ -134,19 +135,9 @@ class PartitionReader:
 
     async def _start(self) -> Position:
         """The position to read after, as it is stored now."""
-        stream = await self._stream()
-        stored = await self._index.position(self.partition)
-        if stored is None:
-            wanted = Position(stream.creation_us, stream.last_seq)
-        elif stored.creation_us != stream.creation_us or stored.seq > stream.last_seq:
-            wanted = Position(stream.creation_us, max(0, stream.first_seq - 1))  # an empty one begins at 0
-            self._counters.new_streams += 1
-        else:
-            return stored
-        now = await self._index.set_position(self.partition, stored, wanted)
-        if now is None or now.creation_us != stream.creation_us:
-            raise KvatlasError("the stored position changed meanwhile")
-        return now
+        position, new = await start_position(self._index, self.partition, await self._stream())
+        self._counters.new_streams += new
+        return position
 
     async def _stream(self) -> StreamInfo:
         try:
