@@ -53,7 +53,7 @@ class EngineLoop:
         try:
             due_us = 0.0
             while True:
-                if not self.core.has_work:
+                while not self.core.has_work:  # a request may be given up before its wake-up gets here
                     self._wake = anyio.Event()
                     await self._wake.wait()
                     due_us = self._now_us()
