@@ -1,14 +1,22 @@
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.index.memory import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis import open_redis_index
 from kvatlas.store import open_store
 
 
-@pytest.fixture(params=["memory", "memory-4", "valkey", "valkey-4", "redis8", "redis8-4"])
+@pytest.fixture(scope="session")
+def cluster_url() -> Iterator[str]:
+    """A Valkey cluster of three primaries, shared by the session."""
+    with ClusterProcesses() as cluster:
+        yield cluster.url
+
+
+@pytest.fixture(params=["memory", "memory-4", "valkey", "valkey-4", "redis8", "redis8-4", "cluster-4"])
 async def index(request: pytest.FixtureRequest) -> AsyncIterator[ResidencyIndex]:
     """Every implementation, with one shard and with four."""
     kind, _, shards = request.param.partition("-")
