@@ -92,6 +92,11 @@ class Outbox:
         return self._sent
 
     @property
+    def unsent(self) -> bool:
+        """Is there anything that was not sent in this round?"""
+        return len(self._kept) > self._sent
+
+    @property
     def waiting(self) -> int:
         """Messages not released, sent or not."""
         return len(self._kept)

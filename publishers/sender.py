@@ -51,7 +51,7 @@ class Sender:
         on_progress: Callable[[], None] = lambda: None,
         ack_timeout_s: float = ACK_TIMEOUT_S,
     ) -> None:
-        """`on_progress` is called after messages were acknowledged, and after the connection came back."""
+        """`on_progress` is called when the outbox has become empty, and when trouble ends."""
         self._client = client
         self._outbox = outbox
         self._subject = subject
@@ -66,6 +66,9 @@ class Sender:
         self._progress_s = 0.0
         self._connections = self._reconnects()
         self._away = False
+        self._troubled = False
+        """something failed since the last acknowledgement"""
+        self._refill = outbox.limits.window_messages // 2
         self.trouble: str | None = None
         """why nothing gets through now; None while all is well"""
 
@@ -145,21 +148,27 @@ class Sender:
 
     async def _on_ack(self, msg: Msg) -> None:
         _, round_, seq = msg.subject.rsplit(".", 2)
-        answer = read_ack(msg.data, msg.headers)
+        data = msg.data
+        answer = read_ack(data, None if data else msg.headers)
         if not isinstance(answer, int):
             if int(round_) == self._outbox.round:
                 self._refused(answer)
             return
-        if released := self._outbox.acked(int(round_), int(seq), answer):
+        outbox = self._outbox
+        if released := outbox.acked(int(round_), int(seq), answer):
             self._counters.acks += released
             self._progress_s = monotonic()
-            self._ack_timeout_s = self._first_ack_timeout_s
-            self._back_off_s = FIRST_BACK_OFF_S
-            if self.trouble is not None:
+            if self._troubled:
+                self._troubled = False
+                self._ack_timeout_s = self._first_ack_timeout_s
+                self._back_off_s = FIRST_BACK_OFF_S
                 self._in_trouble(None)
-            self._on_progress()
-            self._waking.wake()
-        if self._outbox.misplaced:  # the stream was made anew, or a new leader of it took them in another order
+                self._on_progress()
+            elif outbox.empty:
+                self._on_progress()
+            if outbox.unsent and outbox.in_flight <= self._refill:  # half a window at once: fewer wake-ups
+                self._waking.wake()
+        if outbox.misplaced:  # the stream was made anew, or a new leader of it took them in another order
             self._go_back()
             self._waking.wake()
 
@@ -174,6 +183,7 @@ class Sender:
 
     def _in_trouble(self, trouble: str | None) -> None:
         """Say it once when it begins or changes, and once when it ends."""
+        self._troubled = self._troubled or trouble is not None
         if trouble is not None and trouble != self.trouble:
             log.warning("worker %s: messages wait: %s", self._outbox.worker_id, trouble)
         elif trouble is None and self.trouble is not None:
