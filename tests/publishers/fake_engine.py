@@ -62,6 +62,10 @@ class FakeEngine:
         await self._tasks.__aexit__(None, None, None)
         self._context.destroy(linger=0)
 
+    def connect(self, endpoint: str) -> None:
+        """As an engine whose endpoint names one host: it connects, the subscriber binds."""
+        self._pub.connect(endpoint)
+
     async def subscribed(self) -> None:
         """A subscriber is there: nothing sent from now on is lost."""
         with anyio.fail_after(10):

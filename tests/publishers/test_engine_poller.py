@@ -1,10 +1,6 @@
 """The poller against a real HTTP server."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from typing import Any
 
 import pytest
 
@@ -12,50 +8,22 @@ from kvatlas.fleet import EngineKind, EngineState
 from publishers.counters import PublisherCounters
 from publishers.engine_poller import FAILURES_TO_DOWN, EnginePoller
 from publishers.load import LoadContext
+from tests.publishers.engine_http import EngineHttp, engine_http
 
 pytestmark = pytest.mark.anyio
 
 
-@dataclass
-class Engine:
-    """What the engine's HTTP server answers now: (status, body) by path; others are 404."""
-
-    server: ThreadingHTTPServer
-    pages: dict[str, tuple[int, str]] = field(default_factory=dict)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}/"
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = served.pages.get(self.path, (404, ""))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_: Any) -> None: ...
-
-    served = Engine(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-    thread = Thread(target=served.server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield served
-    served.stop()
-    thread.join()
+def engine() -> Iterator[EngineHttp]:
+    with engine_http() as served:
+        yield served
 
 
-def poller(engine: Engine, kind: EngineKind = EngineKind.VLLM) -> EnginePoller:
+def poller(engine: EngineHttp, kind: EngineKind = EngineKind.VLLM) -> EnginePoller:
     return EnginePoller(engine.url, LoadContext("w", kind), PublisherCounters())
 
 
-async def test_an_engine_is_down_until_it_was_seen_healthy(engine: Engine) -> None:
+async def test_an_engine_is_down_until_it_was_seen_healthy(engine: EngineHttp) -> None:
     changes: list[EngineState] = []
     watch = poller(engine)
     watch.on_change = lambda: changes.append(watch.state)
@@ -70,7 +38,7 @@ async def test_an_engine_is_down_until_it_was_seen_healthy(engine: Engine) -> No
     assert changes == [EngineState.UP, EngineState.DOWN]
 
 
-async def test_one_unanswered_poll_is_forgiven(engine: Engine) -> None:
+async def test_one_unanswered_poll_is_forgiven(engine: EngineHttp) -> None:
     engine.pages = {"/health": (200, ""), "/metrics": (200, "")}
     watch = poller(engine)
     await watch.poll_once()
@@ -82,14 +50,14 @@ async def test_one_unanswered_poll_is_forgiven(engine: Engine) -> None:
     assert watch.state.value == "down"
 
 
-async def test_a_sleeping_engine(engine: Engine) -> None:
+async def test_a_sleeping_engine(engine: EngineHttp) -> None:
     engine.pages = {"/health": (200, ""), "/metrics": (200, 'vllm:engine_sleep_state{sleep_state="awake"} 0\n')}
     watch = poller(engine)
     await watch.poll_once()
     assert watch.state is EngineState.ASLEEP
 
 
-async def test_another_process_start_time_is_a_restart(engine: Engine) -> None:
+async def test_another_process_start_time_is_a_restart(engine: EngineHttp) -> None:
     restarts: list[float | None] = []
     watch = poller(engine)
     watch.on_restart = lambda: restarts.append(watch.process_start_s)
@@ -99,7 +67,7 @@ async def test_another_process_start_time_is_a_restart(engine: Engine) -> None:
     assert restarts == [2000.25]
 
 
-async def test_an_engine_without_a_metrics_page_is_up(engine: Engine) -> None:
+async def test_an_engine_without_a_metrics_page_is_up(engine: EngineHttp) -> None:
     engine.pages = {"/health": (200, "")}
     watch = poller(engine, EngineKind.SGLANG)
     await watch.poll_once()
@@ -107,7 +75,7 @@ async def test_an_engine_without_a_metrics_page_is_up(engine: Engine) -> None:
     assert watch.load is None
 
 
-async def test_a_broken_metrics_page_is_counted_and_the_engine_is_up(engine: Engine) -> None:
+async def test_a_broken_metrics_page_is_counted_and_the_engine_is_up(engine: EngineHttp) -> None:
     engine.pages = {"/health": (200, ""), "/metrics": (200, "vllm:num_requests_running{model\n")}
     counters = PublisherCounters()
     watch = EnginePoller(engine.url, LoadContext("w", EngineKind.VLLM), counters)
@@ -117,7 +85,7 @@ async def test_a_broken_metrics_page_is_counted_and_the_engine_is_up(engine: Eng
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-async def test_sglang_tells_its_capacity_elsewhere(engine: Engine, path: str) -> None:
+async def test_sglang_tells_its_capacity_elsewhere(engine: EngineHttp, path: str) -> None:
     engine.pages = {
         "/health": (200, ""),
         "/metrics": (200, "sglang:token_usage 0.5\n"),

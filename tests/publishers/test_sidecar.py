@@ -1,6 +1,9 @@
 """Real engine bytes over real ZMQ, through the sidecar, into a real stream."""
 
-from collections.abc import AsyncIterator
+import random
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,16 @@ import pytest
 from nats.aio.client import Client
 
 from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
-from kvatlas.fleet import EngineKind
+from kvatlas.embedded import nats_server
+from kvatlas.errors import SettingsError, Unreachable
+from kvatlas.fleet import EngineKind, EngineState, Heartbeat
 from kvatlas.settings import PublishSettings
+from kvatlas.subjects import alive_subject
 from publishers.engines import decode_batch
 from publishers.ledger import Ledger, LedgerSettings
 from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
+from tests.publishers.engine_http import engine_http
 from tests.publishers.fake_engine import FakeEngine, recording
 from tests.publishers.told import read_stream
 from tests.waiting import until
@@ -235,3 +242,132 @@ async def test_one_process_serves_several_ranks(client: Client, nats_url: str) -
         await told_equals(client, by_name["a"], folded(EngineKind.VLLM, first))
         await told_equals(client, by_name["b"], folded(EngineKind.SGLANG, second))
         tasks.cancel_scope.cancel()
+
+
+async def test_everything_arrives_through_losses_restarts_of_nats_and_of_the_sidecar(tmp_path: Path) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    rng = random.Random(7)
+    async with nats_server(data_dir=tmp_path / "nats") as server, FakeEngine() as engine:
+        client = await connect_nats(server.url, name="test")
+        await ensure_stream(client, StreamSettings())
+        for life in range(3):
+            async with sidecar(engine, server.url, state_dir=tmp_path) as publisher:
+                until_batch = (life + 1) * len(payloads) // 3
+                while engine.next_seq < until_batch:
+                    payload = payloads[engine.next_seq]
+                    if rng.random() < 0.2:
+                        engine.lose(payload)
+                    else:
+                        await engine.send(payload)
+                    if rng.random() < 0.03:
+                        await server.kill()
+                        await server.start()
+                if life == 2:
+                    await until(lambda: client.is_connected, what="the test is connected again")
+                    await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+                    assert publisher.counters.feed_started_over == 0
+        await client.close()
+
+
+async def test_an_engine_that_connects_to_us(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with FakeEngine() as engine, anyio.create_task_group() as tasks:
+        started: list[Publisher] = []
+        one = settings(engine, nats_url, bind=True, endpoint=f"tcp://127.0.0.1:{port}")
+        tasks.start_soon(run_sidecar, one, started.extend)
+        await until(lambda: started, what="the sidecar is ready")
+        assert started[0].engine_state is EngineState.DOWN
+        engine.connect(f"tcp://127.0.0.1:{port}")
+        await engine.subscribed()
+        await engine.send(*payloads)
+        await told_equals(client, started[0], folded(EngineKind.VLLM, payloads))
+        assert started[0].engine_state.value == "up"
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_rank_is_a_worker_of_its_own_on_ports_counted_up(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine() as engine:
+        ports = [int(endpoint.rpartition(":")[2]) - 3 for endpoint in (engine.endpoint, engine.replay_endpoint)]
+        base = {
+            "endpoint": f"tcp://127.0.0.1:{ports[0]}",
+            "replay_endpoint": f"tcp://127.0.0.1:{ports[1]}",
+            "dp_rank": 3,
+        }
+        async with sidecar(engine, nats_url, **base) as publisher:
+            await engine.send(*payloads)
+            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+            assert publisher.worker_id == "w-dp3"
+
+
+async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    alive = await client.subscribe(alive_subject("w"))
+
+    async def state() -> EngineState:
+        return Heartbeat.unpack((await alive.next_msg(timeout=5)).data).state
+
+    async with anyio.create_task_group() as tasks:
+        started: list[Publisher] = []
+        async with FakeEngine() as engine:
+            tasks.start_soon(run_sidecar, settings(engine, nats_url), started.extend)
+            await until(lambda: started, what="the sidecar is ready")
+            await engine.subscribed()
+            await engine.send(*payloads)
+            await told_equals(client, started[0], folded(EngineKind.VLLM, payloads))
+            await until(lambda: _is(state, EngineState.UP), what="a heartbeat that says up")
+        await until(lambda: _is(state, EngineState.DOWN), what="a heartbeat that says down")
+        assert started[0].ledger.digest == folded(EngineKind.VLLM, payloads).digest
+        tasks.cancel_scope.cancel()
+
+
+async def _is(state: Callable[[], Awaitable[EngineState]], wanted: EngineState) -> bool:
+    return await state() is wanted
+
+
+async def test_another_process_start_time_is_a_restart_of_the_feed(client: Client, nats_url: str) -> None:
+    _, first = recording("vllm-0.33.0")
+    _, second = recording("vllm-0.22.0-array")
+    with engine_http() as http:
+        http.pages = {"/health": (200, ""), "/metrics": (200, "process_start_time_seconds 1000.5\n")}
+        async with FakeEngine() as engine, sidecar(engine, nats_url, engine_url=http.url) as publisher:
+            assert publisher.engine_state is EngineState.UP
+            await engine.send(*first[:100])
+            await until(lambda: publisher.counters.engine_batches == 100, what="the first life is taken")
+            engine.restart()
+            for payload in second:  # the new life goes unheard: its start time tells of it
+                engine.lose(payload)
+            http.pages["/metrics"] = (200, "process_start_time_seconds 2000.5\n")
+            await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+            assert publisher.counters.feed_restarts >= 1
+
+
+async def test_a_saved_state_of_another_process_is_not_used(client: Client, nats_url: str, tmp_path: Path) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    with engine_http() as http:
+        http.pages = {"/health": (200, ""), "/metrics": (200, "process_start_time_seconds 1000.5\n")}
+        async with FakeEngine() as engine:
+            fields = {"engine_url": http.url, "state_dir": tmp_path, "replay_endpoint": engine.replay_endpoint}
+            async with sidecar(engine, nats_url, **fields) as publisher:
+                await engine.send(*payloads)
+                await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+            engine.restart()
+            http.pages["/metrics"] = (200, "process_start_time_seconds 2000.5\n")
+            async with sidecar(engine, nats_url, **fields) as publisher:
+                await until(lambda: publisher.telling.outbox.acked_seq >= 0, what="the new incarnation is told")
+                assert publisher.ledger.digest.blocks == 0
+
+
+async def test_mistakes_are_one_clear_line(nats_url: str) -> None:
+    async with FakeEngine() as engine:
+        with pytest.raises(SettingsError, match="each once"):
+            await run_sidecar([settings(engine, nats_url), settings(engine, nats_url)])
+        with pytest.raises(SettingsError, match="at least one"):
+            await run_sidecar([])
+        with pytest.raises(Unreachable, match=re.escape(engine.endpoint)):
+            await run_sidecar(settings(engine, nats_url, bind=True))
+        with pytest.raises(Unreachable, match=r"nats://127\.0\.0\.1:1"):
+            await run_sidecar(settings(engine, "nats://127.0.0.1:1", wait=False))

@@ -1,0 +1,45 @@
+"""An engine's HTTP side: a real server whose pages a test sets."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+
+@dataclass
+class EngineHttp:
+    """What it answers now: (status, body) by path; others are 404."""
+
+    server: ThreadingHTTPServer
+    pages: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/"
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@contextmanager
+def engine_http() -> Iterator[EngineHttp]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = served.pages.get(self.path, (404, ""))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    served = EngineHttp(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+    thread = Thread(target=served.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield served
+    finally:
+        served.stop()
+        thread.join()
