@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from time import monotonic, time_ns
+from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -160,8 +161,10 @@ class Publisher:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._stack.aclose()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, traceback)
 
     async def close_gently(self, deadline_s: float = 2.0) -> None:
         """Before leaving: all is told that can be within the deadline, and routers hear that the worker is draining.

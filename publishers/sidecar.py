@@ -1,9 +1,12 @@
 """The publisher as a process: follows the feeds of one or several engine ranks and tells the index what they hold."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
 
 import anyio
+import anyio.to_thread
 import zmq.asyncio
 from nats.aio.client import Client
 
@@ -21,6 +24,7 @@ from publishers.worker_settings import PublisherSettings
 from publishers.zmq_endpoint import of_rank
 
 SAVE_EVERY_S = 60.0
+SAVE_SHARE = 200
 CLOSE_S = 3.0
 
 log = logging.getLogger("kvatlas.publisher")
@@ -197,32 +201,48 @@ class EngineSidecar:
         feed.continuity = Continuity(can_replay=feed.continuity.can_replay)
 
     async def _keep_saving(self, publisher: Publisher, feed: Feed) -> None:
+        pause_s = SAVE_EVERY_S
         while True:
-            await anyio.sleep(SAVE_EVERY_S)
+            await anyio.sleep(pause_s)
             if feed.settled and publisher.counters.engine_batches != self._saved_at:
-                self._save(publisher, feed)
+                started_s = monotonic()
+                state = self._state(publisher, feed)
+                # a million blocks take a second to pack: the larger the ledger, the rarer
+                pause_s = max(SAVE_EVERY_S, SAVE_SHARE * (monotonic() - started_s))
+                with self._saving(publisher) as file:
+                    await anyio.to_thread.run_sync(file.save, state)
 
     def _save(self, publisher: Publisher, feed: Feed) -> None:
-        """Save the ledger with the position it belongs to. An error is logged: publishing goes on."""
-        if self._state_file is None:
-            return
+        """Save at the end."""
+        if self._state_file is not None:
+            with self._saving(publisher) as file:
+                file.save(self._state(publisher, feed))
+
+    @contextmanager
+    def _saving(self, publisher: Publisher) -> Iterator[StateFile]:
+        """An error is counted and logged: publishing goes on."""
+        assert self._state_file is not None
+        batches = publisher.counters.engine_batches
+        try:
+            yield self._state_file
+        except OSError as error:
+            publisher.counters.saves_failed += 1
+            log.warning("worker %s: state not saved to %s: %s", self.worker_id, self._state_file.path, error.strerror)
+        else:
+            publisher.counters.saves += 1
+            self._saved_at = batches
+
+    def _state(self, publisher: Publisher, feed: Feed) -> SavedState:
+        """The ledger with the position in the feed that it belongs to."""
         publisher.settle()
         poller = publisher.poller
-        state = SavedState(
+        return SavedState(
             worker_id=self.worker_id,
             incarnation=max(publisher.telling.outbox.incarnation, publisher.telling.saved_incarnation),
             continuity=feed.continuity.dump(),
             ledger=publisher.ledger.dump(),
             started_us=_us(poller.process_start_s) if poller is not None and poller.process_start_s else 0,
         )
-        try:
-            self._state_file.save(state)
-        except OSError as error:
-            publisher.counters.saves_failed += 1
-            log.warning("worker %s: state not saved to %s: %s", self.worker_id, self._state_file.path, error.strerror)
-            return
-        publisher.counters.saves += 1
-        self._saved_at = publisher.counters.engine_batches
 
 
 def _us(seconds: float) -> int:
