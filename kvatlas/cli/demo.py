@@ -1,13 +1,11 @@
 """`kvatlas demo`: the whole system on this machine, round-robin against kvatlas."""
 
-from kvatlas.cli.flags import with_settings
+from kvatlas.cli.flags import JsonFlag, with_settings
 from kvatlas.cli.running import run_service
-from kvatlas.settings import ProcessSettings
+from simulator.demo import DemoSettings, run_demo
 
 
-@with_settings(ProcessSettings)
-def demo(settings: ProcessSettings) -> None:
-    """Run 4 simulated engines on one machine and route one workload twice: round-robin, then by kvatlas."""
-    from simulator.demo import run_demo  # needs the extra
-
-    run_service("demo", settings, run_demo())
+@with_settings(DemoSettings)
+def demo(settings: DemoSettings, as_json: JsonFlag = False) -> None:
+    """Run simulated engines on this machine and route one workload twice: round-robin, then by kvatlas."""
+    run_service("demo", settings, run_demo(settings, as_json=as_json))

@@ -1,20 +1,23 @@
 """Runs one workload twice over the same fleet, round-robin and then by kvatlas, and shows what the difference is."""
 
+import json
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
 import anyio
 import httpx
+from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
+from kvatlas.settings import Count, Positive, ProcessSettings
 from kvatlas.store import Store, open_store
 from router_client import RouterClient, RouterSettings
 from simulator.demo.driving import Outcome, Policy, by_kvatlas, drive, round_robin
@@ -26,20 +29,25 @@ SETTLE_S = 20.0
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class DemoSettings:
+MODEL = "demo-model"
+
+
+class DemoSettings(ProcessSettings):
     """What is simulated. Times are the engines' own; `speed_up` makes them shorter for the spectator."""
 
-    model: str = "demo-model"
-    engines: int = 4
-    indexers: int = 2
-    gpu_blocks: int = 1_536
-    speed_up: float = 2.0
-    picture: Path = Path("kvatlas-demo.png")
-    workload: WorkloadSettings = field(
-        default_factory=lambda: WorkloadSettings(
-            seed=7,
-            sessions=72,
+    engines: Positive = Field(default=4, description="Simulated engines, each with its sidecar.")
+    indexers: Positive = Field(default=2, description="Replicas of the indexer.")
+    num_gpu_blocks: Positive = Field(default=1_536, description="Blocks of 16 tokens on each engine's GPU.")
+    speed_up: float = Field(default=2.0, gt=0, le=1e3, description="Simulated seconds in one real second.")
+    sessions: Positive = Field(default=72, description="Conversations, of 2 to 6 turns each.")
+    seed: Count = Field(default=7, description="Seed of the workload.")
+    picture: Path = Field(default=Path("kvatlas-demo.png"), description="Where the picture goes.")
+
+    @property
+    def workload(self) -> WorkloadSettings:
+        return WorkloadSettings(
+            seed=self.seed,
+            sessions=self.sessions,
             arrivals_per_s=3.2,
             turns=(2, 6),
             system_prompts=12,
@@ -49,37 +57,39 @@ class DemoSettings:
             answer_tokens=(16, 64),
             think_s=2.0,
         )
-    )
 
 
-async def run_demo(settings: DemoSettings | None = None) -> None:
-    """Print progress, a table and the path of a picture. Leaves no process behind, also when cancelled.
+async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
+    """Print progress on stderr, a table (or JSON) on stdout, and the path of a picture. Leaves no process behind, also when
+    cancelled.
 
     Raises KvatlasError for a part that does not come up or does not come to rest.
     """
-    settings = settings or DemoSettings()
-    console = Console()
+    console = Console(stderr=True)
     workload = generate(settings.workload)
     console.print(
         f"starting NATS, Valkey, {settings.indexers} indexers, {settings.engines} simulated engines with their sidecars",
     )
-    flags = ["--num-gpu-blocks", str(settings.gpu_blocks), "--speed-up", str(settings.speed_up)]
-    fleet_settings = FleetSettings(settings.model, settings.engines, settings.indexers, flags)
+    flags = ["--num-gpu-blocks", str(settings.num_gpu_blocks), "--speed-up", str(settings.speed_up)]
+    fleet_settings = FleetSettings(MODEL, settings.engines, settings.indexers, flags)
     with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder:
         async with running_fleet(fleet_settings, Path(folder)) as fleet, _watching(fleet) as watch:
             await watch.until_routable(len(fleet.engines))
             console.print(
-                f"{workload.requests} requests of {len(workload.sessions)} sessions, "
+                f"{workload.requests} requests of {len(workload.sessions)} conversations, "
                 f"{settings.workload.system_prompts} system prompts; engines run {settings.speed_up:g} times as fast"
             )
             async with RouterClient.open(fleet.redis_url, RouterSettings(count_own_picks=True)) as router:
                 policies = {
-                    "round-robin": round_robin(settings.model, fleet.engines, router),
-                    "kvatlas": by_kvatlas(settings.model, router),
+                    "round-robin": round_robin(MODEL, fleet.engines, router),
+                    "kvatlas": by_kvatlas(MODEL, router),
                 }
                 phases = await _phases(console, settings, workload, policies, watch)
-    console.print(table(phases))
     picture(phases, settings.picture)
+    if as_json:
+        print(json.dumps([phase.to_jsonable() for phase in phases], indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else 100).print(table(phases))
     console.print(f"picture: {settings.picture.resolve()}")
 
 
@@ -108,7 +118,7 @@ async def _phases(
                 hits, ttft = f"{so_far.hit_rate:.1%}", f"{so_far.mean_ttft_ms:,.0f} ms"
                 progress.update(bar, advance=1, hits=hits, ttft=ttft)  # type: ignore[arg-type]
 
-            await drive(workload, settings.model, policy, settings.speed_up, on_outcome)
+            await drive(workload, MODEL, policy, settings.speed_up, on_outcome)
             seconds = perf_counter() - began
             blocks = await watch.blocks_at_rest()
             bounds, counts = await watch.lag_counts()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich.table import Table
 
@@ -42,6 +43,23 @@ class Phase:
     def exact(self) -> float:
         """Requests whose prediction was the engine's own figure, as a fraction."""
         return sum(o.predicted_tokens == o.cached_tokens for o in self.outcomes) / len(self.outcomes)
+
+    def to_jsonable(self) -> dict[str, Any]:
+        return {
+            "policy": self.name,
+            "requests": len(self.outcomes),
+            "seconds": self.seconds,
+            "hit_rate": self.hit_rate,
+            "mean_ttft_ms": self.mean_ttft_ms,
+            "p99_ttft_ms": self.p99_ttft_ms,
+            "predicted_cached_tokens": sum(o.predicted_tokens for o in self.outcomes),
+            "cached_tokens": sum(o.cached_tokens for o in self.outcomes),
+            "predicted_exactly": self.exact,
+            "blocks_indexed": self.blocks_indexed,
+            "event_lag_p50_ms_at_most": self.lag_p50_ms,
+            "event_lag_p99_ms_at_most": self.lag_p99_ms,
+            "refused": sum(o.refused for o in self.outcomes),
+        }
 
 
 def table(phases: Sequence[Phase]) -> Table:

@@ -16,6 +16,25 @@ def is_alive(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def descendants(pid: int) -> set[int]:
+    """Every process that this one has started, and that those have."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: set[int] = set()
+    unseen = [pid]
+    while unseen:
+        for child in children.get(unseen.pop(), []):
+            found.add(child)
+            unseen.append(child)
+    return found
+
+
 def listens_on(pid: int) -> dict[int, bool]:
     """The process' listening TCP ports; True where it is reached over loopback only."""
     inodes = set()

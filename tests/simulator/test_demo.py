@@ -1,0 +1,69 @@
+"""The demo, small: its figures are there, and nothing is left running, also when it is interrupted."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tests.embedded.process_table import descendants, is_alive
+from tests.end_to_end.processes import environment
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+SMALL = ["--engines", "2", "--indexers", "1", "--sessions", "6", "--speed-up", "20", "--num-gpu-blocks", "1024"]
+
+
+async def _start(folder: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kvatlas.cli.main",
+        "demo",
+        "--json",
+        *SMALL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment(),
+        cwd=folder,
+    )
+
+
+async def test_it_shows_both_policies_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = await _start(tmp_path)
+    talk = asyncio.create_task(process.communicate())
+    parts = await until(
+        lambda: found if len(found := descendants(process.pid)) >= 7 else None,
+        deadline_s=60,
+        what="every part of the demo runs",
+    )
+    with anyio.fail_after(90):
+        out, err = await talk
+    assert process.returncode == 0, err.decode()
+    round_robin, kvatlas = json.loads(out)
+    assert (round_robin["policy"], kvatlas["policy"]) == ("round-robin", "kvatlas")
+    assert round_robin["requests"] == kvatlas["requests"] > 6
+    assert kvatlas["cached_tokens"] > 0
+    assert kvatlas["blocks_indexed"] > 0
+    assert (tmp_path / "kvatlas-demo.png").read_bytes().startswith(b"\x89PNG")
+    assert not any(map(is_alive, parts))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+async def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, how: signal.Signals) -> None:
+    process = await _start(tmp_path)
+    # two servers, an indexer, two engines, two sidecars
+    parts = await until(
+        lambda: found if len(found := descendants(process.pid)) >= 7 else None,
+        deadline_s=60,
+        what="every part of the demo runs",
+    )
+    os.kill(process.pid, how)
+    with anyio.fail_after(30):
+        await process.communicate()
+    await until(lambda: not any(map(is_alive, parts)), deadline_s=20, what="every process of the demo is gone")
