@@ -1,6 +1,7 @@
 """Opening a store: its layout, its suitability, and the function library."""
 
 from pathlib import Path
+from secrets import token_hex
 
 from redis.exceptions import ResponseError
 
@@ -11,6 +12,8 @@ from kvatlas.store import Store, function_library
 LIBRARY = "kvatlas"
 FUNCTIONS = Path(__file__).parent / "functions"
 SHARED = ("_slot", "_holders", "_blocks", "_fold")
+
+_ID = "id"
 
 DEFAULT_PARTITIONS = 64
 DEFAULT_SHARDS = 1
@@ -33,6 +36,12 @@ async def read_layout(store: Store) -> tuple[int, int] | None:
     return int(found["partitions"]), int(found["shards"])
 
 
+async def layout_id(store: Store) -> bytes | None:
+    """Tells a layout from one made after the store lost it; None where there is none."""
+    found: bytes | None = await store.client.hget(LAYOUT, _ID)
+    return found
+
+
 async def make_layout(store: Store, partitions: int | None, shards: int | None) -> tuple[int, int]:
     """(partitions, shards) of the store's layout, made if there is none. Raises LayoutMismatch where it is another."""
     wanted = (partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS)
@@ -41,7 +50,8 @@ async def make_layout(store: Store, partitions: int | None, shards: int | None) 
         if wanted[0] % wanted[1]:
             raise LayoutMismatch(f"{wanted[1]} shards; expected a divisor of {wanted[0]} partitions")
         async with store.client.pipeline(transaction=True) as pipeline:
-            for field, value in (("version", LAYOUT_VERSION), ("partitions", wanted[0]), ("shards", wanted[1])):
+            fields = {"version": LAYOUT_VERSION, "partitions": wanted[0], "shards": wanted[1], _ID: token_hex(8)}
+            for field, value in fields.items():
                 pipeline.hsetnx(LAYOUT, field, value)
             await pipeline.execute()
         found = await read_layout(store)

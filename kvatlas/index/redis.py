@@ -4,6 +4,7 @@ Each write is one server-side function (`functions/*.lua`); this file only names
 """
 
 from collections.abc import AsyncIterator, Sequence
+from time import monotonic
 from typing import Any, cast
 
 import msgpack
@@ -18,7 +19,7 @@ from kvatlas.index.apply_call import active_holder, pack_call, records_of, unpac
 from kvatlas.index.gallop import STRIDE
 from kvatlas.index.holder_names import HolderNames
 from kvatlas.index.keys import SCOPES, ShardKeys
-from kvatlas.index.layout import check_suitable, library, make_layout, read_layout
+from kvatlas.index.layout import check_suitable, layout_id, library, make_layout, read_layout
 from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
 from kvatlas.index.redis_answers import blocks_in, scopes_touched
 from kvatlas.index.redis_sweep import Sweep
@@ -30,6 +31,9 @@ from kvatlas.wire import scope_use
 
 REUSE_MS = 10 * 60 * 1000
 """A holder's number is used again after this long: clients may cache names."""
+
+REGISTERED_S = 1.0
+"""Shorter than any doubt's patience: a wiped store knows the scopes before it gets the first snapshot."""
 
 _SCAN_COUNT = 1_000
 _NAME_TRIES = 3
@@ -79,11 +83,14 @@ class RedisIndex:
         self._names = [HolderNames(keys) for keys in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
         self._scopes: dict[bytes, Scope] = {}
+        self._layout_id: bytes | None = None
+        self._registered_s = -REGISTERED_S
         self._puts = self._removes = self._prefix_scans = self._bytes_written = 0
 
     # ------------------------------------------------------------ writing
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+        await self._keep_registered()
         await self._register(batches)
         scope_ids, argument = pack_call(REUSE_MS, batches, parents=self._side_index)
         k = self._keys[shard]
@@ -136,7 +143,7 @@ class RedisIndex:
 
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
         if expected is None and self._writer:
-            await self._make_again()
+            await self._register_again()
         k = self._keys[shard_of(partition, self.shards)]
         args = [partition, _position_out(expected) if expected is not None else "", _position_out(new)]
         return _position_in(await self._fcall("kvatlas_set_position", [k.partitions, k.workers], args))
@@ -258,11 +265,24 @@ class RedisIndex:
                         known = self._scopes.pop(scope_id)
                         raise InvalidValue(f"scope {scope} has the id {scope_id.hex()} of scope {known}")
 
-    async def _make_again(self) -> None:
-        """A partition has no position: the store is new, or it lost everything, also what this writer wrote once."""
-        self._scopes.clear()
+    async def _keep_registered(self) -> None:
+        """Once a second at most: a store that lost the layout and the scopes (another writer may have seen to the layout
+        since) gets again what this writer wrote once."""
+        now_s = monotonic()
+        if now_s >= self._registered_s + REGISTERED_S:
+            await self._register_again()
+            self._registered_s = now_s
+
+    async def _register_again(self) -> None:
         try:
-            await make_layout(self._store, self.partitions, self.shards)
+            found = await layout_id(self._store)
+            if found is None:
+                await make_layout(self._store, self.partitions, self.shards)
+                found = await layout_id(self._store)
+            if self._scopes and (found != self._layout_id or await self._store.client.hlen(SCOPES) < len(self._scopes)):
+                for scope_id, scope in list(self._scopes.items()):
+                    await self._store.client.hsetnx(SCOPES, scope_id, scope.canonical)
+            self._layout_id = found
         except UNREACHABLE as error:
             raise Unreachable(f"{self._store.name}: {reason(error)}") from error
 
