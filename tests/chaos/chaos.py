@@ -1,0 +1,87 @@
+"""One scenario under way: what was broken, and the wait until all is exact again."""
+
+from collections.abc import Iterable
+from time import monotonic
+
+from nats.errors import Error as NatsError
+
+from tests.chaos.exactness import State
+from tests.chaos.fleet import Fleet, Worker
+from tests.chaos.report import Outcome
+from tests.waiting import until
+
+EXACT_S = 60.0
+
+
+class Chaos:
+    """Scenarios call `fault` when they break something, and `healed` when it is whole again."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self.fleet = fleet
+        self.name = name
+        self.faults: list[str] = []
+        self.under_reporting: set[str] = set()
+        """Workers that may hold more than their publishers can know."""
+        self._events_before = 0
+        self._events_at_stop: dict[str, int] = {}
+        self._answered_before = 0
+        self._healed_s = monotonic()
+
+    async def begin(self) -> None:
+        """The load goes on until `settle`."""
+        self._answered_before = sum(self.fleet.load.answered.values())
+        self._events_before = await self.fleet.events_sent()
+        self.fleet.load.go()
+
+    def fault(self, what: str) -> None:
+        self.faults.append(what)
+        self._healed_s = monotonic()
+
+    def healed(self) -> None:
+        """The time to exact counts from here."""
+        self._healed_s = monotonic()
+
+    async def moved(self, answers: int = 10, workers: Iterable[Worker] | None = None) -> None:
+        """Wait until these engines (all of them) did so much more."""
+        for worker in workers if workers is not None else self.fleet.workers:
+            await self.fleet.load.more(worker.worker_id, answers)
+
+    async def settle(self) -> Outcome:
+        """Rest, wait until all is exact, and have `kvatlas export` say so. Raises AssertionError with what is not."""
+        fleet = self.fleet
+        await fleet.load.rest()
+        last = State("not looked yet")
+
+        async def is_exact() -> bool:
+            nonlocal last
+            last = await fleet.checker.look(self.under_reporting)
+            return not last.trouble
+
+        try:
+            await until(is_exact, deadline_s=EXACT_S, what="exact")
+        except AssertionError:
+            raise AssertionError(f"{self.name}: not exact after {EXACT_S:g} s: {last.trouble}") from None
+        exact_after_s = monotonic() - self._healed_s
+        last = await fleet.checker.compare(await fleet.export(), self.under_reporting)
+        assert not last.trouble, f"{self.name}: {last.trouble}"
+        events = await fleet.events_sent()
+        for worker in fleet.workers:
+            if worker.worker_id in self.under_reporting:  # so that the next scenario may ask for everything
+                await fleet.empty_engine(worker)
+        events -= self._events_before if events >= self._events_before else 0  # sidecars started anew count anew
+        return Outcome(self.name, self.faults, events, last.exported, exact_after_s, last.wrong, last.missing)
+
+    async def watch_never_empty(self, worker: Worker) -> None:
+        """Until cancelled; raises AssertionError where the worker's residency vanishes from the index."""
+        while True:
+            blocks = await self.fleet.checker.resident_blocks(worker.worker_id)
+            assert blocks, f"{self.name}: the blocks of {worker.worker_id} vanished from the index"
+
+
+async def answers(fleet: Fleet, worker: Worker) -> bool:
+    """Does the worker's publisher answer on its control subject?"""
+    try:
+        await fleet.checker.status(worker.worker_id)
+    except (NatsError, TimeoutError):
+        return False
+    return True

@@ -1,0 +1,81 @@
+"""One command of kvatlas as a child process, to be killed, paused and started again."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from anyio.to_thread import run_sync
+
+from kvatlas.embedded.owned import spawn_owned
+from tests.end_to_end.processes import ROOT, environment
+from tests.waiting import until
+
+START_S = 40.0
+STOP_S = 15.0
+
+
+class Child:
+    """`start` and `ready`; then `kill` (SIGKILL), `pause` and `resume` (SIGSTOP, SIGCONT), `stop` (SIGTERM)."""
+
+    def __init__(self, name: str, words: Sequence[str], ready: str, folder: Path) -> None:
+        """`ready`: what its log says when it is."""
+        self.name = name
+        self.words = list(words)
+        self.log = folder / f"{name}.log"
+        self._ready = ready
+        self._from = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
+
+    def start(self) -> None:
+        assert not self.is_running, f"{self.name} runs already"
+        with self.log.open("ab") as log:
+            self._from = log.tell()
+            command = [sys.executable, "-m", "kvatlas.cli.main", *self.words]
+            self._popen = spawn_owned(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+
+    async def ready(self) -> None:
+        """Wait until it says that it is."""
+
+        def is_ready() -> bool:
+            assert self.is_running, f"{self.name} ended by itself: {self.said()[-2000:]}"
+            return self._ready in self.said()
+
+        await until(is_ready, deadline_s=START_S, what=f"{self.name} is ready")
+
+    def said(self) -> str:
+        """What it logged since it was started last."""
+        with self.log.open("rb") as log:
+            log.seek(self._from)
+            return log.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        assert self._popen is not None
+        self._popen.wait()
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    async def stop(self) -> None:
+        """Ask it to end, and wait until it has."""
+        self._signal(signal.SIGTERM)
+        assert self._popen is not None
+        await run_sync(self._popen.wait, STOP_S)
+
+    def close(self) -> None:
+        """Gone, whatever state it is in."""
+        if self.is_running:
+            self.kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._popen is not None and self.is_running, f"{self.name} ended by itself: {self.said()[-2000:]}"
+        self._popen.send_signal(number)

@@ -1,0 +1,120 @@
+"""Is the index what the publishers hold, and do these claim only what their engines hold?"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import httpx
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from kvatlas.control import ControlOp, ControlReply, ControlRequest
+from kvatlas.digest import Digest
+from kvatlas.errors import KvatlasError
+from kvatlas.fleet import EngineState, Liveness
+from kvatlas.fleet_store import FleetStore
+from kvatlas.identity import Scope
+from kvatlas.index.redis import open_redis_index
+from kvatlas.request import hash_text
+from kvatlas.store import Store
+from kvatlas.subjects import control_subject
+from kvatlas.tiers import parse_tier
+
+Residence = tuple[str | None, str, str]
+"""adapter, tier, sequence hash of one worker's block"""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What was found at one look. `trouble` says why it is not exact, empty where it is."""
+
+    trouble: str
+    exported: int = 0
+    wrong: int = 0
+    missing: int = 0
+
+
+class Checker:
+    """Looks past every proxy. `engines`: base URL by worker id."""
+
+    def __init__(self, model: str, engines: Mapping[str, str], nats: Client, store: Store) -> None:
+        self._model = model
+        self._engines = engines
+        self._nats = nats
+        self._store = store
+
+    async def status(self, worker_id: str) -> ControlReply:
+        """Raises NatsError where the publisher does not answer."""
+        return await self._ask(worker_id, ControlOp.STATUS)
+
+    async def look(self, under_reporting: Iterable[str] = ()) -> State:
+        """`under_reporting`: workers whose publishers can't know all that the engine holds."""
+        try:
+            exported = await self._exported()
+            return await self.compare(exported, under_reporting)
+        except (NatsError, KvatlasError, httpx.HTTPError, TimeoutError) as error:
+            return State(f"{type(error).__name__}: {error}")
+
+    async def compare(self, exported: Mapping[str, set[Residence]], under_reporting: Iterable[str] = ()) -> State:
+        """Compare what was exported, by worker, with the publishers' digests and the engines' caches."""
+        partly = set(under_reporting)
+        troubles: list[str] = []
+        wrong = missing = 0
+        records = await FleetStore(self._store).all()
+        if strange := set(exported) - set(self._engines):
+            troubles.append(f"exported of unknown workers {sorted(strange)}")
+            wrong += sum(len(exported[worker_id]) for worker_id in strange)
+        for worker_id in self._engines:
+            mine = exported.get(worker_id, set())
+            held = await self._held(worker_id)
+            told = await self._ask(worker_id, ControlOp.DIGEST)
+            wrong += len(mine - held)
+            missing += len(held - mine)
+            digest = self._digest(mine)
+            if told.digest != digest.words:
+                troubles.append(f"{worker_id} tells {sum((told.digest or [0])[::3])} blocks, {digest.blocks} exported")
+            if mine - held:
+                troubles.append(f"{worker_id}: {len(mine - held)} exported that its engine has not")
+            if held - mine and worker_id not in partly:
+                troubles.append(f"{worker_id}: {len(held - mine)} of its engine's not exported")
+            record = records.get(worker_id)
+            if record is None or record.liveness is not Liveness.ALIVE or record.state is not EngineState.UP:
+                troubles.append(f"{worker_id} is no candidate for routers")
+        return State("; ".join(troubles), sum(map(len, exported.values())), wrong, missing)
+
+    async def resident_blocks(self, worker_id: str) -> int:
+        """What the index answers with for this worker now; 0 where it has no active holder."""
+        index = await open_redis_index(self._store, writer=False)
+        return sum((await index.digest(worker_id) or [0])[::3])
+
+    async def _exported(self) -> dict[str, set[Residence]]:
+        index = await open_redis_index(self._store, writer=False)
+        found: dict[str, set[Residence]] = {}
+        async for residency in index.snapshot():
+            residence = (residency.scope.adapter_id, residency.tier.label, hash_text(residency.sequence_hash))
+            found.setdefault(residency.worker_id, set()).add(residence)
+        return found
+
+    async def _held(self, worker_id: str) -> set[Residence]:
+        async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+            answer = (await client.get(f"{self._engines[worker_id]}/kv_blocks")).json()
+        return {(block["adapter_id"], block["tier"], block["sequence_hash"]) for block in answer["blocks"]}
+
+    async def _ask(self, worker_id: str, op: ControlOp) -> ControlReply:
+        reply = await self._nats.request(control_subject(worker_id), ControlRequest(op=op).pack(), timeout=2)
+        return ControlReply.unpack(reply.data)
+
+    def _digest(self, residences: Iterable[Residence]) -> Digest:
+        digest = Digest()
+        for adapter, tier, sequence_hash in residences:
+            scope = Scope(self._model, self._model, adapter)
+            digest.add(scope.scope_id, parse_tier(tier), int(sequence_hash, 16).to_bytes(8, "little"))
+        return digest
+
+
+def of_export(lines: Iterable[str]) -> dict[str, set[Residence]]:
+    """The output of `kvatlas export` by worker."""
+    found: dict[str, set[Residence]] = {}
+    for line in map(json.loads, lines):
+        found.setdefault(line["worker"], set()).add((line["adapter_id"], line["tier"], line["sequence_hash"]))
+    return found

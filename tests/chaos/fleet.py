@@ -1,0 +1,182 @@
+"""A whole fleet of real processes, with a proxy in every line that can break."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import httpx
+from nats.aio.client import Client
+
+from kvatlas.bus import connect_nats
+from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
+from kvatlas.embedded.port import free_port
+from kvatlas.store import Store, open_store
+from tests.chaos.child import Child
+from tests.chaos.exactness import Checker, Residence, of_export
+from tests.chaos.load import BLOCK, Load
+from tests.chaos.proxy import LOOPBACK, TcpProxy
+from tests.end_to_end.processes import query
+from tests.waiting import until
+
+MODEL = "chaos-model"
+ADAPTER = "chaos-adapter"
+PARTITIONS = 16
+SHARDS = 4
+OUTBOX_BYTES = 96 * 1024
+GPU_BLOCKS = 500
+CPU_BLOCKS = 120
+
+
+@dataclass(slots=True)
+class Worker:
+    """One engine and its sidecar."""
+
+    worker_id: str
+    url: str
+    engine: Child
+    sidecar: Child
+    events: TcpProxy
+    replay: TcpProxy
+    nats: TcpProxy
+    state_dir: Path
+    sidecar_words: Sequence[str]
+
+    @property
+    def state_file(self) -> Path:
+        return self.state_dir / f"{self.worker_id}.state"
+
+    def second_sidecar(self) -> Child:
+        """Another publisher of the same worker, with no saved state; not started."""
+        return Child(f"{self.worker_id}-second", self.sidecar_words, "is published", self.state_dir)
+
+
+@dataclass(slots=True)
+class Member:
+    """One replica of the indexer."""
+
+    child: Child
+    nats: TcpProxy
+    redis: TcpProxy
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Everything that runs. `nats` and `store` go past the proxies."""
+
+    folder: Path
+    nats_server: EmbeddedServer
+    valkey: EmbeddedServer
+    nats: Client
+    store: Store
+    workers: list[Worker]
+    members: list[Member]
+    load: Load
+    checker: Checker
+    stack: AsyncExitStack
+    indexers: int
+    """replicas at the start"""
+    indexer_words: list[str] = field(default_factory=list)
+
+    async def export(self) -> dict[str, set[Residence]]:
+        """What `kvatlas export` prints, by worker."""
+        return of_export((await query("export", "--redis-url", self.valkey.url)).splitlines())
+
+    async def add_member(self) -> Member:
+        """One more replica, not started."""
+        name = f"indexer-{len(self.members)}"
+        nats = await self.stack.enter_async_context(TcpProxy(self.nats_server.port))
+        redis = await self.stack.enter_async_context(TcpProxy(self.valkey.port))
+        words = [
+            "indexer",
+            "--nats-url",
+            f"nats://{LOOPBACK}:{nats.port}",
+            "--redis-url",
+            f"redis://{LOOPBACK}:{redis.port}",
+        ]
+        words += ["--member-id", name, "--partitions", str(PARTITIONS), "--shards", str(SHARDS), *self.indexer_words]
+        member = Member(Child(name, words, "is ready", self.folder), nats, redis)
+        self.stack.callback(member.child.close)
+        self.members.append(member)
+        return member
+
+    async def empty_engine(self, worker: Worker) -> None:
+        """Its cache is reset, so that all that it holds from now on has been told."""
+        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+
+            async def is_reset() -> bool:
+                url = f"{worker.url}/reset_prefix_cache?reset_external=true"
+                return (await client.post(url)).is_success
+
+            await until(is_reset, deadline_s=20, what=f"{worker.worker_id} drops its cache")
+
+    async def events_sent(self) -> int:
+        """Engine events that the running sidecars have taken since their start; one that doesn't answer counts none."""
+        total = 0
+        for worker in self.workers:
+            if worker.sidecar.is_running:
+                status = (await self.checker.status(worker.worker_id)).status or {}
+                total += int(status["counters"]["engine_events"])
+        return total
+
+
+@asynccontextmanager
+async def running_fleet(
+    folder: Path, *, engines: int, indexers: int, seed: int, indexer_words: Sequence[str] = ()
+) -> AsyncIterator[Fleet]:
+    """All parts answer, the load rests. Nothing is left of it afterwards."""
+    async with AsyncExitStack() as stack:
+        nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats"))
+        valkey = await stack.enter_async_context(valkey_server(data_dir=folder / "valkey", appendonly=True))
+        urls: dict[str, str] = {}
+        workers = [await _worker(stack, folder, nats, f"engine-{i}", urls) for i in range(engines)]
+        client = await connect_nats(nats.url, name="chaos")
+        stack.push_async_callback(client.close)
+        store = await open_store(valkey.url)
+        stack.push_async_callback(store.close)
+        load = Load(urls, (None, None, ADAPTER), seed)
+        checker = Checker(MODEL, urls, client, store)
+        fleet = Fleet(
+            folder, nats, valkey, client, store, workers, [], load, checker, stack, indexers, list(indexer_words)
+        )
+        for _ in range(indexers):
+            await fleet.add_member()
+        for member in fleet.members:
+            member.child.start()
+        for worker in workers:
+            worker.engine.start()
+        for worker in workers:
+            await worker.engine.ready()
+            worker.sidecar.start()
+        for member in fleet.members:
+            await member.child.ready()
+        for worker in workers:
+            await worker.sidecar.ready()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(load.run)
+            yield fleet
+            tasks.cancel_scope.cancel()
+
+
+async def _worker(
+    stack: AsyncExitStack, folder: Path, nats: EmbeddedServer, worker_id: str, urls: dict[str, str]
+) -> Worker:
+    http, events_port, replay_port = free_port(), free_port(), free_port()
+    urls[worker_id] = f"http://{LOOPBACK}:{http}"
+    words = ["simulate-engine", "--model", MODEL, "--adapters", ADAPTER, "--port", str(http), "--speed-up", "100000"]
+    words += ["--endpoint", f"tcp://{LOOPBACK}:{events_port}", "--replay-endpoint", f"tcp://{LOOPBACK}:{replay_port}"]
+    words += ["--block-size", str(BLOCK), "--num-gpu-blocks", str(GPU_BLOCKS), "--num-cpu-blocks", str(CPU_BLOCKS)]
+    engine = Child(worker_id, words, "engine at", folder)
+    stack.callback(engine.close)
+    events = await stack.enter_async_context(TcpProxy(events_port))
+    replay = await stack.enter_async_context(TcpProxy(replay_port))
+    bus = await stack.enter_async_context(TcpProxy(nats.port))
+    state_dir = folder / f"{worker_id}-state"
+    sidecar_words = ["publish", "--engine", "vllm", "--worker-id", worker_id, "--model-id", MODEL]
+    sidecar_words += ["--endpoint", f"tcp://{LOOPBACK}:{events.port}", "--engine-url", urls[worker_id]]
+    sidecar_words += ["--replay-endpoint", f"tcp://{LOOPBACK}:{replay.port}", "--partitions", str(PARTITIONS)]
+    sidecar_words += ["--outbox-bytes", str(OUTBOX_BYTES), "--nats-url", f"nats://{LOOPBACK}:{bus.port}"]
+    sidecar = Child(f"{worker_id}-sidecar", [*sidecar_words, "--state-dir", str(state_dir)], "is published", folder)
+    stack.callback(sidecar.close)
+    return Worker(worker_id, urls[worker_id], engine, sidecar, events, replay, bus, state_dir, sidecar_words)

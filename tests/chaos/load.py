@@ -1,0 +1,76 @@
+"""Requests to the engines, so that their caches are always in motion: shared prefixes, branches, evictions, two tiers."""
+
+import random
+from collections.abc import Mapping
+
+import anyio
+import httpx
+
+from tests.waiting import until
+
+REQUESTS_PER_S = 25.0
+"""Of each engine: faults are what is being tested, not speed."""
+VOCABULARY = 50_000
+BLOCK = 16
+
+
+class Load:
+    """`run` in a task group; `go` and `rest` switch it. An engine that does not answer is passed over."""
+
+    def __init__(self, engines: Mapping[str, str], adapters: tuple[str | None, ...], seed: int) -> None:
+        """`engines`: base URL by worker id."""
+        self._engines = engines
+        self._adapters = adapters
+        self._rng = random.Random(seed)
+        self._heads = [self._tokens(BLOCK * self._rng.randint(4, 12)) for _ in range(6)]
+        self._going = anyio.Event()
+        self._resting = True
+        self._open = 0
+        self.answered = dict.fromkeys(engines, 0)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with httpx.AsyncClient(timeout=3, trust_env=False) as client, anyio.create_task_group() as tasks:
+            for worker_id in self._engines:
+                tasks.start_soon(self._drive, client, worker_id)
+
+    def go(self) -> None:
+        self._resting = False
+        self._going.set()
+
+    async def rest(self) -> None:
+        """No request is open afterwards."""
+        self._resting = True
+        self._going = anyio.Event()
+        await until(lambda: not self._open, deadline_s=20, what="no request is open")
+
+    async def more(self, worker_id: str, answers: int, deadline_s: float = 60.0) -> None:
+        """Wait until this engine has answered so many more requests."""
+        goal = self.answered[worker_id] + answers
+        await until(
+            lambda: self.answered[worker_id] >= goal, deadline_s=deadline_s, what=f"{worker_id} answers {answers} more"
+        )
+
+    async def _drive(self, client: httpx.AsyncClient, worker_id: str) -> None:
+        while True:
+            await self._going.wait()
+            self._open += 1
+            try:
+                answer = await client.post(f"{self._engines[worker_id]}/v1/completions", json=self._request())
+                self.answered[worker_id] += answer.is_success
+            except httpx.HTTPError:
+                pass  # it is down, on purpose
+            finally:
+                self._open -= 1
+            await anyio.sleep(self._rng.expovariate(REQUESTS_PER_S))
+
+    def _request(self) -> dict[str, object]:
+        rng = self._rng
+        head = rng.choice(self._heads)
+        prompt = head[: BLOCK * rng.randint(2, len(head) // BLOCK)] + self._tokens(rng.randint(1, 6 * BLOCK))
+        request: dict[str, object] = {"prompt": prompt, "max_tokens": rng.randint(1, 2 * BLOCK)}
+        adapter = rng.choice(self._adapters)
+        return request if adapter is None else {**request, "model": adapter}
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(VOCABULARY) for _ in range(count)]

@@ -1,0 +1,83 @@
+"""A TCP proxy that breaks connections in the ways that networks do."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Self
+
+LOOPBACK = "127.0.0.1"
+CHUNK_BYTES = 64 * 1024
+
+
+class TcpProxy:
+    """Listens on a free loopback port and forwards to `target_port`.
+
+    `cut`: every connection is reset and new ones are too. `stall`: connections stay open, and new ones are accepted, but
+    no byte gets through either way (half-open). `delay_s`: every piece comes later by so much. `heal` ends all of it.
+    """
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._cut = False
+        self.delay_s = 0.0
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, LOOPBACK, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        self._flowing.set()
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        self._cut = True
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def stall(self) -> None:
+        self._flowing.clear()
+
+    def heal(self) -> None:
+        self._cut = False
+        self.delay_s = 0.0
+        self._flowing.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends = {writer}
+        self._writers |= ends
+        try:
+            if self._cut:
+                return
+            await self._flowing.wait()
+            target_reader, target_writer = await asyncio.open_connection(LOOPBACK, self._target_port)
+            ends.add(target_writer)
+            self._writers.add(target_writer)
+            pumps: list[Awaitable[None]] = [self._pump(reader, target_writer), self._pump(target_reader, writer)]
+            await asyncio.gather(*pumps)
+        except OSError:
+            return  # the target is away: so is the connection to it
+        finally:
+            self._writers -= ends
+            for end in ends:
+                end.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while piece := await reader.read(CHUNK_BYTES):
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                await self._flowing.wait()
+                writer.write(piece)
+                await writer.drain()
+        except OSError:
+            pass  # either end broke it; the other one is told so below
+        finally:
+            writer.transport.abort()

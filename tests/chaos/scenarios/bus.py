@@ -1,0 +1,126 @@
+"""Faults of NATS and of its stream."""
+
+import shutil
+
+from anyio.to_thread import run_sync
+
+from kvatlas.bus import StreamSettings, ensure_stream
+from kvatlas.subjects import STREAM
+from tests.chaos.chaos import Chaos
+from tests.chaos.fleet import Worker
+from tests.waiting import until
+
+
+async def nats_killed_and_restarted(chaos: Chaos) -> None:
+    await chaos.moved(10)
+    await chaos.fleet.nats_server.kill()
+    chaos.fault("NATS SIGKILL")
+    await chaos.moved(10)
+    await chaos.fleet.nats_server.start()
+    chaos.healed()
+
+
+async def nats_restarted_without_its_data(chaos: Chaos) -> None:
+    server = chaos.fleet.nats_server
+    await chaos.moved(10)
+    await server.kill()
+    chaos.fault("NATS SIGKILL, data removed")
+    await run_sync(shutil.rmtree, server.process.data_dir / "jetstream")
+    await server.start()
+    chaos.healed()
+
+
+async def nats_with_memory_storage_restarted(chaos: Chaos) -> None:
+    fleet = chaos.fleet
+    await fleet.nats.jetstream().delete_stream(STREAM)
+    await ensure_stream(fleet.nats, StreamSettings(storage="memory"))
+    chaos.fault("stream made again, in memory")
+    await chaos.moved(10)
+    await fleet.nats_server.restart()
+    chaos.fault("NATS restarted: its stream in memory is gone")
+
+
+async def nats_away_longer_than_the_outbox_holds(chaos: Chaos) -> None:
+    worker = chaos.fleet.workers[0]
+    await chaos.moved(10)
+    worker.nats.cut()
+    chaos.fault("publisher cut from NATS until its outbox overflows")
+    await _overflows(worker)
+    await chaos.moved(10, [worker])
+    worker.nats.heal()
+    chaos.healed()
+
+
+async def _overflows(worker: Worker) -> None:
+    await until(lambda: "outbox is full" in worker.sidecar.said(), deadline_s=60, what="the outbox overflows")
+
+
+async def publisher_half_open_to_nats(chaos: Chaos) -> None:
+    worker = chaos.fleet.workers[0]
+    await chaos.moved(5)
+    worker.nats.stall()
+    chaos.fault("publisher's line to NATS half-open")
+    await chaos.moved(60, [worker])
+    worker.nats.heal()
+    chaos.healed()
+
+
+async def publisher_far_from_nats(chaos: Chaos) -> None:
+    worker = chaos.fleet.workers[0]
+    worker.nats.delay_s = 0.05
+    chaos.fault("publisher's line to NATS takes 100 ms")
+    await chaos.moved(20, [worker])
+    worker.nats.heal()
+    chaos.healed()
+
+
+async def stream_purged(chaos: Chaos) -> None:
+    await chaos.moved(10)
+    for member in chaos.fleet.members:
+        member.child.pause()
+    await chaos.moved(3)
+    await chaos.fleet.nats.jetstream().purge_stream(STREAM)
+    chaos.fault("stream purged, with messages that no indexer had read")
+    for member in chaos.fleet.members:
+        member.child.resume()
+    chaos.healed()
+
+
+async def stream_deleted(chaos: Chaos) -> None:
+    await chaos.moved(10)
+    await chaos.fleet.nats.jetstream().delete_stream(STREAM)
+    chaos.fault("stream deleted")
+    await chaos.moved(5)
+
+
+async def stream_recreated(chaos: Chaos) -> None:
+    jetstream = chaos.fleet.nats.jetstream()
+    await chaos.moved(10)
+    config = (await jetstream.stream_info(STREAM)).config
+    await jetstream.delete_stream(STREAM)
+    await jetstream.add_stream(config)
+    chaos.fault("stream deleted and made again")
+    await chaos.moved(5)
+
+
+async def consumers_deleted(chaos: Chaos) -> None:
+    jetstream = chaos.fleet.nats.jetstream()
+    await chaos.moved(10)
+    for consumer in await jetstream.consumers_info(STREAM):
+        await jetstream.delete_consumer(STREAM, consumer.name)
+        chaos.fault("consumer deleted")
+    await chaos.moved(10)
+
+
+SCENARIOS = (
+    nats_killed_and_restarted,
+    nats_restarted_without_its_data,
+    nats_with_memory_storage_restarted,
+    nats_away_longer_than_the_outbox_holds,
+    publisher_half_open_to_nats,
+    publisher_far_from_nats,
+    stream_purged,
+    stream_deleted,
+    stream_recreated,
+    consumers_deleted,
+)

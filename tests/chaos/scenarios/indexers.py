@@ -1,0 +1,161 @@
+"""Faults of the indexer's replicas and of their lines to Redis and NATS."""
+
+from kvatlas.fleet_store import FleetStore
+from tests.chaos.chaos import Chaos
+from tests.chaos.fleet import PARTITIONS, Fleet, Member
+from tests.waiting import until
+
+OVER_S = 20.0
+
+
+async def holds_nothing(fleet: Fleet, member: Member) -> None:
+    """Wait until others hold every partition."""
+
+    async def taken_over() -> bool:
+        leases = await FleetStore(fleet.store).leases()
+        return len(leases) == PARTITIONS and member.child.name not in leases.values()
+
+    await until(taken_over, deadline_s=OVER_S, what=f"the partitions of {member.child.name} are taken over")
+
+
+async def holds_some(fleet: Fleet, member: Member) -> None:
+    async def has_taken() -> bool:
+        leases = await FleetStore(fleet.store).leases()
+        return len(leases) == PARTITIONS and member.child.name in leases.values()
+
+    await until(has_taken, deadline_s=OVER_S, what=f"{member.child.name} has taken partitions")
+
+
+async def indexer_killed(chaos: Chaos) -> None:
+    member = chaos.fleet.members[0]
+    await chaos.moved(10)
+    member.child.kill()
+    chaos.fault("indexer SIGKILL")
+    await holds_nothing(chaos.fleet, member)
+    await chaos.moved(5)
+    member.child.start()
+    await member.child.ready()
+    await holds_some(chaos.fleet, member)
+    chaos.healed()
+
+
+async def indexer_paused_past_its_lease(chaos: Chaos) -> None:
+    """It wakes up as a zombie, with calls under way that others have made since."""
+    member = chaos.fleet.members[0]
+    await chaos.moved(10)
+    member.child.pause()
+    chaos.fault("indexer SIGSTOP")
+    await holds_nothing(chaos.fleet, member)
+    await chaos.moved(10)
+    member.child.resume()
+    chaos.healed()
+    await chaos.moved(10)
+
+
+async def indexer_cut_from_redis(chaos: Chaos) -> None:
+    member = chaos.fleet.members[0]
+    await chaos.moved(5)
+    member.redis.cut()
+    chaos.fault("indexer cut from Redis")
+    await holds_nothing(chaos.fleet, member)
+    member.redis.heal()
+    await holds_some(chaos.fleet, member)
+    chaos.healed()
+
+
+async def indexer_half_open_to_redis(chaos: Chaos) -> None:
+    member = chaos.fleet.members[0]
+    await chaos.moved(5)
+    member.redis.stall()
+    chaos.fault("indexer's line to Redis half-open")
+    await holds_nothing(chaos.fleet, member)
+    member.redis.heal()
+    await holds_some(chaos.fleet, member)
+    chaos.healed()
+
+
+async def indexer_cut_from_nats(chaos: Chaos) -> None:
+    member = chaos.fleet.members[0]
+    await chaos.moved(5)
+    member.nats.cut()
+    chaos.fault("indexer cut from NATS")
+    await holds_nothing(chaos.fleet, member)
+    await chaos.moved(5)
+    member.nats.heal()
+    await holds_some(chaos.fleet, member)
+    chaos.healed()
+
+
+async def indexer_half_open_to_nats(chaos: Chaos) -> None:
+    member = chaos.fleet.members[0]
+    await chaos.moved(5)
+    member.nats.stall()
+    chaos.fault("indexer's line to NATS half-open")
+    await holds_nothing(chaos.fleet, member)
+    member.nats.heal()
+    await holds_some(chaos.fleet, member)
+    chaos.healed()
+
+
+async def every_indexer_cut_from_both(chaos: Chaos) -> None:
+    """Nobody observes anything for a while: no worker is retired for that."""
+    await chaos.moved(5)
+    for member in chaos.fleet.members:
+        member.redis.cut()
+        member.nats.cut()
+        chaos.fault("indexer cut from Redis and NATS")
+    await chaos.moved(40)
+    for member in chaos.fleet.members:
+        member.redis.heal()
+        member.nats.heal()
+    chaos.healed()
+
+
+async def rolling_restart_of_the_indexers(chaos: Chaos) -> None:
+    await chaos.moved(5)
+    for member in chaos.fleet.members:
+        await member.child.stop()
+        chaos.fault("indexer SIGTERM, started again")
+        member.child.start()
+        await member.child.ready()
+    chaos.healed()
+
+
+async def scaled_to_four_and_back(chaos: Chaos) -> None:
+    fleet = chaos.fleet
+    await chaos.moved(5)
+    for member in fleet.members[1:]:
+        await member.child.stop()
+        chaos.fault("one replica less")
+    await holds_some(fleet, fleet.members[0])
+    while len(fleet.members) < 4:
+        await fleet.add_member()
+    for member in fleet.members[1:]:
+        member.child.start()
+    for member in fleet.members[1:]:
+        await member.child.ready()
+        await holds_some(fleet, member)
+        chaos.fault("one replica more")
+    await chaos.moved(5)
+    for member in fleet.members[1:]:
+        await member.child.stop()
+        chaos.fault("one replica less")
+    chaos.healed()
+    await chaos.moved(5)
+    for member in fleet.members[1 : fleet.indexers]:
+        member.child.start()
+        await member.child.ready()
+    del fleet.members[fleet.indexers :]
+
+
+SCENARIOS = (
+    indexer_killed,
+    indexer_paused_past_its_lease,
+    indexer_cut_from_redis,
+    indexer_half_open_to_redis,
+    indexer_cut_from_nats,
+    indexer_half_open_to_nats,
+    every_indexer_cut_from_both,
+    rolling_restart_of_the_indexers,
+    scaled_to_four_and_back,
+)

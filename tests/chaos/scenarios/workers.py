@@ -1,0 +1,63 @@
+"""Workers that fall silent: skipped by routers, back at once, retired after a minute."""
+
+from kvatlas.fleet import EngineState, Liveness
+from kvatlas.fleet_store import FleetStore
+from kvatlas.index.redis import open_redis_index
+from tests.chaos.chaos import Chaos
+from tests.chaos.fleet import Fleet, Worker
+from tests.waiting import until
+
+
+async def skipped(fleet: Fleet, worker: Worker) -> None:
+    """Wait until routers skip the worker."""
+
+    async def is_skipped() -> bool:
+        record = (await FleetStore(fleet.store).all())[worker.worker_id]
+        return record.liveness is not Liveness.ALIVE or record.state is not EngineState.UP
+
+    await until(is_skipped, deadline_s=20, what=f"routers skip {worker.worker_id}")
+
+
+async def heartbeat_lost(chaos: Chaos) -> None:
+    worker = chaos.fleet.workers[0]
+    await chaos.moved(5)
+    worker.sidecar.pause()
+    chaos.fault("sidecar SIGSTOP")
+    await skipped(chaos.fleet, worker)
+    worker.sidecar.resume()
+    chaos.healed()
+
+
+async def engine_down_behind_a_living_sidecar(chaos: Chaos) -> None:
+    worker = chaos.fleet.workers[0]
+    await chaos.moved(5)
+    worker.engine.pause()
+    chaos.fault("engine SIGSTOP")
+    await skipped(chaos.fleet, worker)
+    worker.engine.resume()
+    chaos.healed()
+
+
+async def worker_retired_and_back(chaos: Chaos) -> None:
+    """With a patience of RETIRE_AFTER_S instead of a minute; its memory is given back."""
+    fleet, worker = chaos.fleet, chaos.fleet.workers[0]
+    await chaos.moved(5)
+    worker.sidecar.pause()
+    chaos.fault("sidecar SIGSTOP until its worker is retired")
+    index = await open_redis_index(fleet.store, writer=False)
+
+    async def is_retired() -> bool:
+        record = await index.record(worker.worker_id)
+        known = worker.worker_id in await FleetStore(fleet.store).all()
+        return record is not None and record.closed and not record.answering and not known
+
+    async def is_swept() -> bool:
+        return not [key async for key in fleet.store.client.scan_iter(match="kva:{s*}:retired")]
+
+    await until(is_retired, deadline_s=40, what=f"{worker.worker_id} is retired")
+    await until(is_swept, deadline_s=40, what="its blocks are swept")
+    worker.sidecar.resume()
+    chaos.healed()
+
+
+SCENARIOS = (heartbeat_lost, engine_down_behind_a_living_sidecar, worker_retired_and_back)
