@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from simulator.block_hash import Namespace
-from simulator.completion_request import CompletionRequest
+from simulator.completion_request import ChatRequest, CompletionRequest
 from simulator.engine_loop import EngineLoop
 from simulator.generation import GeneratedToken, GenerationRequest, QueueFull, RequestTooLarge
 from simulator.tokenizer import decode
@@ -31,11 +31,17 @@ def error_response(status: int, message: str) -> JSONResponse:
 class CompletionResponse(Response):
     """Generates while it is sent; gives the request up when the client goes away."""
 
-    def __init__(self, engine: EngineLoop, asked: CompletionRequest, *, model: str, adapter: str | None) -> None:
+    id_prefix = "cmpl"
+    kind = "text_completion"
+    kind_streamed = "text_completion"
+
+    def __init__(
+        self, engine: EngineLoop, asked: CompletionRequest | ChatRequest, *, model: str, adapter: str | None
+    ) -> None:
         super().__init__()
         self._engine = engine
         self._asked = asked
-        self._completion_id = f"cmpl-{uuid4().hex}"
+        self._completion_id = f"{self.id_prefix}-{uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._request = GenerationRequest(
@@ -88,28 +94,34 @@ class CompletionResponse(Response):
         if self._asked.return_token_ids:
             for body in choices:
                 body["prompt_token_ids"] = list(self._request.prompt)
-        return JSONResponse(self._body(choices, answer.usage()))
+        return JSONResponse(self._body(choices, answer.usage(), self.kind))
 
     async def _events(self, tokens: MemoryObjectReceiveStream[GeneratedToken]) -> AsyncIterator[bytes]:
         answer = _Answer.of(self._request)
         async for token in tokens:
-            choice = self._choice(token.choice, [token.token_id], token.finish_reason)
+            choice = self._choice(token.choice, [token.token_id], token.finish_reason, streamed=True)
             if self._asked.return_token_ids and not answer.token_ids[token.choice]:
                 choice["prompt_token_ids"] = list(self._request.prompt)
             answer.add(token)
-            yield _event(self._body([choice], None))
+            yield _event(self._body([choice], None, self.kind_streamed))
             if answer.complete:
                 break
         if not answer.complete:
             yield _event({"error": _error(503, _STOPPED)})
         elif self._asked.include_usage:
-            yield _event(self._body([], answer.usage()))
+            yield _event(self._body([], answer.usage(), self.kind_streamed))
         yield b"data: [DONE]\n\n"
 
-    def _choice(self, index: int, token_ids: list[int], finish_reason: str | None) -> dict[str, Any]:
+    def _said(self, text: str, *, streamed: bool) -> dict[str, Any]:
+        """The part of a choice that holds the text."""
+        return {"text": text}
+
+    def _choice(
+        self, index: int, token_ids: list[int], finish_reason: str | None, *, streamed: bool = False
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            "text": decode(token_ids),
+            **self._said(decode(token_ids), streamed=streamed),
             "logprobs": None,
             "finish_reason": finish_reason,
             "stop_reason": None,
@@ -118,15 +130,26 @@ class CompletionResponse(Response):
             choice["token_ids"] = token_ids
         return choice
 
-    def _body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, kind: str) -> dict[str, Any]:
         body: dict[str, Any] = {
             "id": self._completion_id,
-            "object": "text_completion",
+            "object": kind,
             "created": self._created,
             "model": self._model,
             "choices": choices,
         }
         return body if usage is None else {**body, "usage": usage}
+
+
+class ChatResponse(CompletionResponse):
+    """The same as messages of an assistant."""
+
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    kind_streamed = "chat.completion.chunk"
+
+    def _said(self, text: str, *, streamed: bool) -> dict[str, Any]:
+        return {"delta" if streamed else "message": {"role": "assistant", "content": text}}
 
 
 @dataclass(slots=True)

@@ -1,4 +1,6 @@
-"""The engine's HTTP side, as vLLM's API server answers: health, metrics, models, completions, cache reset.
+"""The engine's HTTP side, as vLLM's API server answers.
+
+Health, version, metrics, models, completions of texts and chats, tokens, event sources, cache reset.
 
 `/kv_blocks` is the simulator's own.
 """
@@ -6,7 +8,7 @@
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -19,24 +21,41 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvatlas.errors import InvalidValue, SettingsError
-from simulator.completion_request import CompletionRequest
-from simulator.completions import CompletionResponse, error_response
+from simulator.completion_request import ChatRequest, CompletionRequest, parse_tokenize
+from simulator.completions import ChatResponse, CompletionResponse, error_response
 from simulator.engine_loop import EngineLoop
 from simulator.metrics import CONTENT_TYPE, EngineMetrics
 from simulator.resident_blocks import resident_blocks
+
+VLLM_VERSION = "0.33.0"
+"""The version whose protocols the engine speaks."""
 
 GRACE_S = 2
 """How long answers may still be sent after the engine stopped."""
 
 
+class _UnknownModel(InvalidValue):
+    """A request names a model that is not served."""
+
+
 class EngineApi:
     """The routes over one engine."""
 
-    def __init__(self, engine: EngineLoop, *, model: str, adapters: Sequence[str], vocab_size: int) -> None:
+    def __init__(
+        self,
+        engine: EngineLoop,
+        *,
+        model: str,
+        adapters: Sequence[str],
+        vocab_size: int,
+        event_source: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`event_source`: where its KV events are, in the words of vLLM's `/kv_event_sources`."""
         self._engine = engine
         self._model = model
         self._adapters = tuple(adapters)
         self._vocab_size = vocab_size
+        self._event_source = event_source
         self._started_at = time.time()
         self._metrics = EngineMetrics(engine.core, model=model, started_at=self._started_at)
 
@@ -47,6 +66,10 @@ class EngineApi:
                 Route("/metrics", self._metrics_page),
                 Route("/v1/models", self._models),
                 Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/version", self._version),
+                Route("/kv_event_sources", self._kv_event_sources),
                 Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
                 Route("/kv_blocks", self._kv_blocks),
             ],
@@ -80,14 +103,43 @@ class EngineApi:
     async def _completions(self, request: Request) -> Response:
         try:
             asked = CompletionRequest.parse(await request.body(), vocab_size=self._vocab_size)
+            model, adapter = self._model_of(asked.model)
         except InvalidValue as error:
-            return error_response(400, str(error))
-        model = self._model if asked.model is None else asked.model
+            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
+        return CompletionResponse(self._engine, asked, model=model, adapter=adapter)
+
+    async def _chat_completions(self, request: Request) -> Response:
+        try:
+            asked = ChatRequest.parse(await request.body(), vocab_size=self._vocab_size)
+            model, adapter = self._model_of(asked.model)
+        except InvalidValue as error:
+            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
+        return ChatResponse(self._engine, asked, model=model, adapter=adapter)
+
+    async def _tokenize(self, request: Request) -> Response:
+        try:
+            asked = parse_tokenize(await request.body(), vocab_size=self._vocab_size)
+            self._model_of(asked.model)
+        except InvalidValue as error:
+            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
+        tokens = asked.token_ids
+        capacity = self._engine.core.cache.capacity_tokens
+        return JSONResponse({"count": len(tokens), "max_model_len": capacity, "tokens": tokens, "token_strs": None})
+
+    def _model_of(self, name: str | None) -> tuple[str, str | None]:
+        """(model as it is answered, adapter). Raises _UnknownModel."""
+        model = self._model if name is None else name
         if model != self._model and model not in self._adapters:
             served = ", ".join((self._model, *self._adapters))
-            return error_response(404, f"the model {model!r} does not exist; expected one of {served}")
-        adapter = None if model == self._model else model
-        return CompletionResponse(self._engine, asked, model=model, adapter=adapter)
+            raise _UnknownModel(f"the model {model!r} does not exist; expected one of {served}")
+        return model, None if model == self._model else model
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": VLLM_VERSION})
+
+    async def _kv_event_sources(self, _: Request) -> Response:
+        """Where the KV events are, as vLLM tells it."""
+        return JSONResponse([] if self._event_source is None else [self._event_source])
 
     async def _kv_blocks(self, _: Request) -> Response:
         """The simulator's own: what the cache holds, in the words of `kvatlas export`."""

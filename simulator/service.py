@@ -32,7 +32,18 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
         listener = listen(settings.host, settings.port)
         addresses = EngineAddresses(url_of(listener), feed.endpoint, feed.replay_endpoint)
         engine = EngineLoop(_core(settings), feed, speed_up=settings.speed_up)
-        api = EngineApi(engine, model=settings.model, adapters=settings.adapters, vocab_size=settings.vocab_size)
+        api = EngineApi(
+            engine,
+            model=settings.model,
+            adapters=settings.adapters,
+            vocab_size=settings.vocab_size,
+            event_source={
+                "data_parallel_rank": 0,
+                "endpoint": feed.endpoint,
+                "replay_endpoint": feed.replay_endpoint,
+                "topic": settings.topic,
+            },
+        )
         async with anyio.create_task_group() as running:
             running.start_soon(feed.serve_replay)
             running.start_soon(engine.run)
