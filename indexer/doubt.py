@@ -14,6 +14,9 @@ PATIENCE_S = 2.0
 LONGEST_PATIENCE_S = 16.0
 OOM_PATIENCE_S = 10.0
 FORGET_INCARNATION_S = 60.0
+OTHERS_ONLY_S = 5.0
+"""An incarnation is forgotten when for so long only others of its worker were heard. A publisher that lost its state under
+a clock that went back tells a lower incarnation than the record's, and only so that is seen."""
 
 
 class Doubt(StrEnum):
@@ -109,7 +112,9 @@ class DoubtJudge:
 
     def _recent(self, worker_id: str, now_s: float) -> dict[int, int]:
         heard = self._heard[worker_id]
-        for incarnation in [i for i, (_, at_s) in heard.items() if now_s - at_s > FORGET_INCARNATION_S]:
+        last_s = max((at_s for _, at_s in heard.values()), default=now_s)
+        oldest_s = max(now_s - FORGET_INCARNATION_S, last_s - OTHERS_ONLY_S)
+        for incarnation in [i for i, (_, at_s) in heard.items() if at_s < oldest_s]:
             del heard[incarnation]
         return {incarnation: acked_seq for incarnation, (acked_seq, _) in heard.items()}
 

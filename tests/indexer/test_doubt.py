@@ -129,6 +129,19 @@ def test_an_incarnation_that_fell_silent_is_forgotten(clocked: Clocked) -> None:
     assert clocked.judge.open == {}
 
 
+def test_a_publisher_below_the_record_is_seen_when_the_records_has_gone(clocked: Clocked) -> None:
+    """It lost its state, and its clock went back: the record's incarnation was heard of until just now."""
+    clocked.hear(5, 10)
+    for _ in range(5):
+        clocked.now_s += 1
+        clocked.hear(4, 99)
+        assert clocked.after(0, record()) == []
+    clocked.now_s += 1
+    clocked.hear(4, 99)
+    clocked.after(0, record())
+    assert clocked.after(PATIENCE_S, record()) == [SnapshotWish("w", 5, Doubt.FOREIGN)]
+
+
 def test_a_worker_given_away_is_not_judged(clocked: Clocked) -> None:
     clocked.hear(5, 20)
     clocked.after(0, record())

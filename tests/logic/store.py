@@ -1,0 +1,118 @@
+"""The store: the memory index's shards behind calls that may be interrupted, unanswered, or forgotten by a failover."""
+
+import pickle
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvatlas.errors import Unreachable
+from kvatlas.fleet import FleetRecord
+from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.memory_shard import MemoryShard
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
+from tests.logic.stepping import pause
+
+if TYPE_CHECKING:
+    from tests.logic.world import World
+
+KEPT_STATES = 12
+
+
+class SteppedIndex(MemoryIndex):
+    """Each call: others go on before it is carried out, and before its answer is heard."""
+
+    def __init__(self, world: "World", partitions: int, shards: int) -> None:
+        super().__init__(partitions, shards)
+        self.world = world
+        self._past: list[deque[bytes]] = [deque(maxlen=KEPT_STATES) for _ in range(shards)]
+
+    # ------------------------------------------------------------ faults
+
+    def failover(self, shard: int, calls: int) -> None:
+        """A replica takes over that misses the last calls' writes."""
+        state = None
+        for _ in range(min(calls, len(self._past[shard]))):
+            state = self._past[shard].pop()
+        if state is not None:
+            self._shards[shard] = pickle.loads(state)  # noqa: S301 (made here)
+
+    def wipe(self, shard: int) -> None:
+        self._shards[shard] = MemoryShard()
+        self._past[shard].clear()
+
+    def shard_states(self) -> list[MemoryShard]:
+        return self._shards
+
+    def shard_of_worker(self, worker_id: str) -> MemoryShard:
+        return self._shard_of(worker_id)
+
+    # ------------------------------------------------------------ calls
+
+    async def _before(self, shard: int | None = None) -> None:
+        await pause()
+        if self.world.fault("away", 0.02):
+            raise Unreachable("the store: not now")
+        if shard is not None:
+            self._past[shard].append(pickle.dumps(self._shards[shard]))
+
+    async def _after(self) -> None:
+        await pause()
+        if self.world.fault("away", 0.02):
+            raise Unreachable("the store: no answer in time")
+
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+        await self._before(shard)
+        applied = await super().apply(shard, batches)
+        self.world.check()
+        await self._after()
+        return applied
+
+    async def retire(self, worker_id: str, incarnation: int) -> bool:
+        await self._before(self.world.partition_of(worker_id) % self.shards)
+        retired = await super().retire(worker_id, incarnation)
+        self.world.stats["retired"] += retired
+        await self._after()
+        return retired
+
+    async def sweep(self, shard: int, budget_blocks: int) -> int:
+        await self._before(shard)
+        left = await super().sweep(shard, budget_blocks)
+        await self._after()
+        return left
+
+    async def record(self, worker_id: str) -> WorkerRecord | None:
+        await self._before()
+        return await super().record(worker_id)
+
+    async def records(self, shard: int) -> Sequence[WorkerRecord]:
+        await self._before()
+        return await super().records(shard)
+
+    async def position(self, partition: int) -> Position | None:
+        await self._before()
+        return await super().position(partition)
+
+    async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
+        await self._before(partition % self.shards)
+        stored = await super().set_position(partition, expected, new)
+        await self._after()
+        return stored
+
+
+class Fleet:
+    """The fleet's records (as `kvatlas.fleet_store.FleetStore`)."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FleetRecord] = {}
+
+    async def write(self, records: Mapping[str, FleetRecord]) -> None:
+        await pause()
+        self.records.update(records)
+
+    async def forget(self, worker_id: str, pool_id: str) -> None:
+        await pause()
+        self.records.pop(worker_id, None)
+
+    async def all(self) -> dict[str, FleetRecord]:
+        await pause()
+        return dict(self.records)

@@ -1,0 +1,191 @@
+"""A publisher process: the project's own continuity, ledger, telling and outbox, tied together as the sidecar does."""
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState
+from kvatlas.subjects import events_subject
+from publishers.continuity import Batch, Continuity, Step
+from publishers.counters import PublisherCounters
+from publishers.heartbeat import Pulse
+from publishers.ledger import Ledger
+from publishers.ledger_settings import LedgerSettings
+from publishers.outbox import OutboxLimits
+from publishers.telling import Telling, Want
+from tests.logic.engine import BLOCK_SIZE, Told
+
+if TYPE_CHECKING:
+    from tests.logic.world import World
+
+LIMITS = OutboxLimits(outbox_messages=14, window_messages=3, message_bytes=330)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a publisher's state file holds."""
+
+    continuity: bytes
+    ledger: bytes
+    incarnation: int
+    life: int
+
+
+class Publisher:
+    def __init__(self, world: "World", number: int, saved: Saved | None) -> None:
+        self.world, self.number = world, number
+        self.worker_id = world.worker_id(number)
+        self.engine = world.engines[number]
+        self.feed: list[Batch] = []
+        self.counters = PublisherCounters()
+        self.life = self.engine.life
+        self.ready = False
+        self._late_acks: list[tuple[int, int, int]] = []
+        self._reserved = 0
+        settings = LedgerSettings("m", "t", block_size=BLOCK_SIZE, granularity=world.shape.granularity)
+        self.continuity, ledger = Continuity(), Ledger(settings)
+        if saved is not None:
+            self.continuity, ledger = Continuity.load(saved.continuity), Ledger.load(saved.ledger, settings)
+            if "poll" in world.on and saved.life != self.life:
+                self.continuity, ledger = Continuity(), Ledger(settings)
+        self.telling = Telling(
+            self.worker_id,
+            ledger,
+            self.counters,
+            limits=LIMITS,
+            saved_incarnation=saved.incarnation if saved is not None else 0,
+            rng=random.Random(world.random.getrandbits(64)),
+        )
+        endpoint = EngineEndpoint(id=self.worker_id, kind=EngineKind.MOCK, model_id="m", tokenizer_id="t")
+        self.pulse = Pulse(
+            None,  # type: ignore[arg-type]  # heartbeats are asked for, not sent
+            lambda: endpoint,
+            self.telling.outbox,
+            self.counters,
+            state=lambda: EngineState.UP,
+            load=lambda: None,
+        )
+        self.catch_up()
+
+    # ------------------------------------------------------------ the engine's feed
+
+    def catch_up(self) -> None:
+        """Before the first incarnation: is what was saved still the engine's?"""
+        self._follow(self.continuity.resume())
+        if not self.continuity.unproven:
+            self.telling.want(Want.START)
+            self.ready = True
+
+    def on_feed(self) -> None:
+        if not self.ready:
+            self.catch_up()
+            return
+        self._follow(self.continuity.offer(*self.feed.pop(0)))
+        if self.world.random.random() < 0.7:
+            self.settle()
+
+    def probe(self) -> None:
+        """Now and then: is the engine's process another one; and, in silence, was a last batch lost?"""
+        if not self.ready:
+            self.catch_up()
+        elif "poll" in self.world.on and self.life != self.engine.life:
+            self.life = self.engine.life
+            self.feed.clear()
+            self._follow(self.continuity.restarted())
+        elif not self.feed:
+            self._follow(self.continuity.probe())
+        self.settle()
+
+    def _follow(self, step: Step) -> None:
+        while True:
+            if step.empty:
+                self.telling.start_over()
+            for _, payload in step.take:
+                self.telling.take(self.engine.payloads[payload])
+            if step.ask_from is None:
+                return
+            step = self.continuity.replayed(*self.engine.replay(step.ask_from))
+
+    # ------------------------------------------------------------ telling
+
+    def settle(self) -> None:
+        self.telling.tell(self.telling.fold(), self.world.now_us, self.world.now_s)
+
+    def checkpoint(self) -> None:
+        self.settle()
+        self.telling.checkpoint(self.world.now_us)
+
+    def begin(self) -> None:
+        """The wanted incarnation: its number first, it begins (after a grant) some time later."""
+        if self.telling.wanted is None:
+            return
+        if not self._reserved:
+            self._reserved = self.telling.reserve(self.world.now_us)
+            return
+        incarnation, self._reserved = self._reserved, 0
+        self.telling.begin(incarnation, self.world.now_us)
+
+    def asked(self, above: int) -> None:
+        self.telling.request(above)
+
+    @property
+    def announced(self) -> set[Told]:
+        return {
+            (scope_id, sequence_hash.to_bytes(8, "little"), tier)
+            for scope_id, tier, _, sequence_hash in self.telling.ledger.announced()
+        }
+
+    # ------------------------------------------------------------ sending
+
+    def send(self) -> None:
+        """One message: it may get lost, be stored without an acknowledgement, wait in a client's buffer, come twice."""
+        world, outbox = self.world, self.telling.outbox
+        outgoing = outbox.take()
+        if outgoing is None:
+            return
+        world.remember(self.worker_id, outgoing.payload)
+        if world.fault("send", 0.08):
+            return
+        subject = events_subject(self.worker_id, world.shape.partitions)
+        if world.fault("late", 0.05):
+            world.limbo.append((subject, outgoing.payload))
+            return
+        position = world.stream.append(subject, outgoing.payload)
+        if world.fault("late", 0.03):
+            world.limbo.append((subject, outgoing.payload))
+        if world.fault("send", 0.08):
+            return
+        if world.fault("late", 0.1):
+            self._late_acks.append((outgoing.round, outgoing.seq, position))
+        else:
+            self._acked(outgoing.round, outgoing.seq, position)
+
+    def late_ack(self) -> None:
+        if self._late_acks:
+            self._acked(*self._late_acks.pop(self.world.random.randrange(len(self._late_acks))))
+
+    def _acked(self, round_: int, seq: int, position: int) -> None:
+        self.telling.outbox.acked(round_, seq, position)
+        if self.telling.outbox.misplaced:
+            self.go_back()
+
+    def go_back(self) -> None:
+        self.telling.outbox.go_back()
+
+    # ------------------------------------------------------------ over its life
+
+    def saved(self) -> Saved:
+        self.settle()
+        telling = self.telling
+        incarnation = max(telling.outbox.incarnation, telling.saved_incarnation)
+        return Saved(self.continuity.dump(), telling.ledger.dump(), incarnation, self.life)
+
+    @property
+    def quiet(self) -> bool:
+        return (
+            self.ready
+            and not self.feed
+            and self.telling.settled
+            and not self._late_acks
+            and not self.continuity.unproven
+        )

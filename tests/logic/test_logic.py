@@ -1,0 +1,46 @@
+"""The project's whole logic under every fault at once (see `tests.logic.world` for the invariants).
+
+LOGIC_SEEDS   seeds for each shape of world (default 8), besides two that are drawn anew each time
+LOGIC_SEED    the first of them (default 0); a failure names its own: LOGIC_SEED=<it> LOGIC_SEEDS=1 runs it again
+"""
+
+import os
+import random
+
+import pytest
+
+from tests.logic.shapes import SHAPES
+from tests.logic.world import Violation, World
+
+FIRST = int(os.environ.get("LOGIC_SEED", "0"))
+SEEDS = int(os.environ.get("LOGIC_SEEDS", "8"))
+DRAWN = 2 if "LOGIC_SEED" not in os.environ else 0
+
+
+@pytest.mark.timeout(max(120, 10 * SEEDS))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_index_is_what_the_ledgers_announce_after_any_faults(shape: str) -> None:
+    drawn = [random.randrange(1 << 32) for _ in range(DRAWN)]
+    print(f"{shape}: seeds {FIRST} to {FIRST + SEEDS - 1}, and drawn {drawn}")
+    for seed in [*range(FIRST, FIRST + SEEDS), *drawn]:
+        world = World(seed, SHAPES[shape])
+        try:
+            for _ in range(world.shape.steps):
+                world.step()
+            world.settle()
+        except Violation as violation:
+            last = "\n  ".join(world.log[-40:])
+            pytest.fail(f"{shape}, seed {seed}, after {len(world.log)} moves: {violation}\n  {last}")
+
+
+def test_worlds_really_meet_what_they_are_for() -> None:
+    """Snapshots, retirements, and blocks that are still announced at the end: a world where nothing happens proves nothing."""
+    worlds = [World(seed, SHAPES["everything"]) for seed in range(6)]
+    for world in worlds:
+        for _ in range(world.shape.steps):
+            world.step()
+        world.settle()
+    assert sum(world.stats["retired"] for world in worlds) > 0
+    assert sum(world.stats["snapshots"] for world in worlds) > 4 * len(worlds)
+    announced, usable = (sum(world.stats[name] for world in worlds) for name in ("announced", "usable"))
+    assert announced > usable / 2 > 0

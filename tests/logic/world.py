@@ -1,0 +1,412 @@
+"""The whole world of one run: engines, publishers, a stream, owners, a store; one random move after the other.
+
+What each message says is remembered when it is first sent (`told`), and held against the index after every call:
+
+    I1  at the end the index is what the ledgers announce, which is what the engines could use or less; nothing is left of
+        retired holders
+    I2  always: a holder holds exactly what its worker's incarnation had told by the record's seq; what was told is
+        prefix-closed and was once held by that very worker, in that scope
+    I3  always: an overlap by galloping is the overlap by a full walk
+    I4  few snapshots after the faults stop
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvatlas import wire
+from kvatlas.events import Checkpoint, Cleared, Message, Removed, SnapshotBegin, SnapshotEnd
+from kvatlas.hashing import HASH_BYTES
+from kvatlas.identity import partition_of, shard_of
+from kvatlas.index.holders import flags_in, number_bytes
+from kvatlas.index.memory_shard import MemoryShard, Record
+from kvatlas.tiers import tiers_of
+from tests.logic.bus import Stream
+from tests.logic.engine import ADAPTERS, Engine, Told, hash_of, path_with_hash, scope_of
+from tests.logic.owner import Owner
+from tests.logic.store import Fleet, SteppedIndex
+from tests.logic.teller import Publisher, Saved
+
+ALL_FAULTS = "feed poll restart crash send late stream recreate store wipe owner away silence zombie clock request"
+
+Residency = frozenset[Told]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    engines: int = 3
+    owners: int = 3
+    partitions: int = 2
+    shards: int = 1
+    depth: int = 5
+    granularity: int = 1
+    capacity: int = 8
+    steps: int = 1200
+    heat: float = 1.0
+    """Times the rate of the faults."""
+    faults: str = ALL_FAULTS
+
+
+class Violation(AssertionError):
+    """An invariant fell."""
+
+
+@dataclass(slots=True)
+class Incarnation:
+    """What one incarnation told: its payloads by seq, and the residency after each."""
+
+    payloads: list[bytes]
+    states: list[Residency]
+    whole: bool = False
+    """Its snapshot has ended: from then on what it tells is prefix-closed."""
+
+
+class World:
+    def __init__(self, seed: int, shape: Shape) -> None:
+        self.random = random.Random(seed)
+        self.shape = shape
+        self.on = set(shape.faults.split())
+        self.calm = False
+        self.now_s = 1_000.0
+        self.skew_s = 0.0
+        self.stats: Counter[str] = Counter()
+        self.log: list[str] = []
+        self.told: dict[str, dict[int, Incarnation]] = {}
+        self.ever_told: dict[str, set[Residency]] = {}
+        self.limbo: list[tuple[str, bytes]] = []
+        self.requests: list[tuple[str, int]] = []
+        self._saved: dict[int, Saved] = {}
+        self._mute: dict[int, float] = {}
+        self._names = _worker_ids(shape)
+        self.stream = Stream(self)
+        self.index = SteppedIndex(self, shape.partitions, shape.shards)
+        self.fleet = Fleet()
+        self.engines = [Engine(self, number) for number in range(shape.engines)]
+        self.publishers: list[Publisher] = []
+        self.zombies: list[Publisher] = []
+        for number in range(shape.engines):
+            self.publishers.append(Publisher(self, number, None))
+        self.owners = [Owner(self) for _ in range(shape.owners)]
+        self.gone_snapshots = 0
+
+    # ------------------------------------------------------------ what the parts ask
+
+    @property
+    def now_us(self) -> int:
+        return int((self.now_s + self.skew_s) * 1e6)
+
+    def fault(self, name: str, probability: float) -> bool:
+        return not self.calm and name in self.on and self.random.random() < min(0.5, probability * self.shape.heat)
+
+    def worker_id(self, number: int) -> str:
+        return self._names[number]
+
+    def partition_of(self, worker_id: str) -> int:
+        return partition_of(worker_id, self.shape.partitions)
+
+    def publishers_of(self, number: int) -> list[Publisher]:
+        return [one for one in (*self.publishers, *self.zombies) if one.number == number]
+
+    # ------------------------------------------------------------ what was told
+
+    def remember(self, worker_id: str, payload: bytes) -> None:
+        """A message is sent, perhaps again."""
+        message = wire.decode(payload)
+        incarnations = self.told.setdefault(worker_id, {})
+        incarnation = incarnations.setdefault(message.incarnation, Incarnation([], []))
+        if message.seq < len(incarnation.payloads):
+            if incarnation.payloads[message.seq] != payload:
+                raise Violation(f"I2 worker {worker_id} told incarnation {message.incarnation} twice")
+            return
+        if message.seq > len(incarnation.payloads):
+            raise Violation(f"I2 worker {worker_id} skipped seq {len(incarnation.payloads)}")
+        before = incarnation.states[-1] if incarnation.states else frozenset()
+        state = _after(before, message)
+        incarnation.whole = incarnation.whole or any(isinstance(event, SnapshotEnd) for event in message.events)
+        incarnation.payloads.append(payload)
+        incarnation.states.append(state)
+        self._check_told(worker_id, state, incarnation.whole)
+        self.ever_told.setdefault(worker_id, set()).add(state)
+
+    def _check_told(self, worker_id: str, state: Residency, whole: bool) -> None:
+        engine = self.engines[self._names.index(worker_id)]
+        if not state <= engine.ever:
+            raise Violation(f"I2 worker {worker_id} tells what it never had: {sorted(state - engine.ever)}")
+        if not whole:
+            return
+        held = {(scope_id, key) for scope_id, key, _ in state}
+        paths = path_with_hash(self.shape.depth)
+        for scope_id, key in held:
+            path = paths[key]
+            for depth in range(self.shape.granularity, len(path), self.shape.granularity):
+                if (scope_id, hash_of(path[:depth])) not in held:
+                    raise Violation(f"I2 worker {worker_id} tells {path} without {path[:depth]}")
+
+    # ------------------------------------------------------------ moves
+
+    def step(self) -> None:
+        self.now_s += 0.05
+        weights, names, moves = zip(*self._moves(), strict=True)
+        at = self.random.choices(range(len(moves)), weights)[0]
+        self.log.append(names[at])
+        moves[at]()
+
+    def _moves(self) -> list[tuple[float, str, Callable[[], object]]]:
+        r, shape, on = self.random, self.shape, self.on
+        number, partition, shard = (r.randrange(n) for n in (shape.engines, shape.partitions, shape.shards))
+        owner = r.choice(self.owners)
+        one = r.choice([*self.publishers, *self.zombies])
+        moves: list[tuple[float, str, Callable[[], object]]] = [
+            (8, f"engine {number} works", self.engines[number].work),
+            (14 if one.feed else 0, f"feed of {one.number}", one.on_feed),
+            (3, f"probe {one.number}", one.probe),
+            (4, f"settle {one.number}", one.settle),
+            (8 if one.telling.wanted else 0, f"begin {one.number}", one.begin),
+            (24, f"send {one.number}", one.send),
+            (2, f"late ack {one.number}", one.late_ack),
+            (4, f"go back {one.number}", one.go_back),
+            (1, f"checkpoint {one.number}", one.checkpoint),
+            (6, f"save {one.number}", lambda: self._save(one)),
+            (60, f"read {partition}", lambda: owner.step(f"read {partition}")),
+            (8, f"heartbeat {one.number}", lambda: self._heartbeat(one)),
+            (8, "judge", lambda: owner.step("judge")),
+            (6, "beat", lambda: owner.step("beat")),
+            (8, "sweep", lambda: owner.step(f"sweep {shard}")),
+            (4 if self.requests else 0, "request", self._request),
+            (3 if self.limbo else 0, "late message lands", self._land),
+            (2, "a second passes", self._wait),
+        ]
+        faults: list[tuple[str, float, str, Callable[[], object]]] = [
+            ("restart", 0.6, f"ENGINE RESTART {number}", self.engines[number].restart),
+            ("crash", 0.8, f"PUBLISHER CRASH {number}", lambda: self._crash(number)),
+            ("zombie", 0.3, f"SECOND PUBLISHER {number}", lambda: self._crash(number, zombie=True)),
+            ("stream", 0.7, "STREAM LOSES ITS OLDEST", lambda: self.stream.lose_oldest(r.randint(1, 8))),
+            ("stream", 0.2, "PURGE", lambda: self.stream.lose_oldest(1 << 30)),
+            ("stream", 0.3, "STREAM LOSES ITS NEWEST", lambda: self.stream.lose_newest(r.randint(1, 5))),
+            ("recreate", 0.4, "STREAM MADE ANEW", self.stream.make_anew),
+            ("store", 1.0, f"FAILOVER {shard}", lambda: self.index.failover(shard, r.randint(1, 8))),
+            ("wipe", 0.3, f"WIPE {shard}", lambda: self.index.wipe(shard)),
+            ("owner", 0.8, "OWNER CRASH", self._owner_crash),
+            ("silence", 0.4, f"SILENCE OF {number}", lambda: self._silence(number)),
+            ("clock", 0.2, "CLOCK STEPS BACK", self._clock),
+        ]
+        return moves + [(w * shape.heat, name, move) for what, w, name, move in faults if what in on and not self.calm]
+
+    def _save(self, one: Publisher) -> None:
+        if one.ready:
+            self._saved[one.number] = one.saved()
+
+    def _crash(self, number: int, *, zombie: bool = False) -> None:
+        old = self.publishers[number]
+        if zombie and len(self.zombies) < 2:
+            self.zombies.append(old)
+        else:
+            self.gone_snapshots += old.counters.snapshots
+        saved = self._saved.get(number) if self.random.random() < 0.7 else None
+        self.publishers[number] = Publisher(self, number, saved)
+
+    def _owner_crash(self) -> None:
+        at = self.random.randrange(len(self.owners))
+        self.owners[at].crash()
+        self.owners[at] = Owner(self)
+
+    def _silence(self, number: int) -> None:
+        """Its heartbeats don't come for so long that it is lost, or retired."""
+        self._mute[number] = self.now_s + self.random.choice((6, 70))
+        if self.random.random() < 0.5:
+            self.now_s += 65
+
+    def _clock(self) -> None:
+        self.skew_s = -self.random.uniform(0, self.now_s)
+
+    def _wait(self) -> None:
+        self.now_s += 1
+
+    def _heartbeat(self, one: Publisher) -> None:
+        if not self.calm and self._mute.get(one.number, 0.0) > self.now_s:
+            return
+        beat = one.pulse.heartbeat()
+        for owner in self.owners:
+            if not self.fault("request", 0.3):
+                owner.hear(beat)
+
+    def _request(self) -> None:
+        at = 0 if self.calm else self.random.randrange(len(self.requests))
+        worker_id, above = self.requests[at]
+        if not self.fault("request", 0.3):  # else it comes twice
+            del self.requests[at]
+        if self.fault("request", 0.2):
+            return
+        for one in self.publishers_of(self._names.index(worker_id)):
+            one.asked(above)
+
+    def _land(self) -> None:
+        self.stream.append(*self.limbo.pop(self.random.randrange(len(self.limbo))))
+
+    # ------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """I2 and I3, after a call that changed the store."""
+        for shard in self.index.shard_states():
+            for worker_id, record in shard.workers.items():
+                self._check_worker(shard, worker_id, record)
+            self._check_overlap(shard)
+
+    def _check_worker(self, shard: MemoryShard, worker_id: str, record: Record) -> None:
+        if record.active >= 0:
+            if shard.active.get(record.active) != worker_id:
+                raise Violation(f"I2 worker {worker_id}: its holder is {shard.active.get(record.active)}'s")
+            held = residency(shard, record.active)
+            current = record.loading < 0 and not record.closed
+            if current and held != self._told_at(worker_id, record):
+                raise Violation(
+                    f"I2 worker {worker_id} holds {sorted(held)}, told {sorted(self._told_at(worker_id, record))}"
+                )
+            if held not in self.ever_told[worker_id] and held:
+                raise Violation(f"I2 worker {worker_id} holds what was never told so: {sorted(held)}")
+        if record.loading >= 0 and residency(shard, record.loading) != self._told_at(worker_id, record):
+            raise Violation(f"I2 worker {worker_id}: its snapshot is not what was told")
+
+    def _told_at(self, worker_id: str, record: Record) -> Residency:
+        return self.told[worker_id][record.incarnation].states[record.seq]
+
+    def _check_overlap(self, shard: MemoryShard) -> None:
+        adapter = self.random.choice(ADAPTERS)
+        path = tuple(self.random.randrange(2) if i in (0, 2) else 0 for i in range(self.shape.depth))
+        keys = [hash_of(path[:d]) for d in range(1, len(path) + 1) if d % self.shape.granularity == 0]
+        chain, scope_id = b"".join(keys), scope_of(adapter).scope_id
+        fast, slow = (shard.overlap(scope_id, chain, stride).depths() for stride in (4, 0))
+        if fast != slow:
+            raise Violation(f"I3 galloping {fast}, walking {slow}")
+
+    # ------------------------------------------------------------ the end
+
+    def settle(self) -> None:
+        """The faults stop: everything must come right by itself."""
+        self.log.append("--- the faults stop")
+        self.calm = True
+        for zombie in self.zombies:
+            self.gone_snapshots += zombie.counters.snapshots
+        self.zombies.clear()
+        before = sum(one.counters.snapshots for one in self.publishers)
+        busy = self.random.choice((0, 0, 25))
+        quiet = 0
+        for lap in range(400):
+            self._lap(lap, busy)
+            quiet = quiet + 1 if lap > busy and self._is_quiet() else 0
+            if quiet >= 8:
+                break
+        else:
+            raise Violation(f"I1 not quiet after {400 * 0.5:g} s: {self._why_busy()}")
+        self._check_end(sum(one.counters.snapshots for one in self.publishers) - before)
+
+    def _lap(self, lap: int, busy: int) -> None:
+        self.now_s += 0.5
+        if lap < busy:
+            for engine in self.engines:
+                engine.work()
+        for one in self.publishers:
+            while one.feed:
+                one.on_feed()
+            one.probe()
+            one.begin()
+            one.begin()
+            one.go_back()
+            for _ in range(60):
+                one.send()
+                one.late_ack()
+        while self.limbo and (lap > 10 or self.random.random() < 0.3):
+            self._land()
+        for owner in self.owners:
+            for partition in range(self.shape.partitions):
+                for _ in range(20):
+                    owner.finish(f"read {partition}")
+            for one in self.publishers:
+                self._heartbeat(one)
+            if lap % 2:
+                owner.finish("beat")
+                owner.finish("judge")
+            for shard in range(self.shape.shards):
+                owner.finish(f"sweep {shard}")
+        while self.requests:
+            self._request()
+
+    def _is_quiet(self) -> bool:
+        return not self._why_busy()
+
+    def _why_busy(self) -> str:
+        doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.open.items()}
+        if doubts:
+            return f"doubts {doubts}"
+        retired = [list(shard.retired) for shard in self.index.shard_states()]
+        if any(retired):
+            return f"retired holders {retired}"
+        telling = [one.worker_id for one in self.publishers if not one.quiet]
+        return f"still telling {telling}" if telling else "late messages" if self.limbo else ""
+
+    def _check_end(self, snapshots: int) -> None:
+        for one in self.publishers:
+            shard = self.index.shard_of_worker(one.worker_id)
+            record = shard.workers.get(one.worker_id)
+            held = residency(shard, record.active) if record is not None and record.active >= 0 else frozenset()
+            if held != one.announced:
+                raise Violation(
+                    f"I1 worker {one.worker_id}: index {sorted(held)}, announced {sorted(one.announced)}, {record}"
+                )
+            usable = one.engine.usable(self.shape.granularity)
+            if not one.announced <= usable:
+                raise Violation(f"I1 worker {one.worker_id} claims {sorted(one.announced - usable)}")
+            if one.worker_id not in self.fleet.records:
+                raise Violation(f"I1 worker {one.worker_id} is not in the fleet")
+            self.stats["announced"] += len(held)
+            self.stats["usable"] += len(usable)
+        for shard in self.index.shard_states():
+            answering = {record.active for record in shard.workers.values()} - {-1}
+            if set(shard.holders) != answering:
+                raise Violation(f"I1 holders {sorted(shard.holders)} left, {sorted(answering)} answer")
+            leftover = [key for blocks in shard.blocks.values() for key, value in blocks.items() if not value]
+            if leftover:
+                raise Violation("I1 empty entries left")
+        self.stats["snapshots"] += self.gone_snapshots + sum(one.counters.snapshots for one in self.publishers)
+        self.stats["snapshots after the faults"] += snapshots
+        if snapshots > 6 * len(self.publishers):
+            raise Violation(f"I4 {snapshots} snapshots of {len(self.publishers)} workers after the faults stopped")
+
+
+def residency(shard: MemoryShard, holder: int) -> Residency:
+    number = number_bytes(holder)
+    return frozenset(
+        (scope_id, key, tier)
+        for scope_id, blocks in shard.blocks.items()
+        for key, value in blocks.items()
+        for tier in tiers_of(flags_in(value, number))
+    )
+
+
+def _after(state: Residency, message: Message) -> Residency:
+    """What the worker holds when a message was taken in: plain sets, nothing of the index's own."""
+    held = set(state)
+    for event in message.events:
+        if isinstance(event, (SnapshotBegin, Cleared)):
+            held.clear()
+        elif isinstance(event, (SnapshotEnd, Checkpoint)):
+            continue
+        else:
+            keys = [event.hashes[at : at + HASH_BYTES] for at in range(0, len(event.hashes), HASH_BYTES)]
+            change = {(event.scope_id, key, event.tier) for key in keys}
+            held = held - change if isinstance(event, Removed) else held | change
+    return frozenset(held)
+
+
+def _worker_ids(shape: Shape) -> list[str]:
+    """Names that spread over the partitions, and so over the shards."""
+    names: list[str] = []
+    for number in range(shape.engines):
+        wanted = number % shape.partitions
+        candidates = (f"w{number}-{i}" for i in range(1_000))
+        names.append(next(name for name in candidates if partition_of(name, shape.partitions) == wanted))
+    assert len({shard_of(partition_of(n, shape.partitions), shape.shards) for n in names}) == min(
+        shape.shards, len(names)
+    )
+    return names
