@@ -38,6 +38,7 @@ class EnginePoller:
         """`on_change`: the state is another one now; `on_restart`: the engine's process is another one now."""
         self.state = EngineState.DOWN
         self.load: WorkerState | None = None
+        self.block_size: int | None = None
         self.process_start_s: float | None = None
         self.on_change = on_change
         self.on_restart = on_restart
@@ -91,6 +92,7 @@ class EnginePoller:
             return
         self._counters.load_samples += 1
         self.load = reading.load
+        self.block_size = reading.block_size
         self._asleep = reading.asleep
         before, now = self.process_start_s, reading.process_start_s
         if now is not None:

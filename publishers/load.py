@@ -84,11 +84,13 @@ class LoadContext:
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """One look at an engine's metrics. `process_start_s`: another one is another life of the engine."""
+    """One look at an engine's metrics. `process_start_s`: another one is another life of the engine. `block_size`: tokens
+    a block of its cache, where it tells; its events have the last word."""
 
     load: WorkerState
     asleep: bool = False
     process_start_s: float | None = None
+    block_size: int | None = None
 
 
 def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineReading:
@@ -127,7 +129,7 @@ def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineRead
     )
     awake = [value for labels, value in samples.of(_SLEEP) if labels.get("sleep_state") == "awake"]
     starts = [value for _, value in samples.of(_PROCESS_START)]
-    return EngineReading(load, bool(awake) and max(awake) == 0, max(starts) if starts else None)
+    return EngineReading(load, bool(awake) and max(awake) == 0, max(starts) if starts else None, block_size or None)
 
 
 class _Samples:

@@ -123,7 +123,7 @@ class Publisher:
             )
             self._pulse = Pulse(
                 self._client,
-                lambda: self.settings.endpoint(self.ledger.block_size),
+                lambda: self.settings.endpoint(self.block_size),
                 self.telling.outbox,
                 self.counters,
                 state=lambda: self.engine_state,
@@ -303,10 +303,18 @@ class Publisher:
                 self.telling.checkpoint(time_us())
                 self._sender.wake()
 
+    @property
+    def block_size(self) -> int | None:
+        """Tokens a block: as the events say, before the first one as the engine's metrics say."""
+        return self.ledger.block_size or (self.poller.block_size if self.poller is not None else None)
+
     def settle(self) -> None:
         """Fold what is pending into the ledger now, tell the change, have it sent. One span."""
         pending = self.telling.pending_events
+        known_size = self.block_size
         events = self.telling.fold()
+        if self.block_size != known_size:
+            self.beat()  # routers can't look up a prompt before they know it
         if events:
             with flush_span(
                 self.worker_id,

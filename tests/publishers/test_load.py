@@ -122,3 +122,9 @@ def test_a_broken_page_is_one_clear_line() -> None:
 def test_an_engine_kind_without_metrics() -> None:
     with pytest.raises(InvalidValue, match="lmcache"):
         read_metrics("", LoadContext("w", EngineKind.LMCACHE), 7)
+
+
+def test_the_block_size_is_what_the_engine_tells() -> None:
+    told = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="10"} 1.0\n'
+    assert read_metrics(told, LoadContext("w", EngineKind.VLLM), 1).block_size == 32
+    assert read_metrics("", LoadContext("w", EngineKind.VLLM), 1).block_size is None
