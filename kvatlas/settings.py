@@ -171,6 +171,7 @@ class PublishSettings(Settings):
     partitions: Positive = Field(default=64, description="Slices of the stream, as the store is laid out.")
     set_semantics: bool = Field(default=False, description="The engine announces hits again: don't count references.")
     salt_is_tenant: bool = Field(default=False, description="Take an event's cache salt as its tenant.")
+    eagle: bool = Field(default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit.")
     engine_url: HttpUrl | None = Field(default=None, description="The engine's HTTP address: health and metrics.")
     advertise_url: HttpUrl | None = Field(default=None, description="Where routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")

@@ -100,6 +100,7 @@ class EngineSidecar:
             granularity=settings.granularity,
             set_semantics=settings.set_semantics,
             salt_is_tenant=settings.salt_is_tenant,
+            eagle=settings.eagle,
             dp_rank=rank,
             engine_url=settings.engine_url,
             advertise_url=settings.advertise_url,

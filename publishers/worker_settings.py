@@ -25,6 +25,7 @@ class PublisherSettings(BaseModel):
     granularity: int = Field(default=1, ge=1)
     set_semantics: bool = False
     salt_is_tenant: bool = False
+    eagle: bool = False
     dp_rank: int | None = Field(default=None, ge=0)
     engine_url: str | None = None
     advertise_url: str | None = None
@@ -89,4 +90,5 @@ class PublisherSettings(BaseModel):
             block_size=block_size,
             block_bytes=self.block_bytes,
             granularity=self.granularity,
+            eagle=self.eagle,
         )
