@@ -8,7 +8,7 @@ COPY publishers ./publishers
 COPY indexer ./indexer
 COPY router_client ./router_client
 COPY simulator ./simulator
-RUN /opt/kvatlas/bin/pip install --no-cache-dir --constraint constraints.txt '.[publisher,indexer,simulator]'
+RUN /opt/kvatlas/bin/pip install --no-cache-dir --constraint constraints.txt '.[publisher,indexer,router,simulator]'
 
 FROM python:3.11-slim
 RUN useradd --system --uid 10001 --user-group --no-create-home kvatlas \

@@ -25,7 +25,9 @@ class PromptChain:
         self._pieces: Iterator[bytes] | None = None
         self._ready: bytes | None = None
         self._tokens: Sequence[int] = () if prompt.tokens is None else prompt.tokens
-        if prompt.tokens is not None:
+        if prompt.tokens is not None and prompt.memory is not None and not prompt.extra_keys:
+            self._pieces = prompt.memory.chain(prompt.tokens, block_size, FIRST_BLOCKS)
+        elif prompt.tokens is not None:
             self._pieces = lazy_chain(prompt.tokens, block_size, FIRST_BLOCKS, prompt.extra_keys)
         elif prompt.block_size == block_size:
             self._ready = prompt.hashes

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from kvatlas.errors import InvalidValue
@@ -17,6 +17,7 @@ from kvatlas.request import (
     RequestShape,
     Slo,
 )
+from router_client.chain_memory import ChainMemory
 
 _HASH = re.compile(r"[0-9A-Fa-f]{16}")
 
@@ -28,7 +29,8 @@ class Prompt:
     `tokens` are hashed for whichever block sizes the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes
     each) are of one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids
     alone, has one entry a block, so it fits workers of one block size. `block_bytes`: KV bytes of `block_size` tokens,
-    for workers whose fleet record does not say; 0 for unknown.
+    for workers whose fleet record does not say; 0 for unknown. `memory`: where the hash chains of token ids are kept for
+    the next turn of a conversation; without one each prompt is hashed anew.
     """
 
     scope: Scope
@@ -41,6 +43,7 @@ class Prompt:
     block_bytes: int = 0
     slo: Slo = DEFAULT_SLO
     id: str | None = None
+    memory: ChainMemory | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of_tokens(
@@ -52,6 +55,7 @@ class Prompt:
         output_tokens: int = DEFAULT_DECODE_TOKENS,
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
+        memory: ChainMemory | None = None,
     ) -> Self:
         """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1).
 
@@ -59,7 +63,7 @@ class Prompt:
         prompt is hashed only as far as it matches.
         """
         pack_tokens(tokens[:1])
-        return cls(scope, len(tokens), tokens, None, None, extra_keys, output_tokens, 0, slo, id)
+        return cls(scope, len(tokens), tokens, None, None, extra_keys, output_tokens, 0, slo, id, memory)
 
     @classmethod
     def of_hashes(

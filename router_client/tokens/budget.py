@@ -1,0 +1,110 @@
+"""A tokenizer's budget: how long a request waits for its tokens, and how many may wait."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvatlas.errors import InvalidValue, KvatlasError
+from router_client.tokens.comparison import TokenCounters
+from router_client.tokens.text_request import TextRequest
+from router_client.tokens.tokenizer import CannotTokenize, Tokenizer, Why, packed
+
+_log = logging.getLogger("router_client.tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerBudget:
+    """`deadline_ms`: then the request is routed without its tokens. `most_pending`: asked but not answered yet.
+
+    A prompt costs its engine some 40 us a token, a local tokenizer 1 us: waiting is cheaper than a miss.
+    """
+
+    deadline_ms: float = 200.0
+    most_pending: int = 64
+
+
+class BudgetedTokenizer:
+    """Any tokenizer within a budget; each failure is a CannotTokenize, counted by its reason.
+
+    What is late goes on in its thread and ends there, so it counts as pending until then: a tokenizer that is too slow
+    for its load is asked less, and never piles up work.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, budget: TokenizerBudget | None = None, counters: TokenCounters | None = None
+    ) -> None:
+        self.budget = budget or TokenizerBudget()
+        self.counters = counters or TokenCounters()
+        self._tokenizer = tokenizer
+        self._pending: set[asyncio.Task[Sequence[int]]] = set()
+
+    async def token_ids(self, request: TextRequest) -> Sequence[int]:
+        """As an array of machine words. Raises CannotTokenize, and InvalidValue for token ids that are none."""
+        if (given := request.token_ids) is not None:
+            self.counters.given += 1
+            return _checked(given)
+        began = time.perf_counter_ns()
+        try:
+            found = _checked(await self._in_time(request))
+        except CannotTokenize as error:
+            _count(self.counters, error.why)
+            raise
+        except KvatlasError as error:
+            self.counters.failed += 1
+            raise CannotTokenize(Why.FAILED, str(error)) from error
+        finally:
+            self.counters.time_us += (time.perf_counter_ns() - began) // 1_000
+        self.counters.tokenized += 1
+        return found
+
+    async def aclose(self) -> None:
+        """Give up what is pending."""
+        for task in self._pending:
+            task.cancel()
+        await asyncio.gather(*self._pending, return_exceptions=True)
+
+    async def _in_time(self, request: TextRequest) -> Sequence[int]:
+        if len(self._pending) >= self.budget.most_pending:
+            raise CannotTokenize(Why.BUSY, f"{len(self._pending)} prompts wait for the tokenizer")
+        task = asyncio.ensure_future(self._tokenizer.token_ids(request))
+        self._pending.add(task)
+        task.add_done_callback(self._ended)
+        try:
+            done, _ = await asyncio.wait((task,), timeout=self.budget.deadline_ms / 1_000)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            raise CannotTokenize(Why.LATE, f"no token ids within {self.budget.deadline_ms:g} ms")
+        error = task.exception()
+        if isinstance(error, Exception) and not isinstance(error, KvatlasError):
+            # a tokenizer may be any code of the user's: its fault must not cost the request
+            _log.warning("tokenizer: %s: %s", type(error).__name__, error, exc_info=error)
+            raise CannotTokenize(Why.FAILED, f"tokenizer: {type(error).__name__}: {error}") from error
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[Sequence[int]]) -> None:
+        self._pending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.debug("tokenizer: %s", error)  # also of those that nobody waits for any more
+
+
+def _checked(token_ids: Sequence[int]) -> Sequence[int]:
+    try:
+        return packed(token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidValue("the prompt has a token id that is no integer from 0 to 2^32-1") from error
+
+
+def _count(counters: TokenCounters, why: Why) -> None:
+    match why:
+        case Why.LATE:
+            counters.late += 1
+        case Why.BUSY:
+            counters.busy += 1
+        case Why.UNSUPPORTED:
+            counters.unsupported += 1
+        case Why.FAILED:
+            counters.failed += 1

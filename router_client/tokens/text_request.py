@@ -1,0 +1,130 @@
+"""The body of a completion or a chat, as far as a router reads it. The engine judges the rest."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from kvatlas.errors import InvalidValue
+
+
+class Api(StrEnum):
+    """Which of OpenAI's calls a body is of; the value is its path."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """One request. `body` is its JSON, whatever is in it; the properties are what a router asks of it."""
+
+    api: Api
+    body: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, api: Api, body: bytes) -> Self:
+        """Raises InvalidValue, one line, for a body that is no JSON object or has no prompt or messages."""
+        decoded = parse_object(body)
+        asked = "messages" if api is Api.CHAT else "prompt"
+        if not decoded.get(asked) or not isinstance(decoded[asked], list if api is Api.CHAT else (str, list)):
+            raise InvalidValue(f"{asked} is {decoded.get(asked)!r:.80}; expected {_EXPECTED[api]}, not empty")
+        request = cls(api, decoded)
+        if api is Api.COMPLETIONS:
+            _ = request.prompt  # raises for what is neither
+        return request
+
+    @property
+    def model(self) -> str | None:
+        """The model it names: the engine's, or an adapter's."""
+        name = self.body.get("model")
+        return name if isinstance(name, str) and name else None
+
+    @property
+    def streamed(self) -> bool:
+        return self.body.get("stream") is True
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with its usage."""
+        options = self.body.get("stream_options")
+        return isinstance(options, dict) and bool(options.get("include_usage"))
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The most tokens that it may generate, where it says so."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            if isinstance(value := self.body.get(name), int) and value > 0:
+                return value
+        return None
+
+    @property
+    def cache_salt(self) -> str | None:
+        salt = self.body.get("cache_salt")
+        return salt if isinstance(salt, str) and salt else None
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts a completion has; a chat has one."""
+        prompt = self.body.get("prompt")
+        nested = self.api is Api.COMPLETIONS and isinstance(prompt, list) and not isinstance(prompt[0], int)
+        return len(prompt) if nested else 1  # type: ignore[arg-type]
+
+    @property
+    def prompt(self) -> str | Sequence[int]:
+        """A completion's prompt, of several the first: text, or token ids."""
+        prompt = self.body["prompt"]
+        first = (
+            prompt[0] if self.prompts > 1 or (isinstance(prompt, list) and not isinstance(prompt[0], int)) else prompt
+        )
+        if not isinstance(first, (str, list)):
+            raise InvalidValue(f"prompt is {first!r:.80}; expected {_EXPECTED[Api.COMPLETIONS]}")
+        return first
+
+    @property
+    def token_ids(self) -> Sequence[int] | None:
+        """The prompt's token ids, where the body gives them."""
+        if self.api is Api.CHAT:
+            return None
+        prompt = self.prompt
+        return None if isinstance(prompt, str) else prompt
+
+    @property
+    def letters(self) -> int:
+        """About how long its text is, in characters; token ids count as four."""
+        if self.api is Api.CHAT:
+            return sum(_letters(message.get("content")) for message in self.messages)
+        prompt = self.prompt
+        return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        """A chat's messages. Raises InvalidValue for one that is no object."""
+        messages: list[Any] = self.body["messages"]
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict):
+                raise InvalidValue(f"messages.{index} is {message!r:.80}; expected an object")
+        return messages
+
+
+_EXPECTED = {Api.CHAT: "a list of messages", Api.COMPLETIONS: "a text or a list of token ids"}
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A body that is a JSON object. Raises InvalidValue."""
+    try:
+        decoded = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"the body is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise InvalidValue(f"the body is a JSON {type(decoded).__name__}; expected an object")
+    return decoded
+
+
+def _letters(content: Any) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, list):
+        return 0
+    return sum(len(part.get("text") or "") for part in content if isinstance(part, dict))

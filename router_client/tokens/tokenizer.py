@@ -1,0 +1,67 @@
+"""The protocol of tokenizers, and those that are made of a function of the caller's."""
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import Protocol
+
+from kvatlas.errors import KvatlasError
+from router_client.tokens.text_request import TextRequest
+
+
+class Why(StrEnum):
+    """Why a request has no token ids."""
+
+    LATE = "late"
+    BUSY = "busy"
+    UNSUPPORTED = "unsupported"
+    FAILED = "failed"
+
+
+class CannotTokenize(KvatlasError):
+    """A request's token ids are not known; it is routed by load then."""
+
+    def __init__(self, why: Why, line: str) -> None:
+        super().__init__(line)
+        self.why = why
+
+
+class Tokenizer(Protocol):
+    """Gives the token ids that the engine will compute for a request's (first) prompt, all of them, in order."""
+
+    async def token_ids(self, request: TextRequest) -> Sequence[int]:
+        """Never blocks the event loop. Raises CannotTokenize."""
+        ...
+
+
+class ThreadedTokenizer:
+    """Runs a plain function in threads of its own. The function must be safe to run in `threads` threads at a time."""
+
+    def __init__(self, function: Callable[[TextRequest], Sequence[int]], threads: int = 2) -> None:
+        self._function = function
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvatlas-tokenizer")
+
+    async def token_ids(self, request: TextRequest) -> Sequence[int]:
+        """Raises what the function raises. A caller that gives up doesn't stop the function."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, request)
+
+    def close(self) -> None:
+        """Let the threads end; those that run finish first."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class AwaitedTokenizer:
+    """A coroutine function of the caller's."""
+
+    def __init__(self, function: Callable[[TextRequest], Awaitable[Sequence[int]]]) -> None:
+        self._function = function
+
+    async def token_ids(self, request: TextRequest) -> Sequence[int]:
+        return await self._function(request)
+
+
+def packed(token_ids: Sequence[int]) -> "array[int]":
+    """Token ids as machine words: four bytes each, and hashed faster. Raises OverflowError and TypeError."""
+    return token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)

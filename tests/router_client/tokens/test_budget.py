@@ -1,0 +1,149 @@
+"""Any tokenizer within its budget, and off the event loop."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import anyio
+import pytest
+
+from kvatlas.errors import InvalidValue
+from router_client.tokens import (
+    Api,
+    AwaitedTokenizer,
+    BudgetedTokenizer,
+    CannotTokenize,
+    TextRequest,
+    ThreadedTokenizer,
+    TokenComparison,
+    TokenizerBudget,
+    Usage,
+    Why,
+)
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+REQUEST = TextRequest(Api.COMPLETIONS, {"prompt": "abc"})
+
+
+def letters(request: TextRequest) -> Sequence[int]:
+    assert isinstance(request.prompt, str)
+    return [ord(letter) for letter in request.prompt]
+
+
+async def test_a_callers_function_runs_in_a_thread_of_its_own() -> None:
+    seen: list[str] = []
+
+    def function(request: TextRequest) -> Sequence[int]:
+        seen.append(threading.current_thread().name)
+        return letters(request)
+
+    tokenizer = ThreadedTokenizer(function)
+    budgeted = BudgetedTokenizer(tokenizer)
+    assert list(await budgeted.token_ids(REQUEST)) == [97, 98, 99]
+    assert seen[0].startswith("kvatlas-tokenizer")
+    assert budgeted.counters.tokenized == 1
+    tokenizer.close()
+
+
+async def test_token_ids_that_are_given_need_no_tokenizer() -> None:
+    async def none(_: TextRequest) -> Sequence[int]:
+        raise AssertionError("not to be asked")
+
+    budgeted = BudgetedTokenizer(AwaitedTokenizer(none))
+    given = TextRequest.parse(Api.COMPLETIONS, b'{"prompt": [5, 6]}')
+    assert list(await budgeted.token_ids(given)) == [5, 6] and budgeted.counters.given == 1
+    with pytest.raises(InvalidValue, match="token id"):
+        await budgeted.token_ids(TextRequest.parse(Api.COMPLETIONS, b'{"prompt": [-1]}'))
+
+
+async def test_what_is_late_is_given_up_and_what_piles_up_is_refused() -> None:
+    may_end = threading.Event()
+
+    def slow(request: TextRequest) -> Sequence[int]:
+        may_end.wait(30)
+        return letters(request)
+
+    tokenizer = ThreadedTokenizer(slow)
+    budgeted = BudgetedTokenizer(tokenizer, TokenizerBudget(deadline_ms=1, most_pending=2))
+    for _ in range(2):
+        with pytest.raises(CannotTokenize) as late:
+            await budgeted.token_ids(REQUEST)
+        assert late.value.why is Why.LATE
+    with pytest.raises(CannotTokenize) as busy:
+        await budgeted.token_ids(REQUEST)
+    assert busy.value.why is Why.BUSY
+    may_end.set()
+    budgeted = BudgetedTokenizer(tokenizer, TokenizerBudget(deadline_ms=20_000), budgeted.counters)
+    assert list(await budgeted.token_ids(REQUEST)) == [97, 98, 99]
+    assert (budgeted.counters.late, budgeted.counters.busy, budgeted.counters.tokenized) == (2, 1, 1)
+    tokenizer.close()
+
+
+async def test_a_fault_of_the_callers_code_is_counted_and_told() -> None:
+    async def wrong(_: TextRequest) -> Sequence[int]:
+        raise ZeroDivisionError("by zero")
+
+    async def negative(_: TextRequest) -> Sequence[int]:
+        return [-1]
+
+    for function in (wrong, negative):
+        budgeted = BudgetedTokenizer(AwaitedTokenizer(function))
+        with pytest.raises(CannotTokenize) as error:
+            await budgeted.token_ids(REQUEST)
+        assert error.value.why is Why.FAILED and budgeted.counters.failed == 1
+
+
+async def test_a_caller_that_goes_away_stops_an_awaited_tokenizer() -> None:
+    stopped = asyncio.Event()
+
+    async def endless(_: TextRequest) -> Sequence[int]:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            stopped.set()
+        raise AssertionError
+
+    budgeted = BudgetedTokenizer(AwaitedTokenizer(endless), TokenizerBudget(deadline_ms=60_000))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(budgeted.token_ids, REQUEST)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    await until(stopped.is_set, what="the tokenizer stopped")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"prompt": ""}', b'{"prompt": 5}', b'{"prompt": [{}]}', b'{"prompt": []}', b"\xff"]
+)
+def test_a_body_without_a_prompt_is_refused_in_one_line(body: bytes) -> None:
+    with pytest.raises(InvalidValue) as error:
+        TextRequest.parse(Api.COMPLETIONS, body)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_router_reads_of_a_body() -> None:
+    several = TextRequest.parse(Api.COMPLETIONS, b'{"prompt": [[1, 2], [3]], "max_tokens": 9, "model": "m"}')
+    assert (several.prompts, several.token_ids, several.output_tokens, several.model) == (2, [1, 2], 9, "m")
+    chat = TextRequest.parse(
+        Api.CHAT, b'{"messages": [{"content": "abc"}], "stream": true, "stream_options": {"include_usage": true}}'
+    )
+    assert (chat.prompts, chat.streamed, chat.wants_usage, chat.letters, chat.token_ids) == (1, True, True, 3, None)
+
+
+def test_engines_answers_are_compared_with_what_was_expected() -> None:
+    comparison = TokenComparison()
+    assert comparison.findings() == []
+    usage = Usage.of({"usage": {"prompt_tokens": 10, "completion_tokens": 1}})
+    assert usage is not None and Usage.of({"usage": None}) is None and Usage.of([]) is None
+    comparison.add(usage, prompt_tokens=10, predicted_tokens=8)
+    (untold,) = comparison.findings()
+    assert "--enable-prompt-tokens-details" in untold
+    comparison.add(Usage(10, 1, 8), prompt_tokens=10, predicted_tokens=8)
+    comparison.add(Usage(12, 1, 0), prompt_tokens=10, predicted_tokens=8)
+    comparison.add(Usage(12, 1, 9), prompt_tokens=None, predicted_tokens=8)
+    counters = comparison.counters
+    assert (counters.prompts_equal, counters.prompts_differ) == (2, 1)
+    assert (counters.cached_equal, counters.cached_less, counters.cached_more, counters.cached_untold) == (1, 1, 1, 1)
+    (differs,) = comparison.findings()
+    assert "1 of 3 prompts differ" in differs and "12 tokens where the router counted 10" in differs
