@@ -25,6 +25,7 @@ class Child:
         self.words = list(words)
         self.log = folder / f"{name}.log"
         self._ready = ready
+        self.paused = False
         self._from = 0
         self._popen: subprocess.Popen[bytes] | None = None
 
@@ -56,14 +57,17 @@ class Child:
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
+        self.paused = False
         assert self._popen is not None
         self._popen.wait()
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
+        self.paused = True
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
+        self.paused = False
 
     async def stop(self) -> None:
         """Ask it to end, and wait until it has."""

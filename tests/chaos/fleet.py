@@ -101,6 +101,33 @@ class Fleet:
         self.members.append(member)
         return member
 
+    @property
+    def proxies(self) -> list[TcpProxy]:
+        of_workers = [proxy for one in self.workers for proxy in (one.events, one.replay, one.nats)]
+        return of_workers + [proxy for member in self.members for proxy in (member.nats, member.redis)]
+
+    @property
+    def children(self) -> list[Child]:
+        of_workers = [child for worker in self.workers for child in (worker.engine, worker.sidecar)]
+        return of_workers + [member.child for member in self.members]
+
+    async def mend(self) -> None:
+        """Everything runs and every line is whole afterwards, whatever was broken."""
+        for proxy in self.proxies:
+            proxy.heal()
+        for server in (self.nats_server, self.valkey):
+            if not server.is_running:
+                await server.start()
+        started = []
+        for child in self.children:
+            if child.paused:
+                child.resume()
+            elif not child.is_running:
+                child.start()
+                started.append(child)
+        for child in started:
+            await child.ready()
+
     async def empty_engine(self, worker: Worker) -> None:
         """Its cache is reset, so that all that it holds from now on has been told."""
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:

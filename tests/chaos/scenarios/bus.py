@@ -48,7 +48,9 @@ async def nats_away_longer_than_the_outbox_holds(chaos: Chaos) -> None:
     worker.nats.heal()
     chaos.healed()
     told_anew = "(the outbox was full)"
-    await until(lambda: told_anew in worker.sidecar.said(), deadline_s=30, what="the outbox overflowed, all is told anew")
+    await until(
+        lambda: told_anew in worker.sidecar.said(), deadline_s=30, what="the outbox overflowed, all is told anew"
+    )
 
 
 async def publisher_half_open_to_nats(chaos: Chaos) -> None:

@@ -1,0 +1,19 @@
+"""The report of a test run's faults, at its end."""
+
+import pytest
+
+from tests.chaos.report import Outcome, as_text
+
+OUTCOMES = pytest.StashKey[list[Outcome]]()
+
+
+@pytest.fixture(scope="session")
+def outcomes(pytestconfig: pytest.Config) -> list[Outcome]:
+    """What each scenario came to; reported at the end."""
+    return pytestconfig.stash.setdefault(OUTCOMES, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if found := config.stash.get(OUTCOMES, []):
+        terminalreporter.section("chaos")
+        terminalreporter.write_line(as_text(found))

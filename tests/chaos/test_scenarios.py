@@ -1,0 +1,43 @@
+"""The short form: the faults that matter most, one after the other on one running fleet. `make chaos` has all of them."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.chaos.report import Outcome
+from tests.chaos.runner import INDEXER_WORDS, run_scenario
+
+pytestmark = pytest.mark.anyio
+
+SHORT = (
+    "feed_cut_and_filled_from_replay",
+    "feed_cut_while_replay_is_silent",
+    "engine_killed_and_restarted",
+    "engine_restarted_while_the_sidecar_was_down",
+    "sidecar_killed_and_restarted",
+    "indexer_killed",
+    "indexer_paused_past_its_lease",
+    "indexer_cut_from_nats",
+    "redis_killed_and_restarted_with_its_data",
+    "redis_flushed",
+    "redis_functions_flushed",
+    "one_shard_wiped",
+    "nats_killed_and_restarted",
+    "nats_away_longer_than_the_outbox_holds",
+    "stream_purged",
+    "consumers_deleted",
+)
+
+
+@pytest.fixture(scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    folder: Path = tmp_path_factory.mktemp("chaos")
+    async with running_fleet(folder, engines=2, indexers=2, seed=1, indexer_words=INDEXER_WORDS) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", SHORT)
+async def test_the_index_is_exact_after(name: str, fleet: Fleet, outcomes: list[Outcome]) -> None:
+    outcomes.append(await run_scenario(fleet, name))
