@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo bench lint types clean
+.PHONY: help test chaos demo bench lint types clean
 
 help: ## this list
 	@sed -n 's/^\([.a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -25,6 +25,9 @@ $(READY): pyproject.toml constraints.txt
 
 test: $(READY) ## all tests, on real servers
 	$(BIN)/python -m pytest -q
+
+chaos: $(READY) ## random faults into a running fleet (CHAOS_SECONDS, CHAOS_SEED) until the index must be exact again
+	$(BIN)/python -m tests.chaos
 
 demo: $(READY) ## the whole system on this machine: 4 simulated engines, round-robin against kvatlas
 	$(BIN)/kvatlas demo

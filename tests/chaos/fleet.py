@@ -86,8 +86,8 @@ class Fleet:
     async def add_member(self) -> Member:
         """One more replica, not started."""
         name = f"indexer-{len(self.members)}"
-        nats = await self.stack.enter_async_context(TcpProxy(self.nats_server.port))
-        redis = await self.stack.enter_async_context(TcpProxy(self.valkey.port))
+        nats = await self.stack.enter_async_context(TcpProxy(self.nats_server.port, f"{name} to NATS"))
+        redis = await self.stack.enter_async_context(TcpProxy(self.valkey.port, f"{name} to Redis"))
         words = [
             "indexer",
             "--nats-url",
@@ -196,9 +196,9 @@ async def _worker(
     words += ["--block-size", str(BLOCK), "--num-gpu-blocks", str(GPU_BLOCKS), "--num-cpu-blocks", str(CPU_BLOCKS)]
     engine = Child(worker_id, words, "engine at", folder)
     stack.callback(engine.close)
-    events = await stack.enter_async_context(TcpProxy(events_port))
-    replay = await stack.enter_async_context(TcpProxy(replay_port))
-    bus = await stack.enter_async_context(TcpProxy(nats.port))
+    events = await stack.enter_async_context(TcpProxy(events_port, f"event socket of {worker_id}"))
+    replay = await stack.enter_async_context(TcpProxy(replay_port, f"replay socket of {worker_id}"))
+    bus = await stack.enter_async_context(TcpProxy(nats.port, f"{worker_id} to NATS"))
     state_dir = folder / f"{worker_id}-state"
     sidecar_words = ["publish", "--engine", "vllm", "--worker-id", worker_id, "--model-id", MODEL]
     sidecar_words += ["--endpoint", f"tcp://{LOOPBACK}:{events.port}", "--engine-url", urls[worker_id]]

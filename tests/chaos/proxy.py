@@ -15,7 +15,9 @@ class TcpProxy:
     no byte gets through either way (half-open). `delay_s`: every piece comes later by so much. `heal` ends all of it.
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, name: str) -> None:
+        """`name`: the line, for reports."""
+        self.name = name
         self._target_port = target_port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()

@@ -1,0 +1,202 @@
+"""The long form: random faults, several at once, for a given time; now and then all is mended and must become exact."""
+
+import random
+import shutil
+from collections.abc import Awaitable, Callable
+from time import monotonic
+
+import anyio
+from anyio.to_thread import run_sync
+from nats.errors import Error as NatsError
+from nats.js.errors import Error as JetStreamError
+from redis.exceptions import RedisError
+
+from kvatlas.subjects import STREAM
+from tests.chaos.chaos import Chaos
+from tests.chaos.fleet import Fleet
+from tests.chaos.report import Outcome
+
+LONGEST_FAULT_S = 9.0
+LONGEST_ROUND_S = 25.0
+MOST_AT_ONCE = 4
+
+Fault = Callable[[Fleet, random.Random], Awaitable[str]]
+"""Breaks something that is whole, and says what; an empty text where there was nothing to break."""
+
+
+async def kill_engine(fleet: Fleet, rng: random.Random) -> str:
+    worker = rng.choice(fleet.workers)
+    if not worker.engine.is_running:
+        return ""
+    worker.engine.kill()
+    return f"{worker.worker_id} SIGKILL"
+
+
+async def kill_child(fleet: Fleet, rng: random.Random) -> str:
+    child = rng.choice([worker.sidecar for worker in fleet.workers] + [member.child for member in fleet.members])
+    if not child.is_running:
+        return ""
+    child.kill()
+    return f"{child.name} SIGKILL"
+
+
+async def stop_child(fleet: Fleet, rng: random.Random) -> str:
+    child = rng.choice([worker.sidecar for worker in fleet.workers] + [member.child for member in fleet.members])
+    if not child.is_running or child.paused:
+        return ""
+    await child.stop()
+    return f"{child.name} SIGTERM"
+
+
+async def pause_child(fleet: Fleet, rng: random.Random) -> str:
+    child = rng.choice(fleet.children)
+    if not child.is_running or child.paused:
+        return ""
+    child.pause()
+    return f"{child.name} SIGSTOP"
+
+
+async def cut_line(fleet: Fleet, rng: random.Random) -> str:
+    proxy = rng.choice(fleet.proxies)
+    proxy.cut()
+    return f"{proxy.name} cut"
+
+
+async def stall_line(fleet: Fleet, rng: random.Random) -> str:
+    proxy = rng.choice(fleet.proxies)
+    proxy.stall()
+    return f"{proxy.name} half-open"
+
+
+async def slow_line(fleet: Fleet, rng: random.Random) -> str:
+    proxy = rng.choice(fleet.proxies)
+    proxy.delay_s = rng.uniform(0.01, 0.3)
+    return f"{proxy.name} {proxy.delay_s * 1000:.0f} ms late"
+
+
+async def flicker_line(fleet: Fleet, rng: random.Random) -> str:
+    """Connections are reset, and may be made again at once."""
+    proxy = rng.choice(fleet.proxies)
+    proxy.cut()
+    proxy.heal()
+    return f"{proxy.name} reset"
+
+
+async def kill_nats(fleet: Fleet, rng: random.Random) -> str:
+    if not fleet.nats_server.is_running:
+        return ""
+    await fleet.nats_server.kill()
+    if rng.random() < 0.3:
+        await run_sync(shutil.rmtree, fleet.nats_server.process.data_dir / "jetstream")
+        return "NATS SIGKILL, data removed"
+    return "NATS SIGKILL"
+
+
+async def kill_redis(fleet: Fleet, rng: random.Random) -> str:
+    if not fleet.valkey.is_running:
+        return ""
+    await fleet.valkey.kill()
+    if rng.random() < 0.3:
+        await run_sync(shutil.rmtree, fleet.valkey.process.data_dir / "appendonlydir")
+        return "Redis SIGKILL, data removed"
+    return "Redis SIGKILL"
+
+
+async def flush_redis(fleet: Fleet, rng: random.Random) -> str:
+    try:
+        if rng.random() < 0.3:
+            await fleet.store.client.function_flush()
+            return "FUNCTION FLUSH"
+        if rng.random() < 0.3:
+            await fleet.store.client.flushall()
+            return "FLUSHALL"
+        shard = rng.randrange(4)
+        keys = [key async for key in fleet.store.client.scan_iter(match=f"kva:{{s{shard}}}:*")]
+        if keys:
+            await fleet.store.client.unlink(*keys)
+        return f"shard {shard} wiped"
+    except (RedisError, OSError):
+        return ""
+
+
+async def damage_stream(fleet: Fleet, rng: random.Random) -> str:
+    jetstream = fleet.nats.jetstream(timeout=1)
+    try:
+        what = rng.choice(("purged", "deleted", "consumer deleted"))
+        if what == "purged":
+            await jetstream.purge_stream(STREAM)
+        elif what == "deleted":
+            await jetstream.delete_stream(STREAM)
+        else:
+            consumers = await jetstream.consumers_info(STREAM)
+            if not consumers:
+                return ""
+            await jetstream.delete_consumer(STREAM, rng.choice(consumers).name)
+        return f"stream {what}"
+    except (NatsError, JetStreamError, TimeoutError):
+        return ""
+
+
+async def damage_state(fleet: Fleet, rng: random.Random) -> str:
+    """A sidecar's saved state, which it reads when it starts the next time."""
+    worker = rng.choice(fleet.workers)
+    file = worker.state_file
+    if not file.exists():
+        return ""
+    content = file.read_bytes()
+    if rng.random() < 0.5:
+        file.write_bytes(content[: rng.randrange(len(content))])
+        return f"saved state of {worker.worker_id} torn"
+    at = rng.randrange(len(content))
+    file.write_bytes(content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :])
+    return f"saved state of {worker.worker_id} has a flipped bit"
+
+
+FAULTS: dict[Fault, float] = {
+    kill_engine: 1,
+    kill_child: 3,
+    stop_child: 2,
+    pause_child: 3,
+    cut_line: 2,
+    stall_line: 2,
+    slow_line: 1,
+    flicker_line: 2,
+    kill_nats: 1,
+    kill_redis: 1,
+    flush_redis: 1,
+    damage_stream: 1.5,
+    damage_state: 1,
+}
+"""By how often, against each other."""
+
+
+async def run_random_faults(
+    fleet: Fleet, seed: int, seconds: float, say: Callable[[str], None], outcomes: list[Outcome]
+) -> None:
+    """Rounds of faults until the time is over, each added to `outcomes`. Raises AssertionError for a round that does not
+    end exact."""
+    rng = random.Random(seed)
+    ends_s = monotonic() + seconds
+    while not outcomes or monotonic() < ends_s:
+        chaos = Chaos(fleet, f"round {len(outcomes) + 1}")
+        chaos.under_reporting = {worker.worker_id for worker in fleet.workers}
+        await chaos.begin()
+        round_ends_s = min(monotonic() + rng.uniform(0.3, 1) * LONGEST_ROUND_S, ends_s + 1)
+        while monotonic() < round_ends_s:
+            for _ in range(rng.randint(1, MOST_AT_ONCE)):
+                fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+                if what := await fault(fleet, rng):
+                    chaos.fault(what)
+                    say(f"  {what}")
+            await anyio.sleep(rng.random() ** 2 * LONGEST_FAULT_S)
+            if rng.random() < 0.5:
+                await fleet.mend()
+                say("  all mended")
+        await fleet.mend()
+        chaos.healed()
+        outcome = await chaos.settle()
+        outcomes.append(outcome)
+        say(
+            f"round {len(outcomes)}: {len(outcome.faults)} faults, exact {outcome.exact_after_s:.2f} s after the last was "
+            f"mended, {outcome.residencies} residencies, {outcome.wrong} wrong"
+        )
