@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic, time_ns
 
 import anyio
@@ -17,7 +17,7 @@ from indexer.liveness import LivenessJudge, Retirement
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet import Heartbeat
 from kvatlas.fleet_store import FleetStore
-from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
 from kvatlas.subjects import ALL_ALIVE
 
 WRITE_EVERY_S = 1.0
@@ -63,6 +63,11 @@ class Heartbeats:
         self._adopt = True
         self._urgent.set()
 
+    def on_records(self, records: Iterable[WorkerRecord]) -> None:
+        """What the index knows of workers: those that it holds something of are to be judged, heard or not."""
+        held = {one.worker_id for one in records if (one.answering or one.loading) and self._owns(one.worker_id)}
+        self._liveness.held(held, self._clock())
+
     async def listen(self) -> Subscription:
         """Hears heartbeats until it is unsubscribed."""
         return await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
@@ -94,10 +99,10 @@ class Heartbeats:
             known = await self._fleet.all()
             self._liveness.adopt({w: record for w, record in known.items() if self._owns(w)}, now_s)
             self._adopt = False
-        held = self._liveness.held
+        held_back = self._liveness.held_back
         retirements = self._liveness.tick(now_s)
         self._counters.workers_lost = self._liveness.lost
-        self._counters.retirements_held += max(0, self._liveness.held - held)
+        self._counters.retirements_held += max(0, self._liveness.held_back - held_back)
         changed = self._liveness.take_changed(self.traces)
         try:
             await self._fleet.write(changed)
@@ -111,9 +116,12 @@ class Heartbeats:
     async def _retire(self, retirement: Retirement) -> None:
         worker_id = retirement.worker_id
         record = await self._index.record(worker_id)
-        if record is not None and not record.closed and not await self._index.retire(worker_id, record.incarnation):
+        # a closed one may still answer by what its last incarnation told
+        open_ = record is not None and (record.answering or record.loading or not record.closed)
+        if record is not None and open_ and not await self._index.retire(worker_id, record.incarnation):
             return  # it began another incarnation meanwhile
-        await self._fleet.forget(worker_id, retirement.pool_id)
+        if retirement.pool_id is not None:
+            await self._fleet.forget(worker_id, retirement.pool_id)
         self._counters.workers_retired += 1
         log.info("worker %s is retired: no heartbeat", worker_id)
         self._on_gone(worker_id)

@@ -6,7 +6,7 @@ hears nothing.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from kvatlas.fleet import EngineEndpoint, EngineState, FleetRecord, Heartbeat, Liveness, WorkerState
@@ -23,10 +23,10 @@ BLIND_FOR_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """A worker to be retired: its state in the index, and its record in its pool."""
+    """A worker to be retired: its state in the index, and its record in its pool (None: it has none)."""
 
     worker_id: str
-    pool_id: str
+    pool_id: str | None
 
 
 @dataclass(slots=True)
@@ -48,9 +48,10 @@ class LivenessJudge:
         self._workers: dict[str, _Worker] = {}
         self._changed: set[str] = set()
         self._pulses: dict[str, float] = {}
+        self._unheard: dict[str, float] = {}
         self.lost = 0
         """Workers lost so far; one that comes back may be lost again."""
-        self.held = 0
+        self.held_back = 0
         """Retirements held back at the last tick because most of the fleet fell silent."""
 
     def pulse(self, worker_id: str, now_s: float) -> None:
@@ -71,6 +72,16 @@ class LivenessJudge:
                     record.heard_us,
                     now_s,
                 )
+
+    def held(self, worker_ids: Collection[str], now_s: float) -> None:
+        """The owned workers that the index holds something of. Those that nobody was heard of, nor knows as a member of the
+        fleet (retired, and a late message brought them back; or their record was lost), are clocked from now on."""
+        for worker_id in [w for w in self._unheard if w not in worker_ids or w in self._workers]:
+            del self._unheard[worker_id]
+        for worker_id in worker_ids:
+            if worker_id not in self._workers and worker_id not in self._unheard:
+                self._unheard[worker_id] = now_s
+                self._pulses.setdefault(worker_id, now_s)
 
     def hear(self, beat: Heartbeat, now_s: float, now_us: int) -> bool:
         """A heartbeat of an owned worker. True where routers should know at once: the worker is new or back, or its
@@ -95,10 +106,12 @@ class LivenessJudge:
         for worker_id in [w for w in self._workers if of(w)]:
             del self._workers[worker_id]
             self._changed.discard(worker_id)
+        for worker_id in [w for w in self._unheard if of(w)]:
+            del self._unheard[worker_id]
 
     def tick(self, now_s: float) -> list[Retirement]:
         """Marks workers lost, and names those to be retired; these are named again until they are forgotten."""
-        due = []
+        due: list[tuple[Retirement, float]] = []
         for worker_id, worker in self._workers.items():
             silent_s = now_s - worker.heard_s
             if silent_s > LOST_AFTER_S and worker.liveness is Liveness.ALIVE:
@@ -106,16 +119,19 @@ class LivenessJudge:
                 self._changed.add(worker_id)
                 self.lost += 1
             if silent_s > self._retire_after_s:
-                due.append((worker_id, worker))
+                due.append((Retirement(worker_id, worker.endpoint.pool_id), worker.heard_s))
+        for worker_id, since_s in self._unheard.items():
+            if now_s - since_s > self._retire_after_s and worker_id not in self._workers:
+                due.append((Retirement(worker_id, None), since_s))
         for worker_id in [w for w, at_s in self._pulses.items() if now_s - at_s > BLIND_FOR_S]:
             del self._pulses[worker_id]
         pulses = sorted(self._pulses.values()) if due else []
         retirements = [
-            Retirement(worker_id, worker.endpoint.pool_id)
-            for worker_id, worker in due
-            if now_s - worker.heard_s > BLIND_FOR_S or not _most_fell_silent(pulses, worker.heard_s, now_s)
+            retirement
+            for retirement, heard_s in due
+            if now_s - heard_s > BLIND_FOR_S or not _most_fell_silent(pulses, heard_s, now_s)
         ]
-        self.held = len(due) - len(retirements)
+        self.held_back = len(due) - len(retirements)
         return retirements
 
     def take_changed(self, traces: Mapping[str, str] | None = None) -> dict[str, FleetRecord]:

@@ -38,10 +38,11 @@ class Repair:
         owned: Callable[[], Collection[int]],
         at_end: Callable[[str], bool],
         start_over: Callable[[int, str], None],
+        on_records: Callable[[Collection[WorkerRecord]], None],
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """`owned`: the partitions this replica reads; `at_end`: is a worker's partition read up to its end?
-        `start_over`: read this partition anew, and why."""
+        `start_over`: read this partition anew, and why. `on_records` gets what each round has read of the owned shards."""
         self._client = client
         self._index = index
         self._doubt = doubt
@@ -50,6 +51,7 @@ class Repair:
         self._owned = owned
         self._at_end = at_end
         self._start_over = start_over
+        self._on_records = on_records
         self._clock = clock
         self._inbox = client.new_inbox()
 
@@ -80,12 +82,11 @@ class Repair:
 
     async def tick(self) -> None:
         """One round of judging and asking."""
-        if not self._doubt.workers:
-            return
         records: dict[str, WorkerRecord] = {}
         for shard in sorted({partition % self._index.shards for partition in self._owned()}):
             for record in await self._index.records(shard):
                 records[record.worker_id] = record
+        self._on_records(records.values())
         for record in records.values():
             self._heed(record)
         wishes = self._doubt.judge(records, self._at_end, self._clock())

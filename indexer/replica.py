@@ -100,6 +100,7 @@ class Replica:
             owned=self._owned,
             at_end=self._at_end,
             start_over=self._start_over,
+            on_records=self._heartbeats.on_records,
         )
         self._sweeper = Sweeper(index, self.counters, self._owned)
         self.membership = Membership(

@@ -14,7 +14,7 @@ from kvatlas.fleet_store import FleetStore
 from kvatlas.index.memory import MemoryIndex
 from kvatlas.subjects import alive_subject
 from tests.index.telling import tell
-from tests.indexer.bus_teller import PARTITIONS, BusTeller, heartbeat
+from tests.indexer.bus_teller import PARTITIONS, SCOPE, BusTeller, heartbeat
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -113,3 +113,21 @@ async def test_a_heartbeat_on_anothers_subject_is_not_believed(watched: Watched,
     await until(lambda: watched.counters.heartbeats_bad == 2, what="both are refused")
     assert watched.liveness.workers == {}
     await subscription.unsubscribe()
+
+
+async def test_a_worker_whose_last_snapshot_was_wrong_is_retired_too(
+    watched: Watched, client: Client, fleet: FleetStore
+) -> None:
+    """Its incarnation is closed, but what it told before still answers."""
+    worker = BusTeller(client, "w0", incarnation=5)
+    await tell(watched.index, worker.begin(5), worker.store(SCOPE, b"12345678"))
+    torn = worker.begin(6)
+    torn[6][-1][2][1] += 1
+    await tell(watched.index, torn)
+    record = await watched.index.record("w0")
+    assert record is not None and record.closed and record.answering
+    await watched.hear(client, worker)
+    watched.clock.now_s += RETIRE_AFTER_S + 1
+    await watched.heartbeats.tick()
+    assert watched.gone == ["w0"]
+    assert await watched.index.length() == 0

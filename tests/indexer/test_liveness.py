@@ -106,7 +106,7 @@ def test_nobody_is_retired_while_most_of_the_fleet_vanishes_at_once(fleet: Fleet
     everyone = [f"w{i}" for i in range(10)]
     fleet.hear(*everyone)
     assert fleet.run(300, *everyone[:3]) == []
-    assert fleet.judge.held == 7
+    assert fleet.judge.held_back == 7
     assert set(fleet.judge.workers.values()) == {Liveness.ALIVE, Liveness.LOST}
 
 
@@ -157,3 +157,21 @@ def test_partitions_given_away_are_not_judged(fleet: Fleet) -> None:
     fleet.hear("a")
     fleet.judge.forget(lambda _: True)
     assert fleet.judge.workers == {} and fleet.judge.take_changed() == {}
+
+
+def test_a_worker_that_the_index_holds_and_nobody_was_heard_of_is_retired(fleet: Fleet) -> None:
+    """It was retired, and a message of it came late; or its record in the fleet was lost."""
+    fleet.hear("a", "b")
+    fleet.judge.held({"a", "ghost"}, fleet.now_s)
+    assert fleet.run(RETIRE_AFTER_S, "a", "b") == []
+    fleet.judge.held({"a", "ghost"}, fleet.now_s)
+    assert fleet.run(1, "a", "b") == [Retirement("ghost", None)]
+    fleet.judge.held({"a"}, fleet.now_s)
+    assert fleet.run(1, "a", "b") == []
+
+
+def test_a_held_worker_that_is_heard_at_last_is_an_ordinary_one(fleet: Fleet) -> None:
+    fleet.judge.held({"a"}, fleet.now_s)
+    fleet.run(RETIRE_AFTER_S - 1)
+    assert fleet.run(5, "a") == []
+    assert fleet.judge.workers == {"a": Liveness.ALIVE}

@@ -88,6 +88,7 @@ class Owner:
             owned=lambda: partitions,
             at_end=lambda worker_id: self._at_end(world.partition_of(worker_id)),
             start_over=lambda partition, why: self._reading.update({partition: None}),
+            on_records=self.heartbeats.on_records,
             clock=lambda: world.now_s,
         )
         self._reading: dict[int, Position | None] = dict.fromkeys(partitions)

@@ -30,6 +30,11 @@ from tests.logic.teller import Publisher, Saved
 
 ALL_FAULTS = "feed poll restart crash send late stream recreate store wipe owner away silence zombie clock request"
 
+LAPS = 400
+LAP_S = 0.5
+QUIET_LAPS = 14
+"""Longer than a heartbeat of another incarnation is remembered."""
+
 Residency = frozenset[Told]
 
 
@@ -153,7 +158,7 @@ class World:
         moves[at]()
 
     def _moves(self) -> list[tuple[float, str, Callable[[], object]]]:
-        r, shape, on = self.random, self.shape, self.on
+        r, shape = self.random, self.shape
         number, partition, shard = (r.randrange(n) for n in (shape.engines, shape.partitions, shape.shards))
         owner = r.choice(self.owners)
         one = r.choice([*self.publishers, *self.zombies])
@@ -177,6 +182,11 @@ class World:
             (3 if self.limbo else 0, "late message lands", self._land),
             (2, "a second passes", self._wait),
         ]
+        return moves if self.calm else moves + self._faults()
+
+    def _faults(self) -> list[tuple[float, str, Callable[[], object]]]:
+        r, shape = self.random, self.shape
+        number, shard = r.randrange(shape.engines), r.randrange(shape.shards)
         faults: list[tuple[str, float, str, Callable[[], object]]] = [
             ("restart", 0.6, f"ENGINE RESTART {number}", self.engines[number].restart),
             ("crash", 0.8, f"PUBLISHER CRASH {number}", lambda: self._crash(number)),
@@ -191,7 +201,7 @@ class World:
             ("silence", 0.4, f"SILENCE OF {number}", lambda: self._silence(number)),
             ("clock", 0.2, "CLOCK STEPS BACK", self._clock),
         ]
-        return moves + [(w * shape.heat, name, move) for what, w, name, move in faults if what in on and not self.calm]
+        return [(w * shape.heat, name, move) for what, w, name, move in faults if what in self.on]
 
     def _save(self, one: Publisher) -> None:
         if one.ready:
@@ -284,25 +294,37 @@ class World:
 
     def settle(self) -> None:
         """The faults stop: everything must come right by itself."""
+        for _ in range(3):  # last blows: nothing that is told later shows what they hit
+            weights, names, moves = zip(*self._faults(), strict=True)
+            at = self.random.choices(range(len(moves)), weights)[0]
+            self.log.append(names[at])
+            moves[at]()
         self.log.append("--- the faults stop")
         self.calm = True
         for zombie in self.zombies:
             self.gone_snapshots += zombie.counters.snapshots
         self.zombies.clear()
+        gone = self.publishers.pop() if self.random.random() < 0.3 else None
         before = sum(one.counters.snapshots for one in self.publishers)
-        busy = self.random.choice((0, 0, 25))
-        quiet = 0
-        for lap in range(400):
-            self._lap(lap, busy)
-            quiet = quiet + 1 if lap > busy and self._is_quiet() else 0
-            if quiet >= 8:
-                break
-        else:
-            raise Violation(f"I1 not quiet after {400 * 0.5:g} s: {self._why_busy()}")
+        self._laps(self.random.choice((0, 0, 25)))
         self._check_end(sum(one.counters.snapshots for one in self.publishers) - before)
+        if gone is not None:
+            self.now_s += 70
+            self._laps(0)
+            self._check_end(0)
+            self._check_gone(gone)
+
+    def _laps(self, busy: int) -> None:
+        quiet = 0
+        for lap in range(LAPS):
+            self._lap(lap, busy)
+            quiet = quiet + 1 if lap > busy and not self._why_busy() else 0
+            if quiet >= QUIET_LAPS:
+                return
+        raise Violation(f"I1 not quiet after {LAPS * LAP_S:g} s: {self._why_busy()}")
 
     def _lap(self, lap: int, busy: int) -> None:
-        self.now_s += 0.5
+        self.now_s += LAP_S
         if lap < busy:
             for engine in self.engines:
                 engine.work()
@@ -332,11 +354,9 @@ class World:
         while self.requests:
             self._request()
 
-    def _is_quiet(self) -> bool:
-        return not self._why_busy()
-
     def _why_busy(self) -> str:
-        doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.open.items()}
+        living = {one.worker_id for one in self.publishers}
+        doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.open.items() if w in living}
         if doubts:
             return f"doubts {doubts}"
         retired = [list(shard.retired) for shard in self.index.shard_states()]
@@ -350,7 +370,7 @@ class World:
             shard = self.index.shard_of_worker(one.worker_id)
             record = shard.workers.get(one.worker_id)
             held = residency(shard, record.active) if record is not None and record.active >= 0 else frozenset()
-            if held != one.announced:
+            if held != one.announced or (record is not None and record.loading >= 0):
                 raise Violation(
                     f"I1 worker {one.worker_id}: index {sorted(held)}, announced {sorted(one.announced)}, {record}"
                 )
@@ -362,9 +382,9 @@ class World:
             self.stats["announced"] += len(held)
             self.stats["usable"] += len(usable)
         for shard in self.index.shard_states():
-            answering = {record.active for record in shard.workers.values()} - {-1}
-            if set(shard.holders) != answering:
-                raise Violation(f"I1 holders {sorted(shard.holders)} left, {sorted(answering)} answer")
+            used = {holder for record in shard.workers.values() for holder in (record.active, record.loading)} - {-1}
+            if set(shard.holders) != used:
+                raise Violation(f"I1 holders {sorted(shard.holders)} left, {sorted(used)} in use")
             leftover = [key for blocks in shard.blocks.values() for key, value in blocks.items() if not value]
             if leftover:
                 raise Violation("I1 empty entries left")
@@ -372,6 +392,14 @@ class World:
         self.stats["snapshots after the faults"] += snapshots
         if snapshots > 6 * len(self.publishers):
             raise Violation(f"I4 {snapshots} snapshots of {len(self.publishers)} workers after the faults stopped")
+
+    def _check_gone(self, gone: Publisher) -> None:
+        worker_id = gone.worker_id
+        record = self.index.shard_of_worker(worker_id).workers.get(worker_id)
+        if record is not None and (record.active >= 0 or record.loading >= 0):
+            raise Violation(f"I1 worker {worker_id} is gone and still answers: {record}")
+        if worker_id in self.fleet.records:
+            raise Violation(f"I1 worker {worker_id} is gone and still in the fleet")
 
 
 def residency(shard: MemoryShard, holder: int) -> Residency:
