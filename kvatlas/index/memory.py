@@ -2,19 +2,18 @@
 
 from collections.abc import AsyncIterator, Sequence
 
-from kvatlas.events import ScopeUse
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index import direct
+from kvatlas.index.direct import DirectWrites
 from kvatlas.index.memory_shard import MemoryShard
 from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
 from kvatlas.index.verify import differences
 from kvatlas.residency import IndexMetrics, Overlap, Residency
-from kvatlas.tiers import FLAG_PINNED, Tier, tiers_of
+from kvatlas.tiers import FLAG_PINNED, tiers_of
 from kvatlas.wire import scope_use
 
 
-class MemoryIndex:
+class MemoryIndex(DirectWrites):
     """A ResidencyIndex in this process; see the protocol for its promises. Its side index is always on."""
 
     persistent = False
@@ -33,25 +32,6 @@ class MemoryIndex:
                     if scope_id not in self._scopes:
                         self._scopes[scope_id] = scope_use(scope_id, entry).scope
         return self._shards[shard].apply(batches)
-
-    async def put(
-        self,
-        use: ScopeUse,
-        worker_id: str,
-        tier: Tier,
-        hashes: bytes,
-        *,
-        parent: int | None = None,
-        first_index: int = 0,
-        pinned: bool = False,
-    ) -> None:
-        await direct.put(self, use, worker_id, tier, hashes, parent, first_index, pinned)
-
-    async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
-        await direct.remove(self, scope, worker_id, tier, hashes)
-
-    async def clear_worker(self, worker_id: str) -> None:
-        await direct.clear_worker(self, worker_id)
 
     async def retire(self, worker_id: str, incarnation: int) -> bool:
         return self._shard_of(worker_id).retire(worker_id, incarnation)

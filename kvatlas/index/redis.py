@@ -11,11 +11,10 @@ import msgpack
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.errors import InvalidValue, LayoutMismatch, NotSupported, Unreachable
-from kvatlas.events import ScopeUse
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.identity import Scope, partition_of, scope_from_canonical, shard_of
-from kvatlas.index import direct
 from kvatlas.index.apply_call import active_holder, pack_call, records_of, unpack_answer
+from kvatlas.index.direct import DirectWrites
 from kvatlas.index.gallop import STRIDE
 from kvatlas.index.holder_names import HolderNames
 from kvatlas.index.keys import SCOPES, ShardKeys
@@ -26,7 +25,7 @@ from kvatlas.index.redis_sweep import Sweep
 from kvatlas.index.verify import differences
 from kvatlas.residency import IndexMetrics, Overlap, Residency, ShardRuns
 from kvatlas.store import UNREACHABLE, Store, reason
-from kvatlas.tiers import FLAG_PINNED, Tier, tiers_of
+from kvatlas.tiers import FLAG_PINNED, tiers_of
 from kvatlas.wire import scope_use
 
 REUSE_MS = 10 * 60 * 1000
@@ -68,7 +67,7 @@ async def open_redis_index(
     return RedisIndex(store, *layout, side_index=side_index, writer=writer)
 
 
-class RedisIndex:
+class RedisIndex(DirectWrites):
     """A ResidencyIndex in Redis or Valkey; see the protocol for its promises."""
 
     persistent = True
@@ -108,25 +107,6 @@ class RedisIndex:
         self._removes += counts["removed"]
         self._bytes_written += counts["bytes_written"]
         return applied
-
-    async def put(
-        self,
-        use: ScopeUse,
-        worker_id: str,
-        tier: Tier,
-        hashes: bytes,
-        *,
-        parent: int | None = None,
-        first_index: int = 0,
-        pinned: bool = False,
-    ) -> None:
-        await direct.put(self, use, worker_id, tier, hashes, parent, first_index, pinned)
-
-    async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
-        await direct.remove(self, scope, worker_id, tier, hashes)
-
-    async def clear_worker(self, worker_id: str) -> None:
-        await direct.clear_worker(self, worker_id)
 
     async def retire(self, worker_id: str, incarnation: int) -> bool:
         k = self._keys_of(worker_id)
