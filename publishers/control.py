@@ -56,6 +56,8 @@ class ControlDesk:
 
     async def _answer(self, msg: Msg) -> None:
         self._counters.control_requests += 1
+        if self._telling.yielded:
+            return  # it is the other publisher's to answer
         try:
             reply = self.reply(ControlRequest.unpack(msg.data))
         except InvalidValue as error:

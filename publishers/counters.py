@@ -61,6 +61,8 @@ class PublisherCounters:
     snapshot_requests: int = 0
     snapshot_requests_ignored: int = 0
     heartbeats: int = 0
+    yields: int = 0
+    """times that another, newer publisher of this worker was heard"""
     load_samples: int = 0
     load_failures: int = 0
     saves: int = 0

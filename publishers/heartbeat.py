@@ -27,14 +27,17 @@ class Pulse:
         *,
         state: Callable[[], EngineState],
         load: Callable[[], WorkerState | None],
+        quiet: Callable[[], bool] = lambda: False,
         every_s: float = HEARTBEAT_S,
     ) -> None:
+        """While `quiet` none is sent."""
         self._client = client
         self._endpoint = endpoint
         self._outbox = outbox
         self._counters = counters
         self._state = state
         self._load = load
+        self._quiet = quiet
         self._every_s = every_s
 
     def heartbeat(self, state: EngineState | None = None) -> Heartbeat:
@@ -51,7 +54,7 @@ class Pulse:
 
     async def beat(self, state: EngineState | None = None) -> None:
         """Send one now. While NATS is away none is sent: old ones are worth nothing."""
-        if not self._client.is_connected:
+        if not self._client.is_connected or self._quiet():
             return
         try:
             await self._client.publish(alive_subject(self._outbox.worker_id), self.heartbeat(state).pack())

@@ -164,6 +164,17 @@ class Outbox:
         self._kept.extend(_Kept(payload, headers, len(payload)) for payload in payloads)
         return len(payloads)
 
+    def drop(self) -> None:
+        """Nothing more of this incarnation is sent; nothing is taken until the next `begin`."""
+        self._base += len(self._kept)
+        self._kept.clear()
+        self._early.clear()
+        self._sent = self._sent_bytes = 0
+        self._counted_messages = self._counted_bytes = 0
+        self.round += 1
+        self.misplaced = False
+        self.overflowed = True
+
     def checkpoint(self, digest: Sequence[int], ts_us: int) -> int:
         """Put a checkpoint: `digest` (`Digest.words`) is of everything put in so far."""
         return self.put([Checkpoint(digest)], {}, ts_us)

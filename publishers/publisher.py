@@ -39,6 +39,7 @@ from publishers.granting import await_grant
 from publishers.heartbeat import Pulse, time_us
 from publishers.ledger import Ledger
 from publishers.naming import block_names
+from publishers.rivalry import Rivalry
 from publishers.sender import Sender
 from publishers.telling import Telling, Want
 from publishers.waking import Waking
@@ -128,6 +129,7 @@ class Publisher:
                 self.counters,
                 state=lambda: self.engine_state,
                 load=lambda: self.load,
+                quiet=lambda: self.telling.yielded,
             )
             control = ControlDesk(
                 self._client,
@@ -139,10 +141,13 @@ class Publisher:
                 on_wanted=self._wanting.wake,
                 settle=self.settle,
             )
+            rivalry = Rivalry(self._client, self.worker_id, self.telling, self.counters, on_wanted=self._wanting.wake)
             await self._sender.start()
             stack.push_async_callback(self._sender.stop)
             await control.start()
             stack.push_async_callback(control.stop)
+            await rivalry.start()
+            stack.push_async_callback(rivalry.stop)
             worker = {"worker": self.worker_id}
             stack.enter_context(observe("publisher", self.counters, worker))
             stack.enter_context(observe("ledger", self.ledger.counters, worker))
@@ -154,6 +159,7 @@ class Publisher:
             tasks.start_soon(self._pulse.run)
             tasks.start_soon(self._keep_beating)
             tasks.start_soon(control.run)
+            tasks.start_soon(rivalry.run)
             if self.poller is not None:
                 tasks.start_soon(self.poller.run)
             if self._begin:
@@ -173,7 +179,7 @@ class Publisher:
         """
         with anyio.move_on_after(deadline_s, shield=True):
             await self._pulse.beat(EngineState.DRAINING)
-            if self.telling.outbox.incarnation:
+            if self.telling.outbox.incarnation and not self.telling.yielded:
                 await self.flush()
             await self._pulse.beat(EngineState.DRAINING)  # with the last acknowledged seq
             if self._client.is_connected:
@@ -275,6 +281,7 @@ class Publisher:
             "acked_seq": outbox.acked_seq,
             "waiting_messages": outbox.waiting,
             "wanted": self.telling.wanted.value if self.telling.wanted else None,
+            "yielded": self.telling.yielded,
             "trouble": self._sender.trouble,
             "engine_state": self.engine_state.value,
             "announced": self.ledger.digest.blocks,
@@ -335,7 +342,7 @@ class Publisher:
         while True:
             await self._wanting.wait()
             while self.telling.wanted is not None:
-                if not self._sender.well:
+                if not self._sender.well or self.telling.yielded:
                     await self._wanting.wait(1.0)
                     continue
                 try:

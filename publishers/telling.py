@@ -26,6 +26,7 @@ class Want(StrEnum):
     STARTED_OVER = "the engine's cache is told anew"
     OVERFLOW = "the outbox was full"
     ASKED = "asked for"
+    TAKEN_BACK = "another publisher of the worker fell silent"
 
 
 class Telling:
@@ -46,6 +47,8 @@ class Telling:
         self.outbox = Outbox(worker_id, limits, ledger.settings.granularity)
         self.wanted: Want | None = None
         self.saved_incarnation = saved_incarnation
+        self.yielded = False
+        """Another publisher tells of this worker: nothing is begun here."""
         self._counters = counters
         self._checkpoints = CheckpointClock(checkpoints or CheckpointSettings())
         self._rng = rng or random.Random()
@@ -131,9 +134,9 @@ class Telling:
     def begin(self, incarnation: int, now_us: int) -> bool:
         """Begin the wanted incarnation with a snapshot of all that is announced, pending events folded in.
 
-        False, and nothing is done, where it was asked meanwhile to be above `incarnation`: reserve another.
+        False, and nothing is done, where it was asked meanwhile to be above `incarnation` (reserve another), or yielded.
         """
-        if incarnation <= max(self.outbox.incarnation, self.saved_incarnation, self._requested):
+        if self.yielded or incarnation <= max(self.outbox.incarnation, self.saved_incarnation, self._requested):
             return False
         self.fold()
         chunks = self.ledger.snapshot()
@@ -144,6 +147,25 @@ class Telling:
         self._counters.snapshot_blocks += self.ledger.digest.blocks
         self._counters.messages += messages
         return True
+
+    # ---------------------------------------------------------------- another publisher of the worker
+
+    def hear(self, incarnation: int) -> bool:
+        """Somebody tells of this worker. True where that is another publisher, and the newer one."""
+        if not self.outbox.incarnation or incarnation <= self.outbox.incarnation:
+            return False
+        self._requested = max(self._requested, incarnation)
+        return True
+
+    def yield_to_other(self) -> None:
+        """Tell nothing more until `take_back`; what the engine holds is followed all the same."""
+        self.yielded = True
+        self.outbox.drop()
+        self.want(Want.TAKEN_BACK)
+
+    def take_back(self) -> None:
+        """The other one fell silent: a new incarnation is wanted, above what was heard of it."""
+        self.yielded = False
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -69,6 +69,7 @@ SEND_FAILURES = _counter("publisher.send.failures", "{failure}", "Why messages h
 PUBLISHER_GRANTS = _counter("publisher.grants", "{request}", "Requests to send a large snapshot, by answer")
 CONTROL_REQUESTS = _counter("publisher.control", "{request}", "Requests received on the control subject, by kind")
 PULSES = _counter("publisher.heartbeats", "{heartbeat}", "Heartbeats sent")
+YIELDS = _counter("publisher.yields", "{yield}", "Times that a newer publisher of the same worker was heard")
 LOAD_SAMPLES = _counter("publisher.load.samples", "{sample}", "Readings of the engine's health and metrics, by outcome")
 SAVES = _counter("publisher.saves", "{save}", "Savings of the ledger, by outcome")
 
@@ -122,6 +123,7 @@ PUBLISHER = {
         snapshot_requests_ignored="snapshot_ignored",
     ),
     **_is(PULSES, "heartbeats"),
+    **_is(YIELDS, "yields"),
     **_by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
     **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),
 }

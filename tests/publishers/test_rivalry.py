@@ -1,0 +1,79 @@
+"""Two publishers of one worker: the older yields and, when the newer has gone, takes the worker back."""
+
+import anyio
+import pytest
+
+from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
+from kvatlas.control import ControlOp, ControlReply, ControlRequest
+from kvatlas.subjects import control_subject
+from publishers.counters import PublisherCounters
+from publishers.ledger import Ledger, LedgerSettings
+from publishers.publisher import Publisher
+from publishers.telling import Telling, Want
+from publishers.worker_settings import PublisherSettings
+from tests.publishers.told import PARTITIONS, read_stream
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = PublisherSettings(worker_id="w", model_id="model", block_size=16, partitions=PARTITIONS)
+
+
+def telling() -> Telling:
+    return Telling("w", Ledger(LedgerSettings("model", "model")), PublisherCounters())
+
+
+def begun() -> Telling:
+    one = telling()
+    one.want(Want.START)
+    assert one.begin(one.reserve(1), 1)
+    return one
+
+
+def test_only_a_higher_incarnation_is_another_publishers_and_newer() -> None:
+    one = begun()
+    own = one.outbox.incarnation
+    assert [one.hear(incarnation) for incarnation in (0, own - 1, own, own + 1)] == [False, False, False, True]
+
+
+def test_nobody_is_newer_than_a_publisher_that_has_not_begun() -> None:
+    assert not telling().hear(1 << 60)
+
+
+def test_a_publisher_that_yielded_begins_nothing_until_it_takes_the_worker_back_above_the_other() -> None:
+    one = begun()
+    other = one.outbox.incarnation + 1
+    assert one.hear(other)
+    one.yield_to_other()
+    assert one.outbox.take() is None
+    assert not one.begin(one.reserve(2), 2)
+    one.take_back()
+    assert one.begin(one.reserve(3), 3)
+    assert one.outbox.incarnation > other
+
+
+async def test_the_index_follows_the_newer_of_two_and_then_the_older_again(fresh_nats: str) -> None:
+    client = await connect_nats(fresh_nats, name="test")
+    try:
+        await ensure_stream(client, StreamSettings(storage="memory"))
+        async with Publisher(SETTINGS, nats=fresh_nats) as older:
+            await older.stored(list(range(32)))
+            await older.flush()
+            async with Publisher(SETTINGS, nats=fresh_nats) as newer:
+                await newer.stored(list(range(48)))
+                await newer.flush()
+                await until(lambda: older.telling.yielded, what="the older one yields")
+                assert older.counters.yields == 1
+                asked = ControlRequest(op=ControlOp.DIGEST).pack()
+                with anyio.fail_after(5):
+                    answer = await client.request(control_subject("w"), asked, timeout=5)
+                assert ControlReply.unpack(answer.data).incarnation == newer.telling.outbox.incarnation
+                await older.stored(list(range(1000, 1016)))
+                assert not newer.telling.yielded
+            await until(lambda: not older.telling.yielded, deadline_s=20, what="the older one takes the worker back")
+            await older.flush()
+            told = await read_stream(client)
+            assert await told.index.digest("w") == older.ledger.digest.words
+            assert older.ledger.digest.blocks == 3
+    finally:
+        await client.close()
