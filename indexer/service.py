@@ -8,10 +8,12 @@ from contextlib import contextmanager
 import anyio
 from nats.errors import Error as NatsError
 
-from indexer import gauges, status
+from indexer import gauges
 from indexer.replica import Replica, stream_settings
+from indexer.status import application
 from kvatlas.bus import connect_nats, ensure_stream
 from kvatlas.fleet_store import FleetStore
+from kvatlas.http_serving import listen, serve, url_of
 from kvatlas.index.redis import open_redis_index
 from kvatlas.settings import IndexerSettings
 from kvatlas.store import open_store
@@ -33,7 +35,9 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
     Unreachable (without `wait`), LayoutMismatch, UnsuitableStore, SettingsError (the status page's address), each with
     one line; what goes wrong later is waited out.
     """
-    listener = status.bind(settings.status_host, settings.status_port) if settings.status_port is not None else None
+    listener = None
+    if settings.status_port is not None:
+        listener = listen(settings.status_host, settings.status_port, "status page")
     try:
         store = await open_store(settings.redis_url, wait=settings.wait, on_wait=log.warning)
         try:
@@ -53,8 +57,8 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
                 with observe("indexer", replica.counters), _rare_collections():
                     async with anyio.create_task_group() as group:
                         if listener is not None:
-                            replica.status_url = status.url_of(listener)
-                            group.start_soon(status.serve, replica, listener)
+                            replica.status_url = url_of(listener)
+                            group.start_soon(serve, application(replica), listener)
                         group.start_soon(gauges.sample, replica, index)
                         group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)
             finally:

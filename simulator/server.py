@@ -5,22 +5,17 @@ Health, version, metrics, models, completions of texts and chats, tokens, event 
 `/kv_blocks` is the simulator's own.
 """
 
-import contextlib
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import anyio
-import uvicorn
-from anyio.abc import TaskStatus
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.errors import InvalidValue
 from simulator.completion_request import ChatRequest, CompletionRequest, parse_tokenize
 from simulator.completions import ChatResponse, CompletionResponse, error_response
 from simulator.engine_loop import EngineLoop
@@ -30,7 +25,6 @@ from simulator.resident_blocks import resident_blocks
 VLLM_VERSION = "0.33.0"
 """The version whose protocols the engine speaks."""
 
-GRACE_S = 2
 """How long answers may still be sent after the engine stopped."""
 
 
@@ -157,69 +151,6 @@ class EngineApi:
         return error_response(
             409, "running requests hold blocks; wait for them, or ask with reset_running_requests=true"
         )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises SettingsError where the address can't be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise SettingsError(
-            f"the engine's HTTP server can't listen on {host}:{port}: {error.strerror or error}"
-        ) from error
-    listener.setblocking(False)
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """The base URL of a bound socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-async def serve(
-    application: Starlette, listener: socket.socket, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
-) -> None:
-    """Serve until cancelled, then let open answers end for at most GRACE_S. Started when it accepts."""
-    config = uvicorn.Config(
-        application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S
-    )
-    server = _Server(config, task_status)
-
-    async def stop_when_cancelled() -> None:
-        try:
-            await anyio.sleep_forever()
-        finally:
-            server.should_exit = True
-
-    try:
-        async with anyio.create_task_group() as running:
-            running.start_soon(stop_when_cancelled)
-            with anyio.CancelScope(shield=True):
-                await server.serve(sockets=[listener])
-            running.cancel_scope.cancel()
-    finally:
-        listener.close()
-
-
-class _Server(uvicorn.Server):
-    """Leaves the process' signals to whoever started the engine, and says when it accepts."""
-
-    def __init__(self, config: uvicorn.Config, task_status: TaskStatus[None]) -> None:
-        super().__init__(config)
-        self._task_status = task_status
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._task_status.started()
 
 
 def _flag(request: Request, name: str) -> bool:

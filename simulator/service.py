@@ -3,15 +3,21 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
+from kvatlas.http_serving import listen, serve, url_of
 from simulator.engine import EngineCore
 from simulator.engine_loop import EngineLoop
 from simulator.kv_cache import KVCache
-from simulator.server import EngineApi, listen, serve, url_of
+from simulator.server import EngineApi
 from simulator.settings import EngineSettings
 from simulator.zmq_events import open_feed
+
+
+GRACE_S = 2
+"""How long open answers may go on when the engine is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
     Raises SettingsError for an address that can't be listened on. Nothing outlives the call.
     """
     async with open_feed(settings.encoding, settings.feed) as feed:
-        listener = listen(settings.host, settings.port)
+        listener = listen(settings.host, settings.port, "the engine's HTTP server")
         addresses = EngineAddresses(url_of(listener), feed.endpoint, feed.replay_endpoint)
         engine = EngineLoop(_core(settings), feed, speed_up=settings.speed_up)
         api = EngineApi(
@@ -47,7 +53,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
         async with anyio.create_task_group() as running:
             running.start_soon(feed.serve_replay)
             running.start_soon(engine.run)
-            await running.start(serve, api.application(), listener)
+            await running.start(partial(serve, grace_s=GRACE_S), api.application(), listener)
             if ready is not None:
                 ready(addresses)
 
