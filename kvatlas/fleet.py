@@ -148,6 +148,7 @@ class Liveness(StrEnum):
 class FleetRecord(WireRecord):
     """One worker in its pool, as the owner last wrote it: what routers read.
 
+    `load_age_us`: how old the load sample was when it was heard, by the worker's own clock; absent: not told.
     `trace`: the W3C traceparent of the worker's last applied batch, where the indexer traces (`kvatlas.telemetry`).
     """
 
@@ -157,6 +158,7 @@ class FleetRecord(WireRecord):
     load: WorkerState | None = None
     incarnation: int = 0
     heard_us: Count = 0
+    load_age_us: Count | None = None
     trace: str | None = None
 
     @property

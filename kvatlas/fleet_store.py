@@ -3,11 +3,12 @@
     kva:{fleet}:members   HASH  member id -> expiry (ms of the store's clock)
     kva:{fleet}:leases    HASH  partition -> "<expiry ms> <member id>"
     kva:{fleet}:pools     SET   pool ids
-    kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord
+    kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord; the pool's other keys: `pool_functions/_pool.lua`
 
 Leases only save work; nothing that must be right depends on them.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from redis.exceptions import ResponseError
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet import FleetRecord
+from kvatlas.pool_calls import pool_call, pool_keys
+from kvatlas.reservations.protocol import WorkerReport
+from kvatlas.reservations.redis import write_reports
 from kvatlas.store import UNREACHABLE, Store, function_library, reason
 
 MEMBERS = "kva:{fleet}:members"
@@ -27,7 +31,7 @@ SHARED = ("_clock",)
 
 
 def pool_workers_key(pool_id: str) -> str:
-    return f"kva:{{pool:{pool_id}}}:workers"
+    return pool_keys(pool_id)[0]
 
 
 class FleetStore:
@@ -37,24 +41,23 @@ class FleetStore:
         self._store = store
 
     async def write(self, records: Mapping[str, FleetRecord]) -> None:
-        """Write workers' records. The owner of a worker's partition alone does this."""
-        by_pool: dict[str, dict[str, bytes]] = {}
+        """Write workers' records and report their load. The owner of a worker's partition alone does this."""
+        by_pool: dict[str, dict[str, tuple[bytes, WorkerReport]]] = {}
+        now_us = time.time_ns() // 1_000
         for worker_id, record in records.items():
-            by_pool.setdefault(record.endpoint.pool_id, {})[worker_id] = record.pack()
+            told = (record.pack(), WorkerReport.of(record, now_us))
+            by_pool.setdefault(record.endpoint.pool_id, {})[worker_id] = told
+        for pool_id, reports in by_pool.items():
+            await write_reports(self._store, pool_id, reports)
         try:
-            for pool_id, packed in by_pool.items():
-                await self._store.client.hset(pool_workers_key(pool_id), mapping=packed)
             if by_pool:
                 await self._store.client.sadd(POOLS, *by_pool)
         except UNREACHABLE as error:
             raise self._unreachable(error) from error
 
     async def forget(self, worker_id: str, pool_id: str) -> None:
-        """Take a worker out of its pool."""
-        try:
-            await self._store.client.hdel(pool_workers_key(pool_id), worker_id)
-        except UNREACHABLE as error:
-            raise self._unreachable(error) from error
+        """Take a worker out of its pool, with all that is booked on it."""
+        await pool_call(self._store, "forget", pool_id, [worker_id])
 
     async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
         """The workers of one pool. Raises InvalidValue for a record of an unknown form."""

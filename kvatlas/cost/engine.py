@@ -19,7 +19,7 @@ Only differences between candidates matter for a choice; the rates may be set fo
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from kvatlas.cost.plan import MIB_BYTES, Cost, Piece, Plan, TermKind
+from kvatlas.cost.plan import MIB_BYTES, Cost, Piece, Plan, Prices, TermKind
 from kvatlas.errors import InvalidValue
 from kvatlas.tiers import Tier
 
@@ -135,3 +135,14 @@ class EngineProfile:
         amounts = (backlog, moved_tokens, new, output, running, kv_tokens)
         tpot_us = round(rates.tpot_base_us + running_us + kv_us)
         return Cost(self.name, TERMS, us, amounts, sum(us), us[0] + us[1] + us[2], tpot_us)
+
+    def prices(self, plan: Plan) -> Prices:
+        rates = self.by_worker.get(plan.worker_id, self.rates)
+        return Prices(
+            rates.prefill_us_per_token,
+            plan.output_tokens * rates.tpot_us_per_running,
+            plan.output_tokens * rates.tpot_us_per_kv_token,
+            rates.tokens_per_waiting_request,
+            rates.prefill_us_per_token,
+            rates.attention_us_per_token_pair / 2,
+        )

@@ -107,6 +107,22 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Prices:
+    """What changes a plan's cost by how much, in microseconds: so that load can be added where the plan is not known.
+
+    A queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token whose KV is held by
+    one. n cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2.
+    """
+
+    queued_us: float
+    running_us: float
+    kv_us: float
+    waiting_tokens: int
+    token_us: float
+    token_squared_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class CostTerm:
     """One summand of a score: `us` for `amount` of `unit` ("tokens", "MiB", ...)."""
 
@@ -148,6 +164,20 @@ class Cost:
         columns = zip(self.kinds, self.us, self.amounts, strict=True)
         return tuple(CostTerm(kind.name, us, amount, kind.unit) for kind, us, amount in columns)
 
+    def plus(self, kind: TermKind, us: float, amount: int, *, delays: bool = False) -> "Cost":
+        """With one more term. `delays`: it passes before the first token."""
+        more = round(us)
+        ttft_us = self.ttft_us + more if delays and self.ttft_us is not None else self.ttft_us
+        return Cost(
+            self.profile,
+            (*self.kinds, kind),
+            (*self.us, more),
+            (*self.amounts, amount),
+            self.score_us + more,
+            ttft_us,
+            self.tpot_us,
+        )
+
     def explain(self) -> str:
         """`<score> us = term + term + ...`, without the terms that are zero."""
         terms = " + ".join(str(term) for term in self.terms if term.us) or "nothing"
@@ -168,3 +198,6 @@ class CostProfile(Protocol):
 
     def price(self, plan: Plan) -> Cost:
         """The cost of a plan, in whole microseconds."""
+
+    def prices(self, plan: Plan) -> Prices:
+        """What load and cached tokens change in the plan's cost; `price` agrees with it up to rounding."""

@@ -10,7 +10,7 @@ domain    350 a piece from another locality domain
 
 from dataclasses import dataclass, fields
 
-from kvatlas.cost.plan import Cost, Piece, Plan, TermKind
+from kvatlas.cost.plan import Cost, Piece, Plan, Prices, TermKind
 from kvatlas.errors import InvalidValue
 from kvatlas.tiers import Tier
 
@@ -90,3 +90,6 @@ class QuillcacheProfile:
         )
         amounts = (new, at_hand, moved_mib, crossing, queued, output, running)
         return Cost(self.name, TERMS, us, amounts, sum(us))
+
+    def prices(self, plan: Plan) -> Prices:
+        return Prices(self.queue_us_per_token, self.running_decode_us, 0.0, 0, self.prefill_us_per_token)

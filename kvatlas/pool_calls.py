@@ -1,0 +1,62 @@
+"""Calls to a pool's functions in the store: what is reported of its workers, and what routers book on them.
+
+All of a pool is in one slot, and every function takes the same keys (`pool_functions/_pool.lua` says what they hold).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from kvatlas.store import Store, function_library
+
+LIBRARY = "kvatlas_pool"
+FUNCTIONS = Path(__file__).parent / "pool_functions"
+SHARED = ("_clock", "_pool", "_weigh")
+
+_PARTS = (
+    "workers",
+    "load",
+    "reservations",
+    "booked",
+    "routers",
+    "predictions",
+    "anchors",
+    "predicted",
+    "deadlines",
+)
+
+
+@lru_cache(maxsize=1_024)
+def pool_keys(pool_id: str) -> tuple[str, ...]:
+    """The keys of a pool, in the order in which its functions take them; the first has its fleet records."""
+    return tuple(f"kva:{{pool:{pool_id}}}:{part}" for part in _PARTS)
+
+
+def pool_library() -> str:
+    """The code of the pool's functions."""
+    return function_library(LIBRARY, FUNCTIONS, SHARED)
+
+
+async def pool_call(store: Store, function: str, pool_id: str, args: Sequence[Any]) -> Any:
+    """Call `kvatlas_pool_<function>`. Raises Unreachable."""
+    return await _call(store, store.fcall, function, pool_id, args)
+
+
+async def pool_call_ro(store: Store, function: str, pool_id: str, args: Sequence[Any]) -> Any:
+    """Call a read-only `kvatlas_pool_<function>`. Raises Unreachable."""
+    return await _call(store, store.fcall_ro, function, pool_id, args)
+
+
+async def _call(store: Store, call: Any, function: str, pool_id: str, args: Sequence[Any]) -> Any:
+    name, keys = f"kvatlas_pool_{function}", pool_keys(pool_id)
+    try:
+        return await call(name, keys, args)
+    except ResponseError as error:
+        if "Function not found" not in str(error):
+            raise
+        # the first call ever, or somebody flushed the functions: loading them again is always right
+        await store.load_functions(pool_library())
+        return await call(name, keys, args)

@@ -1,0 +1,6 @@
+-- The store's own clock, microseconds: routers' and indexers' clocks differ.
+
+local function now_us()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end

@@ -1,0 +1,136 @@
+-- Weighing: which of the offered workers is cheapest now. The Python twin of this file is `kvatlas/reservations/weigh.py`.
+--
+-- ask, cmsgpack: { stale us, factor of computing again, { { tokens a step, packed step hashes }... }, { offer... } }
+-- offer: { worker, number of its chain (0: none), steps it holds, cached tokens, most tokens that it can use, tokens lost
+--   of a hit, cost without load, the part of it before the first token, us a queued token, us a running request, us a KV
+--   token, tokens a waiting request stands for, us a prompt token, us a squared prompt token, predictions believed for us,
+--   their capacity in steps }. Offers come in the order in which ties go.
+
+local OFFER_WORKER, CHAIN, HELD_STEPS, CACHED, LIMIT, LOST, BASE, WORK = 1, 2, 3, 4, 5, 6, 7, 8
+local QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS, TOKEN_US, SQUARE_US, BELIEVED_US, CAPACITY = 9, 10, 11, 12, 13, 14, 15, 16
+
+local function worth(offer, tokens)
+  return offer[TOKEN_US] * tokens + offer[SQUARE_US] * tokens * tokens
+end
+
+-- How many leading steps two packed chains share: equal hashes mean that all before them are equal too.
+local function shared(chain, offset, hashes)
+  local low, high = 1, math.min(#chain - offset, #hashes) / HASH_BYTES
+  while low < high do
+    local middle = math.ceil((low + high) / 2)
+    local last = middle * HASH_BYTES
+    if string.sub(chain, offset + last - 7, offset + last) == string.sub(hashes, last - 7, last) then
+      low = middle
+    else
+      high = middle - 1
+    end
+  end
+  return low
+end
+
+-- The predictions that a chain meets: a list of { id, prediction, steps of the chain held with it, all of it }.
+local function meet(keys, chain, now)
+  local met, count_of = {}, #chain / HASH_BYTES
+  for first = 0, count_of - 1, CHUNK do
+    local probes = {}
+    for i = first, math.min(first + CHUNK, count_of) - 1 do
+      probes[#probes + 1] = string.sub(chain, i * HASH_BYTES + 1, i * HASH_BYTES + HASH_BYTES)
+    end
+    local found = redis.call('HMGET', keys[ANCHORS], unpack(probes))
+    for i = 1, #probes do
+      local ids = found[i]
+      if ids then
+        for at = 1, #ids, ID_BYTES do
+          local id = string.sub(ids, at, at + ID_BYTES - 1)
+          local prediction = get_prediction(keys, id)
+          if prediction[4] > now and prediction[6] == first + i - 1 then
+            local steps = shared(chain, (first + i - 1) * HASH_BYTES, prediction[8])
+            met[#met + 1] = { id, prediction, first + i - 1 + steps, steps * HASH_BYTES == #prediction[8] }
+          end
+        end
+      end
+    end
+  end
+  return met
+end
+
+-- Returns the number of the cheapest offer, and for each: { queued tokens, running requests, waiting requests, KV tokens,
+-- load known, tokens held thanks to a prediction (0: none used), us to wait for them, tokens that would be computed again };
+-- then what each chain met.
+local function weigh(keys, ask, now)
+  local stale_us, again_factor, chains, offers = ask[1], ask[2], ask[3], ask[4]
+  local names, by_name = {}, {}
+  for i, offer in ipairs(offers) do
+    names[i], by_name[offer[OFFER_WORKER]] = offer[OFFER_WORKER], offer
+  end
+  local records, sums, known = {}, { 0, 0, 0, 0 }, 0
+  for first = 1, #names, CHUNK do
+    local found = redis.call('HMGET', keys[LOAD], unpack(names, first, math.min(first + CHUNK - 1, #names)))
+    for i = 1, #found do
+      local record = found[i] and cmsgpack.unpack(found[i]) or { '', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+      records[first + i - 1] = record
+      if now - record[SAMPLED] < stale_us then
+        known = known + 1
+        for j = 1, 4 do
+          sums[j] = sums[j] + record[QUEUED + j - 1]
+        end
+      end
+    end
+  end
+  for j = 1, 4 do
+    sums[j] = known > 0 and math.ceil(sums[j] / known) or 0
+  end
+
+  local met, best, in_flight = {}, {}, 0
+  if redis.call('EXISTS', keys[ANCHORS]) == 1 then
+    for c, chain in ipairs(chains) do
+      met[c] = meet(keys, chain[2], now)
+      for _, one in ipairs(met[c]) do
+        local prediction = one[2]
+        local offer = by_name[prediction[1]]
+        if offer and offer[CHAIN] == c then
+          local tokens = math.max(0, math.min(one[3] * chain[1], offer[LIMIT]) - offer[LOST])
+          local before = best[offer[OFFER_WORKER]]
+          if not before or tokens > before[1] or (tokens == before[1] and prediction[2] < before[2]) then
+            best[offer[OFFER_WORKER]] = { tokens, prediction[2] }
+          end
+        end
+      end
+    end
+    for _, one in pairs(best) do
+      if one[2] > now then
+        in_flight = math.max(in_flight, one[1])
+      end
+    end
+  end
+
+  local weighed, chosen, least = {}, 1, math.huge
+  for i, offer in ipairs(offers) do
+    local record = records[i]
+    local told = now - record[SAMPLED] < stale_us
+    local queued = (told and record[QUEUED] or sums[1]) + record[BOOKED_QUEUED]
+    local running = (told and record[RUNNING] or sums[2]) + record[BOOKED_RUNNING]
+    local waiting = told and record[WAITING] or sums[3]
+    local kv = (told and record[KV] or sums[4]) + record[BOOKED_KV]
+    local backlog_us = offer[QUEUED_US] * (queued + waiting * offer[WAITING_TOKENS])
+    local score = offer[BASE] + backlog_us + offer[RUNNING_US] * running + offer[KV_US] * kv
+    local cached, used, wait_us, again = offer[CACHED], 0, 0, 0
+    local prediction = best[offer[OFFER_WORKER]]
+    if prediction and prediction[1] > cached then
+      local wait = math.max(0, prediction[2] - now - backlog_us)
+      local other = score - (worth(offer, prediction[1]) - worth(offer, cached)) + wait
+      if other < score then
+        score, cached, used, wait_us = other, prediction[1], prediction[1], wait
+      end
+    end
+    if in_flight > cached then
+      again = in_flight - cached
+      score = score + again_factor * (worth(offer, in_flight) - worth(offer, cached))
+    end
+    weighed[i] = { queued, running, waiting, kv, told and 1 or 0, used, wait_us, again }
+    if score < least then
+      chosen, least = i, score
+    end
+  end
+  return chosen, weighed, met
+end

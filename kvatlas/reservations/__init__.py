@@ -1,0 +1,33 @@
+"""Reservations: what routers book on a pool's workers, one protocol, two implementations (memory, redis)."""
+
+from kvatlas.reservations.memory import MemoryReservations
+from kvatlas.reservations.protocol import (
+    STEP_BLOCKS,
+    Ask,
+    Booking,
+    LoadReport,
+    Offer,
+    Outcome,
+    Reservations,
+    StepChain,
+    Weighed,
+    Weighing,
+    WorkerReport,
+)
+from kvatlas.reservations.redis import RedisReservations
+
+__all__ = [
+    "STEP_BLOCKS",
+    "Ask",
+    "Booking",
+    "LoadReport",
+    "MemoryReservations",
+    "Offer",
+    "Outcome",
+    "RedisReservations",
+    "Reservations",
+    "StepChain",
+    "Weighed",
+    "Weighing",
+    "WorkerReport",
+]

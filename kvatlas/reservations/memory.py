@@ -1,0 +1,269 @@
+"""Reservations in process: the reference model, and what a single router without a store books on.
+
+Nothing is summed up ahead: every question looks at all reservations.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from kvatlas.cost.plan import Load
+from kvatlas.hashing import HASH_BYTES
+from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Offer, Outcome, StepChain, Weighing, WorkerReport
+from kvatlas.reservations.weigh import Busy, Met, ready_us, weigh
+
+CALLED_OFF_US = 30_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    worker_id: str
+    router_id: str
+    booked_us: int
+    ends_us: int
+    queued_tokens: int
+    kv_tokens: int
+    prefilling: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Prediction:
+    """Of the steps from number `first` on. `order`: when it was last used."""
+
+    worker_id: str
+    ready_us: int
+    ends_us: int
+    believed_us: int
+    first: int
+    capacity_steps: int
+    hashes: bytes
+    used: tuple[int, bytes]
+
+    @property
+    def steps(self) -> int:
+        return len(self.hashes) // HASH_BYTES
+
+
+@dataclass(slots=True)
+class _Worker:
+    """`covered_us`: bookings up to then are in the sample."""
+
+    incarnation: int | None = None
+    reported: Load | None = None
+    sampled_us: int = 0
+    covered_us: int = 0
+
+
+@dataclass(slots=True)
+class _Pool:
+    workers: dict[str, _Worker] = field(default_factory=dict)
+    reservations: dict[bytes, _Reservation] = field(default_factory=dict)
+    predictions: dict[bytes, _Prediction] = field(default_factory=dict)
+    called_off: dict[bytes, int] = field(default_factory=dict)
+    routers: dict[str, int] = field(default_factory=dict)
+
+
+class MemoryReservations:
+    """See `Reservations`. `clock_us` is its own clock: microseconds that never go back."""
+
+    hears_fleet = False
+
+    def __init__(self, clock_us: Callable[[], int] = lambda: time.time_ns() // 1_000) -> None:
+        self._clock_us = clock_us
+        self._pools: dict[str, _Pool] = {}
+        self._order = count()
+
+    async def look(self, pool_id: str, ask: Ask) -> Weighing:
+        return self.look_now(pool_id, ask)
+
+    async def book(self, pool_id: str, booking: Booking) -> Weighing | None:
+        return self.book_now(pool_id, booking)
+
+    async def prefilled(self, pool_id: str, id: bytes) -> bool:
+        pool, now = self._pool(pool_id), self._clock_us()
+        reservation = pool.reservations.get(id)
+        if reservation is None or not reservation.prefilling:
+            return False
+        pool.reservations[id] = replace(reservation, queued_tokens=0, prefilling=False)
+        self._settle(pool, id, now)
+        return True
+
+    async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
+        return self.release_now(pool_id, id, outcome)
+
+    async def beat(self, pool_id: str, router_id: str, lease_us: int) -> bool:
+        pool, now = self._purged(pool_id)
+        lived = router_id in pool.routers
+        pool.routers[router_id] = now + lease_us
+        return lived
+
+    async def leave(self, pool_id: str, router_id: str) -> None:
+        self._drop_router(self._pool(pool_id), router_id, self._clock_us())
+
+    async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
+        self.report_now(pool_id, reports)
+
+    async def forget(self, pool_id: str, worker_id: str) -> None:
+        pool = self._pool(pool_id)
+        self._drop_worker(pool, worker_id, self._clock_us())
+        pool.workers.pop(worker_id, None)
+
+    # ------------------------------------------------------------ the same at once
+
+    def look_now(self, pool_id: str, ask: Ask) -> Weighing:
+        """`look`, without waiting."""
+        return self._weigh(self._pool(pool_id), ask, self._clock_us())[0]
+
+    def book_now(self, pool_id: str, booking: Booking) -> Weighing | None:
+        """`book`, without waiting."""
+        pool, now = self._purged(pool_id)
+        pool.routers[booking.router_id] = now + booking.lease_us
+        if booking.id in pool.called_off:
+            return None
+        self._drop(pool, booking.id, False, now)
+        pool.predictions.pop(booking.id, None)
+        ask = booking.ask
+        weighing, met = self._weigh(pool, ask, now)
+        offer, seen = ask.offers[weighing.chosen], weighing.weighed[weighing.chosen]
+        pool.workers.setdefault(offer.worker_id, _Worker())
+        new_tokens = booking.input_tokens - (seen.predicted_tokens or offer.cached_tokens)
+        pool.reservations[booking.id] = _Reservation(
+            offer.worker_id, booking.router_id, now, now + booking.longest_us, new_tokens, booking.input_tokens
+        )
+        if offer.chain is None:
+            return weighing
+        mine = {id: steps for id, steps in met.items() if pool.predictions[id].worker_id == offer.worker_id}
+        first = max([offer.held_steps, *mine.values()])
+        for id in sorted(mine, key=lambda id: pool.predictions[id].first):
+            self._after_use(pool, offer, id, mine[id], now)
+        hashes = ask.chains[offer.chain].hashes[first * HASH_BYTES :]
+        if hashes:
+            ready = ready_us(offer, seen, now)
+            ends, capacity = ready + offer.believed_us, offer.capacity_steps
+            pool.predictions[booking.id] = _Prediction(
+                offer.worker_id, ready, ends, offer.believed_us, first, capacity, hashes, (now, booking.id)
+            )
+            while capacity and self.predicted_steps(pool_id, offer.worker_id) > capacity:
+                of_worker = [id for id, p in pool.predictions.items() if p.worker_id == offer.worker_id]
+                del pool.predictions[min(of_worker, key=lambda id: pool.predictions[id].used)]
+        return weighing
+
+    def release_now(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
+        """`release`, without waiting."""
+        pool, now = self._pool(pool_id), self._clock_us()
+        if outcome is Outcome.CALLED_OFF:
+            pool.called_off[id] = now + CALLED_OFF_US
+        return self._drop(pool, id, outcome is Outcome.FINISHED, now)
+
+    def report_now(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
+        """`report`, without waiting."""
+        pool, now = self._purged(pool_id)
+        for worker_id, report in reports.items():
+            worker = pool.workers.setdefault(worker_id, _Worker())
+            if worker.incarnation != report.incarnation:
+                if worker.incarnation is not None:
+                    self._drop_worker(pool, worker_id, now)
+                worker.incarnation = report.incarnation
+            sample = report.sample
+            if sample is not None and now - sample.age_us >= worker.sampled_us:
+                worker.reported, worker.sampled_us = sample.load, now - sample.age_us
+                if sample.covers:
+                    worker.covered_us = max(worker.covered_us, worker.sampled_us - ARRIVAL_US)
+
+    def booked(self, pool_id: str, worker_id: str) -> Load:
+        """The load of a worker's reservations that its sample does not have."""
+        pool = self._pool(pool_id)
+        since_us = pool.workers.get(worker_id, _Worker()).covered_us
+        live = [r for r in pool.reservations.values() if r.worker_id == worker_id and r.booked_us > since_us]
+        return Load(len(live), sum(r.queued_tokens for r in live), 0, sum(r.kv_tokens for r in live))
+
+    def predicted_steps(self, pool_id: str, worker_id: str) -> int:
+        """How many steps a worker is predicted to hold."""
+        return sum(p.steps for p in self._pool(pool_id).predictions.values() if p.worker_id == worker_id)
+
+    # ------------------------------------------------------------ pieces
+
+    def _weigh(self, pool: _Pool, ask: Ask, now: int) -> tuple[Weighing, dict[bytes, int]]:
+        busy: dict[str, Busy] = {}
+        booked = {offer.worker_id: [0, 0, 0] for offer in ask.offers}
+        for r in pool.reservations.values():
+            if r.worker_id in booked and r.booked_us > pool.workers[r.worker_id].covered_us:
+                mine = booked[r.worker_id]
+                mine[0] += 1
+                mine[1] += r.queued_tokens
+                mine[2] += r.kv_tokens
+        for worker_id, (running, queued, kv_tokens) in booked.items():
+            worker = pool.workers.get(worker_id, _Worker())
+            known = now - worker.sampled_us < ask.stale_us
+            busy[worker_id] = Busy(worker.reported if known else None, Load(running, queued, 0, kv_tokens))
+        chains: dict[str, StepChain] = {o.worker_id: ask.chains[o.chain] for o in ask.offers if o.chain is not None}
+        met: dict[bytes, int] = {}
+        for id, prediction in pool.predictions.items():
+            chain = chains.get(prediction.worker_id)
+            if chain is not None and prediction.ends_us > now:
+                common = _common_steps(chain.hashes[prediction.first * HASH_BYTES :], prediction.hashes)
+                if common:
+                    met[id] = prediction.first + common
+        found = [Met(pool.predictions[id].worker_id, steps, pool.predictions[id].ready_us) for id, steps in met.items()]
+        return weigh(ask, busy, found, now), met
+
+    def _after_use(self, pool: _Pool, offer: Offer, id: bytes, steps: int, now: int) -> None:
+        prediction = pool.predictions[id]
+        if prediction.capacity_steps:
+            ends = max(prediction.ends_us, now + prediction.believed_us)
+            pool.predictions[id] = replace(prediction, ends_us=ends, used=(now, id))
+        elif steps == prediction.first + prediction.steps <= offer.held_steps:
+            del pool.predictions[id]
+
+    def _settle(self, pool: _Pool, id: bytes, now: int) -> None:
+        if (prediction := pool.predictions.get(id)) is not None:
+            ready = min(prediction.ready_us, now)
+            pool.predictions[id] = replace(prediction, ready_us=ready, ends_us=now + prediction.believed_us)
+
+    def _drop(self, pool: _Pool, id: bytes, finished: bool, now: int) -> bool:
+        reservation = pool.reservations.pop(id, None)
+        if reservation is None:
+            return False
+        if reservation.prefilling:
+            if finished:
+                self._settle(pool, id, now)
+            else:
+                pool.predictions.pop(id, None)
+        return True
+
+    def _drop_router(self, pool: _Pool, router_id: str, now: int) -> None:
+        pool.routers.pop(router_id, None)
+        for id in [id for id, r in pool.reservations.items() if r.router_id == router_id]:
+            self._drop(pool, id, False, now)
+
+    def _drop_worker(self, pool: _Pool, worker_id: str, now: int) -> None:
+        for id in [id for id, r in pool.reservations.items() if r.worker_id == worker_id]:
+            self._drop(pool, id, False, now)
+        for id in [id for id, p in pool.predictions.items() if p.worker_id == worker_id]:
+            del pool.predictions[id]
+
+    def _pool(self, pool_id: str) -> _Pool:
+        return self._pools.setdefault(pool_id, _Pool())
+
+    def _purged(self, pool_id: str) -> tuple[_Pool, int]:
+        pool, now = self._pool(pool_id), self._clock_us()
+        for id in [id for id, p in pool.predictions.items() if p.ends_us <= now]:
+            del pool.predictions[id]
+        for id in [id for id, r in pool.reservations.items() if r.ends_us <= now]:
+            self._drop(pool, id, False, now)
+        for id in [id for id, ends_us in pool.called_off.items() if ends_us <= now]:
+            del pool.called_off[id]
+        for router_id in [router_id for router_id, ends_us in pool.routers.items() if ends_us <= now]:
+            self._drop_router(pool, router_id, now)
+        return pool, now
+
+
+def _common_steps(mine: bytes, theirs: bytes) -> int:
+    """How many leading steps are equal."""
+    common = 0
+    for at in range(0, min(len(mine), len(theirs)), HASH_BYTES):
+        if mine[at : at + HASH_BYTES] != theirs[at : at + HASH_BYTES]:
+            break
+        common += 1
+    return common

@@ -1,0 +1,128 @@
+"""Reservations in the store: every router of a pool books in the same place, in one call each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from kvatlas.cost.plan import Load
+from kvatlas.pool_calls import pool_call, pool_call_ro
+from kvatlas.reservations.memory import CALLED_OFF_US
+from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Offer, Outcome, Weighed, Weighing, WorkerReport
+from kvatlas.store import Store
+
+
+class RedisReservations:
+    """See `Reservations`. The functions are loaded where the store does not have them."""
+
+    hears_fleet = True
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def look(self, pool_id: str, ask: Ask) -> Weighing:
+        weighing = _weighing(await pool_call_ro(self._store, "look", pool_id, [_packed_ask(ask)]))
+        assert weighing is not None
+        return weighing
+
+    async def book(self, pool_id: str, booking: Booking) -> Weighing | None:
+        args = [
+            booking.id,
+            booking.router_id,
+            booking.lease_us,
+            booking.longest_us,
+            booking.input_tokens,
+            _packed_ask(booking.ask),
+        ]
+        return _weighing(await pool_call(self._store, "book", pool_id, args))
+
+    async def prefilled(self, pool_id: str, id: bytes) -> bool:
+        return bool(await pool_call(self._store, "prefilled", pool_id, [id]))
+
+    async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
+        return bool(await pool_call(self._store, "release", pool_id, [id, outcome.value, CALLED_OFF_US]))
+
+    async def beat(self, pool_id: str, router_id: str, lease_us: int) -> bool:
+        return bool(await pool_call(self._store, "beat", pool_id, [router_id, lease_us]))
+
+    async def leave(self, pool_id: str, router_id: str) -> None:
+        await pool_call(self._store, "leave", pool_id, [router_id])
+
+    async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
+        await write_reports(self._store, pool_id, {worker_id: (b"", report) for worker_id, report in reports.items()})
+
+    async def forget(self, pool_id: str, worker_id: str) -> None:
+        await pool_call(self._store, "forget", pool_id, [worker_id])
+
+
+async def write_reports(store: Store, pool_id: str, reports: Mapping[str, tuple[bytes, WorkerReport]]) -> None:
+    """Tell of workers; with each its packed fleet record, empty to leave that as it is. Raises Unreachable."""
+    told = []
+    for worker_id, (record, report) in reports.items():
+        sample = report.sample
+        if sample is None:
+            told.append((worker_id, record, str(report.incarnation), 0, 0, -1, 0, 0, 0, 0))
+            continue
+        load = sample.load
+        covered_age = sample.age_us + ARRIVAL_US if sample.covers else -1
+        told.append(
+            (
+                worker_id,
+                record,
+                str(report.incarnation),
+                1,
+                sample.age_us,
+                covered_age,
+                load.queued_prefill_tokens,
+                load.running_decodes,
+                load.waiting_requests,
+                load.kv_tokens,
+            )
+        )
+    await pool_call(store, "report", pool_id, [_pack(told)])
+
+
+def _pack(value: Any) -> bytes:
+    # the store's Lua reads byte strings only in msgpack's older form, where text and bytes are one type
+    packed: bytes = msgpack.packb(value, use_bin_type=False)
+    return packed
+
+
+def _packed_ask(ask: Ask) -> bytes:
+    chains = [(chain.step_tokens, chain.hashes) for chain in ask.chains]
+    return _pack((ask.stale_us, ask.again_factor, chains, [_told(offer) for offer in ask.offers]))
+
+
+def _told(offer: Offer) -> tuple[Any, ...]:
+    prices = offer.prices
+    return (
+        offer.worker_id,
+        0 if offer.chain is None else offer.chain + 1,
+        offer.held_steps,
+        offer.cached_tokens,
+        offer.limit_tokens,
+        offer.lost_tokens,
+        offer.base_us,
+        offer.work_us,
+        prices.queued_us,
+        prices.running_us,
+        prices.kv_us,
+        prices.waiting_tokens,
+        prices.token_us,
+        prices.token_squared_us,
+        offer.believed_us,
+        offer.capacity_steps,
+    )
+
+
+def _weighing(answer: bytes) -> Weighing | None:
+    chosen, rows = msgpack.unpackb(answer)
+    if not chosen:
+        return None
+    return Weighing(
+        chosen - 1,
+        [
+            Weighed(Load(running, queued, waiting, kv_tokens), bool(known), used, wait_us, again)
+            for queued, running, waiting, kv_tokens, known, used, wait_us, again in rows
+        ],
+    )

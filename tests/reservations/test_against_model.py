@@ -1,0 +1,166 @@
+"""The store's functions against the model in process: the same calls at the same times, the same answers throughout."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kvatlas.cost import Load, Prices
+from kvatlas.hashing import HASH_BYTES
+from kvatlas.pool_calls import pool_keys
+from kvatlas.reservations import (
+    Ask,
+    Booking,
+    LoadReport,
+    MemoryReservations,
+    Outcome,
+    RedisReservations,
+    StepChain,
+    WorkerReport,
+)
+from kvatlas.store import open_store
+from tests.reservations.asks import LEASE_US, POOL, PRICES, SECOND_US, STEP_TOKENS, Clock, id_of, offer, steps
+
+WORKERS = ["a", "b", "c-1", "c-12"]
+NUMBERS = range(12)
+CHAINS = [steps(*chain) for chain in [(), (1,), (1, 2, 3), (1, 2, 9, 9, 9), (1, 2, 3, 4, 5, 6), (7, 8), (7, 8, 8, 8)]]
+OTHER = Prices(4.0, 1_500.0, 0.3, 0, 45.0)
+
+numbers = st.sampled_from(NUMBERS)
+workers = st.sampled_from(WORKERS)
+loads = st.builds(Load, st.integers(0, 9), st.integers(0, 9_000), st.integers(0, 3), st.integers(0, 99_000))
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> Ask:
+    chains = [StepChain(STEP_TOKENS, draw(st.sampled_from(CHAINS))), StepChain(64, draw(st.sampled_from(CHAINS)))]
+    offers = []
+    for worker_id in draw(st.lists(workers, min_size=1, unique=True)):
+        # a worker's block size stays what it is, so its chain is always the same one
+        chain = draw(st.sampled_from([None, WORKERS.index(worker_id) % 2]))
+        held = draw(st.integers(0, len(chains[chain].hashes) // HASH_BYTES)) if chain is not None else 0
+        offers.append(
+            offer(
+                worker_id,
+                input_tokens=900,
+                chain=chain,
+                held_steps=held if draw(st.booleans()) else 0,
+                prices=draw(st.sampled_from([PRICES, OTHER])),
+                lost_tokens=draw(st.sampled_from([0, 16])),
+                believed_us=draw(st.sampled_from([SECOND_US, 40 * SECOND_US])),
+                capacity_steps=6 if worker_id == "c-12" else 0,
+                extra_us=draw(st.sampled_from([0.0, 0.25, 30_000.0])),
+            )
+        )
+    return Ask(offers, chains, draw(st.sampled_from([0.0, 2.5, 16.0])), 5 * SECOND_US)
+
+
+class Both(RuleBasedStateMachine):
+    store_url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.store = self.run(open_store(self.store_url, wait=False))
+        self.run(self.store.client.flushall())
+        self.clock = Clock(self.store)
+        self.run(self.clock.prepare())
+        self.stores = (RedisReservations(self.store), MemoryReservations(self.clock))
+
+    def run(self, coroutine: Any) -> Any:
+        return self.runner.run(coroutine)
+
+    def teardown(self) -> None:
+        self.run(self.store.client.function_flush())  # of a clock that only tests know
+        self.run(self.store.close())
+        self.runner.close()
+
+    def same(self, call: str, *args: Any) -> None:
+        real, model = (self.run(getattr(store, call)(POOL, *args)) for store in self.stores)
+        assert real == model, call
+
+    @rule(number=numbers, asked=asks(), router=st.sampled_from(["r1", "r2"]), longest_s=st.sampled_from([8, 600]))
+    def book(self, number: int, asked: Ask, router: str, longest_s: int) -> None:
+        self.same("book", Booking(id_of(number), router, 900, asked, LEASE_US, longest_s * SECOND_US))
+
+    @rule(asked=asks())
+    def look(self, asked: Ask) -> None:
+        self.same("look", asked)
+
+    @rule(number=numbers)
+    def prefilled(self, number: int) -> None:
+        self.same("prefilled", id_of(number))
+
+    @rule(number=numbers, outcome=st.sampled_from(Outcome))
+    def release(self, number: int, outcome: Outcome) -> None:
+        self.same("release", id_of(number), outcome)
+
+    @rule(router=st.sampled_from(["r1", "r2", "r3"]))
+    def beat(self, router: str) -> None:
+        self.same("beat", router, LEASE_US)
+
+    @rule(router=st.sampled_from(["r1", "r2"]))
+    def leave(self, router: str) -> None:
+        self.same("leave", router)
+
+    @rule(
+        worker=workers,
+        incarnation=st.sampled_from([1, 1, 1, 2]),
+        load=loads,
+        age_us=st.integers(0, 2 * SECOND_US),
+        covers=st.booleans(),
+        told=st.booleans(),
+    )
+    def report(self, worker: str, incarnation: int, load: Load, age_us: int, covers: bool, told: bool) -> None:
+        sample = LoadReport(load, age_us, covers) if told else None
+        self.same("report", {worker: WorkerReport(incarnation, sample)})
+
+    @rule(worker=workers)
+    def forget(self, worker: str) -> None:
+        self.same("forget", worker)
+
+    @rule(us=st.sampled_from([1, 100_000, SECOND_US, LEASE_US - 1, LEASE_US, 31 * SECOND_US]))
+    def time_passes(self, us: int) -> None:
+        self.run(self.clock.pass_us(us))
+
+    @invariant()
+    def the_same_load(self) -> None:
+        self.same("look", Ask([offer(worker) for worker in WORKERS]))
+
+    @invariant()
+    def the_same_predictions(self) -> None:
+        for chain in CHAINS:
+            cut = [StepChain(STEP_TOKENS, chain), StepChain(64, chain)]
+            self.same("look", Ask([offer(w, chain=i % 2) for i, w in enumerate(WORKERS)], cut, 2.0))
+
+    @invariant()
+    def ended_things_leave_nothing_behind(self) -> None:
+        self.run(self.stores[1].beat(POOL, "r3", LEASE_US))
+        self.run(self.stores[0].beat(POOL, "r3", LEASE_US))
+        sizes = {}
+        for key in pool_keys(POOL):
+            command = "zcard" if key.endswith((":booked", ":predicted", ":deadlines")) else "hlen"
+            sizes[key.rpartition(":")[2]] = self.run(getattr(self.store.client, command)(key))
+        assert sizes["predictions"] == sizes["predicted"]
+        assert bool(sizes["anchors"]) == bool(sizes["predictions"])
+        assert sizes["booked"] <= sizes["reservations"]
+        assert sizes["deadlines"] == sizes["reservations"] + sizes["predictions"]
+        steps_of = [self.stores[1].predicted_steps(POOL, worker) for worker in WORKERS]
+        assert bool(sum(steps_of)) == bool(sizes["predictions"])
+        assert steps_of[3] <= 6
+
+
+@pytest.mark.parametrize("kind", ["valkey_url", "redis8_url"])
+def test_the_store_does_what_the_model_does(request: pytest.FixtureRequest, kind: str) -> None:
+    Both.store_url = request.getfixturevalue(kind)
+    run_state_machine_as_test(
+        Both,
+        settings=settings(
+            max_examples=20,
+            stateful_step_count=25,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
