@@ -13,7 +13,7 @@ from kvatlas.digest import Digest
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.index.gallop import STRIDE, gallop, walk
 from kvatlas.index.holders import MAX_HOLDER, flags_in, number_bytes, with_entry, without_entry
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Scrubbed, WorkerRecord
 from kvatlas.residency import HOLDER_ENTRY_BYTES, ShardRuns
 from kvatlas.tiers import Tier, tiers_of
 
@@ -283,10 +283,37 @@ class MemoryShard:
                         value = without_entry(value, number, tier.flag)
                         self.holders[holder].digest.add(scope_id, tier, key, -1)
                         self._replace(scope_id, key, value)
-            if not self.holders[holder].digest.blocks:
-                del self.retired[holder], self.holders[holder]
-                self._free.append(holder)
+            del self.retired[holder], self.holders[holder]
+            self._free.append(holder)
         return len(self.retired)
+
+    def scrub(self) -> Scrubbed:
+        """Recounts every active holder; see `ResidencyIndex.scrub`."""
+        counted = {holder: Digest() for holder in self.active}
+        strays = 0
+        for scope_id, blocks in self.blocks.items():
+            for key, value in list(blocks.items()):
+                for at in range(0, len(value), HOLDER_ENTRY_BYTES):
+                    number, flags = value[at : at + 3], value[at + 3]
+                    holder = int.from_bytes(number, "big")
+                    if holder in counted:
+                        self.holders[holder].touched.setdefault(scope_id, (0, 0))  # where a sweep must look
+                        for tier in tiers_of(flags):
+                            counted[holder].add(scope_id, tier, key)
+                    elif holder not in self.holders:
+                        strays += 1
+                        rest = blocks[key]
+                        for tier in tiers_of(flags):
+                            rest = without_entry(rest, number, tier.flag)
+                        self._replace(scope_id, key, rest)
+        answering = {worker_id: record for worker_id, record in self.workers.items() if record.active >= 0}
+        damaged = []
+        for worker_id, record in answering.items():
+            right = self.active.get(record.active) == worker_id
+            if not right or counted[record.active] != self.holders[record.active].digest:
+                record.bad = True
+                damaged.append(worker_id)
+        return Scrubbed(len(answering), damaged, strays, 0, True)
 
     # ------------------------------------------------------------ positions
 

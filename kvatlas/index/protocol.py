@@ -83,6 +83,22 @@ class Applied:
     moved: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """What a part of a scrub found.
+
+    `checked`: workers recounted to the end; `damaged`: those whose blocks were not those of their digest, they are `bad`
+    now; `strays`: entries that were nobody's, taken out; `given_up`: workers that never rested; `ended`: the round of all
+    the shard's workers is over.
+    """
+
+    checked: int
+    damaged: Sequence[str]
+    strays: int
+    given_up: int
+    ended: bool
+
+
 class ResidencyIndex(Protocol):
     """Who holds which blocks. Hashes are packed sequence hashes (8 little-endian bytes each) or one as an integer."""
 
@@ -117,7 +133,8 @@ class ResidencyIndex(Protocol):
         pinned: bool = False,
     ) -> None:
         """Say that a worker holds blocks, parent first. For callers that are the only teller of this worker: it takes the
-        worker's next seq, so a publisher of the same worker would be out of step."""
+        worker's next seq, so a publisher of the same worker would be out of step. Where indexers run, a worker that
+        nobody sends heartbeats of is retired."""
 
     async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
         """Say that a worker holds blocks no longer, child first. See `put`."""
@@ -142,6 +159,11 @@ class ResidencyIndex(Protocol):
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
         """Take retired holders out of about `budget_blocks` entries; how many retired holders are left."""
+
+    async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
+        """Go on with a round of recounting what active holders hold against their digests, for about `budget_blocks`
+        entries. What is found is damage that no message did: it is counted, and the worker is `bad` (it answers on, until
+        a new incarnation has come). The flags besides the tiers are in no digest."""
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
         """One worker's fence."""

@@ -19,8 +19,9 @@ from kvatlas.index.gallop import STRIDE
 from kvatlas.index.holder_names import HolderNames
 from kvatlas.index.keys import SCOPES, ShardKeys
 from kvatlas.index.layout import check_suitable, layout_id, library, make_layout, read_layout
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Scrubbed, WorkerRecord
 from kvatlas.index.redis_answers import blocks_in, scopes_touched
+from kvatlas.index.redis_scrub import Scrub
 from kvatlas.index.redis_sweep import Sweep
 from kvatlas.index.verify import differences
 from kvatlas.residency import IndexMetrics, Overlap, Residency, ShardRuns
@@ -81,6 +82,7 @@ class RedisIndex(DirectWrites):
         self._keys = [ShardKeys(k) for k in range(shards)]
         self._names = [HolderNames(keys) for keys in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
+        self._scrubs = [Scrub(keys, side_index) for keys in self._keys]
         self._scopes: dict[bytes, Scope] = {}
         self._layout_id: bytes | None = None
         self._registered_s = -REGISTERED_S
@@ -120,6 +122,12 @@ class RedisIndex(DirectWrites):
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
         return await self._sweeps[shard].run(self._store.client, self._fcall, budget_blocks)
+
+    async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
+        k = self._keys[shard]
+        return await self._scrubs[shard].run(
+            self._fcall, self._fcall_ro, lambda: self._held_by(k), self._scopes_known, budget_blocks
+        )
 
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
         if expected is None and self._writer:
@@ -277,6 +285,20 @@ class RedisIndex(DirectWrites):
     async def _active(self, k: ShardKeys) -> dict[bytes, str]:
         found = await self._ask(self._store.client.hgetall(k.active))
         return {holder: worker_id.decode() for holder, worker_id in found.items()}
+
+    async def _held_by(self, k: ShardKeys) -> list[tuple[str, int]]:
+        """(worker, blocks by its digest) of every worker that answers."""
+        records = await self._ask(self._store.client.hgetall(k.workers))
+        holders = {worker_id.decode(): active_holder(packed) for worker_id, packed in records.items()}
+        answering = {worker_id: holder for worker_id, holder in holders.items() if holder}
+        if not answering:
+            return []
+        digests = await self._ask(self._store.client.hmget(k.digests, list(answering.values())))
+        words = [msgpack.unpackb(packed) if packed is not None else () for packed in digests]
+        return [(worker_id, sum(one[0::3])) for worker_id, one in zip(answering, words, strict=True)]
+
+    async def _scopes_known(self) -> list[bytes]:
+        return list(await self._ask(self._store.client.hkeys(SCOPES)))
 
     async def _digest(self, k: ShardKeys, holder: bytes) -> list[int]:
         packed = await self._ask(self._store.client.hget(k.digests, holder))

@@ -1,5 +1,12 @@
 -- Holders: the numbers that stand for one incarnation's blocks. k is a table of the slot's key names.
 
+-- The active holders are others now. A version is never said twice, not even by a store that lost its last writes or
+-- everything: clients keep the names that they read at a version.
+local function change_version(k)
+  local time = redis.call('TIME')
+  redis.call('HSET', k.meta, 'active', redis.call('HINCRBY', k.meta, 'changes', 1) .. ' ' .. time[1] .. ' ' .. time[2])
+end
+
 local function allocate(k, state, worker, reuse_ms)
   local holder, now = nil, now_ms()
   local oldest = redis.call('LINDEX', k.free, 0)
@@ -17,7 +24,7 @@ local function allocate(k, state, worker, reuse_ms)
   redis.call('HSET', k.holders, holder, cmsgpack.pack({ state, worker, now }))
   if state == 'a' then
     redis.call('HSET', k.active, holder, worker)
-    redis.call('HINCRBY', k.meta, 'active', 1)
+    change_version(k)
   end
   return holder
 end
@@ -29,7 +36,7 @@ local function retire_holder(k, holder, worker)
   end
   redis.call('HSET', k.holders, holder, cmsgpack.pack({ 'r', worker, now_ms() }))
   if redis.call('HDEL', k.active, holder) == 1 then
-    redis.call('HINCRBY', k.meta, 'active', 1)
+    change_version(k)
   end
   redis.call('SADD', k.retired, holder)
 end
@@ -37,7 +44,7 @@ end
 local function activate_holder(k, holder, worker)
   redis.call('HSET', k.holders, holder, cmsgpack.pack({ 'a', worker, now_ms() }))
   redis.call('HSET', k.active, holder, worker)
-  redis.call('HINCRBY', k.meta, 'active', 1)
+  change_version(k)
 end
 
 -- The worker's incarnation is closed: nothing of it answers or is applied any more.

@@ -10,7 +10,8 @@
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
 --   workers             HASH  worker id -> cmsgpack record (below)
 --   partitions          HASH  partition -> "<stream creation us> <stream seq>"
---   meta                HASH  next: the last number given out; active: the version of the active holders
+--   meta                HASH  next: the last number given out; active: the version of the active holders; changes: how many
+--                             versions there were
 --
 -- Incarnations are 8 big-endian bytes: a Lua number can't hold 64 bits.
 

@@ -1,6 +1,6 @@
 -- sweep: takes retired holders out of one scope's blocks, a part at a time.
 -- KEYS: blocks of the scope, retired, digests [, children, parents]   ARGV: scope id, cursor, count, holder...
--- returns {next cursor, entries taken out}
+-- returns {next cursor, entries taken out, the server's run id: a cursor means nothing to another server}
 redis.register_function({
   function_name = 'kvatlas_sweep',
   callback = function(keys, args)
@@ -44,7 +44,7 @@ redis.register_function({
     for holder, digest in pairs(digests) do
       redis.call('HSET', keys[3], holder, cmsgpack.pack(digest))
     end
-    return { answer[1], taken }
+    return { answer[1], taken, string.match(redis.call('INFO', 'server'), 'run_id:(%x+)') or '' }
   end,
   flags = { 'allow-oom' },
 })

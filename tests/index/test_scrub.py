@@ -1,0 +1,131 @@
+"""The scrub: damage that no message did is found, in each implementation, and is gone after a snapshot and a sweep."""
+
+import pytest
+
+from kvatlas.hashing import extend_chain
+from kvatlas.identity import Scope
+from kvatlas.index.protocol import ResidencyIndex, Scrubbed
+from kvatlas.index.redis import RedisIndex
+from kvatlas.index.redis_scrub import ENTRIES_A_CALL
+from kvatlas.tiers import Tier
+from tests.index.damage import Damage
+from tests.index.telling import Teller, contents, tell
+
+pytestmark = pytest.mark.anyio
+
+SCOPE, OTHER = Scope("model", "tokenizer"), Scope("model", "tokenizer", "adapter")
+BLOCKS = 3 * ENTRIES_A_CALL
+CHAIN = extend_chain(range(4 * BLOCKS), 4)
+NEVER = extend_chain(range(900_000, 900_004), 4)
+
+
+def block(number: int) -> bytes:
+    return CHAIN[8 * number : 8 * number + 8]
+
+
+async def whole_round(index: ResidencyIndex) -> Scrubbed:
+    """One round of every shard."""
+    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
+    return Scrubbed(
+        sum(one.checked for one in found),
+        [worker_id for one in found for worker_id in one.damaged],
+        sum(one.strays for one in found),
+        sum(one.given_up for one in found),
+        all(one.ended for one in found),
+    )
+
+
+@pytest.fixture
+async def told(index: ResidencyIndex) -> dict[str, Teller]:
+    """Workers that share blocks, in two scopes and two tiers."""
+    tellers = {worker: Teller(worker) for worker in ("a", "b", "c")}
+    for worker, teller in tellers.items():
+        await tell(
+            index,
+            teller.begin(1),
+            teller.store(SCOPE, CHAIN[: 8 * (BLOCKS if worker == "a" else 40)]),
+            teller.store(SCOPE, CHAIN[: 8 * 20], Tier.CPU_DRAM),
+            teller.store(OTHER, CHAIN[: 8 * 10]),
+        )
+    return tellers
+
+
+async def test_what_messages_did_is_right(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+    await tell(index, told["b"].clear())
+    assert await whole_round(index) == Scrubbed(3, [], 0, 0, True)
+    for worker in told:
+        record = await index.record(worker)
+        assert record is not None and not record.bad
+
+
+DAMAGES = {
+    "a block is added": lambda damage: damage.add(SCOPE, NEVER),
+    "a block is added to another's": lambda damage: damage.add(SCOPE, block(1_000)),
+    "a block is added in a scope that the worker never used": lambda damage: damage.add(Scope("other", "other"), NEVER),
+    "a block is removed": lambda damage: damage.take(SCOPE, block(7)),
+    "a tier is lost": lambda damage: damage.change_flags(SCOPE, block(7), Tier.HBM.flag),
+    "a tier becomes another": lambda damage: damage.change_flags(SCOPE, block(30), Tier.LOCAL_SSD.flag),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+async def test_damage_is_found_and_healed_by_a_snapshot(
+    index: ResidencyIndex, told: dict[str, Teller], what: str
+) -> None:
+    other = Teller("z")
+    await tell(index, other.begin(1), other.store(Scope("other", "other"), block(0)))  # so that the scope is known
+    await DAMAGES[what](Damage(index, "b"))
+    found = await whole_round(index)
+    assert (found.checked, found.damaged, found.given_up) == (4, ["b"], 0)
+    record = await index.record("b")
+    assert record is not None and record.bad and record.answering
+    await tell(index, told["b"].begin(2))
+    for shard in range(index.shards):
+        for _ in range(3):
+            left = await index.sweep(shard, 1 << 30)
+        assert left == 0
+    assert await contents(index, "b") == told["b"].held
+    assert await contents(index, "a") == told["a"].held
+    assert await whole_round(index) == Scrubbed(4, [], 0, 0, True)
+
+
+async def test_entries_of_nobody_are_taken_out(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+    damage = Damage(index, "a")
+    await damage.add(SCOPE, block(3), number=b"\x7f\x00\x01")
+    await damage.add(SCOPE, NEVER, number=b"\x7f\x00\x01")
+    assert await whole_round(index) == Scrubbed(3, [], 2, 0, True)
+    assert await damage.value(SCOPE, NEVER) == b""
+    assert await whole_round(index) == Scrubbed(3, [], 0, 0, True)
+    assert await contents(index, "a") == told["a"].held
+
+
+async def test_a_scrub_goes_on_where_it_stands(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+    await Damage(index, "a").take(SCOPE, block(BLOCKS - 1))
+    parts = []
+    for shard in range(index.shards):
+        parts.append(await index.scrub(shard, ENTRIES_A_CALL))
+        while not parts[-1].ended:
+            parts.append(await index.scrub(shard, ENTRIES_A_CALL))
+    assert [worker_id for part in parts for worker_id in part.damaged] == ["a"]
+    assert sum(part.checked for part in parts) == 3
+    if isinstance(index, RedisIndex):
+        assert len(parts) > 3
+
+
+async def test_a_worker_that_changes_meanwhile_is_no_damage(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+    """Each time it is looked at it has gone on: it is given up for this round, and the others are counted."""
+    shard = Damage(index, "a").shard
+    given_up = checked = 0
+    at = 0
+    while True:
+        part = await index.scrub(shard, ENTRIES_A_CALL)
+        given_up, checked = given_up + part.given_up, checked + part.checked
+        assert part.damaged == []
+        if part.ended:
+            break
+        await tell(index, told["a"].store(OTHER, CHAIN[8 * (10 + at) : 8 * (11 + at)]))
+        at += 1
+    record = await index.record("a")
+    assert record is not None and not record.bad
+    # the last tries are made in one go, so a worker that moves between two calls is counted after all
+    assert checked + given_up >= 1
