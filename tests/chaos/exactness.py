@@ -41,7 +41,7 @@ class Checker:
         self._model = model
         self._engines = engines
         self._nats = nats
-        self._store = store
+        self.store = store
 
     async def status(self, worker_id: str) -> ControlReply:
         """Raises NatsError where the publisher does not answer."""
@@ -60,7 +60,7 @@ class Checker:
         partly = set(under_reporting)
         troubles: list[str] = []
         wrong = missing = 0
-        records = await FleetStore(self._store).all()
+        records = await FleetStore(self.store).all()
         if strange := set(exported) - set(self._engines):
             troubles.append(f"exported of unknown workers {sorted(strange)}")
             wrong += sum(len(exported[worker_id]) for worker_id in strange)
@@ -84,11 +84,11 @@ class Checker:
 
     async def resident_blocks(self, worker_id: str) -> int:
         """What the index answers with for this worker now; 0 where it has no active holder."""
-        index = await open_redis_index(self._store, writer=False)
+        index = await open_redis_index(self.store, writer=False)
         return sum((await index.digest(worker_id) or [0])[::3])
 
     async def _exported(self) -> dict[str, set[Residence]]:
-        index = await open_redis_index(self._store, writer=False)
+        index = await open_redis_index(self.store, writer=False)
         found: dict[str, set[Residence]] = {}
         async for residency in index.snapshot():
             residence = (residency.scope.adapter_id, residency.tier.label, hash_text(residency.sequence_hash))

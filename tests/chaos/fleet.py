@@ -27,6 +27,8 @@ SHARDS = 4
 OUTBOX_BYTES = 24 * 1024
 GPU_BLOCKS = 500
 CPU_BLOCKS = 120
+RETIRE_AFTER_S = 8
+"""The indexers' patience in scenarios, instead of a minute, so that none need wait for one."""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class Worker:
 
     def second_sidecar(self) -> Child:
         """Another publisher of the same worker, with no saved state; not started."""
-        return Child(f"{self.worker_id}-second", self.sidecar_words, "is published", self.state_dir)
+        return Child(f"{self.worker_id}-second", self.sidecar_words, "is published", self.state_dir.parent)
 
 
 @dataclass(slots=True)
@@ -100,6 +102,18 @@ class Fleet:
         self.stack.callback(member.child.close)
         self.members.append(member)
         return member
+
+    async def close_store(self) -> None:
+        await self.store.close()
+
+    async def move_to(self, valkey: EmbeddedServer) -> None:
+        """Everybody reaches this store instead, new connections from now on."""
+        self.valkey = valkey
+        await self.store.close()
+        self.store = self.checker.store = await open_store(valkey.url)
+        for member in self.members:
+            member.redis.target_port = valkey.port
+            member.redis.reset()
 
     @property
     def proxies(self) -> list[TcpProxy]:
@@ -161,12 +175,12 @@ async def running_fleet(
         client = await connect_nats(nats.url, name="chaos")
         stack.push_async_callback(client.close)
         store = await open_store(valkey.url)
-        stack.push_async_callback(store.close)
         load = Load(urls, (None, None, ADAPTER), seed)
         checker = Checker(MODEL, urls, client, store)
         fleet = Fleet(
             folder, nats, valkey, client, store, workers, [], load, checker, stack, indexers, list(indexer_words)
         )
+        stack.push_async_callback(fleet.close_store)
         for _ in range(indexers):
             await fleet.add_member()
         for member in fleet.members:

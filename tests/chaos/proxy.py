@@ -18,7 +18,7 @@ class TcpProxy:
     def __init__(self, target_port: int, name: str) -> None:
         """`name`: the line, for reports."""
         self.name = name
-        self._target_port = target_port
+        self.target_port = target_port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._flowing = asyncio.Event()
@@ -41,6 +41,10 @@ class TcpProxy:
 
     def cut(self) -> None:
         self._cut = True
+        self.reset()
+
+    def reset(self) -> None:
+        """Every connection is reset; new ones are made as before."""
         for writer in list(self._writers):
             writer.transport.abort()
 
@@ -59,7 +63,7 @@ class TcpProxy:
             if self._cut:
                 return
             await self._flowing.wait()
-            target_reader, target_writer = await asyncio.open_connection(LOOPBACK, self._target_port)
+            target_reader, target_writer = await asyncio.open_connection(LOOPBACK, self.target_port)
             ends.add(target_writer)
             self._writers.add(target_writer)
             pumps: list[Awaitable[None]] = [self._pump(reader, target_writer), self._pump(target_reader, writer)]

@@ -77,8 +77,7 @@ async def slow_line(fleet: Fleet, rng: random.Random) -> str:
 async def flicker_line(fleet: Fleet, rng: random.Random) -> str:
     """Connections are reset, and may be made again at once."""
     proxy = rng.choice(fleet.proxies)
-    proxy.cut()
-    proxy.heal()
+    proxy.reset()
     return f"{proxy.name} reset"
 
 

@@ -1,12 +1,9 @@
 """Runs scenarios on a running fleet."""
 
 from tests.chaos.chaos import Chaos
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import RETIRE_AFTER_S, Fleet
 from tests.chaos.report import Outcome
 from tests.chaos.scenarios import SCENARIOS
-
-RETIRE_AFTER_S = 8
-"""Instead of a minute, so that a scenario need not wait for one."""
 
 INDEXER_WORDS = ("--retire-after-s", str(RETIRE_AFTER_S))
 

@@ -1,12 +1,16 @@
 """Faults of NATS and of its stream."""
 
+import random
 import shutil
 
+import msgpack
 from anyio.to_thread import run_sync
+from nats.js.errors import NotFoundError
 
-from kvatlas.bus import StreamSettings, ensure_stream
-from kvatlas.subjects import STREAM
+from kvatlas.bus import StreamSettings, ensure_stream, stream_info
+from kvatlas.subjects import DEAD_STREAM, STREAM, events_subject
 from tests.chaos.chaos import Chaos
+from tests.chaos.fleet import PARTITIONS, Fleet
 from tests.waiting import until
 
 
@@ -110,7 +114,53 @@ async def consumers_deleted(chaos: Chaos) -> None:
     await chaos.moved(10)
 
 
+async def messages_delivered_twice_and_out_of_order(chaos: Chaos) -> None:
+    """Old messages appear in the stream again, shuffled, as from a zombie."""
+    fleet = chaos.fleet
+    await chaos.moved(20)
+    last = (await stream_info(fleet.nats)).last_seq
+    jetstream = fleet.nats.jetstream()
+    again = [await jetstream.get_msg(STREAM, seq) for seq in range(max(1, last - 60), last)]
+    random.Random(1).shuffle(again)
+    for message in again:
+        assert message.subject is not None and message.data is not None
+        await jetstream.publish(message.subject, message.data)
+    chaos.fault(f"{len(again)} messages in the stream once more, shuffled")
+    await chaos.moved(10)
+
+
+async def poison_in_the_stream(chaos: Chaos) -> None:
+    """It lands in the dead-letter stream and blocks nothing."""
+    fleet = chaos.fleet
+    jetstream = fleet.nats.jetstream()
+    await chaos.moved(5)
+    real = await jetstream.get_last_msg(STREAM, events_subject(fleet.workers[0].worker_id, PARTITIONS))
+    assert real.data is not None
+    poisons = (b"", b"garbage", b"\xc1" * 100, real.data[:-3], real.data + b"x", msgpack.packb([99, "w", 1, 2]))
+    before = await _dead_letters(fleet)
+    for worker in fleet.workers:
+        for poison in poisons:
+            await jetstream.publish(events_subject(worker.worker_id, PARTITIONS), poison)
+            chaos.fault("message that can't be decoded")
+    count = len(poisons) * len(fleet.workers)
+
+    async def are_kept() -> bool:
+        return await _dead_letters(fleet) >= before + count
+
+    await until(are_kept, deadline_s=20, what=f"{count} dead letters are kept")
+    await chaos.moved(5)
+
+
+async def _dead_letters(fleet: Fleet) -> int:
+    try:
+        return (await fleet.nats.jetstream().stream_info(DEAD_STREAM)).state.last_seq
+    except NotFoundError:
+        return 0
+
+
 SCENARIOS = (
+    messages_delivered_twice_and_out_of_order,
+    poison_in_the_stream,
     nats_killed_and_restarted,
     nats_restarted_without_its_data,
     nats_with_memory_storage_restarted,

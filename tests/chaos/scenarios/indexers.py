@@ -1,11 +1,15 @@
 """Faults of the indexer's replicas and of their lines to Redis and NATS."""
 
+import anyio
+
 from kvatlas.fleet_store import FleetStore
 from tests.chaos.chaos import Chaos
-from tests.chaos.fleet import PARTITIONS, Fleet, Member
+from tests.chaos.fleet import PARTITIONS, RETIRE_AFTER_S, Fleet, Member
 from tests.waiting import until
 
 OVER_S = 20.0
+PATIENCE_S = RETIRE_AFTER_S + 3.0
+AFTER_S = 3.0
 
 
 async def holds_nothing(fleet: Fleet, member: Member) -> None:
@@ -111,6 +115,40 @@ async def every_indexer_cut_from_both(chaos: Chaos) -> None:
     chaos.healed()
 
 
+async def retires_nobody(chaos: Chaos, seconds: float) -> None:
+    """For so long, and a little more, every worker's blocks stay."""
+    with anyio.move_on_after(seconds):
+        async with anyio.create_task_group() as tasks:
+            for worker in chaos.fleet.workers:
+                tasks.start_soon(chaos.watch_never_empty, worker)
+
+
+async def every_indexer_deaf_for_longer_than_its_patience(chaos: Chaos) -> None:
+    """No heartbeat gets through, Redis can be written: the observer is cut off, so no worker is retired."""
+    await chaos.moved(5)
+    for member in chaos.fleet.members:
+        member.nats.stall()
+        chaos.fault("indexer's line to NATS half-open")
+    await retires_nobody(chaos, PATIENCE_S)
+    for member in chaos.fleet.members:
+        member.nats.heal()
+    chaos.healed()
+    await retires_nobody(chaos, AFTER_S)
+
+
+async def every_indexer_paused_for_longer_than_its_patience(chaos: Chaos) -> None:
+    """Awake again, none takes its own sleep for the workers' silence."""
+    await chaos.moved(5)
+    for member in chaos.fleet.members:
+        member.child.pause()
+        chaos.fault("indexer SIGSTOP")
+    await retires_nobody(chaos, PATIENCE_S)
+    for member in chaos.fleet.members:
+        member.child.resume()
+    chaos.healed()
+    await retires_nobody(chaos, AFTER_S)
+
+
 async def rolling_restart_of_the_indexers(chaos: Chaos) -> None:
     await chaos.moved(5)
     for member in chaos.fleet.members:
@@ -156,6 +194,8 @@ SCENARIOS = (
     indexer_cut_from_nats,
     indexer_half_open_to_nats,
     every_indexer_cut_from_both,
+    every_indexer_deaf_for_longer_than_its_patience,
+    every_indexer_paused_for_longer_than_its_patience,
     rolling_restart_of_the_indexers,
     scaled_to_four_and_back,
 )

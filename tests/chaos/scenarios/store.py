@@ -4,10 +4,14 @@ import shutil
 from pathlib import Path
 
 from anyio.to_thread import run_sync
+from redis.asyncio import Redis
 
+from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet
+from tests.chaos.proxy import LOOPBACK, TcpProxy
+from tests.waiting import until
 
 AOF = "appendonlydir"
 
@@ -49,6 +53,31 @@ async def redis_fails_over_to_older_data(chaos: Chaos) -> None:
     chaos.healed()
 
 
+async def redis_fails_over_to_a_replica(chaos: Chaos) -> None:
+    """One that misses the last writes, and is read-only for a while: the indexers write to it before it is promoted."""
+    fleet = chaos.fleet
+    replica = await fleet.stack.enter_async_context(
+        valkey_server(data_dir=fleet.folder / "replica", appendonly=True, settings={"repl-diskless-sync-delay": "0"})
+    )
+    line = await fleet.stack.enter_async_context(TcpProxy(fleet.valkey.port, "replica to primary"))
+    async with Redis.from_url(replica.url) as client:
+        await client.replicaof(LOOPBACK, line.port)
+
+        async def is_in_sync() -> bool:
+            return bool((await client.info("replication"))["master_link_status"] == "up")
+
+        await until(is_in_sync, deadline_s=20, what="the replica has the primary's data")
+        await chaos.moved(10)
+        line.cut()
+        await chaos.moved(10)
+        await fleet.valkey.kill()
+        await fleet.move_to(replica)
+        chaos.fault("Redis SIGKILL, its replica, without the last writes, in its place and still read-only")
+        await chaos.moved(20)
+        await client.replicaof("NO", "ONE")
+    chaos.healed()
+
+
 async def redis_flushed(chaos: Chaos) -> None:
     await chaos.moved(10)
     await chaos.fleet.store.client.flushall()
@@ -72,6 +101,7 @@ async def one_shard_wiped(chaos: Chaos) -> None:
 
 
 SCENARIOS = (
+    redis_fails_over_to_a_replica,
     redis_killed_and_restarted_with_its_data,
     redis_restarted_without_its_data,
     redis_fails_over_to_older_data,
