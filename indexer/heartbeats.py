@@ -23,6 +23,8 @@ from kvatlas.subjects import ALL_ALIVE
 WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05
 """Between two writes that can't wait."""
+ASLEEP_S = 4.0
+"""Longer than rounds are apart, shorter than a worker's silence may be: this process itself stood still."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -55,6 +57,7 @@ class Heartbeats:
         self._clock = clock
         self._urgent = asyncio.Event()
         self._adopt = False
+        self._ticked_s = clock()
         self.traces: dict[str, str] = {}
         """W3C traceparent of the last applied batch by worker, where this replica traces."""
 
@@ -95,6 +98,9 @@ class Heartbeats:
     async def tick(self) -> None:
         """One round of adopting, judging, writing and retiring."""
         now_s = self._clock()
+        if now_s - self._ticked_s > ASLEEP_S:
+            self._liveness.slept(now_s - self._ticked_s, now_s)
+        self._ticked_s = now_s
         if self._adopt:
             known = await self._fleet.all()
             self._liveness.adopt({w: record for w, record in known.items() if self._owns(w)}, now_s)

@@ -109,6 +109,15 @@ class LivenessJudge:
         for worker_id in [w for w in self._unheard if of(w)]:
             del self._unheard[worker_id]
 
+    def slept(self, seconds: float, now_s: float) -> None:
+        """The judge itself was stopped for so long (its process was paused, its machine asleep): what it did not hear
+        meanwhile says nothing of any worker."""
+        for worker in self._workers.values():
+            worker.heard_s = min(now_s, worker.heard_s + seconds)
+        for clocks in (self._pulses, self._unheard):
+            for worker_id, at_s in clocks.items():
+                clocks[worker_id] = min(now_s, at_s + seconds)
+
     def tick(self, now_s: float) -> list[Retirement]:
         """Marks workers lost, and names those to be retired; these are named again until they are forgotten."""
         due: list[tuple[Retirement, float]] = []

@@ -53,6 +53,13 @@ class Watched:
         self.gone.append(worker_id)
         self.liveness.forget(lambda other: other == worker_id)
 
+    async def later(self, seconds: float) -> None:
+        """So much time passes, with a round each second."""
+        while seconds > 0:
+            self.clock.now_s += min(1.0, seconds)
+            seconds -= 1.0
+            await self.heartbeats.tick()
+
     async def hear(self, client: Client, worker: BusTeller) -> None:
         before = self.counters.heartbeats
         subscription = await self.heartbeats.listen()
@@ -73,14 +80,12 @@ async def test_lost_then_retired(watched: Watched, client: Client, fleet: FleetS
     await watched.heartbeats.tick()
     assert (await fleet.all())["w0"].liveness is Liveness.ALIVE
 
-    watched.clock.now_s += LOST_AFTER_S + 1
-    await watched.heartbeats.tick()
+    await watched.later(LOST_AFTER_S + 1)
     assert (await fleet.all())["w0"].liveness is Liveness.LOST
     record = await watched.index.record("w0")
     assert record is not None and not record.closed
 
-    watched.clock.now_s += RETIRE_AFTER_S
-    await watched.heartbeats.tick()
+    await watched.later(RETIRE_AFTER_S)
     assert await fleet.all() == {}
     record = await watched.index.record("w0")
     assert record is not None and record.closed and not record.answering
@@ -98,11 +103,9 @@ async def test_workers_that_are_never_heard_by_the_new_owner_are_retired(
 
     watched.heartbeats.adopt()
     await watched.heartbeats.tick()
-    watched.clock.now_s += RETIRE_AFTER_S
-    await watched.heartbeats.tick()
+    await watched.later(RETIRE_AFTER_S)
     assert (await fleet.all())["w0"].liveness is Liveness.LOST
-    watched.clock.now_s += 1
-    await watched.heartbeats.tick()
+    await watched.later(1)
     assert await fleet.all() == {}
 
 
@@ -127,7 +130,20 @@ async def test_a_worker_whose_last_snapshot_was_wrong_is_retired_too(
     record = await watched.index.record("w0")
     assert record is not None and record.closed and record.answering
     await watched.hear(client, worker)
-    watched.clock.now_s += RETIRE_AFTER_S + 1
-    await watched.heartbeats.tick()
+    await watched.later(RETIRE_AFTER_S + 1)
     assert watched.gone == ["w0"]
     assert await watched.index.length() == 0
+
+
+async def test_an_observer_that_stood_still_takes_its_own_sleep_for_nobodys_silence(
+    watched: Watched, client: Client, fleet: FleetStore
+) -> None:
+    worker = BusTeller(client, "w0", incarnation=5)
+    await tell(watched.index, worker.begin(5))
+    await watched.hear(client, worker)
+    await watched.heartbeats.tick()
+    watched.clock.now_s += 10 * RETIRE_AFTER_S
+    await watched.heartbeats.tick()
+    assert (await fleet.all())["w0"].liveness is Liveness.ALIVE
+    await watched.later(RETIRE_AFTER_S + 1)
+    assert watched.gone == ["w0"]
