@@ -10,7 +10,7 @@
     doubt          when to ask for a snapshot (pure)         grants       how many large ones at once (pure)
     repair         asks and grants                           liveness     alive, lost, retired (pure)
     heartbeats     hears workers, writes fleet records       gauges       what an exporter samples
-    starting       where a reading begins
+    starting       where a reading begins                    scrub        recounts holders, slowly
 
 Invariants:
 - Any number of replicas may read the same partition: the fence inside the index (`kvatlas.index.protocol`) takes each

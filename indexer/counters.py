@@ -81,6 +81,12 @@ class IndexerCounters:
     partitions_given: int = 0
     leases_lost: int = 0
     sweeps: int = 0
+    # scrub
+    scrubs: int = 0
+    scrub_checked: int = 0
+    scrub_damaged: int = 0
+    scrub_strays: int = 0
+    scrub_given_up: int = 0
     event_lag: LagHistogram = field(default_factory=LagHistogram)
 
     @property

@@ -23,6 +23,7 @@ from indexer.liveness import LivenessJudge
 from indexer.membership import Membership
 from indexer.partition import PartitionReader
 from indexer.repair import Repair
+from indexer.scrub import Scrubber
 from indexer.sweeper import Sweeper
 from kvatlas.bus import StreamSettings, ensure_stream
 from kvatlas.errors import InvalidValue
@@ -103,6 +104,7 @@ class Replica:
             on_records=self._heartbeats.on_records,
         )
         self._sweeper = Sweeper(index, self.counters, self._owned)
+        self._scrubber = Scrubber(index, self.counters, self._owned, settings.scrub_period_s)
         self.membership = Membership(
             self.member_id,
             index.partitions,
@@ -123,6 +125,7 @@ class Replica:
             self._group.start_soon(self._heartbeats.run)
             self._group.start_soon(self._repair.run)
             self._group.start_soon(self._sweeper.run)
+            self._group.start_soon(self._scrubber.run)
             self._group.start_soon(self.membership.run, on_settled)
 
     # ------------------------------------------------------------ what it knows

@@ -142,6 +142,9 @@ class IndexerSettings(Settings):
     status_port: Port | None = Field(
         default=None, description="Port of the status page; 0: any free one; default: none."
     )
+    scrub_period_s: float = Field(
+        default=600.0, gt=0, description="Seconds in which every holder's blocks are recounted against their digest."
+    )
     stream_replicas: Positive = Field(default=1, description="Replicas of the event stream, where it is made.")
     stream_max_bytes: Positive = Field(default=1 << 30, description="Bytes the event stream may take.")
     stream_max_age_s: Positive = Field(default=1800, description="Seconds the event stream keeps a message.")
@@ -171,7 +174,9 @@ class PublishSettings(Settings):
     partitions: Positive = Field(default=64, description="Slices of the stream, as the store is laid out.")
     set_semantics: bool = Field(default=False, description="The engine announces hits again: don't count references.")
     salt_is_tenant: bool = Field(default=False, description="Take an event's cache salt as its tenant.")
-    eagle: bool = Field(default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit.")
+    eagle: bool = Field(
+        default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."
+    )
     engine_url: HttpUrl | None = Field(default=None, description="The engine's HTTP address: health and metrics.")
     advertise_url: HttpUrl | None = Field(default=None, description="Where routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
@@ -193,6 +198,37 @@ class PromptSettings(Settings):
     @property
     def scope(self) -> Scope:
         return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
+
+
+class ProxySettings(Settings):
+    """The OpenAI-compatible proxy."""
+
+    host: Name = Field(default="127.0.0.1", description="Address to listen on.")
+    port: Port = Field(default=8080, description="Port to listen on; 0: any free one.")
+    tokenizer: Name = Field(
+        default="engine",
+        description="How requests become token ids: `engine` asks an engine's /tokenize, `none` doesn't (routing by load), "
+        "else a folder with a model's tokenizer.json and chat template.",
+    )
+    tokenizer_deadline_ms: float = Field(
+        default=200.0, gt=0, description="Milliseconds for a request's token ids; then it is routed by load."
+    )
+    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the requests.")
+    salt_is_tenant: bool = Field(default=False, description="Take a request's cache salt as its tenant.")
+    output_tokens: Count = Field(
+        default=DEFAULT_DECODE_TOKENS, description="Tokens that requests are expected to generate, at most."
+    )
+    cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="What prices the workers.")
+    max_attempts: Positive = Field(default=4, description="Workers tried for one request before it is given up.")
+    ask_usage: bool = Field(
+        default=True, description="Ask for the usage of streams too, and leave it out where the client did not ask."
+    )
+    engine_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds without a byte after which an engine counts as gone."
+    )
+    held_s: float = Field(
+        default=600.0, gt=0, description="Seconds after which a /v1/route without its /v1/done is given back."
+    )
 
 
 def flag_of(field: str) -> str:

@@ -177,6 +177,9 @@ FLEET_WRITES = _counter("indexer.fleet.writes", "{write}", "Fleet records writte
 LIVENESS = _counter("indexer.liveness", "{worker}", "Workers judged, by change")
 PARTITION_MOVES = _counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
 SWEEPS = _counter("indexer.sweeps", "{sweep}", "Sweeps of retired holders")
+SCRUBS = _counter("indexer.scrubs", "{scrub}", "Rounds in which all of a shard's holders were recounted")
+SCRUBBED = _counter("indexer.scrub.workers", "{worker}", "Workers recounted against their digest, by what was found")
+STRAYS = _counter("indexer.scrub.strays", "{entry}", "Entries of nobody that a scrub took out of blocks")
 
 INDEXER = {
     **_is(READ_MESSAGES, "messages_read"),
@@ -221,6 +224,9 @@ INDEXER = {
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
     **_is(SWEEPS, "sweeps"),
+    **_is(SCRUBS, "scrubs"),
+    **_by(SCRUBBED, "found", scrub_checked="any", scrub_damaged="damage", scrub_given_up="no_rest"),
+    **_is(STRAYS, "scrub_strays"),
 }
 
 # ---------------------------------------------------------------- replica: indexer.gauges.ReplicaGauges
@@ -275,6 +281,60 @@ ROUTER = {
     **_is(OVERLAP_BLOCKS, "overlap_blocks"),
 }
 
+# ---------------------------------------------------------------- proxy: router_client.proxy.counters.ProxyCounters
+
+PROXY_REQUESTS = _counter("proxy.requests", "{request}", "Requests for which a worker was to be found")
+PROXY_ENDS = _counter("proxy.ends", "{request}", "How requests ended")
+PROXY_RETRIES = _counter("proxy.retries", "{try}", "Tries that ended with another worker, by reason")
+PROXY_UNTOKENIZED = _counter("proxy.untokenized", "{request}", "Requests routed without their token ids")
+PROXY_SENT = _counter("proxy.sent", "{try}", "Requests sent to engines, tries counted each")
+PROXY_WAIT = _counter("proxy.wait.time", "us", "Time from a request's arrival to its being sent, summed over tries")
+PROXY_HELD = _counter("proxy.held", "{booking}", "Workers booked over HTTP, by what became of them")
+
+PROXY = {
+    **_is(PROXY_REQUESTS, "requests"),
+    **_by(PROXY_ENDS, "end", answered="answered", gave_up="gave_up", gone="client_gone", broken="engine_gone"),
+    **_by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
+    **_is(PROXY_UNTOKENIZED, "untokenized"),
+    **_is(PROXY_SENT, "sent"),
+    **_is(PROXY_WAIT, "wait_us"),
+    **_by(PROXY_HELD, "change", held="booked", held_done="done", held_expired="expired"),
+}
+
+# ---------------------------------------------------------------- tokens: router_client.tokens.comparison.TokenCounters
+
+TOKENIZED = _counter("tokens.requests", "{request}", "Requests by how their token ids were found, or why not")
+TOKENIZE_TIME = _counter("tokens.time", "us", "Time spent waiting for token ids, summed over requests")
+PROMPTS_COMPARED = _counter("tokens.prompts", "{request}", "Prompt lengths that engines told beside ours")
+CACHED_COMPARED = _counter("tokens.cached", "{request}", "Cached tokens that engines told beside the predicted ones")
+PREDICTED_TOKENS = _counter("tokens.predicted", "{token}", "Prompt tokens predicted to be cached, where engines tell")
+CACHED_TOKENS = _counter("tokens.found", "{token}", "Prompt tokens that engines found cached")
+
+TOKENS = {
+    **_by(
+        TOKENIZED,
+        "outcome",
+        tokenized="tokenized",
+        given="given",
+        late="late",
+        busy="busy",
+        unsupported="unsupported",
+        failed="failed",
+    ),
+    **_is(TOKENIZE_TIME, "time_us"),
+    **_by(PROMPTS_COMPARED, "outcome", prompts_equal="equal", prompts_differ="different"),
+    **_by(
+        CACHED_COMPARED,
+        "outcome",
+        cached_equal="equal",
+        cached_more="more",
+        cached_less="less",
+        cached_untold="untold",
+    ),
+    **_is(PREDICTED_TOKENS, "predicted_tokens"),
+    **_is(CACHED_TOKENS, "cached_tokens"),
+}
+
 INSTRUMENTS: dict[str, dict[str, Reading]] = {
     "publisher": PUBLISHER,
     "ledger": LEDGER,
@@ -282,6 +342,8 @@ INSTRUMENTS: dict[str, dict[str, Reading]] = {
     "replica": REPLICA,
     "index": INDEX,
     "router": ROUTER,
+    "proxy": PROXY,
+    "tokens": TOKENS,
 }
 """Group -> field of the group's counters (dots lead into fields) -> how it is read."""
 
