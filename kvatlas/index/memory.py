@@ -2,11 +2,12 @@
 
 from collections.abc import AsyncIterator, Sequence
 
+from kvatlas.digest import Digest
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.direct import DirectWrites
 from kvatlas.index.memory_shard import MemoryShard
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, Scrubbed, WorkerRecord
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Recounted, Scrubbed, WorkerRecord
 from kvatlas.index.verify import differences
 from kvatlas.residency import IndexMetrics, Overlap, Residency
 from kvatlas.tiers import FLAG_PINNED, tiers_of
@@ -44,6 +45,20 @@ class MemoryIndex(DirectWrites):
 
     async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
         return self._shards[shard].scrub()
+
+    async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
+        found = []
+        for worker_id in worker_ids:
+            record = self._shard_of(worker_id).workers.get(worker_id)
+            if record is None or record.active < 0:
+                continue
+            digests: dict[Scope, Digest] = {}
+            async for one in self.snapshot(worker_id):
+                key = one.sequence_hash.to_bytes(HASH_BYTES, "little")
+                digests.setdefault(one.scope, Digest()).add(one.scope.scope_id, one.tier, key)
+            scopes = {scope: digest.words for scope, digest in digests.items()}
+            found.append(Recounted(worker_id, record.incarnation, record.seq, False, scopes))
+        return found
 
     def overlap_now(self, scope: Scope, hashes: bytes) -> Overlap:
         """`overlap` without a task switch, for callers in the same process."""

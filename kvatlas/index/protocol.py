@@ -10,7 +10,7 @@ State is kept by worker. A worker's messages are judged by the fence, inside the
   and digest are right; otherwise the worker is closed until a higher incarnation.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,6 +99,20 @@ class Scrubbed:
     ended: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Recounted:
+    """What the blocks themselves say that a worker holds: its active holder's digest words by scope.
+
+    As of (incarnation, seq); `moved`: the worker went on while it was counted, and the counts say nothing.
+    """
+
+    worker_id: str
+    incarnation: int
+    seq: int
+    moved: bool
+    scopes: Mapping[Scope, Sequence[int]]
+
+
 class ResidencyIndex(Protocol):
     """Who holds which blocks. Hashes are packed sequence hashes (8 little-endian bytes each) or one as an integer."""
 
@@ -164,6 +178,10 @@ class ResidencyIndex(Protocol):
         """Go on with a round of recounting what active holders hold against their digests, for about `budget_blocks`
         entries. What is found is damage that no message did: it is counted, and the worker is `bad` (it answers on, until
         a new incarnation has come). The flags besides the tiers are in no digest."""
+
+    async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
+        """Counts what these workers hold from the blocks, not from digests; those that don't answer are left out. Reads
+        every block of their shards."""
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
         """One worker's fence."""

@@ -19,8 +19,9 @@ from kvatlas.index.gallop import STRIDE
 from kvatlas.index.holder_names import HolderNames
 from kvatlas.index.keys import SCOPES, ShardKeys
 from kvatlas.index.layout import check_suitable, layout_id, library, make_layout, read_layout
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, Scrubbed, WorkerRecord
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Recounted, Scrubbed, WorkerRecord
 from kvatlas.index.redis_answers import blocks_in, scopes_touched
+from kvatlas.index.redis_recount import WORKERS_A_PASS, Recount
 from kvatlas.index.redis_scrub import Scrub
 from kvatlas.index.redis_sweep import Sweep
 from kvatlas.index.verify import differences
@@ -296,6 +297,24 @@ class RedisIndex(DirectWrites):
         digests = await self._ask(self._store.client.hmget(k.digests, list(answering.values())))
         words = [msgpack.unpackb(packed) if packed is not None else () for packed in digests]
         return [(worker_id, sum(one[0::3])) for worker_id, one in zip(answering, words, strict=True)]
+
+    async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
+        scope_ids = await self._scopes_known()
+        by_shard: dict[ShardKeys, list[str]] = {}
+        for worker_id in worker_ids:
+            by_shard.setdefault(self._keys_of(worker_id), []).append(worker_id)
+        found = []
+        for k, workers in by_shard.items():
+            for first in range(0, len(workers), WORKERS_A_PASS):
+                recount = Recount(k, workers[first : first + WORKERS_A_PASS], scope_ids)
+                while not recount.ended:
+                    await recount.part(self._fcall_ro)
+                for one in recount.counted:
+                    if one.state is not None:
+                        scopes = {await self._scope(scope_id): d.words for scope_id, d in one.by_scope.items()}
+                        incarnation = int.from_bytes(one.state[0], "big")
+                        found.append(Recounted(one.worker_id, incarnation, one.state[1], one.moved, scopes))
+        return found
 
     async def _scopes_known(self) -> list[bytes]:
         return list(await self._ask(self._store.client.hkeys(SCOPES)))

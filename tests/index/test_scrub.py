@@ -2,11 +2,12 @@
 
 import pytest
 
+from kvatlas.digest import Digest
 from kvatlas.hashing import extend_chain
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex, Scrubbed
 from kvatlas.index.redis import RedisIndex
-from kvatlas.index.redis_scrub import ENTRIES_A_CALL
+from kvatlas.index.redis_recount import ENTRIES_A_CALL
 from kvatlas.tiers import Tier
 from tests.index.damage import Damage
 from tests.index.telling import Teller, contents, tell
@@ -129,3 +130,16 @@ async def test_a_worker_that_changes_meanwhile_is_no_damage(index: ResidencyInde
     assert record is not None and not record.bad
     # the last tries are made in one go, so a worker that moves between two calls is counted after all
     assert checked + given_up >= 1
+
+
+async def test_a_recount_says_what_blocks_say_by_scope(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+    await Damage(index, "b").take(SCOPE, block(7))
+    found = {one.worker_id: one for one in await index.recount(["a", "b", "nobody"])}
+    assert sorted(found) == ["a", "b"]
+    assert (found["a"].incarnation, found["a"].seq, found["a"].moved) == (1, 3, False)
+    digests = {scope: Digest() for scope in (SCOPE, OTHER)}
+    for (scope, key), tiers in told["a"].held.items():
+        for tier in tiers:
+            digests[scope].add(scope.scope_id, tier, key)
+    assert found["a"].scopes == {scope: digest.words for scope, digest in digests.items()}
+    assert [Digest(list(words)).blocks for words in found["b"].scopes.values()] in ([58, 10], [10, 58])
