@@ -34,7 +34,9 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
     outcomes: list[Outcome] = []
     failures: list[str] = []
     words = INDEXER_WORDS if names else ()
-    async with running_fleet(folder, engines=ENGINES, indexers=INDEXERS, seed=seed, indexer_words=words) as fleet:
+    async with running_fleet(
+        folder, engines=ENGINES, indexers=INDEXERS, seed=seed, indexer_words=words, large=1
+    ) as fleet:
         if names:
             for name in names:
                 try:

@@ -27,6 +27,8 @@ SHARDS = 4
 OUTBOX_BYTES = 24 * 1024
 GPU_BLOCKS = 500
 CPU_BLOCKS = 120
+LARGE_BLOCKS = 12_000
+"""Of a large engine: its snapshots need a grant."""
 RETIRE_AFTER_S = 8
 """The indexers' patience in scenarios, instead of a minute, so that none need wait for one."""
 
@@ -79,7 +81,14 @@ class Fleet:
     stack: AsyncExitStack
     indexers: int
     """replicas at the start"""
+    large: int = 0
+    """so many of the workers, the first ones, have a large cache"""
     indexer_words: list[str] = field(default_factory=list)
+
+    async def fill_large(self) -> None:
+        """The large engines' caches are nearly full afterwards."""
+        for worker in self.workers[: self.large]:
+            await self.load.fill(worker.worker_id, LARGE_BLOCKS * 9 // 10)
 
     async def export(self) -> dict[str, set[Residence]]:
         """What `kvatlas export` prints, by worker."""
@@ -164,21 +173,22 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(
-    folder: Path, *, engines: int, indexers: int, seed: int, indexer_words: Sequence[str] = ()
+    folder: Path, *, engines: int, indexers: int, seed: int, indexer_words: Sequence[str] = (), large: int = 0
 ) -> AsyncIterator[Fleet]:
-    """All parts answer, the load rests. Nothing is left of it afterwards."""
+    """All parts answer, the load rests. Nothing is left of it afterwards. `large`: so many of the engines are large."""
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats"))
         valkey = await stack.enter_async_context(valkey_server(data_dir=folder / "valkey", appendonly=True))
         urls: dict[str, str] = {}
-        workers = [await _worker(stack, folder, nats, f"engine-{i}", urls) for i in range(engines)]
+        blocks = [LARGE_BLOCKS] * large + [GPU_BLOCKS] * (engines - large)
+        workers = [await _worker(stack, folder, nats, f"engine-{i}", urls, blocks[i]) for i in range(engines)]
         client = await connect_nats(nats.url, name="chaos")
         stack.push_async_callback(client.close)
         store = await open_store(valkey.url)
         load = Load(urls, (None, None, ADAPTER), seed)
         checker = Checker(MODEL, urls, client, store)
         fleet = Fleet(
-            folder, nats, valkey, client, store, workers, [], load, checker, stack, indexers, list(indexer_words)
+            folder, nats, valkey, client, store, workers, [], load, checker, stack, indexers, large, list(indexer_words)
         )
         stack.push_async_callback(fleet.close_store)
         for _ in range(indexers):
@@ -196,18 +206,19 @@ async def running_fleet(
             await worker.sidecar.ready()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(load.run)
+            await fleet.fill_large()
             yield fleet
             tasks.cancel_scope.cancel()
 
 
 async def _worker(
-    stack: AsyncExitStack, folder: Path, nats: EmbeddedServer, worker_id: str, urls: dict[str, str]
+    stack: AsyncExitStack, folder: Path, nats: EmbeddedServer, worker_id: str, urls: dict[str, str], gpu_blocks: int
 ) -> Worker:
     http, events_port, replay_port = free_port(), free_port(), free_port()
     urls[worker_id] = f"http://{LOOPBACK}:{http}"
     words = ["simulate-engine", "--model", MODEL, "--adapters", ADAPTER, "--port", str(http), "--speed-up", "100000"]
     words += ["--endpoint", f"tcp://{LOOPBACK}:{events_port}", "--replay-endpoint", f"tcp://{LOOPBACK}:{replay_port}"]
-    words += ["--block-size", str(BLOCK), "--num-gpu-blocks", str(GPU_BLOCKS), "--num-cpu-blocks", str(CPU_BLOCKS)]
+    words += ["--block-size", str(BLOCK), "--num-gpu-blocks", str(gpu_blocks), "--num-cpu-blocks", str(CPU_BLOCKS)]
     engine = Child(worker_id, words, "engine at", folder)
     stack.callback(engine.close)
     events = await stack.enter_async_context(TcpProxy(events_port, f"event socket of {worker_id}"))

@@ -12,6 +12,7 @@ REQUESTS_PER_S = 25.0
 """Of each engine: faults are what is being tested, not speed."""
 VOCABULARY = 50_000
 BLOCK = 16
+FILL_BLOCKS = 500
 
 
 class Load:
@@ -43,6 +44,14 @@ class Load:
         self._resting = True
         self._going = anyio.Event()
         await until(lambda: not self._open, deadline_s=20, what="no request is open")
+
+    async def fill(self, worker_id: str, blocks: int) -> None:
+        """Long prompts until so many blocks are cached."""
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            for _ in range(0, blocks, FILL_BLOCKS):
+                request = {"prompt": self._tokens(FILL_BLOCKS * BLOCK), "max_tokens": 1}
+                answer = await client.post(f"{self._engines[worker_id]}/v1/completions", json=request)
+                answer.raise_for_status()
 
     async def more(self, worker_id: str, answers: int, deadline_s: float = 60.0) -> None:
         """Wait until this engine has answered so many more requests."""

@@ -194,6 +194,7 @@ async def run_random_faults(
         await fleet.mend()
         chaos.healed()
         outcome = await chaos.settle()
+        await fleet.fill_large()
         outcomes.append(outcome)
         say(
             f"round {len(outcomes)}: {len(outcome.faults)} faults, exact {outcome.exact_after_s:.2f} s after the last was "

@@ -14,7 +14,11 @@ async def run_scenario(fleet: Fleet, name: str) -> Outcome:
     try:
         await chaos.begin()
         await SCENARIOS[name](chaos)
-        return await chaos.settle()
+        outcome = await chaos.settle()
+        for worker in fleet.workers:
+            if worker.worker_id in chaos.under_reporting:  # so that the next scenario may ask for everything
+                await fleet.empty_engine(worker)
+        return outcome
     except BaseException:
         await fleet.load.rest()
         await fleet.mend()  # the next one begins whole
