@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "kvatlas.cli.demo:demo",
     "indexer": "kvatlas.cli.indexer:indexer",
     "publish": "kvatlas.cli.publish:publish",
+    "router": "kvatlas.cli.router:router",
     "simulate-engine": "kvatlas.cli.simulate_engine:simulate_engine",
     "export": "kvatlas.cli.export:export",
     "workers": "kvatlas.cli.workers:workers",

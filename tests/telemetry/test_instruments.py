@@ -18,6 +18,8 @@ from kvatlas.telemetry.instruments import TOTALS, Instrument, Kind, Reading
 from publishers.counters import PublisherCounters
 from publishers.ledger_counters import LedgerCounters
 from router_client import RouterCounters
+from router_client.proxy.counters import ProxyCounters
+from router_client.tokens import TokenCounters
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -113,6 +115,8 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("indexer", IndexerCounters()),
         ("replica", ReplicaGauges()),
         ("router", RouterCounters()),
+        ("proxy", ProxyCounters()),
+        ("tokens", TokenCounters()),
         ("publisher", PublisherCounters()),
         ("ledger", LedgerCounters()),
         ("index", IndexMetrics(1, 2, 3, 4, 5, 6)),

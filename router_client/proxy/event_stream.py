@@ -1,0 +1,72 @@
+"""Reads a stream of server-sent events while it passes: its usage, and what the client did not ask for."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from router_client.tokens.usage import Usage
+
+MOST_BYTES = 4 << 20
+"""An event beyond this is passed on as it comes and not read."""
+
+_NULL = (b'"usage":null', b'"usage": null')
+
+
+class EventStream:
+    """Bytes in, bytes out. `usage` is the last one seen.
+
+    `hide_usage`: leave out the event that has a usage and no choice, because the client did not ask for it; then bytes
+    go on event by event, else as they come.
+    """
+
+    def __init__(self, *, hide_usage: bool) -> None:
+        self.usage: Usage | None = None
+        self._hide = hide_usage
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What the client gets now; may be empty."""
+        whole = self._rest + chunk if self._rest else chunk
+        passed: list[bytes] = []
+        at = 0
+        while (end := _end_of_event(whole, at)) >= 0:
+            event = whole[at:end]
+            if not self._read(event):
+                passed.append(event)
+            at = end
+        self._rest = whole[at:]
+        if len(self._rest) > MOST_BYTES:
+            passed.append(self._rest)
+            self._rest = b""
+        return b"".join(passed) if self._hide else chunk
+
+    def end(self) -> bytes:
+        """What is left at the end of the stream: an event without its empty line."""
+        rest, self._rest = self._rest, b""
+        hidden = bool(rest) and self._read(rest)
+        return rest if self._hide and not hidden else b""
+
+    def _read(self, event: bytes) -> bool:
+        """True for an event to leave out."""
+        if b'"usage"' not in event or any(null in event for null in _NULL):
+            return False
+        for answer in _data(event):
+            if (usage := Usage.of(answer)) is not None:
+                self.usage = usage
+                return self._hide and not answer.get("choices")
+        return False
+
+
+def _end_of_event(text: bytes, start: int) -> int:
+    """Behind the empty line that ends the event which begins at `start`; -1 where it is not there yet."""
+    ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := text.find(mark, start)) >= 0]
+    return min(ends, default=-1)
+
+
+def _data(event: bytes) -> Iterator[Any]:
+    for line in event.splitlines():
+        if line.startswith(b"data:"):
+            try:
+                yield json.loads(line[5:])
+            except ValueError:  # not ours to judge: it is passed on as it is
+                continue

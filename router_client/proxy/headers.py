@@ -1,0 +1,60 @@
+"""Which headers go on to engines and back, and what the decision header says."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from router_client.proxy.picking import Booked
+
+DECISION_HEADER = "X-KVAtlas-Decision"
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+# RFC 9110, 7.6.1: those of one connection; and those that are made anew for each
+_OWN = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
+_REQUEST_OWN = {*_OWN, b"host", b"content-length", b"accept-encoding", b"expect"}
+_ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
+
+
+def for_engine(headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """A request's headers as an engine gets them. `added` replace those of the same name."""
+    extra = {name.lower().encode(): value.encode() for name, value in added.items()}
+    listed = list(headers)
+    left_out = _REQUEST_OWN | extra.keys() | _named_by_connection(listed)
+    kept = [(name, value) for name, value in listed if name.lower() not in left_out]
+    # answers are read while they pass, so they must not be compressed
+    return [*kept, (b"accept-encoding", b"identity"), *extra.items()]
+
+
+def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """An engine's headers as the client gets them; the length is the sender's to tell."""
+    listed = list(headers)
+    left_out = _ANSWER_OWN | _named_by_connection(listed)
+    return [(name.lower(), value) for name, value in listed if name.lower() not in left_out]
+
+
+def decision(booked: Booked, *, attempt: int, prompt_tokens: int | None) -> tuple[bytes, bytes]:
+    """The decision as one header: a structured field (RFC 9651), the worker with parameters.
+
+    `cached`: tokens that its engine should find cached; `prompt`: all of them, absent where they are not known;
+    `attempt`: 1 for the first worker tried; `by`: how it was found; `cost-us`: what was expected.
+    """
+    parts = [f'"{booked.worker_id}"', f"cached={booked.predicted_cached_tokens}"]
+    if prompt_tokens is not None:
+        parts.append(f"prompt={prompt_tokens}")
+    parts += [f"attempt={attempt}", f"by={booked.mode}", f"cost-us={booked.score_us}"]
+    return DECISION_HEADER.lower().encode(), ";".join(parts).encode()
+
+
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
+    return {
+        part.strip().lower() for name, value in headers if name.lower() == b"connection" for part in value.split(b",")
+    }

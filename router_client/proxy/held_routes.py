@@ -1,0 +1,117 @@
+"""Workers booked over plain HTTP: held from `/v1/route` until `/v1/done`, or until they are too old."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from kvatlas.errors import KvatlasError, Unreachable
+from router_client.prompt import Prompt
+from router_client.proxy.counters import ProxyCounters
+from router_client.proxy.picking import Booked, Picker
+from router_client.tokens.usage import Usage
+
+HELD_S = 600.0
+MOST_HELD = 100_000
+
+_log = logging.getLogger("router_client.proxy")
+
+
+class TooManyHeld(KvatlasError):
+    """More workers are booked and not given back than a router should have."""
+
+
+@dataclass(slots=True)
+class _Held:
+    booked: asyncio.Future[Booked]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    usage: Usage | None = None
+    well: bool = False
+
+
+class HeldRoutes:
+    """Each booking is entered and left in a task of its own; `close` leaves them all."""
+
+    def __init__(
+        self, picker: Picker, counters: ProxyCounters, *, held_s: float = HELD_S, most: int = MOST_HELD
+    ) -> None:
+        """`held_s`: what nobody ended by then is given back."""
+        self._picker = picker
+        self._counters = counters
+        self._held_s = held_s
+        self._most = most
+        self._held: dict[str, _Held] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def route(self, prompt: Prompt, avoid: frozenset[str] = frozenset()) -> tuple[str, Booked]:
+        """A worker, and the id to end its booking with. Raises what the picker raises, and TooManyHeld."""
+        if len(self._held) >= self._most:
+            raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /v1/done for each")
+        held_id = uuid4().hex
+        held = _Held(asyncio.get_running_loop().create_future())
+        self._held[held_id] = held
+        task = asyncio.ensure_future(self._hold(held_id, held, prompt, avoid))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            booked = await asyncio.shield(held.booked)
+        except BaseException:
+            held.over.set()
+            raise
+        self._counters.held += 1
+        return held_id, booked
+
+    async def first_token(self, held_id: str) -> bool:
+        """The request's prefill is over. False for an id that is not held (any more)."""
+        held = self._held.get(held_id)
+        if held is None:
+            return False
+        await (await asyncio.shield(held.booked)).first_token()
+        return True
+
+    def done(self, held_id: str, usage: Usage | None, *, well: bool) -> bool:
+        """The request is over; `well`: it was answered. False for an id that is not held (any more)."""
+        held = self._held.pop(held_id, None)
+        if held is None:
+            return False
+        held.usage, held.well = usage, well
+        held.over.set()
+        return True
+
+    async def close(self) -> None:
+        """Give everything back."""
+        for held in self._held.values():
+            held.over.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _hold(self, held_id: str, held: _Held, prompt: Prompt, avoid: frozenset[str]) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                try:
+                    booked = await stack.enter_async_context(self._picker.route(prompt, avoid))
+                except KvatlasError as error:
+                    if not held.booked.done():  # the asker may have given up
+                        held.booked.set_exception(error)
+                    return
+                if not held.booked.done():
+                    held.booked.set_result(booked)
+                try:
+                    async with asyncio.timeout(self._held_s):
+                        await held.over.wait()
+                except TimeoutError:
+                    self._counters.held_expired += 1
+                else:
+                    self._counters.held_done += 1
+                if held.well:
+                    await booked.finish(held.usage)
+        except Unreachable as error:  # what could not be given back ends by itself
+            _log.warning("%s", error)
+        finally:
+            self._held.pop(held_id, None)
+            if not held.booked.done():
+                held.booked.cancel()

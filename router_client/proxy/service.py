@@ -1,0 +1,178 @@
+"""The proxy as a process: connections to the store and the engines, a tokenizer, a server; until it is cancelled."""
+
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import anyio
+import httpx
+import uvicorn
+
+from kvatlas.cost import EngineProfile, QuillcacheProfile
+from kvatlas.errors import SettingsError
+from kvatlas.fleet_store import FleetStore
+from kvatlas.index.redis import open_redis_index
+from kvatlas.settings import ProxySettings
+from kvatlas.store import Store, open_store
+from kvatlas.telemetry import observe
+from router_client.chain_memory import ChainMemory
+from router_client.client import RouterClient, RouterSettings
+from router_client.proxy.application import ProxyApplication
+from router_client.proxy.catalogue import Catalogue
+from router_client.proxy.counters import ProxyCounters
+from router_client.proxy.exchange import Exchanges, ExchangeSettings
+from router_client.proxy.held_routes import HeldRoutes
+from router_client.proxy.picking import ClientPicker
+from router_client.proxy.reading import ReadingSettings, RequestReader
+from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
+from router_client.tokens.comparison import TokenComparison
+from router_client.tokens.engine import EngineTokenizer
+from router_client.tokens.tokenizer import ThreadedTokenizer, Tokenizer
+
+_log = logging.getLogger("router_client.proxy")
+
+CONNECT_S = 2.0
+ASK_S = 5.0
+CLOSE_S = 5.0
+GRACE_S = 5
+"""How long answers may still be sent after the proxy was asked to stop."""
+
+
+async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until cancelled; `ready` is called once with the base URL, when requests are taken.
+
+    Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
+    LayoutMismatch where the store can't be used and `wait` is off.
+    """
+    listener = listen(settings.host, settings.port)
+    try:
+        async with open_proxy(settings) as application:
+            config = uvicorn.Config(
+                application.asgi,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=GRACE_S,
+            )
+            server = _Server(config, lambda: ready(url_of(listener)) if ready is not None else None)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_stop_when_cancelled, server)
+                with anyio.CancelScope(shield=True):
+                    await server.serve(sockets=[listener])
+                tasks.cancel_scope.cancel()
+    finally:
+        listener.close()
+
+
+@asynccontextmanager
+async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
+    """The application with everything it needs, for a server of the caller's."""
+    stack = AsyncExitStack()
+    try:
+        store = await open_store(settings.redis_url, wait=settings.wait, on_wait=_say)
+        stack.push_async_callback(store.close)
+        engines = await stack.enter_async_context(_engine_client(settings.engine_timeout_s))
+        asking = await stack.enter_async_context(_engine_client(ASK_S))
+        counters, comparison = ProxyCounters(), TokenComparison()
+        fleet = FleetStore(store)
+        catalogue = Catalogue(fleet.all, asking, tenant_id=settings.tenant_id)
+        tokenizer = await _tokenizer(settings, stack, catalogue, asking, comparison)
+        reading = ReadingSettings(settings.output_tokens, settings.salt_is_tenant)
+        reader = RequestReader(catalogue, tokenizer, ChainMemory(), reading)
+        router = await _router(settings, store)
+        picker = ClientPicker(router, fleet)
+        attempts = ExchangeSettings(settings.max_attempts, settings.ask_usage)
+        exchanges = Exchanges(picker, reader, engines, comparison, counters, attempts)
+        held = HeldRoutes(picker, counters, held_s=settings.held_s)
+        stack.push_async_callback(held.close)
+        for group, told in (("router", router.counters), ("proxy", counters), ("tokens", comparison.counters)):
+            stack.enter_context(observe(group, told))
+        yield ProxyApplication(exchanges, held, reader, catalogue, comparison, counters)
+    finally:
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            await stack.aclose()
+
+
+async def _router(settings: ProxySettings, store: Store) -> RouterClient:
+    index = await open_redis_index(store, writer=False)
+    profile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
+    return RouterClient(index, FleetStore(store), RouterSettings(profile=profile, count_own_picks=True))
+
+
+async def _tokenizer(
+    settings: ProxySettings,
+    stack: AsyncExitStack,
+    catalogue: Catalogue,
+    client: httpx.AsyncClient,
+    comparison: TokenComparison,
+) -> BudgetedTokenizer | None:
+    chosen: Tokenizer
+    if settings.tokenizer == "none":
+        return None
+    if settings.tokenizer == "engine":
+        chosen = EngineTokenizer(client, catalogue.engines_of)
+    else:
+        from router_client.tokens.local import LocalTokenizer  # needs the extra
+
+        chosen = threads = ThreadedTokenizer(LocalTokenizer.from_folder(settings.tokenizer).encode)
+        stack.callback(threads.close)
+    budget = TokenizerBudget(settings.tokenizer_deadline_ms)
+    budgeted = BudgetedTokenizer(chosen, budget, comparison.counters)
+    stack.push_async_callback(budgeted.aclose)
+    return budgeted
+
+
+def _engine_client(timeout_s: float) -> httpx.AsyncClient:
+    """Unlimited connections, kept open. No proxy of the environment: engines are near."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=1_024, keepalive_expiry=4.0)
+    timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. Raises SettingsError where the address can't be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"the router can't listen on {host}:{port}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process' signals to whoever started it, and says when it accepts."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+async def _stop_when_cancelled(server: uvicorn.Server) -> None:
+    try:
+        await anyio.sleep_forever()
+    finally:
+        server.should_exit = True
+
+
+def _say(line: str) -> None:
+    _log.warning("%s", line)
