@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from kvatlas.fleet import WireRecord, WorkerId
+from kvatlas.identity import Scope
 
 Incarnation = Annotated[int, Field(ge=0, lt=1 << 64)]
 
@@ -27,8 +28,26 @@ class ControlRequest(WireRecord):
     above: Incarnation = 0
 
 
+class ScopeDigest(WireRecord):
+    """What a worker holds in one scope, as `Digest.words`."""
+
+    model_id: str
+    tokenizer_id: str
+    adapter_id: str | None = None
+    tenant_id: str
+    digest: list[int]
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.model_id, self.tokenizer_id, self.adapter_id, self.tenant_id)
+
+
 class ControlReply(WireRecord):
-    """`digest` (`Digest.words`) answers a digest request, `status` a status request; `note` says why not `ok`."""
+    """`status` answers a status request; `note` says why not `ok`.
+
+    A digest request is answered with `digest` (`Digest.words`) and the same by scope (None: too many of them), as of
+    `status["told_seq"]`, which is a checkpoint put in the stream for the asker.
+    """
 
     ok: bool
     worker_id: WorkerId
@@ -36,6 +55,7 @@ class ControlReply(WireRecord):
     acked_seq: Annotated[int, Field(ge=-1)]
     note: str = ""
     digest: list[int] | None = None
+    scopes: list[ScopeDigest] | None = None
     status: dict[str, Any] | None = None
 
 

@@ -7,13 +7,18 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import ConnectionClosedError
 
-from kvatlas.control import ControlOp, ControlReply, ControlRequest
+from kvatlas.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
+from kvatlas.digest import Digest
 from kvatlas.errors import InvalidValue
 from kvatlas.subjects import control_subject
 from publishers.complaints import Complaints
 from publishers.counters import PublisherCounters
+from publishers.ledger import Ledger
 from publishers.telling import Telling
 from publishers.unsubscribing import unsubscribe
+
+MOST_SCOPES = 1_000
+"""A reply with more would not fit a message of the bus."""
 
 
 class ControlDesk:
@@ -29,9 +34,9 @@ class ControlDesk:
         *,
         status: Callable[[], dict[str, Any]],
         on_wanted: Callable[[], None],
-        settle: Callable[[], None],
+        checkpoint: Callable[[], None],
     ) -> None:
-        """`on_wanted`: a new incarnation is wanted now. `settle` folds and tells what is pending."""
+        """`on_wanted`: a new incarnation is wanted now. `checkpoint` folds and tells what is pending, and a checkpoint."""
         self._client = client
         self._worker_id = worker_id
         self._telling = telling
@@ -39,7 +44,7 @@ class ControlDesk:
         self._complaints = complaints
         self._status = status
         self._on_wanted = on_wanted
-        self._settle = settle
+        self._checkpoint = checkpoint
 
     async def start(self) -> None:
         """Listen. Raises nats errors if the connection is closed."""
@@ -83,12 +88,36 @@ class ControlDesk:
             case ControlOp.STATUS:
                 return self._make(status=self._status())
             case ControlOp.DIGEST:
-                self._settle()
-                told = {"told_seq": self._telling.outbox.next_seq - 1}
-                return self._make(digest=self._telling.ledger.digest.words, status=told)
+                self._checkpoint()
+                telling = self._telling
+                if telling.wanted is not None or not telling.outbox.incarnation:
+                    return self._make(ok=False, note="a new incarnation is about to begin")
+                told = {"told_seq": telling.outbox.next_seq - 1}
+                scopes = digests_by_scope(telling.ledger)
+                return self._make(digest=telling.ledger.digest.words, scopes=scopes, status=told)
 
     def _make(self, *, ok: bool = True, **fields: Any) -> ControlReply:
         outbox = self._telling.outbox
         return ControlReply(
             ok=ok, worker_id=self._worker_id, incarnation=outbox.incarnation, acked_seq=outbox.acked_seq, **fields
         )
+
+
+def digests_by_scope(ledger: Ledger) -> list[ScopeDigest] | None:
+    """What the ledger announces, counted anew; None for more scopes than fit one reply."""
+    digests: dict[bytes, Digest] = {}
+    for chunk in ledger.snapshot():
+        digests.setdefault(chunk.scope_id, Digest()).add(chunk.scope_id, chunk.tier, chunk.hashes)
+    if len(digests) > MOST_SCOPES:
+        return None
+    scopes = [(ledger.uses[scope_id].scope, digest) for scope_id, digest in digests.items()]
+    return [
+        ScopeDigest(
+            model_id=scope.model_id,
+            tokenizer_id=scope.tokenizer_id,
+            adapter_id=scope.adapter_id,
+            tenant_id=scope.tenant_id,
+            digest=digest.words,
+        )
+        for scope, digest in scopes
+    ]

@@ -139,7 +139,7 @@ class Publisher:
                 self._complaints,
                 status=self.status,
                 on_wanted=self._wanting.wake,
-                settle=self.settle,
+                checkpoint=self.checkpoint,
             )
             rivalry = Rivalry(self._client, self.worker_id, self.telling, self.counters, on_wanted=self._wanting.wake)
             await self._sender.start()
@@ -336,6 +336,12 @@ class Publisher:
                     self._wanting.wake()
         elif pending:
             self._signal_progress()  # it changed nothing: a flush that waits for it is done
+
+    def checkpoint(self) -> None:
+        """Fold and tell what is pending, and a checkpoint of it all, out of turn."""
+        self.settle()
+        self.telling.checkpoint(time_us())
+        self._sender.wake()
 
     async def _keep_beginning(self) -> None:
         """Begins the wanted incarnations: while the stream takes messages, large ones under a grant."""

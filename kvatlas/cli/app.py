@@ -18,6 +18,7 @@ COMMANDS = {
     "simulate-engine": "kvatlas.cli.simulate_engine:simulate_engine",
     "export": "kvatlas.cli.export:export",
     "workers": "kvatlas.cli.workers:workers",
+    "audit": "kvatlas.cli.audit:audit",
     "overlap": "kvatlas.cli.routing:overlap",
     "route": "kvatlas.cli.routing:route",
 }

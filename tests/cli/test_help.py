@@ -10,7 +10,19 @@ from kvatlas.settings import Settings, flag_of, variable_of
 from kvatlas.version import own_version
 from tests.cli.conftest import Cli, child_environment
 
-IN_SCOPE = {"up", "demo", "indexer", "publish", "router", "simulate-engine", "export", "workers", "overlap", "route"}
+IN_SCOPE = {
+    "up",
+    "demo",
+    "indexer",
+    "publish",
+    "router",
+    "simulate-engine",
+    "export",
+    "workers",
+    "audit",
+    "overlap",
+    "route",
+}
 WITHOUT_SERVERS = {"demo"}
 
 

@@ -289,7 +289,10 @@ async def test_status_and_digest_are_answered(client: Client) -> None:
         await flushed(publisher)
         digest = await ask(client, ControlRequest(op=ControlOp.DIGEST))
         assert digest.digest == publisher.ledger.digest.words
-        assert digest.status == {"told_seq": digest.acked_seq}
+        assert digest.scopes is not None
+        assert [(one.scope, one.digest) for one in digest.scopes] == [(SCOPE, digest.digest)]
+        assert digest.status == {"told_seq": digest.acked_seq + 1}  # the checkpoint that was put for it
+        assert publisher.counters.checkpoints == 1
         status = (await ask(client, ControlRequest(op=ControlOp.STATUS))).status
         assert status is not None
         assert status["announced"] == 4
