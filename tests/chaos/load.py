@@ -25,7 +25,6 @@ class Load:
         self._rng = random.Random(seed)
         self._heads = [self._tokens(BLOCK * self._rng.randint(4, 12)) for _ in range(6)]
         self._going = anyio.Event()
-        self._resting = True
         self._open = 0
         self.answered = dict.fromkeys(engines, 0)
 
@@ -36,13 +35,12 @@ class Load:
                 tasks.start_soon(self._drive, client, worker_id)
 
     def go(self) -> None:
-        self._resting = False
         self._going.set()
 
     async def rest(self) -> None:
         """No request is open afterwards."""
-        self._resting = True
-        self._going = anyio.Event()
+        if self._going.is_set():
+            self._going = anyio.Event()
         await until(lambda: not self._open, deadline_s=20, what="no request is open")
 
     async def fill(self, worker_id: str, blocks: int) -> None:

@@ -5,7 +5,9 @@ from tests.chaos.fleet import RETIRE_AFTER_S, Fleet
 from tests.chaos.report import Outcome
 from tests.chaos.scenarios import SCENARIOS
 
-INDEXER_WORDS = ("--retire-after-s", str(RETIRE_AFTER_S))
+SCRUB_PERIOD_S = 3
+
+INDEXER_WORDS = ("--retire-after-s", str(RETIRE_AFTER_S), "--scrub-period-s", str(SCRUB_PERIOD_S))
 
 
 async def run_scenario(fleet: Fleet, name: str) -> Outcome:

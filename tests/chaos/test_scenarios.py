@@ -24,10 +24,12 @@ SHORT = (
     "redis_flushed",
     "redis_functions_flushed",
     "one_shard_wiped",
+    "blocks_damaged_by_hand",
     "nats_killed_and_restarted",
     "nats_away_longer_than_the_outbox_holds",
     "stream_purged",
     "consumers_deleted",
+    "poison_in_the_stream",
 )
 
 

@@ -3,11 +3,13 @@
 import shutil
 from pathlib import Path
 
+import anyio
 from anyio.to_thread import run_sync
 from redis.asyncio import Redis
 
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
+from kvatlas.tiers import Tier
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet
 from tests.chaos.proxy import LOOPBACK, TcpProxy
@@ -100,7 +102,34 @@ async def one_shard_wiped(chaos: Chaos) -> None:
     chaos.fault(f"every key of shard {shard} deleted")
 
 
+async def blocks_damaged_by_hand(chaos: Chaos) -> None:
+    """No message did it, so no message finds it: the scrub does, and no worker vanishes for it."""
+    fleet = chaos.fleet
+    await chaos.moved(20)
+    await fleet.load.rest()  # the engines are idle: nothing else repairs it by chance
+    client = fleet.store.client
+    damaged = 0
+    async for key in client.scan_iter(match="kva:{s*}:blocks:*"):
+        blocks = sorted((await client.hgetall(key)).items())
+        if len(blocks) < 10:
+            continue
+        (gone, _), (_, value), (turned, flags) = blocks[1], blocks[4], blocks[7]
+        await client.hdel(key, gone)
+        await client.hset(key, b"\x00no-such", value)
+        await client.hset(key, turned, flags[:3] + bytes([flags[3] ^ Tier.LOCAL_SSD.flag]) + flags[4:])
+        for what in ("block removed", "block added", "tier flag changed"):
+            chaos.fault(f"{what} by hand")
+        damaged += 1
+    assert damaged, "there are blocks to damage"
+    async with anyio.create_task_group() as tasks:
+        for worker in fleet.workers:
+            tasks.start_soon(chaos.watch_never_empty, worker)
+        await chaos.settle()
+        tasks.cancel_scope.cancel()
+
+
 SCENARIOS = (
+    blocks_damaged_by_hand,
     redis_fails_over_to_a_replica,
     redis_killed_and_restarted_with_its_data,
     redis_restarted_without_its_data,
