@@ -19,6 +19,7 @@ from pathlib import Path
 import anyio
 
 from tests.chaos.fleet import running_fleet
+from tests.chaos.nats_cluster import nats_leader_changes
 from tests.chaos.random_faults import run_random_faults
 from tests.chaos.report import Outcome, as_text
 from tests.chaos.runner import INDEXER_WORDS, run_scenario
@@ -27,12 +28,22 @@ from tests.chaos.scenarios import SCENARIOS
 ENGINES = 4
 INDEXERS = 3
 DEFAULT_SECONDS = 300.0
+CLUSTER = nats_leader_changes.__name__
 
 
 async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> bool:
     """Is all exact?"""
     outcomes: list[Outcome] = []
     failures: list[str] = []
+    own_fleet = CLUSTER in names
+    names = [name for name in names if name != CLUSTER]
+    if own_fleet:
+        try:
+            outcomes.append(await nats_leader_changes(folder / CLUSTER, seed))
+        except AssertionError as error:
+            failures.append(str(error))
+        if not names:
+            return told(outcomes, failures)
     words = INDEXER_WORDS if names else ()
     async with running_fleet(
         folder, engines=ENGINES, indexers=INDEXERS, seed=seed, indexer_words=words, large=1
@@ -50,6 +61,11 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
                 await run_random_faults(fleet, seed, seconds, say, outcomes)
             except AssertionError as error:
                 failures.append(str(error))
+    return told(outcomes, failures)
+
+
+def told(outcomes: Sequence[Outcome], failures: Sequence[str]) -> bool:
+    """The report; is all exact?"""
     say(as_text(outcomes))
     for failure in failures:
         say(f"NOT EXACT: {failure}")
@@ -64,9 +80,9 @@ def main() -> None:
     """Exits with 0, 1 where something was not exact, 2 for wrong usage."""
     names = sys.argv[1:]
     if names == ["all"]:
-        names = list(SCENARIOS)
-    if unknown := [name for name in names if name not in SCENARIOS]:
-        say(f"no scenario {', '.join(unknown)}; expected all, or some of {', '.join(SCENARIOS)}")
+        names = [*SCENARIOS, CLUSTER]
+    if unknown := [name for name in names if name not in (*SCENARIOS, CLUSTER)]:
+        say(f"no scenario {', '.join(unknown)}; expected all, or some of {', '.join((*SCENARIOS, CLUSTER))}")
         sys.exit(2)
     try:
         seed = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))

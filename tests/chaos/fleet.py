@@ -173,11 +173,20 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(
-    folder: Path, *, engines: int, indexers: int, seed: int, indexer_words: Sequence[str] = (), large: int = 0
+    folder: Path,
+    *,
+    engines: int,
+    indexers: int,
+    seed: int,
+    indexer_words: Sequence[str] = (),
+    large: int = 0,
+    nats: EmbeddedServer | None = None,
 ) -> AsyncIterator[Fleet]:
-    """All parts answer, the load rests. Nothing is left of it afterwards. `large`: so many of the engines are large."""
+    """All parts answer, the load rests. Nothing is left of it afterwards. `large`: so many of the engines are large. `nats`: a
+    running server to use; default: one of its own."""
     async with AsyncExitStack() as stack:
-        nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats"))
+        if nats is None:
+            nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats"))
         valkey = await stack.enter_async_context(valkey_server(data_dir=folder / "valkey", appendonly=True))
         urls: dict[str, str] = {}
         blocks = [LARGE_BLOCKS] * large + [GPU_BLOCKS] * (engines - large)

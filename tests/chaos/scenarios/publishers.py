@@ -39,13 +39,57 @@ async def feed_cut_while_replay_is_silent(chaos: Chaos) -> None:
     chaos.healed()
 
 
+async def feed_gap_longer_than_the_replay_buffer(chaos: Chaos) -> None:
+    """Replay answers, and no longer reaches back: what came before is given up."""
+    worker = chaos.fleet.workers[0]
+    chaos.under_reporting.add(worker.worker_id)
+    usual = worker.engine.words
+    worker.engine.words = [*usual, "--buffer-steps", "3"]
+    await _restart_engine(worker)
+    await chaos.moved(20, [worker])
+    worker.events.cut()
+    chaos.fault("event socket cut for longer than the engine's replay buffer")
+    await chaos.moved(20, [worker])
+    worker.events.heal()
+    chaos.healed()
+    await chaos.moved(10, [worker])
+    worker.engine.words = usual
+
+
+async def engine_without_a_replay_socket(chaos: Chaos) -> None:
+    """A gap means an empty beginning, and so does a feed that goes back."""
+    worker = chaos.fleet.workers[0]
+    chaos.under_reporting.add(worker.worker_id)
+    await worker.sidecar.stop()
+    usual = worker.sidecar.words
+    at = usual.index("--replay-endpoint")
+    worker.sidecar.words = usual[:at] + usual[at + 2 :]
+    worker.sidecar.start()
+    await worker.sidecar.ready()
+    await chaos.moved(10, [worker])
+    worker.events.cut()
+    chaos.fault("event socket cut")
+    await chaos.moved(10, [worker])
+    worker.events.heal()
+    await chaos.moved(10, [worker])
+    await _restart_engine(worker)
+    chaos.fault("engine SIGKILL, started again on its endpoint")
+    await chaos.moved(10, [worker])
+    chaos.healed()
+    worker.sidecar.words = usual
+
+
+async def _restart_engine(worker: Worker) -> None:
+    worker.engine.kill()
+    worker.engine.start()
+    await worker.engine.ready()
+
+
 async def engine_killed_and_restarted(chaos: Chaos) -> None:
     worker = chaos.fleet.workers[0]
     await chaos.moved(20)
-    worker.engine.kill()
     chaos.fault("engine SIGKILL, started again on its endpoint")
-    worker.engine.start()
-    await worker.engine.ready()
+    await _restart_engine(worker)
     chaos.healed()
     await chaos.moved(10)
 
@@ -56,10 +100,8 @@ async def engine_restarted_while_the_sidecar_was_down(chaos: Chaos) -> None:
     await chaos.moved(5)
     await worker.sidecar.stop()
     chaos.fault("sidecar stopped")
-    worker.engine.kill()
     chaos.fault("engine SIGKILL, started again on its endpoint")
-    worker.engine.start()
-    await worker.engine.ready()
+    await _restart_engine(worker)
     await chaos.moved(40, [worker])
     worker.sidecar.start()
     await worker.sidecar.ready()
@@ -117,9 +159,7 @@ async def saved_state_of_another_engine_life(chaos: Chaos) -> None:
     await chaos.moved(10)
     await worker.sidecar.stop()
     old = worker.state_file.read_bytes()
-    worker.engine.kill()
-    worker.engine.start()
-    await worker.engine.ready()
+    await _restart_engine(worker)
     worker.sidecar.start()
     await worker.sidecar.ready()
     chaos.fault("engine SIGKILL, started again on its endpoint")
@@ -148,6 +188,8 @@ async def two_publishers_of_one_worker(chaos: Chaos) -> None:
 
 
 SCENARIOS = (
+    feed_gap_longer_than_the_replay_buffer,
+    engine_without_a_replay_socket,
     feed_cut_and_filled_from_replay,
     feed_cut_while_replay_is_silent,
     engine_killed_and_restarted,
