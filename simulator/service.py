@@ -15,7 +15,6 @@ from simulator.server import EngineApi
 from simulator.settings import EngineSettings
 from simulator.zmq_events import open_feed
 
-
 GRACE_S = 2
 """How long open answers may go on when the engine is stopped."""
 
