@@ -5,7 +5,7 @@ import tempfile
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -14,15 +14,15 @@ import typer
 from kvatlas.cli.flags import JsonFlag, with_settings
 from kvatlas.cli.output import print_json_line
 from kvatlas.cli.running import run_service, tell
-from kvatlas.errors import SettingsError, Unreachable
+from kvatlas.errors import SettingsError
+from kvatlas.fleet import EngineKind
+from kvatlas.identity import rank_worker_id
 from kvatlas.redact import without_password
 from kvatlas.settings import IndexerSettings, PublishSettings, UpSettings
 
 if TYPE_CHECKING:
     from indexer.replica import Replica
 
-EVENTS_PORT = 5557
-MODELS_DEADLINE_S = 5.0
 FREE_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
 
 _FLAG_OF_KEY = {
@@ -40,9 +40,9 @@ EngineFlag = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL[,KEY=VALUE...]",
-        help="An engine that runs already, by its HTTP address; may be repeated. Keys: engine (vllm, sglang), endpoint "
-        "(its event socket; default: port 5557 of the same host), replay, worker, model (default: what it serves), "
-        "tokenizer, tenant, advertise.",
+        help="An engine that runs already, by its HTTP address; may be repeated. What it is, serves and publishes is asked "
+        "of it; keys say otherwise: engine (vllm, sglang), endpoint (its event socket), replay, worker, model, tokenizer, "
+        "tenant, advertise.",
     ),
 ]
 
@@ -70,8 +70,6 @@ def parse_engine(text: str) -> dict[str, str]:
         host = None
     if host is None:
         raise SettingsError(f"--engine is {text!r}; expected an address that begins with http:// or https://")
-    flags.setdefault("engine", "vllm")
-    flags.setdefault("endpoint", f"tcp://{f'[{host}]' if ':' in host else host}:{EVENTS_PORT}")
     flags.setdefault("worker_id", FREE_WORKER_ID.sub("-", parts.netloc).strip("-")[:64])
     return flags
 
@@ -89,7 +87,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
         nats_url = settings.nats_url or await _embedded_nats(stack, settings, state_dir)
         redis_url = settings.redis_url or await _embedded_valkey(stack, settings, state_dir, keep=not temporary)
         servers = {"nats_url": nats_url, "redis_url": redis_url, "wait": settings.wait}
-        sidecars = [await _sidecar_settings(flags, servers, state_dir) for flags in engines]
+        sidecars = [one for flags in engines for one in await _sidecar_settings(flags, servers, state_dir)]
         indexer_settings = IndexerSettings.load(**servers, status_port=settings.status_port)
         ready = anyio.Event()
 
@@ -123,26 +121,39 @@ async def _embedded_valkey(stack: AsyncExitStack, settings: UpSettings, state_di
     return (await stack.enter_async_context(server)).url
 
 
-async def _sidecar_settings(flags: dict[str, str], servers: dict[str, object], state_dir: Path) -> PublishSettings:
+async def _sidecar_settings(
+    flags: dict[str, str], servers: dict[str, object], state_dir: Path
+) -> list[PublishSettings]:
+    """A publisher for each rank of an engine, as the engine says, or as the flags do. Raises Unreachable."""
+    from publishers.discovery import discover, shifted  # needs the extra
+
     folder = state_dir / "publishers" / flags["worker_id"]
     folder.mkdir(parents=True, exist_ok=True)
-    model_id = flags.get("model_id") or await _served_model(flags["engine_url"])
-    return PublishSettings.load(**{**servers, **flags, "model_id": model_id, "state_dir": folder})
-
-
-async def _served_model(engine_url: str) -> str:
-    """The first model that an engine's `/v1/models` lists. Raises Unreachable."""
-    import httpx  # needs the extra
-
-    url = f"{engine_url.rstrip('/')}/v1/models"
-    try:
-        async with httpx.AsyncClient(timeout=MODELS_DEADLINE_S) as client:
-            answer = (await client.get(url)).raise_for_status().json()
-        return str(answer["data"][0]["id"])
-    except httpx.HTTPError as error:
-        raise Unreachable(f"engine at {url}: {error or type(error).__name__}; or give it with model=") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise Unreachable(f"engine at {url} does not list a model; give it with model=") from error
+    shared: dict[str, Any] = {**servers, "engine": EngineKind.VLLM, **flags, "state_dir": folder}
+    if "endpoint" in flags and "model_id" in flags:
+        return [PublishSettings.load(**shared)]
+    kind = EngineKind(flags["engine"]) if flags.get("engine") in set(EngineKind) else None
+    offer = await discover(
+        flags["engine_url"], model_id=flags.get("model_id"), kind=kind, events="endpoint" not in flags
+    )
+    for note in offer.notes:
+        tell(f"worker {flags['worker_id']}: {note}")
+    shared |= {"block_size": offer.block_size, "eagle": offer.eagle}
+    shared |= {"engine": offer.kind, "model_id": offer.model_id, **flags}
+    if "endpoint" in flags:
+        return [PublishSettings.load(**shared)]
+    found: list[PublishSettings] = []
+    for source in offer.sources:
+        back = -(source.rank or 0)  # settings name the first rank's ports
+        replay = source.replay_endpoint
+        own = {
+            "endpoint": shifted(source.endpoint, back),
+            "replay_endpoint": shifted(replay, back) if replay else None,
+            "topic": source.topic,
+            "dp_rank": source.rank,
+        }
+        found.append(PublishSettings.load(**{**shared, **own, **flags}))
+    return found
 
 
 def _announce(
@@ -154,12 +165,17 @@ def _announce(
                 "nats_url": nats_url,
                 "redis_url": redis_url,
                 "state_dir": None if state_dir is None else str(state_dir),
-                "workers": [sidecar.worker_id for sidecar in sidecars],
+                "workers": [_worker_id(sidecar) for sidecar in sidecars],
             }
         )
         return
     tell(f"up: state in {state_dir if state_dir is not None else 'a temporary folder'}; stop with Ctrl-C")
     for sidecar in sidecars:
         engine_url = without_password(sidecar.engine_url or "")
-        tell(f"worker {sidecar.worker_id}: {engine_url}, model {sidecar.model_id}, events from {sidecar.endpoint}")
+        tell(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, events from {sidecar.endpoint}")
     print(f"export KVATLAS_NATS_URL={nats_url}\nexport KVATLAS_REDIS_URL={redis_url}", flush=True)
+
+
+def _worker_id(sidecar: PublishSettings) -> str:
+    rank = sidecar.dp_rank
+    return sidecar.worker_id if rank is None else rank_worker_id(sidecar.worker_id, rank)

@@ -92,6 +92,22 @@ def test_up_with_an_engine(cli: Cli, engine: tuple[str, str, str]) -> None:
         check_questions(cli, told["redis_url"], "w1", url)
 
 
+def test_up_finds_out_what_an_engine_offers_and_a_router_answers_for_it(cli: Cli, engine: tuple[str, str, str]) -> None:
+    url, _, _ = engine
+    with running("up", "--json", "--engine", url) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        (worker_id,) = told["workers"]
+        complete(url)
+        check_questions(cli, told["redis_url"], worker_id, url)
+        with running("router", "--port", "0", KVATLAS_REDIS_URL=told["redis_url"]) as router:
+            at = line_of(router, r"router at (\S+);")[1]
+            body = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
+            answer = httpx.post(f"{at}/v1/completions", json=body, timeout=30)
+            assert answer.headers["x-kvatlas-decision"].startswith(f'"{worker_id}";cached=192;prompt=200')
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+
+
 def test_an_indexer_and_a_sidecar_of_their_own(cli: Cli, engine: tuple[str, str, str]) -> None:
     url, endpoint, replay = engine
     complete(url)
