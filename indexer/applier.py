@@ -7,7 +7,7 @@ by themselves under load, up to a limit that keeps one call short (others wait f
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from time import time_ns
+from time import monotonic, time_ns
 
 import anyio
 from redis.exceptions import RedisError
@@ -24,6 +24,7 @@ CALL_BYTES = 64 * 1024
 """About 8,000 blocks: some 10 ms of the store, during which it answers nobody else."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+SAY_EVERY_S = 10.0
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -50,6 +51,7 @@ class Applier:
         self._feeds: list[PartitionFeed] = []
         self._turn = 0
         self._links = LinkCollector()
+        self._say_full_s = 0.0
         self._some = asyncio.Event()
         self.wake: Callable[[], None] = self._some.set
         """Call it after a feed got something."""
@@ -165,3 +167,14 @@ class Applier:
         counters.refused += applied.refused
         counters.failed_checks += applied.failed_checks
         counters.moved += len(applied.moved)
+        if applied.no_room:
+            counters.store_full += 1
+            if monotonic() >= self._say_full_s:
+                self._say_full_s = monotonic() + SAY_EVERY_S
+                closed = sum(record.oom for record in applied.records)
+                log.error(
+                    "shard %d: the store is out of memory (maxmemory): blocks of %d workers could not be stored, these are"
+                    " left out until there is room",
+                    self.shard,
+                    closed,
+                )

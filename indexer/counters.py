@@ -63,6 +63,7 @@ class IndexerCounters:
     failed_checks: int = 0
     moved: int = 0
     store_errors: int = 0
+    store_full: int = 0
     # repair
     snapshots_asked: int = 0
     snapshots_unanswered: int = 0

@@ -12,7 +12,7 @@ from kvatlas.index.protocol import WorkerRecord
 
 PATIENCE_S = 2.0
 LONGEST_PATIENCE_S = 16.0
-OOM_PATIENCE_S = 10.0
+OOM_PATIENCE_S = 5.0
 FORGET_INCARNATION_S = 60.0
 OTHERS_ONLY_S = 5.0
 """An incarnation is forgotten when for so long only others of its worker were heard. A publisher that lost its state under

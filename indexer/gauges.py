@@ -28,6 +28,7 @@ class ReplicaGauges:
     workers_alive: int = 0
     workers_lost: int = 0
     workers_in_doubt: int = 0
+    workers_without_room: int = 0
     retired_holders: int = 0
     granted_snapshot_bytes: int = 0
 
@@ -41,6 +42,7 @@ def gauges_of(replica: Replica) -> ReplicaGauges:
         workers_alive=liveness[Liveness.ALIVE],
         workers_lost=liveness[Liveness.LOST],
         workers_in_doubt=len(replica.doubts),
+        workers_without_room=replica.workers_without_room,
         retired_holders=replica.retired_holders,
         granted_snapshot_bytes=replica.granted_bytes,
     )

@@ -16,10 +16,12 @@ from indexer.grants import GrantBudget
 from kvatlas.control import ControlOp, ControlReply, ControlRequest, GrantRequest
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import partition_of
-from kvatlas.index.protocol import Applied, ResidencyIndex, WorkerRecord
+from kvatlas.index.protocol import Applied, ResidencyIndex, Room, WorkerRecord
 from kvatlas.subjects import ALL_GRANTS, control_subject
 
 JUDGE_EVERY_S = 1.0
+ROOM_FRACTION = 0.1
+"""A worker that the store had no memory for is asked again when so much of it is free."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -54,6 +56,9 @@ class Repair:
         self._on_records = on_records
         self._clock = clock
         self._inbox = client.new_inbox()
+        self._evicting: dict[int, bool] = {}
+        self.without_room = 0
+        """Workers of the owned shards whose blocks the store had no memory for."""
 
     def on_applied(self, applied: Applied) -> None:
         """A call to the index came back: snapshots that it completed free their grants."""
@@ -83,7 +88,10 @@ class Repair:
     async def tick(self) -> None:
         """One round of judging and asking."""
         records: dict[str, WorkerRecord] = {}
+        rooms: dict[int, Room] = {}
         for shard in sorted({partition % self._index.shards for partition in self._owned()}):
+            rooms[shard] = await self._index.room(shard)
+            self._heed_room(shard, rooms[shard])
             for record in await self._index.records(shard):
                 records[record.worker_id] = record
         self._on_records(records.values())
@@ -91,7 +99,11 @@ class Repair:
             self._heed(record)
         wishes = self._doubt.judge(records, self._at_end, self._clock())
         await self._look_for_lost_positions()
+        self.without_room = sum(record.oom for record in records.values())
         for wish in wishes:
+            known = records.get(wish.worker_id)
+            if known is not None and known.oom and rooms[known.partition % self._index.shards].free < ROOM_FRACTION:
+                continue  # it would be told in vain, and closed again
             await self._ask(wish)
 
     async def _look_for_lost_positions(self) -> None:
@@ -101,6 +113,11 @@ class Repair:
         for partition in {partition_of(worker_id, self._index.partitions) for worker_id in unknown}:
             if await self._index.position(partition) is None:
                 self._start_over(partition, "the store has no position of it")
+
+    def _heed_room(self, shard: int, room: Room) -> None:
+        if room.evicts and not self._evicting.get(shard):
+            log.error("shard %d: the store evicts keys by itself now; expected maxmemory-policy noeviction", shard)
+        self._evicting[shard] = room.evicts
 
     def _heed(self, record: WorkerRecord) -> None:
         if record.answering and not record.loading:

@@ -152,6 +152,11 @@ class Replica:
         return self._liveness.workers
 
     @property
+    def workers_without_room(self) -> int:
+        """Workers of the owned shards that are left out because the store is out of memory."""
+        return self._repair.without_room
+
+    @property
     def retired_holders(self) -> int:
         """Retired holders that still have blocks, in the shards that this replica sweeps."""
         return sum(self._sweeper.left.values())

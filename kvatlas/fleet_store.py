@@ -27,7 +27,7 @@ POOLS = "kva:{fleet}:pools"
 
 LIBRARY = "kvatlas_fleet"
 FUNCTIONS = Path(__file__).parent / "fleet_functions"
-SHARED = ("_clock",)
+SHARED = ("_register", "_clock")
 
 
 def pool_workers_key(pool_id: str) -> str:
@@ -49,11 +49,8 @@ class FleetStore:
             by_pool.setdefault(record.endpoint.pool_id, {})[worker_id] = told
         for pool_id, reports in by_pool.items():
             await write_reports(self._store, pool_id, reports)
-        try:
-            if by_pool:
-                await self._store.client.sadd(POOLS, *by_pool)
-        except UNREACHABLE as error:
-            raise self._unreachable(error) from error
+        if by_pool:
+            await self._fcall("kvatlas_fleet_pools", [POOLS], list(by_pool))
 
     async def forget(self, worker_id: str, pool_id: str) -> None:
         """Take a worker out of its pool, with all that is booked on it."""

@@ -14,7 +14,7 @@ from kvatlas.store import Store, function_library
 
 LIBRARY = "kvatlas_pool"
 FUNCTIONS = Path(__file__).parent / "pool_functions"
-SHARED = ("_clock", "_pool", "_weigh")
+SHARED = ("_register", "_clock", "_pool", "_weigh")
 
 _PARTS = (
     "workers",

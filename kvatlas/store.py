@@ -16,6 +16,7 @@ from redis.exceptions import (
     BusyLoadingError,
     ClusterError,
     NoPermissionError,
+    ReadOnlyError,
     RedisClusterException,
     RedisError,
 )
@@ -75,8 +76,17 @@ class Store:
             if self._lines is not None:
                 return await self._lines.call(commands, again=again)
             return list(await asyncio.gather(*(self.client.execute_command(*command) for command in commands)))
+        except ReadOnlyError as error:
+            # its role has changed: connections made anew may lead to the one that is the primary now
+            await self._drop_idle()
+            raise Unreachable(f"{self.name}: it is a read-only replica; expected a primary") from error
         except UNREACHABLE as error:
             raise Unreachable(f"{self.name}: {reason(error)}") from error
+
+    async def _drop_idle(self) -> None:
+        if self._lines is not None:
+            await self._lines.close()
+            await self.client.connection_pool.disconnect(inuse_connections=False)
 
     async def load_functions(self, code: str) -> None:
         """Load a function library, replacing an older one, on every primary."""

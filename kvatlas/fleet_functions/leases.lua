@@ -13,7 +13,7 @@ end
 
 -- claim: take or renew what is free, expired or one's own; returns the partitions held.
 -- KEYS: leases   ARGV: member id, ttl ms, partition...
-redis.register_function('kvatlas_fleet_claim', function(keys, args)
+register('kvatlas_fleet_claim', function(keys, args)
   local now, held = now_ms(), {}
   local value = string.format('%d %s', now + tonumber(args[2]), args[1])
   for i = 3, #args do
@@ -28,7 +28,7 @@ end)
 
 -- release: give up what is one's own.
 -- KEYS: leases   ARGV: member id, partition...
-redis.register_function('kvatlas_fleet_release', function(keys, args)
+register('kvatlas_fleet_release', function(keys, args)
   for i = 2, #args do
     local value = redis.call('HGET', keys[1], args[i])
     if value and string.match(value, '^%d+ (.*)$') == args[1] then
@@ -40,7 +40,7 @@ end)
 
 -- leases: flat list of partition, member for all that have not expired.
 -- KEYS: leases
-redis.register_function('kvatlas_fleet_leases', function(keys, args)
+register('kvatlas_fleet_leases', function(keys, args)
   local now, out, flat = now_ms(), {}, redis.call('HGETALL', keys[1])
   for i = 1, #flat, 2 do
     local member = holder_of(flat[i + 1], now)

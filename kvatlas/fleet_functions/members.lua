@@ -2,7 +2,7 @@
 
 -- beat: this member lives until now + ttl; returns all live members. Members whose time is over are taken out.
 -- KEYS: members   ARGV: member id, ttl ms
-redis.register_function('kvatlas_fleet_beat', function(keys, args)
+register('kvatlas_fleet_beat', function(keys, args)
   local now = now_ms()
   redis.call('HSET', keys[1], args[1], string.format('%d', now + tonumber(args[2])))
   local live, flat = {}, redis.call('HGETALL', keys[1])
@@ -18,7 +18,7 @@ end)
 
 -- leave: the member and all its leases are gone.
 -- KEYS: members, leases   ARGV: member id
-redis.register_function('kvatlas_fleet_leave', function(keys, args)
+register('kvatlas_fleet_leave', function(keys, args)
   redis.call('HDEL', keys[1], args[1])
   local flat = redis.call('HGETALL', keys[2])
   for i = 1, #flat, 2 do

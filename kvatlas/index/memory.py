@@ -7,7 +7,7 @@ from kvatlas.hashing import HASH_BYTES
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.direct import DirectWrites
 from kvatlas.index.memory_shard import MemoryShard
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, Recounted, Scrubbed, WorkerRecord
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Recounted, Room, Scrubbed, WorkerRecord
 from kvatlas.index.verify import differences
 from kvatlas.residency import IndexMetrics, Overlap, Residency
 from kvatlas.tiers import FLAG_PINNED, tiers_of
@@ -42,6 +42,9 @@ class MemoryIndex(DirectWrites):
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
         return self._shards[shard].sweep()
+
+    async def room(self, shard: int) -> Room:
+        return Room(0, 0, False)
 
     async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
         return self._shards[shard].scrub()

@@ -70,7 +70,8 @@ class Applied:
     """What became of a batch: the touched workers' records after it, and messages by outcome.
 
     `moved` names partitions whose stored position is of another stream than the batch's: nothing of them was applied,
-    their reader starts over from the stored position.
+    their reader starts over from the stored position. `no_room`: the store is out of memory; workers that had stores among
+    the messages are closed (`oom`), the rest was applied.
     """
 
     records: Sequence[WorkerRecord]
@@ -81,6 +82,7 @@ class Applied:
     refused: int = 0
     failed_checks: int = 0
     moved: Sequence[int] = ()
+    no_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,20 @@ class Recounted:
     seq: int
     moved: bool
     scopes: Mapping[Scope, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory of the server that holds a shard; `limit_bytes` 0: no limit. `evicts`: it would drop keys by itself."""
+
+    used_bytes: int
+    limit_bytes: int
+    evicts: bool
+
+    @property
+    def free(self) -> float:
+        """The free fraction."""
+        return 1.0 - self.used_bytes / self.limit_bytes if self.limit_bytes else 1.0
 
 
 class ResidencyIndex(Protocol):
@@ -173,6 +189,9 @@ class ResidencyIndex(Protocol):
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
         """Take retired holders out of about `budget_blocks` entries; how many retired holders are left."""
+
+    async def room(self, shard: int) -> Room:
+        """Memory of the shard's server. A writer also sees to it that the store can still carry out its calls."""
 
     async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
         """Go on with a round of recounting what active holders hold against their digests, for about `budget_blocks`

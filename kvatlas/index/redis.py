@@ -3,7 +3,8 @@
 Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from kvatlas.index.gallop import STRIDE
 from kvatlas.index.holder_names import HolderNames
 from kvatlas.index.keys import SCOPES, ShardKeys
 from kvatlas.index.layout import check_suitable, layout_id, library, make_layout, read_layout
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, Recounted, Scrubbed, WorkerRecord
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Recounted, Room, Scrubbed, WorkerRecord
 from kvatlas.index.redis_answers import blocks_in, scopes_touched
 from kvatlas.index.redis_recount import WORKERS_A_PASS, Recount
 from kvatlas.index.redis_scrub import Scrub
@@ -37,6 +38,7 @@ REGISTERED_S = 1.0
 """Shorter than any doubt's patience: a wiped store knows the scopes before it gets the first snapshot."""
 
 _SCAN_COUNT = 1_000
+FUNCTIONS_GONE = "Function not found"
 _NAME_TRIES = 3
 
 
@@ -102,14 +104,16 @@ class RedisIndex(DirectWrites):
             keys += [key for scope_id in scope_ids for key in (k.children(scope_id), k.parents(scope_id))]
         try:
             answer = await self._fcall("kvatlas_apply", keys, [argument])
+            no_room = False
         except OutOfMemoryError:
             # closes the workers whose stores can't be applied: that gives memory back, and removals go on
             answer = await self._fcall("kvatlas_apply_oom", keys, [argument])
+            no_room = True
         applied, counts = unpack_answer(answer)
         self._puts += counts["stored"]
         self._removes += counts["removed"]
         self._bytes_written += counts["bytes_written"]
-        return applied
+        return replace(applied, no_room=True) if no_room else applied
 
     async def retire(self, worker_id: str, incarnation: int) -> bool:
         k = self._keys_of(worker_id)
@@ -123,6 +127,10 @@ class RedisIndex(DirectWrites):
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
         return await self._sweeps[shard].run(self._store.client, self._fcall, budget_blocks)
+
+    async def room(self, shard: int) -> Room:
+        used, limit, policy = await self._fcall_ro("kvatlas_room", [self._keys[shard].meta], [])
+        return Room(used, limit, policy != b"noeviction")
 
     async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
         k = self._keys[shard]
@@ -150,7 +158,7 @@ class RedisIndex(DirectWrites):
     async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int) -> Overlap:
         calls = [([k.blocks(scope_id), k.meta], [hashes, stride]) for k in self._keys]
         for attempt in range(_NAME_TRIES):
-            answers = await self._store.fcall_ro_many("kvatlas_overlap", calls)
+            answers = await self._asked_again(lambda: self._store.fcall_ro_many("kvatlas_overlap", calls))
             shards = []
             for names, (version, values, lengths) in zip(self._names, answers, strict=True):
                 if names.version != version:
@@ -248,11 +256,11 @@ class RedisIndex(DirectWrites):
                     if scope_id in self._scopes:
                         continue
                     scope = scope_use(scope_id, entry).scope
-                    await self._ask(self._store.client.hsetnx(SCOPES, scope_id, scope.canonical))
-                    await self._scope(scope_id)
-                    if self._scopes[scope_id] != scope:
-                        known = self._scopes.pop(scope_id)
+                    [stored] = await self._fcall("kvatlas_scope", [SCOPES], [scope_id, scope.canonical])
+                    if stored != scope.canonical:
+                        known = scope_from_canonical(stored)
                         raise InvalidValue(f"scope {scope} has the id {scope_id.hex()} of scope {known}")
+                    self._scopes[scope_id] = scope
 
     async def _keep_registered(self) -> None:
         """Once a second at most: a store that lost the layout and the scopes (another writer may have seen to the layout
@@ -270,7 +278,7 @@ class RedisIndex(DirectWrites):
                 found = await layout_id(self._store)
             if self._scopes and (found != self._layout_id or await self._store.client.hlen(SCOPES) < len(self._scopes)):
                 for scope_id, scope in list(self._scopes.items()):
-                    await self._store.client.hsetnx(SCOPES, scope_id, scope.canonical)
+                    await self._fcall("kvatlas_scope", [SCOPES], [scope_id, scope.canonical])
             self._layout_id = found
         except UNREACHABLE as error:
             raise Unreachable(f"{self._store.name}: {reason(error)}") from error
@@ -324,16 +332,22 @@ class RedisIndex(DirectWrites):
         return cast(list[int], msgpack.unpackb(packed)) if packed is not None else [0] * 15
 
     async def _fcall(self, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        try:
-            return await self._store.fcall(function, keys, args)
-        except ResponseError as error:
-            if not self._writer or "Function not found" not in str(error):
-                raise
-            await self._store.load_functions(library())  # somebody flushed them
-            return await self._store.fcall(function, keys, args)
+        return await self._asked_again(lambda: self._store.fcall(function, keys, args))
 
     async def _fcall_ro(self, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        return await self._store.fcall_ro(function, keys, args)
+        return await self._asked_again(lambda: self._store.fcall_ro(function, keys, args))
+
+    async def _asked_again(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """A call, once more where somebody flushed the functions: a writer loads them, a reader waits for one that does."""
+        try:
+            return await call()
+        except ResponseError as error:
+            if FUNCTIONS_GONE not in str(error):
+                raise
+        if self._writer:
+            await self._store.load_functions(library())
+            return await call()
+        raise Unreachable(f"{self._store.name}: its functions are gone; the next indexer that looks loads them again")
 
     async def _ask(self, answer: Any) -> Any:
         try:

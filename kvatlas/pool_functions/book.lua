@@ -39,7 +39,7 @@ local function predict(keys, id, offer, chain, first, ready, now)
   end
 end
 
-redis.register_function('kvatlas_pool_book', function(keys, args)
+register('kvatlas_pool_book', function(keys, args)
   local id, router, input_tokens, ask = args[1], args[2], tonumber(args[5]), cmsgpack.unpack(args[6])
   local now = now_us()
   purge(keys, now)

@@ -3,7 +3,7 @@
 -- beat: the router lives for so long from now.
 -- KEYS: see _pool.lua   ARGV: router id, us of the lease
 -- returns 1; 0 where the lease was over or new, so that reservations made under it are gone
-redis.register_function('kvatlas_pool_beat', function(keys, args)
+register('kvatlas_pool_beat', function(keys, args)
   local now = now_us()
   purge(keys, now)
   local lived = redis.call('HEXISTS', keys[ROUTERS], args[1])
@@ -13,7 +13,7 @@ end)
 
 -- leave: the router and all its reservations are gone.
 -- KEYS: see _pool.lua   ARGV: router id
-redis.register_function('kvatlas_pool_leave', function(keys, args)
+register('kvatlas_pool_leave', function(keys, args)
   drop_router(keys, args[1], now_us())
   return 0
 end)

@@ -2,7 +2,7 @@
 -- predicted is held from now on.
 -- KEYS: see _pool.lua   ARGV: id
 -- returns 1; 0 where there is no such reservation, or it was told before
-redis.register_function('kvatlas_pool_prefilled', function(keys, args)
+register('kvatlas_pool_prefilled', function(keys, args)
   local id, now = args[1], now_us()
   local packed = redis.call('HGET', keys[RESERVATIONS], id)
   local reservation = packed and cmsgpack.unpack(packed)

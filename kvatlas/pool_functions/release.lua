@@ -2,7 +2,7 @@
 -- KEYS: see _pool.lua
 -- ARGV: id, 'finished' | 'failed' | 'called_off', us for which a booking that was called off is refused should it come late
 -- returns 1; 0 where there is no such reservation
-redis.register_function('kvatlas_pool_release', function(keys, args)
+register('kvatlas_pool_release', function(keys, args)
   local id, outcome, now = args[1], args[2], now_us()
   local packed = redis.call('HGET', keys[RESERVATIONS], id)
   local reservation = packed and cmsgpack.unpack(packed)

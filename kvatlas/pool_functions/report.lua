@@ -5,7 +5,7 @@
 -- KEYS: see _pool.lua
 -- ARGV: cmsgpack { { worker, fleet record ('': leave it as it is), incarnation (text), has a sample (1 or 0), age of the
 --   sample us, age of the last booking that it has us (-1: none), queued, running, waiting, kv }... }
-redis.register_function('kvatlas_pool_report', function(keys, args)
+register('kvatlas_pool_report', function(keys, args)
   local now = now_us()
   purge(keys, now)
   for _, told in ipairs(cmsgpack.unpack(args[1])) do
@@ -42,7 +42,7 @@ end)
 
 -- forget: the worker is not of the pool any more.
 -- KEYS: see _pool.lua   ARGV: worker
-redis.register_function('kvatlas_pool_forget', function(keys, args)
+register('kvatlas_pool_forget', function(keys, args)
   drop_worker(keys, args[1], now_us())
   redis.call('HDEL', keys[1], args[1])
   redis.call('HDEL', keys[LOAD], args[1])

@@ -167,6 +167,7 @@ INDEXER_POISON = _counter("indexer.poison", "{message}", "Messages refused befor
 DEAD_LETTERS_DROPPED = _counter("indexer.dead_letters.dropped", "{message}", "Refused messages that could not be kept")
 STORE_CALLS = _counter("indexer.store.calls", "{call}", "Calls that applied messages to the index")
 STORE_ERRORS = _counter("indexer.store.errors", "{call}", "Calls that the store did not answer; they are repeated")
+STORE_FULL = _counter("indexer.store.full", "{call}", "Calls for which the store was out of memory: an alarm")
 INDEXED_MESSAGES = _counter("indexer.messages", "{message}", "Messages given to the index, by outcome")
 LAG = _counter("indexer.lag.time", "ms", "Time from a message's making to its being applied, summed over messages")
 LAG_MESSAGES = _counter("indexer.lag.messages", "{message}", "Messages whose lag is in `indexer.lag.time`")
@@ -198,6 +199,7 @@ INDEXER = {
     **_is(DEAD_LETTERS_DROPPED, "dead_letters_dropped"),
     **_is(STORE_CALLS, "calls"),
     **_is(STORE_ERRORS, "store_errors"),
+    **_is(STORE_FULL, "store_full"),
     **_by(
         INDEXED_MESSAGES,
         "outcome",
@@ -235,6 +237,7 @@ PARTITIONS_OWNED = _gauge("indexer.partitions.owned", "{partition}", "Partitions
 MESSAGES_PENDING = _gauge("indexer.pending", "{message}", "Messages of owned partitions that are not applied yet")
 WORKERS = _gauge("indexer.workers", "{worker}", "Workers of owned partitions, by liveness")
 IN_DOUBT = _gauge("indexer.workers.in_doubt", "{worker}", "Workers of owned partitions whose residency is in doubt")
+WITHOUT_ROOM = _gauge("indexer.workers.without_room", "{worker}", "Workers left out because the store is out of memory")
 RETIRED_HOLDERS = _gauge("indexer.holders.retired", "{holder}", "Retired holders that are not swept yet")
 GRANTED_BYTES = _gauge("indexer.grants.bytes", "By", "Bytes of snapshots that publishers may send now")
 
@@ -243,6 +246,7 @@ REPLICA = {
     **_is(MESSAGES_PENDING, "messages_pending"),
     **_by(WORKERS, "liveness", workers_alive="alive", workers_lost="lost"),
     **_is(IN_DOUBT, "workers_in_doubt"),
+    **_is(WITHOUT_ROOM, "workers_without_room"),
     **_is(RETIRED_HOLDERS, "retired_holders"),
     **_is(GRANTED_BYTES, "granted_snapshot_bytes"),
 }
@@ -263,7 +267,7 @@ INDEX = {
     **_is(INDEX_WRITTEN, "bytes_written"),
 }
 
-# ---------------------------------------------------------------- router: router_client.RouterCounters
+# ---------------------------------------------------------------- router: router_client.counters.RouterCounters
 
 DECISIONS = _counter("router.decisions", "{decision}", "Requests to be routed, by outcome")
 LOOKUPS = _counter("router.lookups", "{call}", "Overlap questions asked of the index")
@@ -272,9 +276,23 @@ PROMPT_BLOCKS = _counter("router.blocks.required", "{block}", "Blocks of the rou
 OVERLAP_BLOCKS = _counter(
     "router.blocks.overlap", "{block}", "Blocks of the routed prompts that the picked worker held"
 )
+WITHOUT_INDEX = _counter("router.decisions.without_index", "{decision}", "Decisions without the index, by what instead")
+SHADOWED = _counter("router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many agreed")
+ROUTER_FAILURES = _counter("router.store.failures", "{call}", "Calls that the store did not answer in time, by part")
+RESERVATIONS = _counter("router.reservations", "{reservation}", "Reservations made and ended")
+LEASES_LAPSED = _counter("router.leases.lapsed", "{lease}", "Times that a router's lease was over, and its reservations")
+IN_FLIGHT_TOKENS = _counter(
+    "router.tokens.in_flight", "{token}", "Prompt tokens counted as held because the picked worker was computing them"
+)
 
 ROUTER = {
     **_by(DECISIONS, "outcome", routed="routed", no_workers="no_workers"),
+    **_by(WITHOUT_INDEX, "instead", by_load="load", by_prefix_hash="prefix_hash"),
+    **_by(SHADOWED, "outcome", followed="followed", agreed="agreed"),
+    **_by(ROUTER_FAILURES, "part", index_failures="index", booking_failures="reservations"),
+    **_by(RESERVATIONS, "change", booked="booked", released="released"),
+    **_is(LEASES_LAPSED, "lapsed"),
+    **_is(IN_FLIGHT_TOKENS, "predicted_tokens"),
     **_is(LOOKUPS, "lookups"),
     **_is(DECISION_TIME, "decision_time_us"),
     **_is(PROMPT_BLOCKS, "required_blocks"),

@@ -1,7 +1,7 @@
 -- set_position: compare and set; where a position is replaced, all the partition's workers become doubtful.
 -- KEYS: partitions, workers   ARGV: partition, expected or '', new, "<stream creation us> <stream seq>" each
 -- returns what is stored after the call
-redis.register_function('kvatlas_set_position', function(keys, args)
+redis.register_function({ function_name = 'kvatlas_set_position', flags = { 'allow-oom' }, callback = function(keys, args)
   local stored = redis.call('HGET', keys[1], args[1]) or ''
   if stored ~= args[2] then
     return stored
@@ -18,4 +18,4 @@ redis.register_function('kvatlas_set_position', function(keys, args)
     end
   end
   return args[3]
-end)
+end })

@@ -1,0 +1,163 @@
+"""A store without memory, without its functions, read-only, or evicting: under a whole replica and its readers."""
+
+import logging
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+from redis.exceptions import ReadOnlyError
+
+from indexer.service import run_indexer
+from kvatlas.embedded import EmbeddedServer, valkey_server
+from kvatlas.errors import Unreachable, UnsuitableStore
+from kvatlas.fleet_store import FleetStore
+from kvatlas.index.redis import RedisIndex, open_redis_index
+from kvatlas.settings import IndexerSettings
+from kvatlas.store import Store, open_store
+from tests.index.telling import split
+from tests.indexer.bus_teller import PARTITIONS, SCOPE, BusTeller, all_held, all_told, holds_what_was_told
+from tests.indexer.running import answering, running_replica
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def index(store: Store) -> RedisIndex:
+    return await open_redis_index(store, partitions=PARTITIONS, shards=1, writer=True)
+
+
+async def limit_memory(store: Store, bytes_: int) -> None:
+    await store.client.config_set("maxmemory", bytes_)
+
+
+async def test_without_memory_removals_and_sweeps_go_on_and_all_is_exact_again_when_there_is_room(
+    nats: EmbeddedServer,
+    valkey: EmbeddedServer,
+    client: Client,
+    index: RedisIndex,
+    store: Store,
+    fleet: FleetStore,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calm, growing, late = workers = [BusTeller(client, f"w{i}") for i in range(3)]
+    async with running_replica(nats.url, valkey.url) as replica, answering(client, workers):
+        await calm.start()
+        await calm.store_more(100)
+        await growing.start()
+        await growing.store_more(2_000)
+        await until(lambda: holds_what_was_told(index, calm, growing), what="both are applied")
+        await limit_memory(store, 100_000)  # less than an empty server takes
+
+        await growing.store_more(1)
+        first = sorted(key for _, key in calm.held)[-10:]
+        await calm.send(calm.remove(SCOPE, b"".join(reversed(first))))
+        await late.start()
+        await late.store_more(5)
+
+        async def judged() -> bool:
+            records = [await index.record(worker.worker_id) for worker in workers]
+            return [record is not None and record.oom and record.closed for record in records] == [False, True, True]
+
+        await until(judged, what="the workers that stored are closed")
+        await until(lambda: holds_what_was_told(index, calm), what="the removal is applied")
+        assert (await all_held(index, calm)) == all_told(calm)
+        assert await all_held(index, growing, late) == {"w1": {}, "w2": {}}
+        await until(lambda: replica.retired_holders == 0 and replica.counters.sweeps > 0, what="memory is given back")
+        await until(lambda: replica.workers_without_room == 2, what="it is told")
+        assert replica.counters.store_full > 0
+        assert any("out of memory" in record.message for record in caplog.records if record.levelno == logging.ERROR)
+        beats = replica.counters.fleet_writes
+        await until(lambda: replica.counters.fleet_writes > beats + 6, what="the fleet's records are still written")
+        assert replica.counters.leases_lost == 0
+        assert (growing.incarnation, late.incarnation) == (1, 1)
+
+        await limit_memory(store, 0)
+
+        async def exact() -> bool:
+            return await all_held(index, *workers) == all_told(*workers)
+
+        await until(exact, deadline_s=30, what="snapshots have come")
+        assert calm.incarnation == 1
+        await until(lambda: replica.workers_without_room == 0, what="nobody is left out")
+
+
+async def test_functions_that_were_flushed_are_loaded_again(
+    nats: EmbeddedServer, valkey: EmbeddedServer, client: Client, index: RedisIndex, store: Store
+) -> None:
+    """Also where nothing is told: readers never wait for the next message."""
+    worker = BusTeller(client, "w0")
+    chain = b""
+    async with running_replica(nats.url, valkey.url) as replica, answering(client, [worker]):
+        await worker.start()
+        await worker.store_more(20)
+        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        chain = b"".join(key for _, key in sorted(worker.held, key=lambda held: split(held[1])))
+        reader = await open_redis_index(store, writer=False)
+        await store.client.function_flush()
+
+        said: list[str] = []
+
+        async def answers() -> Any:
+            try:
+                return (await reader.overlap(SCOPE, chain)).depths()
+            except Unreachable as error:
+                said.append(str(error))
+                return None
+
+        assert await until(answers, what="the replica has loaded them") == {"w0": 20}
+        assert all("its functions are gone" in line for line in said)
+        await store.client.function_flush()
+        for _ in range(50):
+            await worker.store_more(1)
+        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        assert await all_held(index, worker) == all_told(worker)
+        assert replica.counters.gaps == replica.counters.failed_checks == 0
+
+
+async def test_a_store_that_evicts_is_refused(nats: EmbeddedServer) -> None:
+    async with valkey_server(settings={"maxmemory-policy": "allkeys-lru"}) as evicting:
+        with pytest.raises(UnsuitableStore, match="maxmemory-policy is allkeys-lru; expected noeviction"):
+            await run_indexer(IndexerSettings.load(nats_url=nats.url, redis_url=evicting.url))
+
+
+async def test_a_store_that_begins_to_evict_is_an_error_in_the_log(
+    nats: EmbeddedServer, valkey: EmbeddedServer, store: Store, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_replica(nats.url, valkey.url):
+        await store.client.config_set("maxmemory-policy", "allkeys-lru")
+        await until(lambda: any("evicts keys by itself" in one.message for one in caplog.records), what="it is said")
+
+
+async def test_a_read_only_replica_is_refused_and_one_that_becomes_one_is_waited_out(
+    nats: EmbeddedServer, valkey: EmbeddedServer, client: Client, index: RedisIndex, store: Store
+) -> None:
+    worker = BusTeller(client, "w0")
+    async with (
+        valkey_server() as primary,
+        running_replica(nats.url, valkey.url) as replica,
+        answering(client, [worker]),
+    ):
+        await worker.start()
+        await worker.store_more()
+        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        await store.client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
+        with pytest.raises(UnsuitableStore, match="is a replica; expected a primary"):
+            await run_indexer(IndexerSettings.load(nats_url=nats.url, redis_url=valkey.url))
+        errors = replica.counters.store_errors
+        await worker.store_more()
+        await until(lambda: replica.counters.store_errors > errors, what="a write is refused")
+        await store.client.execute_command("REPLICAOF", "NO", "ONE")
+        await until(lambda: holds_what_was_told(index, worker), deadline_s=30, what="it is written after all")
+        assert await all_held(index, worker) == all_told(worker)
+
+
+async def test_a_read_only_store_is_one_line(valkey: EmbeddedServer, index: RedisIndex) -> None:
+    store = await open_store(valkey.url, wait=False)
+    try:
+        await store.client.execute_command("REPLICAOF", "127.0.0.1", 1)
+        with pytest.raises(Unreachable, match="read-only") as caught:
+            await store.fcall("kvatlas_retire", ["a", "b", "c", "d", "e"], ["w", b"\0" * 8])
+        assert not isinstance(caught.value, ReadOnlyError)
+    finally:
+        await store.close()
