@@ -14,6 +14,7 @@ from nats.errors import Error as NatsError
 from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
+from indexer.echo import Echo
 from indexer.ownership import target_partitions
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet_store import FleetStore
@@ -22,7 +23,7 @@ LEASE_MS = 3_000
 BEAT_S = 0.5
 WANTING_BEAT_S = 0.15
 """While partitions that should be this replica's are still another's."""
-ECHO_DEADLINE_S = 1
+ECHO_DEADLINE_S = 1.0
 LEAVE_DEADLINE_S = 2.0
 
 log = logging.getLogger("kvatlas.indexer")
@@ -47,7 +48,7 @@ class Membership:
         self.members: list[str] = []
         self._partitions = partitions
         self._fleet = fleet
-        self._client = client
+        self._echo = Echo(client)
         self._counters = counters
         self._start = start
         self._stop = stop
@@ -68,6 +69,7 @@ class Membership:
     async def run(self, on_settled: Callable[[], None] | None = None) -> None:
         """Until cancelled; then every partition is stopped and given up at once. `on_settled` is called once, after the
         first round that reached the store."""
+        await self._echo.start()
         try:
             while True:
                 began_s = monotonic()
@@ -84,11 +86,10 @@ class Membership:
         finally:
             with anyio.move_on_after(LEAVE_DEADLINE_S, shield=True):
                 await self._leave()
+                await self._echo.stop()
 
     async def _round(self) -> None:
-        await self._client.flush(timeout=ECHO_DEADLINE_S)
-        if not self._client.is_connected:  # flush answers at once while the connection is being made again
-            raise TimeoutError("NATS is not connected")
+        await self._echo.check(ECHO_DEADLINE_S)
         asked_s = monotonic()
         self.members = await self._fleet.beat(self.member_id, LEASE_MS)
         wanted = target_partitions(self.member_id, self.members, self._partitions)

@@ -111,8 +111,21 @@ def _microseconds(rfc3339: str) -> int:
     return seconds * 1_000_000 + int((fraction + "000000")[:6])
 
 
+class _Client(Client):
+    """nats-py, without a fault of its version 2.16: an answer that comes after the flush it is for gave up ends the
+    reader, and nothing is heard any more until the connection is found stale."""
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            self._pongs.pop(0)
+            self._pongs_received += 1
+            self._pings_outstanding = 0
+        else:
+            await super()._process_pong()
+
+
 async def _connect_once(url: str, name: str) -> Client:
-    client = Client()
+    client = _Client()
     failures: list[Exception] = []
 
     async def remember(error: Exception) -> None:
