@@ -54,7 +54,10 @@ class Chaos:
 
         async def is_exact() -> bool:
             nonlocal last
-            last = await fleet.checker.look(self.under_reporting)
+            if trouble := await fleet.checker.glance():
+                last = State(trouble)
+            else:
+                last = await fleet.checker.look(self.under_reporting)
             return not last.trouble
 
         try:

@@ -54,6 +54,7 @@ async def feed_gap_longer_than_the_replay_buffer(chaos: Chaos) -> None:
     chaos.healed()
     await chaos.moved(10, [worker])
     worker.engine.words = usual
+    await _restart_engine(worker)
 
 
 async def engine_without_a_replay_socket(chaos: Chaos) -> None:
@@ -75,8 +76,11 @@ async def engine_without_a_replay_socket(chaos: Chaos) -> None:
     await _restart_engine(worker)
     chaos.fault("engine SIGKILL, started again on its endpoint")
     await chaos.moved(10, [worker])
-    chaos.healed()
+    await worker.sidecar.stop()
     worker.sidecar.words = usual
+    worker.sidecar.start()
+    await worker.sidecar.ready()
+    chaos.healed()
 
 
 async def _restart_engine(worker: Worker) -> None:
