@@ -148,6 +148,8 @@ class Exchanges:
                 self._shunned[worker_id] = time.monotonic() + SHUN_S
                 _log.warning("worker %s: %s; trying another", worker_id, line)
                 describe_try(span, worker_id=worker_id, attempt=attempt, status=None, note=line)
+            except EngineLost:
+                return  # told already; the booking ended as failed
             except (NoWorkers, Unreachable) as error:
                 if begun:  # only the booking could not be given back; it ends by itself
                     _log.warning("worker %s: %s", worker_id, error)
@@ -215,7 +217,7 @@ class Exchanges:
             # the status is sent already: an error event is the only way to say so
             event = b"data: " + json.dumps(_error(502, "BadGatewayError", str(error))).encode() + b"\n\n"
             await incoming.send({"type": "http.response.body", "body": event})
-            return
+            raise
         self._compare(incoming.request, read, booked, stream.usage)
         await _tell(booked.finish(stream.usage))
 

@@ -48,7 +48,7 @@ async def requests_are(engine: httpx.AsyncClient, gauge: str, number: int) -> bo
 async def test_a_completion_goes_to_the_worker_that_holds_its_prompt(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}, "w2": {}, "w3": {}}) as fleet, running_proxy(valkey_url) as client:
         for worker_id in ("w3", "w1", "w2"):
-            prompt = [*PROMPT, *worker_id.encode(), 5, 6]
+            prompt = [*worker_id.encode(), 5, 6, *PROMPT]
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 3, "return_token_ids": True}
             direct = (await fleet.clients[worker_id].post("/v1/completions", json=body)).json()
             await fleet.holds(worker_id, prompt)

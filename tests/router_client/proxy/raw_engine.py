@@ -1,0 +1,43 @@
+"""An engine that answers with given bytes and hangs up: what no well-behaved one does."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-engine: raw\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(body: bytes) -> bytes:
+    return f"{len(body):x}\r\n".encode() + body + b"\r\n"
+
+
+@dataclass(slots=True)
+class RawEngine:
+    """`heads`: the request heads that it was sent."""
+
+    url: str = ""
+    heads: list[str] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def raw_engine(answer: bytes) -> AsyncIterator[RawEngine]:
+    engine = RawEngine()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            engine.heads.append(head)
+            length = next(
+                int(line.partition(":")[2]) for line in head.splitlines() if line.lower().startswith("content-length")
+            )
+            await reader.readexactly(length)
+            writer.write(answer)
+            await writer.drain()
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        yield engine

@@ -1,0 +1,60 @@
+"""Streams are read while they pass, however they are cut."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router_client.proxy.event_stream import EventStream
+from router_client.tokens import Usage
+
+TOLD = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+USAGE = Usage(5, 2, 4)
+
+
+def event(body: object) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+CHOICES = [event({"choices": [{"text": f'"usage" {i}\n\n'}]}) for i in range(3)]
+LAST = event({"choices": [], "usage": TOLD})
+DONE = b"data: [DONE]\n\n"
+WHOLE = b"".join(CHOICES) + LAST + DONE
+
+
+def cut(text: bytes, places: list[int]) -> list[bytes]:
+    at = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in pairwise(at)]
+
+
+@given(st.lists(st.integers(0, 1_000), max_size=20), st.sampled_from([b"\n\n", b"\r\n\r\n"]))
+def test_what_was_not_asked_for_is_left_out_and_nothing_else(places: list[int], mark: bytes) -> None:
+    stream = EventStream(hide_usage=True)
+    text = WHOLE.replace(b"\n\n", mark)
+    passed = b"".join([*(stream.feed(part) for part in cut(text, places)), stream.end()])
+    assert passed == text.replace(LAST.replace(b"\n\n", mark), b"") and stream.usage == USAGE
+
+
+@given(st.lists(st.integers(0, 1_000), max_size=20))
+def test_what_was_asked_for_passes_byte_by_byte(places: list[int]) -> None:
+    stream = EventStream(hide_usage=False)
+    parts = cut(WHOLE, places)
+    assert [stream.feed(part) for part in parts] == parts and stream.end() == b""
+    assert stream.usage == USAGE
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_last_event_without_its_end_passes_too(end: bytes) -> None:
+    stream = EventStream(hide_usage=True)
+    rest = DONE.rstrip() + end
+    assert stream.feed(CHOICES[0] + rest) + stream.end() == CHOICES[0] + rest
+
+
+def test_usage_in_every_event_stays_where_there_are_choices() -> None:
+    stream = EventStream(hide_usage=True)
+    each = event({"choices": [{"text": "a"}], "usage": TOLD})
+    none = event({"choices": [{"text": "a"}], "usage": None})
+    broken = b'data: {"usage"\n\n'
+    assert stream.feed(none + each + broken) == none + each + broken and stream.usage == USAGE

@@ -1,0 +1,92 @@
+"""Engines that hang up: before the first byte nothing is lost, after it the client is told."""
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvatlas.store import Store
+from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router_client.proxy.raw_engine import HEAD, chunk, raw_engine
+from tests.router_client.proxy.test_proxy import PROMPT, decision, status
+from tests.telemetry.conftest import spans as spans
+
+pytestmark = pytest.mark.anyio
+
+EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
+LENGTH = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.mark.parametrize(
+    "before_the_first_byte",
+    [b"", b"HTTP/1.1 200", HEAD, LENGTH + b'{"choices"'],
+    ids=["nothing", "half", "head", "cut"],
+)
+async def test_what_is_lost_before_the_first_byte_is_asked_of_another(
+    store: Store, valkey_url: str, before_the_first_byte: bytes
+) -> None:
+    async with (
+        raw_engine(before_the_first_byte) as rude,
+        running_fleet(store, {"w1": {}}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.tell("w2", rude.url)
+        await fleet.holds("w2", PROMPT)
+        for streamed in (True, False):
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "stream": streamed}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200 and decision(answer)[0] == "w1"
+        assert len(rude.heads) == 1
+        counted = (await status(client))["proxy"]
+        assert (counted["unreachable"], counted["answered"], counted["broken"]) == (1, 2, 0)
+
+
+async def test_what_is_lost_in_mid_answer_is_told_as_an_error_event(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT)) as rude,
+        running_fleet(store, {}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.tell("w1", rude.url)
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.headers["x-engine"] == "raw"
+        assert answer.text.startswith(EVENT.decode() + 'data: {"error": ') and "in mid-answer" in answer.text
+        assert (await status(client))["proxy"]["broken"] == 1
+
+
+async def test_the_callers_trace_goes_on_to_the_engine_through_the_proxys_span(
+    store: Store, valkey_url: str, spans: InMemorySpanExporter
+) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT) + b"0\r\n\r\n") as rude,
+        running_fleet(store, {}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.tell("w1", rude.url)
+        headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "r1", "authorization": "Bearer key"}
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+        assert (await client.post("/v1/completions?a=b", json=body, headers=headers)).status_code == 200
+    (own,) = [span for span in spans.get_finished_spans() if span.name == "POST /v1/completions"]
+    (route,) = [span for span in spans.get_finished_spans() if span.name == "route kvatlas"]
+    assert own.context is not None and own.parent is not None and route.parent is not None
+    assert (f"{own.context.trace_id:032x}", f"{own.parent.span_id:016x}") == (TRACE, SPAN)
+    assert route.parent.span_id == own.context.span_id and own.attributes is not None
+    assert own.attributes["kvatlas.worker"] == "w1" and own.attributes["http.response.status_code"] == 200
+    (head,) = rude.heads
+    lines = {line.partition(":")[0].lower(): line.partition(":")[2].strip() for line in head.splitlines()}
+    assert lines["traceparent"] == f"00-{TRACE}-{own.context.span_id:016x}-01"
+    assert (lines["authorization"], lines["accept-encoding"]) == ("Bearer key", "identity")
+    assert head.startswith("POST /v1/completions?a=b ") and lines["host"] == rude.url.removeprefix("http://")
+
+
+async def test_without_tracing_the_callers_own_context_goes_on(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT) + b"0\r\n\r\n") as rude,
+        running_fleet(store, {}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.tell("w1", rude.url)
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+        told = f"00-{TRACE}-{SPAN}-01"
+        await client.post("/v1/completions", json=body, headers={"traceparent": told})
+    assert f"traceparent: {told}\r\n" in rude.heads[0].lower()
