@@ -65,7 +65,8 @@ class EngineEndpoint(WireRecord):
 
     `base_url` is where the sidecar reaches the engine, `advertised_url` where routers do (absent: the same).
     `transfer_groups` are the groups whose members' caches this worker can read from; none by default, and then nothing
-    held elsewhere is worth anything to it. `granularity`: every g-th block of a chain is announced.
+    held elsewhere is worth anything to it. `granularity`: every g-th block of a chain is announced. `events` False: the
+    engine tells no KV events, so what it holds can only be predicted from what was sent there.
     """
 
     id: WorkerId
@@ -84,6 +85,7 @@ class EngineEndpoint(WireRecord):
     block_bytes: Count = 0
     granularity: Annotated[int, Field(ge=1)] = 1
     eagle: bool = False
+    events: bool = True
 
     @property
     def url(self) -> str:

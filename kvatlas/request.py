@@ -177,7 +177,9 @@ class SelectionResult:
     Blocks are of the worker's own block size. `required_blocks`: full blocks of the prompt. `overlap_blocks`: how many
     leading ones the worker holds, and `resident_tokens` in them (a lower bound where it announces only every g-th).
     `usable_tokens`: what its engine will reuse of them. `source`: the worker whose copy it would read, with
-    `transferred_tokens` more. `load_known` False: the worker's load is the pool's mean.
+    `transferred_tokens` more. `load_known` False: the worker's load is the pool's mean. `predicted_tokens`: still more that
+    it is predicted to hold, because they are being computed there, or were on a worker that tells no events; no event
+    has confirmed them.
     """
 
     worker_id: str
@@ -189,6 +191,12 @@ class SelectionResult:
     source: str | None = None
     transferred_tokens: int = 0
     load_known: bool = True
+    predicted_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """What its engine should report as cached."""
+        return self.usable_tokens + self.transferred_tokens + self.predicted_tokens
 
     @property
     def score_us(self) -> int:
@@ -207,5 +215,7 @@ class SelectionResult:
         )
         if self.source is not None:
             text += f", {self.transferred_tokens} more read from {self.source}"
+        if self.predicted_tokens:
+            text += f", {self.predicted_tokens} more predicted"
         text += f"; {self.cost.explain()}"
         return text if self.load_known else text + " (load unknown: the pool's mean)"

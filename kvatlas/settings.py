@@ -219,6 +219,10 @@ class ProxySettings(Settings):
         default=DEFAULT_DECODE_TOKENS, description="Tokens that requests are expected to generate, at most."
     )
     cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="What prices the workers.")
+    decision_deadline_ms: float = Field(
+        default=10.0, gt=0, description="Milliseconds that a decision may wait for the store; then it is made without it."
+    )
+    load_only: bool = Field(default=False, description="Don't ask the index: route by load alone.")
     max_attempts: Positive = Field(default=4, description="Workers tried for one request before it is given up.")
     ask_usage: bool = Field(
         default=True, description="Ask for the usage of streams too, and leave it out where the client did not ask."

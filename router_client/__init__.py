@@ -3,23 +3,29 @@
 from router_client import Prompt, RouterClient, Scope
 
 async with RouterClient.open("redis://127.0.0.1:6379") as router:
-    choice = await router.route(Prompt.of_tokens(Scope("llama", "llama"), token_ids))
-    print(choice.url, choice.explain())
+    async with router.route(Prompt.of_tokens(Scope("llama", "llama"), token_ids)) as choice:
+        print(choice.url, choice.explain())
 """
 
 from kvatlas.cost import Cost, CostProfile, CostTerm, EngineProfile, EngineRates, QuillcacheProfile, ReadRate
 from kvatlas.errors import InvalidValue, KvatlasError, LayoutMismatch, Unreachable
 from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints, RequestShape, SelectionResult, Slo
+from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.reuse import ReuseRule, ReuseRules
 from router_client.answers import Choice, PromptOverlap, Ranking, WorkerOverlap
-from router_client.client import RouterClient, RouterCounters, RouterSettings
+from router_client.client import RouterClient
+from router_client.counters import RouterCounters
 from router_client.errors import NoWorkers
+from router_client.fail_open import Basis
 from router_client.fleet import FleetReader, StaticFleet
 from router_client.lookup import OverlapIndex
 from router_client.prompt import Prompt
+from router_client.settings import BookingSettings, Policy, RoundRobin, RouterSettings
 
 __all__ = [
+    "Basis",
+    "BookingSettings",
     "Choice",
     "Cost",
     "CostProfile",
@@ -31,17 +37,22 @@ __all__ = [
     "InvalidValue",
     "KvatlasError",
     "LayoutMismatch",
+    "MemoryReservations",
     "NoWorkers",
     "OverlapIndex",
+    "Policy",
     "Prompt",
     "PromptOverlap",
     "QuillcacheProfile",
     "Ranking",
     "ReadRate",
+    "RedisReservations",
     "RequestHints",
     "RequestShape",
+    "Reservations",
     "ReuseRule",
     "ReuseRules",
+    "RoundRobin",
     "RouterClient",
     "RouterCounters",
     "RouterSettings",

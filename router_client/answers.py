@@ -1,12 +1,16 @@
 """What the router client answers: overlaps, a ranking, a choice; each can explain itself."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvatlas.cost.plan import Cost
 from kvatlas.fleet import Role
 from kvatlas.request import SelectionResult
+from kvatlas.reservations import Outcome
 from kvatlas.tiers import Tier
+from router_client.fail_open import Basis
+from router_client.reservation import Reservation
+from router_client.tokens.usage import Usage
 
 RANK_HEADER = "X-Data-Parallel-Rank"
 
@@ -82,7 +86,9 @@ class Choice:
     """Where to send a request, and why.
 
     `url` is the engine's address for routers, `headers` go with the request (the rank of a data-parallel engine).
-    `source`: the worker to read `result.transferred_tokens` from, where a transfer pays.
+    `source`: the worker to read `result.transferred_tokens` from, where a transfer pays. `basis`: what it was chosen by,
+    and `why` that is not cost, in one line. `would_be`: the worker that cost would have chosen, where another policy is
+    followed. `reservation` is there while the choice is booked.
     """
 
     worker_id: str
@@ -91,10 +97,23 @@ class Choice:
     role: Role
     result: SelectionResult
     ranking: Ranking
+    basis: Basis = Basis.COST
+    why: str = ""
+    would_be: str | None = None
+    reservation: Reservation | None = field(default=None, compare=False)
 
     @property
     def cost(self) -> Cost:
         return self.result.cost
+
+    @property
+    def score_us(self) -> int:
+        return self.result.score_us
+
+    @property
+    def mode(self) -> str:
+        """`basis` as text."""
+        return self.basis.value
 
     @property
     def source(self) -> str | None:
@@ -103,12 +122,31 @@ class Choice:
     @property
     def predicted_cached_tokens(self) -> int:
         """What the engine should report as cached."""
-        return self.result.usable_tokens + self.result.transferred_tokens
+        return self.result.cached_tokens
+
+    async def first_token(self) -> None:
+        """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
+        if self.reservation is not None:
+            await self.reservation.first_token()
+
+    async def finish(self, usage: Usage | None = None) -> None:
+        """The request ended well, with what the engine said of it; leaving the block of `route` does the same."""
+        if self.reservation is not None:
+            await self.reservation.end(Outcome.FINISHED)
+
+    async def fail(self) -> None:
+        """The request did not end well; leaving the block of `route` by an exception does the same."""
+        if self.reservation is not None:
+            await self.reservation.end(Outcome.FAILED)
 
     def explain(self) -> str:
         """The choice, its cost term by term, and the runner-up."""
-        lines = [f"{self.worker_id} at {self.url or '(no address)'}", self.result.explain()]
-        if len(self.ranking.results) > 1:
-            second = self.ranking.results[1]
-            lines.append(f"next, {second.score_us - self.result.score_us} us more: {second.explain()}")
+        lines = [f"{self.worker_id} at {self.url or '(no address)'}"]
+        if self.why:
+            lines[0] += f", chosen by {self.basis.value.replace('_', ' ')}: {self.why}"
+        lines.append(self.result.explain())
+        others = [result for result in self.ranking.results if result.worker_id != self.worker_id]
+        if others:
+            more = others[0].score_us - self.result.score_us
+            lines.append(f"next, {abs(more)} us {'more' if more >= 0 else 'less'}: {others[0].explain()}")
         return "\n  ".join(lines)

@@ -44,6 +44,14 @@ class PromptChain:
             self._chunks.append(chunk)
         return self._chunks[number] if number < len(self._chunks) else b""
 
+    def whole(self) -> bytes:
+        """All hashes. Raises InvalidValue for a token id that is not one."""
+        if self._ready is not None:
+            return self._ready
+        while self.chunk(len(self._chunks)):
+            pass
+        return b"".join(self._chunks)
+
     @property
     def hashed_blocks(self) -> int:
         """How many blocks were hashed so far."""

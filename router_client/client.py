@@ -1,68 +1,44 @@
-"""The router client: asks the index who holds a prompt, prices every worker of the pool, picks the cheapest."""
+"""The router client: asks the index who holds a prompt, prices every worker of the pool, books the cheapest."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
-from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.fleet import FleetRecord
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
-from kvatlas.request import Fallbacks, RequestHints, RequestShape
-from kvatlas.reuse import ReuseRules
+from kvatlas.request import RequestHints, RequestShape
+from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.store import open_store
 from kvatlas.telemetry import decision_span, describe_decision, observe
 from kvatlas.tiers import Tier
 from router_client.answers import RANK_HEADER, Choice, PromptOverlap, Ranking, WorkerOverlap
+from router_client.counters import RouterCounters
+from router_client.deciding import Decider, Decision
 from router_client.errors import NoWorkers
-from router_client.fleet import MAX_AGE_MS, CachedFleet, FleetReader
-from router_client.lookup import NOTHING, HeldPrefix, Lookup, OverlapIndex, look_up
-from router_client.picks import RecentPicks
+from router_client.fail_open import Basis
+from router_client.fleet import CachedFleet, FleetReader
+from router_client.leases import Leases
+from router_client.lookup import NOTHING, HeldPrefix, look_up
+from router_client.lookup import OverlapIndex as OverlapIndex
 from router_client.pool import Pool
 from router_client.prompt import Prompt
-from router_client.ranking import rank
+from router_client.settings import RouterSettings
 
 Request = Prompt | RequestHints | RequestShape
 
 
-@dataclass(frozen=True, slots=True)
-class RouterSettings:
-    """How a router ranks. `fallbacks` complete requests given as hints; `rules` say what engines reuse.
-
-    `fleet_max_age_ms`: how long a pool's records are kept. `count_own_picks`: add this client's own picks that workers
-    can't have reported yet to their load; then equal requests in a row may go to different workers.
-    """
-
-    profile: CostProfile = field(default_factory=EngineProfile)
-    rules: ReuseRules = field(default_factory=ReuseRules)
-    fallbacks: Fallbacks = field(default_factory=Fallbacks)
-    fleet_max_age_ms: float = MAX_AGE_MS
-    count_own_picks: bool = False
-
-
-@dataclass(slots=True)
-class RouterCounters:
-    """Plain integers since the client was made; a client from `RouterClient.open` exports them as metrics.
-
-    `lookups`: round trips to the index. `required_blocks` and `overlap_blocks`: of the routed prompts, at the picked
-    worker.
-    """
-
-    routed: int = 0
-    no_workers: int = 0
-    lookups: int = 0
-    decision_time_us: int = 0
-    required_blocks: int = 0
-    overlap_blocks: int = 0
-
-
 class RouterClient:
-    """Answers `overlap`, `rank` and `route`; safe to share between tasks of one event loop.
+    """Answers `overlap` and `rank`, and chooses with `route`, `book` and `pick`; safe to share between tasks of one loop.
 
-    Every question raises Unreachable where the store does not answer, and InvalidValue for a request that breaks the
-    contract. One round trip to the index (see `router_client.chain` for long prompts given as tokens), and at most
-    every `fleet_max_age_ms` one for the pool's records.
+    `overlap` and `rank` raise Unreachable where the store does not answer. A choice is made within the deadline whatever
+    the store does (`Choice.basis` says by what); it raises Unreachable only where the pool's workers were never read. All
+    raise InvalidValue for a request that breaks the contract.
+
+    Enter the client (`async with`) where it books in a store: then its lease there is renewed, and leaving gives back
+    whatever is still booked.
     """
 
     def __init__(
@@ -71,15 +47,18 @@ class RouterClient:
         fleet: FleetReader,
         settings: RouterSettings | None = None,
         *,
+        reservations: Reservations | None = None,
         now_us: Callable[[], int] = lambda: time.time_ns() // 1_000,
     ) -> None:
-        """Over an index and a fleet reader that the caller keeps open; `RouterClient.open` makes both from a URL."""
+        """Over an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` makes them from
+        a URL. Without reservations it books in this process, so that it knows of its own choices alone."""
         self.settings = settings or RouterSettings()
         self.counters = RouterCounters()
         self._index = index
         self._fleet = CachedFleet(fleet, self.settings.fleet_max_age_ms, self.settings.rules)
-        self._picks = RecentPicks()
-        self._now_us = now_us
+        booked = reservations or MemoryReservations(now_us)
+        self._leases = Leases(booked, self.counters, self.settings.booking.lease_s, self.settings.router_id)
+        self._decider = Decider(index, self._fleet, booked, self._leases, self.settings, self.counters, now_us)
 
     @classmethod
     @asynccontextmanager
@@ -99,17 +78,39 @@ class RouterClient:
         store = await open_store(redis_url, wait=wait, on_wait=on_wait)
         try:
             index = await open_redis_index(store, writer=False)
-            client = cls(index, FleetStore(store), settings)
-            with observe("router", client.counters):
-                yield client
+            client = cls(index, FleetStore(store), settings, reservations=RedisReservations(store))
+            async with client:
+                with observe("router", client.counters):
+                    yield client
         finally:
             await store.close()
+
+    async def __aenter__(self) -> Self:
+        self._leases.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._leases.stop()
+        await self._fleet.close()
+
+    @property
+    def load_only(self) -> bool:
+        """The kill switch: True, and choices are made by load alone, without the index. May be set at any time."""
+        return self._decider.load_only
+
+    @load_only.setter
+    def load_only(self, on: bool) -> None:
+        self._decider.load_only = on
 
     async def overlap(self, request: Request) -> PromptOverlap:
         """What each worker of the request's pool holds of the prompt, resident and usable, by tier."""
         prompt = self._prompt(request)
         with decision_span("overlap", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            pool, found = await self._look_up(prompt)
+            pool = await self._fleet.pool(prompt.scope.pool_id)
+            found = await look_up(self._index, prompt, pool.groups)
+            self.counters.lookups += found.round_trips
             workers = [self._worker_overlap(prompt, record, found.held) for record in pool.records.values()]
             workers.sort(key=lambda worker: (-worker.usable_tokens, -worker.resident_tokens, worker.worker_id))
             describe_decision(span, candidates=len(workers))
@@ -119,45 +120,89 @@ class RouterClient:
         """Every candidate with every term of its cost, cheapest first; empty without a candidate."""
         prompt = self._prompt(request)
         with decision_span("rank", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            ranking, _ = await self._rank(prompt)
-            describe_decision(span, candidates=len(ranking))
-        return ranking
+            decision = await self._decider.rank(prompt)
+            describe_decision(span, candidates=len(decision.results))
+        return Ranking(prompt.input_tokens, decision.results, decision.pool.left_out)
 
-    async def route(self, request: Request) -> Choice:
-        """The cheapest worker. Ties go by a hash of the prompt and the worker: evenly, and the same from every router.
+    async def pick(self, request: Request, *, avoid: Collection[str] = ()) -> Choice:
+        """The worker that `route` would book now; nothing is booked. Raises NoWorkers."""
+        return await self._choose(request, avoid, book=False)
 
-        Raises NoWorkers.
+    async def book(self, request: Request, *, avoid: Collection[str] = ()) -> Choice:
+        """The cheapest worker, reserved until `choice.finish()` or `choice.fail()`. For callers that can't use `route`.
+
+        `avoid`: workers that are no candidates. Raises NoWorkers.
         """
+        return await self._choose(request, avoid, book=True)
+
+    @asynccontextmanager
+    async def route(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[Choice]:
+        """`async with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
+
+        Chosen and reserved in one call over reported load and the live reservations of all routers. Ties go by a hash
+        of the prompt, the worker and the seed: evenly, and the same from every router. `await choice.first_token()` says
+        that the prefill is over; leaving the block, that the request is (by an exception: that it failed). Raises
+        NoWorkers.
+        """
+        choice = await self.book(request, avoid=avoid)
+        try:
+            yield choice
+        except BaseException:
+            await choice.fail()
+            raise
+        await choice.finish()
+
+    async def _choose(self, request: Request, avoid: Collection[str], *, book: bool) -> Choice:
         prompt = self._prompt(request)
         started_ns = time.perf_counter_ns()
         with decision_span("route", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            ranking, pool = await self._rank(prompt)
-            if not ranking.results:
+            decision = await self._decider.decide(prompt, avoid, book=book)
+            if not decision.results:
                 self.counters.no_workers += 1
-                raise NoWorkers(_why_none(prompt, ranking))
-            best = ranking.results[0]
+                raise NoWorkers(_why_none(prompt, decision.pool, avoid))
+            result, record = decision.result, decision.pool.records[decision.worker_id]
             describe_decision(
                 span,
-                worker_id=best.worker_id,
-                required_blocks=best.required_blocks,
-                overlap_blocks=best.overlap_blocks,
-                candidates=len(ranking),
-                applied=[pool.records[best.worker_id].trace],
+                worker_id=result.worker_id,
+                required_blocks=result.required_blocks,
+                overlap_blocks=result.overlap_blocks,
+                candidates=len(decision.results),
+                applied=[record.trace],
             )
             if span.is_recording():
-                span.set_attribute("kvatlas.usable_tokens", best.usable_tokens)
-                span.set_attribute("kvatlas.cost_us", best.score_us)
-        if self.settings.count_own_picks:
-            new_tokens = prompt.input_tokens - best.usable_tokens - best.transferred_tokens
-            self._picks.add(best.worker_id, new_tokens, prompt.input_tokens, self._now_us())
-        counters = self.counters
-        counters.routed += 1
-        counters.required_blocks += best.required_blocks
-        counters.overlap_blocks += best.overlap_blocks
-        counters.decision_time_us += (time.perf_counter_ns() - started_ns) // 1_000
-        endpoint = pool.records[best.worker_id].endpoint
+                span.set_attribute("kvatlas.usable_tokens", result.usable_tokens)
+                span.set_attribute("kvatlas.cost_us", result.score_us)
+                span.set_attribute("kvatlas.basis", decision.basis.value)
+                if decision.would_be is not None:
+                    span.set_attribute("kvatlas.would_be", decision.would_be)
+        self._count(decision, (time.perf_counter_ns() - started_ns) // 1_000)
+        endpoint = record.endpoint
         headers = {} if endpoint.dp_rank is None else {RANK_HEADER: str(endpoint.dp_rank)}
-        return Choice(best.worker_id, endpoint.url, headers, endpoint.role, best, ranking)
+        ranking = Ranking(prompt.input_tokens, decision.results, decision.pool.left_out)
+        return Choice(
+            result.worker_id,
+            endpoint.url,
+            headers,
+            endpoint.role,
+            result,
+            ranking,
+            decision.basis,
+            decision.why,
+            decision.would_be,
+            decision.reservation,
+        )
+
+    def _count(self, decision: Decision, us: int) -> None:
+        counters, result = self.counters, decision.result
+        counters.routed += 1
+        counters.by_load += decision.basis is Basis.LOAD
+        counters.by_prefix_hash += decision.basis is Basis.PREFIX_HASH
+        counters.followed += decision.would_be is not None
+        counters.agreed += decision.would_be == decision.worker_id
+        counters.required_blocks += result.required_blocks
+        counters.overlap_blocks += result.overlap_blocks
+        counters.predicted_tokens += result.predicted_tokens
+        counters.decision_time_us += us
 
     def _prompt(self, request: Request) -> Prompt:
         if isinstance(request, Prompt):
@@ -165,18 +210,6 @@ class RouterClient:
         if isinstance(request, RequestShape):
             return Prompt.of_shape(request)
         return Prompt.of_hints(request, self.settings.fallbacks)
-
-    async def _look_up(self, prompt: Prompt) -> tuple[Pool, Lookup]:
-        pool = await self._fleet.pool(prompt.scope.pool_id)
-        found = await look_up(self._index, prompt, pool.groups)
-        self.counters.lookups += found.round_trips
-        return pool, found
-
-    async def _rank(self, prompt: Prompt) -> tuple[Ranking, Pool]:
-        pool, found = await self._look_up(prompt)
-        booked = self._picks.booked(pool.records, self._now_us()) if self.settings.count_own_picks else None
-        results = rank(prompt, pool, found.held, self.settings.profile, fingerprint=found.fingerprint, booked=booked)
-        return Ranking(prompt.input_tokens, results, pool.left_out), pool
 
     def _worker_overlap(self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix]) -> WorkerOverlap:
         endpoint = record.endpoint
@@ -199,9 +232,11 @@ class RouterClient:
         )
 
 
-def _why_none(prompt: Prompt, ranking: Ranking) -> str:
+def _why_none(prompt: Prompt, known: Pool, avoid: Collection[str]) -> str:
     scope = prompt.scope
     pool = f"pool {scope.pool_id} (model {scope.model_id}, tokenizer {scope.tokenizer_id})"
-    if not ranking.left_out:
+    if not known.left_out:
         return f"{pool} has no workers; is a publisher running for this model and tokenizer?"
-    return f"{pool} has no worker that serves prompts now; not serving: {', '.join(ranking.left_out[:8])}"
+    if avoid:
+        return f"{pool}: no worker is left, {len(avoid)} are to be avoided of {len(known.records)}"
+    return f"{pool} has no worker that serves prompts now; not serving: {', '.join(known.left_out[:8])}"

@@ -32,7 +32,7 @@ class StaticFleet:
 class CachedFleet:
     """Keeps a pool for `max_age_ms`: records change once a second, and unpacking hundreds takes milliseconds.
 
-    Callers that meet an old copy share one reading.
+    Callers that meet an old copy share one reading, which goes on when they have no more time to wait for it.
     """
 
     def __init__(
@@ -47,20 +47,38 @@ class CachedFleet:
         self._max_age_s = max_age_ms / 1_000
         self._clock = clock
         self._kept: dict[str, tuple[float, Pool]] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._reading: dict[str, asyncio.Task[Pool]] = {}
 
     async def pool(self, pool_id: str) -> Pool:
         """The pool as it was at most `max_age_ms` ago. Raises Unreachable."""
-        if (pool := self._fresh(pool_id)) is not None:
-            return pool
-        async with self._locks.setdefault(pool_id, asyncio.Lock()):
-            if (pool := self._fresh(pool_id)) is not None:
-                return pool
-            asked_at = self._clock()
-            pool = Pool.of(await self._reader.pool(pool_id), self._rules)
-            self._kept[pool_id] = (asked_at, pool)
-            return pool
-
-    def _fresh(self, pool_id: str) -> Pool | None:
         kept = self._kept.get(pool_id)
-        return kept[1] if kept is not None and self._clock() - kept[0] < self._max_age_s else None
+        if kept is not None and self._clock() - kept[0] < self._max_age_s:
+            return kept[1]
+        reading = self._reading.get(pool_id)
+        if reading is None:
+            reading = self._reading[pool_id] = asyncio.create_task(self._read(pool_id), name="kvatlas fleet records")
+            reading.add_done_callback(lambda done: self._done(pool_id, done))
+        return await asyncio.shield(reading)
+
+    def last(self, pool_id: str) -> Pool | None:
+        """The pool as it was last read, however long ago; None where it never was."""
+        kept = self._kept.get(pool_id)
+        return kept[1] if kept is not None else None
+
+    async def close(self) -> None:
+        """Stop reading."""
+        readings = list(self._reading.values())
+        for reading in readings:
+            reading.cancel()
+        await asyncio.gather(*readings, return_exceptions=True)
+
+    async def _read(self, pool_id: str) -> Pool:
+        asked_at = self._clock()
+        pool = Pool.of(await self._reader.pool(pool_id), self._rules)
+        self._kept[pool_id] = (asked_at, pool)
+        return pool
+
+    def _done(self, pool_id: str, reading: asyncio.Task[Pool]) -> None:
+        del self._reading[pool_id]
+        if not reading.cancelled():
+            reading.exception()  # looked at, also where nobody waits any more

@@ -56,12 +56,13 @@ _tiers = cache(tiers_of)  # of 256 flags bytes, asked for each worker of each an
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the pool holds of a prompt. `fingerprint` names the prompt's start, the same for every router."""
+    """What the pool holds of a prompt. `fingerprint` names the prompt's start, the same for every router; `chains` are by
+    block size, as far as they were hashed."""
 
     held: Mapping[str, HeldPrefix]
     fingerprint: bytes
     round_trips: int = 0
-    hashed_blocks: int = 0
+    chains: Mapping[int, PromptChain] = field(default_factory=dict)
 
 
 async def look_up(index: OverlapIndex, prompt: Prompt, groups: Mapping[Group, Set[str]]) -> Lookup:
@@ -79,13 +80,18 @@ async def look_up(index: OverlapIndex, prompt: Prompt, groups: Mapping[Group, Se
     held: dict[str, HeldPrefix] = {}
     for found, _ in answers:
         held.update(found)
+    return Lookup(held, _fingerprint(prompt, chains), max((asked for _, asked in answers), default=0), chains)
+
+
+def without_index(prompt: Prompt, groups: Mapping[Group, Set[str]]) -> Lookup:
+    """As if nobody held anything."""
+    chains = {size: PromptChain(prompt, size) for size, _ in groups}
+    return Lookup({}, _fingerprint(prompt, chains), 0, chains)
+
+
+def _fingerprint(prompt: Prompt, chains: Mapping[int, PromptChain]) -> bytes:
     smallest = chains[min(chains)] if chains else PromptChain(prompt, prompt.block_size or DEFAULT_BLOCK_TOKENS)
-    return Lookup(
-        held,
-        smallest.fingerprint,
-        max((asked for _, asked in answers), default=0),
-        sum(chain.hashed_blocks for chain in chains.values()),
-    )
+    return smallest.fingerprint
 
 
 Answer = tuple[dict[str, HeldPrefix], int]

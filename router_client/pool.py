@@ -1,7 +1,7 @@
 """A pool as ranking needs it: worked out once for each reading of its records, not for each request."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from kvatlas.cost.plan import Load, mean_load
 from kvatlas.fleet import EngineEndpoint, EngineState, FleetRecord, Liveness, Role
@@ -23,13 +23,15 @@ def may_give(record: FleetRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that may get a prompt. `block_size` 0: it has announced nothing yet. `load`: told, or the pool's mean."""
+    """A worker that may get a prompt. `block_size` 0: it has announced nothing yet. `load`: told, or the pool's mean.
+    `total_blocks`: of its cache, 0 where it does not tell."""
 
     endpoint: EngineEndpoint
     block_size: int
     rule: ReuseRule
     load: Load
     load_known: bool
+    total_blocks: int = 0
 
     @property
     def id(self) -> str:
@@ -55,7 +57,7 @@ class Pool:
         applying = rules or ReuseRules()
         groups: dict[Group, set[str]] = {}
         givers: list[EngineEndpoint] = []
-        able: list[tuple[EngineEndpoint, Load | None]] = []
+        able: list[tuple[EngineEndpoint, Load | None, int]] = []
         left_out: list[str] = []
         for id, record in sorted(records.items()):
             endpoint = record.endpoint
@@ -64,14 +66,23 @@ class Pool:
                 if endpoint.transfer_groups and may_give(record):
                     givers.append(endpoint)
             if may_get(record):
-                able.append((endpoint, Load.of(record.load, endpoint.block_size or 1) if record.load else None))
+                load = Load.of(record.load, endpoint.block_size or 1) if record.load else None
+                able.append((endpoint, load, record.load.forward_pass.total_kv_blocks if record.load else 0))
             else:
                 left_out.append(id)
-        mean = mean_load([load for _, load in able if load is not None])
+        mean = mean_load([load for _, load, _ in able if load is not None])
         candidates = tuple(
-            Candidate(endpoint, endpoint.block_size or 0, applying.of(endpoint), load or mean, load is not None)
-            for endpoint, load in able
+            Candidate(endpoint, endpoint.block_size or 0, applying.of(endpoint), load or mean, load is not None, blocks)
+            for endpoint, load, blocks in able
         )
         return cls(
             records, candidates, tuple(left_out), {k: frozenset(ids) for k, ids in groups.items()}, tuple(givers)
+        )
+
+    def without(self, avoid: Collection[str]) -> "Pool":
+        """The same without these candidates."""
+        return replace(
+            self,
+            candidates=tuple(candidate for candidate in self.candidates if candidate.id not in avoid),
+            left_out=tuple(sorted({*self.left_out, *(c.id for c in self.candidates if c.id in avoid)})),
         )

@@ -4,7 +4,7 @@ Candidates are the workers that may get a prompt now (alive, up, not decode-only
 each would do is a plan: read what it holds and its engine can use, compute the rest. A copy held elsewhere counts only
 where the candidate and its holder share a transfer group and a block size; then the deepest such copy is the plan's
 source, if that is cheaper than computing. A worker that does not tell its load is taken to have the mean of those that
-do.
+do. Load comes last, because it is what routers book that changes while they decide.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +12,44 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from kvatlas.cost.plan import CostProfile, Load, Piece, Plan
+from kvatlas.cost.plan import Cost, CostProfile, Piece, Plan, TermKind
 from kvatlas.fleet import EngineEndpoint
 from kvatlas.request import SelectionResult
+from kvatlas.reservations import Weighed
+from kvatlas.reservations.weigh import worth_us
 from kvatlas.tiers import Tier
 from router_client.lookup import NOTHING, HeldPrefix, Run
 from router_client.pool import Candidate, Pool
 from router_client.prompt import Prompt
+
+IN_FLIGHT = TermKind("in_flight", "tokens")
+AGAIN = TermKind("again", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A candidate and what it would do for a request, priced without load.
+
+    `source`: the worker whose copy it would read, with `transferred` more tokens than the `usable` of its own.
+    """
+
+    candidate: Candidate
+    plan: Plan
+    base: Cost
+    required_blocks: int
+    overlap_blocks: int
+    resident_tokens: int
+    usable: int
+    source: str | None
+    transferred: int
+
+    @property
+    def id(self) -> str:
+        return self.candidate.endpoint.id
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.usable + self.transferred
 
 
 def rendezvous(fingerprint: bytes, worker_id: str) -> int:
@@ -33,37 +64,77 @@ def rank(
     profile: CostProfile,
     *,
     fingerprint: bytes = b"",
-    booked: Mapping[str, Load] | None = None,
 ) -> tuple[SelectionResult, ...]:
-    """Every candidate with its cost, cheapest first; ties in rendezvous order. Deterministic.
+    """Every candidate with its cost by what workers report, cheapest first; ties in rendezvous order. Deterministic."""
+    found = prospects(prompt, pool, held, profile, fingerprint=fingerprint)
+    return ranked(found, [Weighed(p.candidate.load, p.candidate.load_known) for p in found], profile)
 
-    `booked`: load on top of what workers report, for requests they can't have reported yet.
-    """
+
+def prospects(
+    prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix], profile: CostProfile, *, fingerprint: bytes = b""
+) -> list[Prospect]:
+    """Every candidate, in the order in which ties go."""
     sources = _Sources(pool, held) if pool.givers else None
-    results = [
-        _result(prompt, candidate, held, profile, sources, booked.get(candidate.id) if booked else None)
-        for candidate in pool.candidates
-    ]
-    results.sort(key=lambda result: (result.score_us, -rendezvous(fingerprint, result.worker_id)))
-    return tuple(results)
+    order = sorted(pool.candidates, key=lambda candidate: -rendezvous(fingerprint, candidate.id))
+    return [_prospect(prompt, candidate, held, profile, sources) for candidate in order]
 
 
-def _result(
+def ranked(
+    found: Sequence[Prospect],
+    weighed: Sequence[Weighed],
+    profile: CostProfile,
+    *,
+    chosen: int | None = None,
+    again_factor: float = 0.0,
+) -> tuple[SelectionResult, ...]:
+    """Prospects with their load, cheapest first; `chosen` before all (the store's arithmetic may differ by a rounding)."""
+    results = [_result(p, seen, profile, again_factor) for p, seen in zip(found, weighed, strict=True)]
+    order = sorted(range(len(results)), key=lambda i: (i != chosen, results[i].score_us))
+    return tuple(results[i] for i in order)
+
+
+def _result(found: Prospect, seen: Weighed, profile: CostProfile, again_factor: float) -> SelectionResult:
+    plan, cached = found.plan, found.cached_tokens
+    pieces, predicted = plan.pieces, 0
+    if seen.predicted_tokens:
+        predicted = seen.predicted_tokens - cached
+        pieces = [*pieces, Piece(predicted, 0, Tier.HBM)]
+    cost = profile.price(Plan(plan.worker_id, plan.input_tokens, plan.output_tokens, pieces, seen.load))
+    if seen.wait_us:
+        cost = cost.plus(IN_FLIGHT, seen.wait_us, predicted, delays=True)
+    if seen.again_tokens:
+        prices, known = profile.prices(plan), cached + predicted
+        more_us = worth_us(prices, known + seen.again_tokens) - worth_us(prices, known)
+        cost = cost.plus(AGAIN, again_factor * more_us, seen.again_tokens)
+    return SelectionResult(
+        found.id,
+        found.required_blocks,
+        found.overlap_blocks,
+        found.resident_tokens,
+        found.usable,
+        cost,
+        found.source,
+        found.transferred,
+        seen.load_known,
+        predicted,
+    )
+
+
+def _prospect(
     prompt: Prompt,
     candidate: Candidate,
     held: Mapping[str, HeldPrefix],
     profile: CostProfile,
     sources: "_Sources | None",
-    booked: Load | None,
-) -> SelectionResult:
+) -> Prospect:
     id, endpoint = candidate.id, candidate.endpoint
     size = candidate.block_size or prompt.block_size or 1
-    load = candidate.load if booked is None else candidate.load + booked
     own = held.get(id, NOTHING)
     usable = candidate.rule.usable_tokens(own.tokens, prompt.input_tokens, size)
     kv_bytes = _kv_bytes(prompt, endpoint, size)
     pieces = [Piece(n, _bytes(n, kv_bytes), tier) for n, tier in _between(own.runs, 0, usable)] if usable else []
-    cost = profile.price(Plan(id, prompt.input_tokens, prompt.output_tokens, pieces, load))
+    plan = Plan(id, prompt.input_tokens, prompt.output_tokens, pieces)
+    cost = profile.price(plan)
     source_id: str | None = None
     transferred = 0
     for source in sources.of(endpoint, own.tokens) if sources is not None else ():
@@ -76,19 +147,20 @@ def _result(
             Piece(n, _bytes(n, kv_bytes), tier, own=False, same_domain=near)
             for n, tier in _between(there.runs, usable, reach)
         ]
-        with_source = profile.price(Plan(id, prompt.input_tokens, prompt.output_tokens, [*pieces, *read], load))
-        if with_source.score_us < cost.score_us:
-            cost, source_id, transferred = with_source, source.id, reach - usable
-    return SelectionResult(
-        id,
+        with_source = Plan(id, prompt.input_tokens, prompt.output_tokens, [*pieces, *read])
+        priced = profile.price(with_source)
+        if priced.score_us < cost.score_us:
+            plan, cost, source_id, transferred = with_source, priced, source.id, reach - usable
+    return Prospect(
+        candidate,
+        plan,
+        cost,
         prompt.required_blocks(size) if candidate.block_size or prompt.block_size else 0,
         own.tokens // size,
         own.tokens,
         usable,
-        cost,
         source_id,
         transferred,
-        candidate.load_known,
     )
 
 

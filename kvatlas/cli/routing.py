@@ -39,7 +39,7 @@ def _prompt(settings: PromptSettings, tokens: str) -> Prompt:
 
 def _router_settings(settings: PromptSettings) -> RouterSettings:
     profile: CostProfile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
-    return RouterSettings(profile=profile)
+    return RouterSettings(profile=profile, deadline_ms=None)
 
 
 async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
@@ -72,7 +72,7 @@ async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> Non
     async with RouterClient.open(
         settings.redis_url, _router_settings(settings), wait=settings.wait, on_wait=tell
     ) as router:
-        choice = await router.route(prompt)
+        choice = await router.pick(prompt)
     if as_json:
         print_json(_choice_jsonable(choice))
         return
@@ -134,6 +134,7 @@ def _result_jsonable(result: SelectionResult) -> dict[str, Any]:
         "resident_tokens": result.resident_tokens,
         "usable_tokens": result.usable_tokens,
         "transferred_tokens": result.transferred_tokens,
+        "predicted_tokens": result.predicted_tokens,
         "source": result.source,
         "load_known": result.load_known,
         "score_us": result.score_us,

@@ -14,11 +14,12 @@ from kvatlas.cost import EngineProfile, QuillcacheProfile
 from kvatlas.errors import SettingsError
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
+from kvatlas.reservations import RedisReservations
 from kvatlas.settings import ProxySettings
 from kvatlas.store import Store, open_store
 from kvatlas.telemetry import observe
 from router_client.chain_memory import ChainMemory
-from router_client.client import RouterClient, RouterSettings
+from router_client.client import RouterClient
 from router_client.proxy.application import ProxyApplication
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
@@ -26,6 +27,7 @@ from router_client.proxy.exchange import Exchanges, ExchangeSettings
 from router_client.proxy.held_routes import HeldRoutes
 from router_client.proxy.picking import ClientPicker
 from router_client.proxy.reading import ReadingSettings, RequestReader
+from router_client.settings import RouterSettings
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.comparison import TokenComparison
 from router_client.tokens.engine import EngineTokenizer
@@ -81,8 +83,8 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         tokenizer = await _tokenizer(settings, stack, catalogue, asking, comparison)
         reading = ReadingSettings(settings.output_tokens, settings.salt_is_tenant)
         reader = RequestReader(catalogue, tokenizer, ChainMemory(), reading)
-        router = await _router(settings, store)
-        picker = ClientPicker(router, fleet)
+        router = await stack.enter_async_context(await _router(settings, store))
+        picker = ClientPicker(router)
         attempts = ExchangeSettings(settings.max_attempts, settings.ask_usage)
         exchanges = Exchanges(picker, reader, engines, comparison, counters, attempts)
         held = HeldRoutes(picker, counters, held_s=settings.held_s)
@@ -98,7 +100,12 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
 async def _router(settings: ProxySettings, store: Store) -> RouterClient:
     index = await open_redis_index(store, writer=False)
     profile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
-    return RouterClient(index, FleetStore(store), RouterSettings(profile=profile, count_own_picks=True))
+    return RouterClient(
+        index,
+        FleetStore(store),
+        RouterSettings(profile=profile, deadline_ms=settings.decision_deadline_ms, load_only=settings.load_only),
+        reservations=RedisReservations(store),
+    )
 
 
 async def _tokenizer(

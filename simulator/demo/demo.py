@@ -19,7 +19,7 @@ from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
 from kvatlas.settings import Count, Positive, ProcessSettings
 from kvatlas.store import Store, open_store
-from router_client import RouterClient, RouterSettings
+from router_client import RouterClient
 from simulator.demo.driving import Outcome, Policy, by_kvatlas, drive, round_robin
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet
 from simulator.demo.report import Phase, picture, table
@@ -79,7 +79,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
                 f"{workload.requests} requests of {len(workload.sessions)} conversations, "
                 f"{settings.workload.system_prompts} system prompts; engines run {settings.speed_up:g} times as fast"
             )
-            async with RouterClient.open(fleet.redis_url, RouterSettings(count_own_picks=True)) as router:
+            async with RouterClient.open(fleet.redis_url) as router:
                 policies = {
                     "round-robin": round_robin(MODEL, fleet.engines, router),
                     "kvatlas": by_kvatlas(MODEL, router),

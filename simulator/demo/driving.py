@@ -1,7 +1,8 @@
 """Sends a workload to engines over HTTP, each request to the worker that a policy picks, and notes what came of it."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -11,20 +12,21 @@ import anyio
 import httpx
 
 from kvatlas.identity import Scope
-from router_client import Prompt, RouterClient
+from router_client import Choice, Prompt, RouterClient
 from simulator.workload import Conversation, Session, Turn, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Where a request goes, and how many tokens should be cached there."""
+    """Where a request goes, and how many tokens should be cached there. `choice` is there where it is booked."""
 
     worker_id: str
     url: str
     predicted_tokens: int
+    choice: Choice | None = None
 
 
-Policy = Callable[[Turn], Awaitable[Pick]]
+Policy = Callable[[Turn], AbstractAsyncContextManager[Pick]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +46,22 @@ def round_robin(model: str, engines: dict[str, str], router: RouterClient) -> Po
     turns = count()
     names = sorted(engines)
 
-    async def pick(turn: Turn) -> Pick:
+    @asynccontextmanager
+    async def pick(turn: Turn) -> AsyncIterator[Pick]:
         worker_id = names[next(turns) % len(names)]
         found = (await router.overlap(_prompt(model, turn))).of(worker_id)
-        return Pick(worker_id, engines[worker_id], found.usable_tokens if found is not None else 0)
+        yield Pick(worker_id, engines[worker_id], found.usable_tokens if found is not None else 0)
 
     return pick
 
 
 def by_kvatlas(model: str, router: RouterClient) -> Policy:
-    """The cheapest worker."""
+    """The cheapest worker, reserved until the answer has ended."""
 
-    async def pick(turn: Turn) -> Pick:
-        choice = await router.route(_prompt(model, turn))
-        return Pick(choice.worker_id, choice.url, choice.predicted_cached_tokens)
+    @asynccontextmanager
+    async def pick(turn: Turn) -> AsyncIterator[Pick]:
+        async with router.route(_prompt(model, turn)) as choice:
+            yield Pick(choice.worker_id, choice.url, choice.predicted_cached_tokens, choice)
 
     return pick
 
@@ -93,35 +97,49 @@ async def _request(client: httpx.AsyncClient, turn: Turn, model: str, policy: Po
     refused = 0
     began = perf_counter()
     while True:
-        pick = await policy(turn)
-        body = {
-            "model": turn.adapter or model,
-            "prompt": turn.prompt,
-            "max_tokens": turn.max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-        first_s: float | None = None
-        answer: list[int] = []
-        usage: dict[str, Any] = {}
-        async with client.stream("POST", f"{pick.url}/v1/completions", json=body) as response:
-            if response.status_code == 503:
-                refused += 1
-                await anyio.sleep(float(response.headers.get("Retry-After", "1")) / 20)
+        async with policy(turn) as pick:
+            answered = await _completion(client, turn, model, pick)
+        if not isinstance(answered, float):
+            break
+        refused += 1
+        await anyio.sleep(answered / 20)
+    usage, first_s, tokens = answered
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    ttft_ms = ((first_s or perf_counter()) - began) * 1e3
+    return Outcome(pick.worker_id, ttft_ms, usage["prompt_tokens"], cached, pick.predicted_tokens, refused), tokens
+
+
+async def _completion(
+    client: httpx.AsyncClient, turn: Turn, model: str, pick: Pick
+) -> tuple[dict[str, Any], float | None, list[int]] | float:
+    """The engine's usage, when the first token came, and the answer; or after how many seconds to try again."""
+    body = {
+        "model": turn.adapter or model,
+        "prompt": turn.prompt,
+        "max_tokens": turn.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    first_s: float | None = None
+    answer: list[int] = []
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", f"{pick.url}/v1/completions", json=body) as response:
+        if response.status_code == 503:
+            return float(response.headers.get("Retry-After", "1"))
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                usage = event.get("usage") or usage
-                for choice in event["choices"]:
-                    first_s = first_s or perf_counter()
-                    answer += choice.get("token_ids") or []
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        ttft_ms = ((first_s or perf_counter()) - began) * 1e3
-        return Outcome(pick.worker_id, ttft_ms, usage["prompt_tokens"], cached, pick.predicted_tokens, refused), answer
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                if first_s is None:
+                    first_s = perf_counter()
+                    if pick.choice is not None:
+                        await pick.choice.first_token()
+                answer += choice.get("token_ids") or []
+    return usage, first_s, answer
 
 
 def _prompt(model: str, turn: Turn) -> Prompt:

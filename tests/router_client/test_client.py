@@ -39,8 +39,8 @@ async def test_a_request_goes_to_who_holds_it(index: ResidencyIndex) -> None:
     workers = [worker(f"w{i}", base_url=f"http://w{i}:8000") for i in range(4)]
     await hold(index, workers[2], TOKENS, blocks=50)
     await hold(index, workers[1], TOKENS, blocks=20)
-    router = RouterClient(index, StaticFleet(pool(*workers)))
-    choice = await router.route(PROMPT)
+    router = RouterClient(index, StaticFleet(pool(*workers)), RouterSettings(deadline_ms=None))
+    choice = await router.pick(PROMPT)
     assert (choice.worker_id, choice.url, choice.headers, choice.source) == ("w2", "http://w2:8000", {}, None)
     assert choice.predicted_cached_tokens == 800
     assert choice.result == choice.ranking.results[0] == (await router.rank(PROMPT)).results[0]
@@ -54,7 +54,7 @@ async def test_a_request_goes_to_who_holds_it(index: ResidencyIndex) -> None:
 
 async def test_a_choice_can_be_carried_out() -> None:
     record = worker("pod-dp3", dp_rank=3, base_url="http://127.0.0.1:1", advertised_url="http://pod:8000")
-    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(record))).route(PROMPT)
+    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(record))).pick(PROMPT)
     assert choice.url == "http://pod:8000"
     assert choice.headers == {"X-Data-Parallel-Rank": "3"}
     assert choice.role is Role.BOTH
@@ -64,7 +64,7 @@ async def test_a_choice_names_the_copy_to_read() -> None:
     index = MemoryIndex()
     full = worker("full", transfer_groups=("g",), state=EngineState.DRAINING)
     await hold(index, full, TOKENS)
-    choice = await RouterClient(index, StaticFleet(pool(full, worker("free", transfer_groups=("g",))))).route(PROMPT)
+    choice = await RouterClient(index, StaticFleet(pool(full, worker("free", transfer_groups=("g",))))).pick(PROMPT)
     assert (choice.worker_id, choice.source, choice.predicted_cached_tokens) == ("free", "full", 992)
     assert "992 more read from full" in choice.explain()
 
@@ -72,14 +72,14 @@ async def test_a_choice_names_the_copy_to_read() -> None:
 async def test_hints_are_completed_by_the_fallbacks(index: ResidencyIndex) -> None:
     w1, w2 = worker("w1"), worker("w2")
     await hold(index, w2, TOKENS)
-    router_settings = RouterSettings(fallbacks=Fallbacks("model", "tokenizer", block_tokens=16))
+    router_settings = RouterSettings(fallbacks=Fallbacks("model", "tokenizer", block_tokens=16), deadline_ms=None)
     router = RouterClient(index, StaticFleet(pool(w1, w2)), router_settings)
     hashes = tuple(unpack_hashes(extend_chain(TOKENS, 16)))
     for given in ({"token_ids": TOKENS}, {"block_hashes": hashes}):
-        choice = await router.route(RequestHints.parse({"request_id": "r", **given}))
+        choice = await router.pick(RequestHints.parse({"request_id": "r", **given}))
         assert (choice.worker_id, choice.result.overlap_blocks) == ("w2", 62)
     shape = RequestHints.parse({"request_id": "r", "token_ids": TOKENS}).to_shape(router_settings.fallbacks)
-    assert (await router.route(shape)).result.overlap_blocks == 62
+    assert (await router.pick(shape)).result.overlap_blocks == 62
 
 
 async def test_equal_prompts_get_equal_answers_and_ties_spread() -> None:
@@ -88,7 +88,7 @@ async def test_equal_prompts_get_equal_answers_and_ties_spread() -> None:
     picked: dict[str, int] = {}
     for number in range(400):
         prompt = Prompt.of_tokens(SCOPE, [number] * 40)
-        first, second = [await router.route(prompt) for router in routers]
+        first, second = [await router.pick(prompt) for router in routers]
         assert first == second
         picked[first.worker_id] = picked.get(first.worker_id, 0) + 1
     assert len(picked) == 4
@@ -97,14 +97,14 @@ async def test_equal_prompts_get_equal_answers_and_ties_spread() -> None:
 
 @pytest.mark.parametrize("tokens", [[1], [], list(range(15))])
 async def test_a_prompt_without_a_full_block_is_routed(tokens: list[int]) -> None:
-    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1")))).route(Prompt.of_tokens(SCOPE, tokens))
+    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1")))).pick(Prompt.of_tokens(SCOPE, tokens))
     assert (choice.worker_id, choice.result.required_blocks, choice.predicted_cached_tokens) == ("w1", 0, 0)
 
 
 async def test_workers_that_have_announced_nothing_share_the_prompts() -> None:
     fleet = StaticFleet(pool(*(worker(f"w{i}", block_size=None) for i in range(4))))
     router = RouterClient(MemoryIndex(), fleet)
-    picked = {(await router.route(Prompt.of_tokens(SCOPE, [number] * 100))).worker_id for number in range(100)}
+    picked = {(await router.pick(Prompt.of_tokens(SCOPE, [number] * 100))).worker_id for number in range(100)}
     assert len(picked) == 4
 
 
@@ -112,7 +112,7 @@ async def test_no_worker_is_one_clear_line() -> None:
     router = RouterClient(MemoryIndex(), StaticFleet({}))
     assert len(await router.rank(PROMPT)) == 0
     with pytest.raises(NoWorkers, match=r"model model, tokenizer tokenizer.* has no workers") as caught:
-        await router.route(PROMPT)
+        await router.pick(PROMPT)
     assert len(str(caught.value).splitlines()) == 1
     assert router.counters.no_workers == 1
 
@@ -121,27 +121,27 @@ async def test_workers_that_do_not_serve_are_named() -> None:
     records = pool(worker("w1", state=EngineState.ASLEEP), worker("w2", liveness=Liveness.LOST))
     router = RouterClient(MemoryIndex(), StaticFleet(records))
     with pytest.raises(NoWorkers, match="not serving: w1, w2"):
-        await router.route(PROMPT)
+        await router.pick(PROMPT)
     assert (await router.rank(PROMPT)).left_out == ("w1", "w2")
 
 
 async def test_another_models_workers_are_no_candidates() -> None:
     other = worker("other", scope=Scope("model-2", "tokenizer"))
     with pytest.raises(NoWorkers):
-        await RouterClient(MemoryIndex(), StaticFleet(pool(other))).route(PROMPT)
+        await RouterClient(MemoryIndex(), StaticFleet(pool(other))).pick(PROMPT)
 
 
 async def test_adapters_and_tenants_share_the_pools_workers() -> None:
     router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))))
     scope = Scope("model", "tokenizer", "adapter", "tenant")
-    assert (await router.route(Prompt.of_tokens(scope, TOKENS))).worker_id == "w1"
+    assert (await router.pick(Prompt.of_tokens(scope, TOKENS))).worker_id == "w1"
 
 
 async def test_the_profile_can_be_chosen() -> None:
     router = RouterClient(
         MemoryIndex(), StaticFleet(pool(worker("w1"))), RouterSettings(profile=QuillcacheProfile(decode_us_per_token=0))
     )
-    choice = await router.route(PROMPT)
+    choice = await router.pick(PROMPT)
     assert choice.cost.profile == "quillcache"
     assert choice.cost.score_us == 45_000
 
@@ -149,13 +149,13 @@ async def test_the_profile_can_be_chosen() -> None:
 async def test_a_bad_token_is_refused_where_it_is_hashed() -> None:
     router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))))
     with pytest.raises(InvalidValue, match="4294967296"):
-        await router.route(Prompt.of_tokens(SCOPE, [1] * 20 + [1 << 32]))
+        await router.pick(Prompt.of_tokens(SCOPE, [1] * 20 + [1 << 32]))
 
 
 async def test_several_block_sizes_fail_as_one_error() -> None:
     records = pool(worker("w1", block_size=16), worker("w2", block_size=32))
     with pytest.raises(InvalidValue, match="token id -1"):
-        await RouterClient(MemoryIndex(), StaticFleet(records)).route(Prompt.of_tokens(SCOPE, [1, -1] * 40))
+        await RouterClient(MemoryIndex(), StaticFleet(records)).pick(Prompt.of_tokens(SCOPE, [1, -1] * 40))
 
 
 # ---------------------------------------------------------------- the fleet
@@ -172,24 +172,6 @@ async def test_records_are_read_again_after_200_ms() -> None:
     assert fleet.readings == 4
 
 
-async def test_own_picks_count_until_a_sample_has_seen_them() -> None:
-    now = [1_000_000_000]
-    fleet = StaticFleet(pool(*(worker(f"w{i}", load={"sampled_us": now[0]}) for i in range(2))))
-    router = RouterClient(
-        MemoryIndex(),
-        fleet,
-        RouterSettings(count_own_picks=True, fleet_max_age_ms=0),
-        now_us=lambda: now[0],
-    )
-    now[0] += 1
-    first = (await router.route(PROMPT)).worker_id
-    second = (await router.route(PROMPT)).worker_id
-    assert first != second
-    now[0] += 1
-    fleet.records = pool(*(worker(f"w{i}", load={"sampled_us": now[0]}) for i in range(2)))
-    assert (await router.route(PROMPT)).worker_id == first
-
-
 # ---------------------------------------------------------------- opened from a URL
 
 
@@ -198,8 +180,8 @@ async def test_a_client_over_the_store_that_an_indexer_writes(store: Store, valk
     workers = [worker("w1", base_url="http://w1:1"), worker("w2", base_url="http://w2:1")]
     await FleetStore(store).write(pool(*workers))
     await hold(index, workers[1], TOKENS)
-    async with RouterClient.open(valkey_url, wait=False) as router:
-        choice = await router.route(PROMPT)
+    async with RouterClient.open(valkey_url, RouterSettings(deadline_ms=None), wait=False) as router:
+        choice = await router.pick(PROMPT)
         assert (choice.worker_id, choice.url, choice.predicted_cached_tokens) == ("w2", "http://w2:1", 992)
 
 
@@ -232,7 +214,7 @@ async def test_a_store_that_goes_away_is_one_clear_line() -> None:
         finally:
             await store.close()
         async with RouterClient.open(server.url, wait=False) as router:
-            assert (await router.route(PROMPT)).worker_id == "w1"
+            assert (await router.rank(PROMPT)).results[0].worker_id == "w1"
             server.kill()
             with pytest.raises(Unreachable, match=str(server.port)) as caught:
                 await router.overlap(PROMPT)

@@ -41,7 +41,7 @@ async def test_all_indexes_give_the_same_ranking(
         worker(f"w{i}", block_size=size, granularity=g, transfer_groups=groups, load={"running_decodes": running})
         for i, (size, g, _, _, _, groups, running) in enumerate(workers)
     ]
-    router_settings = RouterSettings(profile=QuillcacheProfile() if quillcache else EngineProfile())
+    router_settings = RouterSettings(profile=QuillcacheProfile() if quillcache else EngineProfile(), deadline_ms=None)
     prompt = Prompt.of_tokens(SCOPE, TOKENS[:tokens])
     answers = []
     for index in indexes:
@@ -50,5 +50,5 @@ async def test_all_indexes_give_the_same_ranking(
             await hold(index, record, TOKENS, blocks=near, tier=tiers[0])
             await hold(index, record, TOKENS, blocks=far, tier=tiers[1])
         router = RouterClient(index, StaticFleet(pool(*records)), router_settings)
-        answers.append((await router.overlap(prompt), await router.rank(prompt), await router.route(prompt)))
+        answers.append((await router.overlap(prompt), await router.rank(prompt), await router.pick(prompt)))
     assert answers[0] == answers[1] == answers[2]

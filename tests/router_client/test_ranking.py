@@ -31,9 +31,8 @@ def rank(
     *,
     rules: ReuseRules | None = None,
     fingerprint: bytes = b"",
-    booked: Mapping[str, Load] | None = None,
 ) -> tuple[SelectionResult, ...]:
-    return rank_pool(prompt, Pool.of(workers, rules), held, profile, fingerprint=fingerprint, booked=booked)
+    return rank_pool(prompt, Pool.of(workers, rules), held, profile, fingerprint=fingerprint)
 
 
 def prompt(tokens: int, output: int = 10) -> Prompt:
@@ -278,13 +277,6 @@ def test_an_unknown_load_is_the_pools_mean() -> None:
     assert [result.worker_id for result in results] == ["idle", "silent", "busy"]
     assert [result.load_known for result in results] == [True, False, True]
     assert "load unknown" in results[1].explain()
-
-
-def test_booked_load_comes_on_top() -> None:
-    workers = pool(worker("w1", load={}), worker("w2", load={"queued_prefill_tokens": 50}))
-    assert rank(prompt(100), workers, {}, EngineProfile())[0].worker_id == "w1"
-    booked = {"w1": Load(queued_prefill_tokens=100)}
-    assert rank(prompt(100), workers, {}, EngineProfile(), booked=booked)[0].worker_id == "w2"
 
 
 def test_a_reuse_rule_can_be_set() -> None:

@@ -30,7 +30,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 async def test_a_decision_is_one_span(spans: InMemorySpanExporter) -> None:
     index, w1 = MemoryIndex(), worker("w1")
     await hold(index, w1, list(range(100)), blocks=5)
-    choice = await RouterClient(index, StaticFleet(pool(w1, worker("w2")))).route(PROMPT)
+    choice = await RouterClient(index, StaticFleet(pool(w1, worker("w2")))).pick(PROMPT)
     (span,) = spans.get_finished_spans()
     assert span.name == "route kvatlas"
     told = dict(span.attributes or {})
@@ -43,7 +43,7 @@ async def test_a_decision_is_one_span(spans: InMemorySpanExporter) -> None:
 async def test_a_refused_request_is_a_failed_span(spans: InMemorySpanExporter) -> None:
     router = RouterClient(MemoryIndex(), StaticFleet({}))
     with pytest.raises(NoWorkers):
-        await router.route(PROMPT)
+        await router.pick(PROMPT)
     await router.rank(PROMPT)
     await router.overlap(PROMPT)
     first, *others = spans.get_finished_spans()

@@ -13,7 +13,7 @@ from kvatlas.settings import IndexerSettings
 from kvatlas.telemetry.context import PROCESS, SEND
 from publishers.publisher import Publisher
 from publishers.worker_settings import PublisherSettings
-from router_client import NoWorkers, Prompt, RouterClient
+from router_client import NoWorkers, Prompt, RouterClient, RouterSettings
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ async def test_a_decision_leads_back_to_the_engines_batch(
         await tasks.start(index)
         async with (
             Publisher(PublisherSettings(worker_id="w1", model_id="m", block_size=16), nats=fresh_nats) as publisher,
-            RouterClient.open(fresh_valkey) as router,
+            RouterClient.open(fresh_valkey, RouterSettings(deadline_ms=None)) as router,
         ):
             await publisher.stored(TOKENS, block_size=16)
             await publisher.flush()
@@ -50,7 +50,7 @@ async def test_a_decision_leads_back_to_the_engines_batch(
                 """The span of a decision for w1 by its blocks, once the fleet record leads on."""
                 spans_before = set(named("route kvatlas"))
                 try:
-                    choice = await router.route(Prompt.of_tokens(SCOPE, TOKENS))
+                    choice = await router.pick(Prompt.of_tokens(SCOPE, TOKENS))
                 except NoWorkers:
                     return None
                 (span,) = (span for span_id, span in named("route kvatlas").items() if span_id not in spans_before)

@@ -1,0 +1,32 @@
+"""What a router client counts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RouterCounters:
+    """Plain integers since the client was made; a client from `RouterClient.open` exports them as metrics.
+
+    `routed`: choices made, of which `by_load` and `by_prefix_hash` without the index, `followed` by another policy (of
+    these `agreed`: it chose what would have been chosen). `lookups`: round trips to the index. `index_failures`,
+    `booking_failures`: what the store did not answer in time. `booked` and `released`: reservations in the store;
+    `lapsed`: times that this router's lease was over. `required_blocks` and `overlap_blocks`: of the routed prompts, at
+    the picked worker; `predicted_tokens`: those that it counted as holding because they were being computed there.
+    """
+
+    routed: int = 0
+    no_workers: int = 0
+    by_load: int = 0
+    by_prefix_hash: int = 0
+    followed: int = 0
+    agreed: int = 0
+    lookups: int = 0
+    index_failures: int = 0
+    booking_failures: int = 0
+    booked: int = 0
+    released: int = 0
+    lapsed: int = 0
+    decision_time_us: int = 0
+    required_blocks: int = 0
+    overlap_blocks: int = 0
+    predicted_tokens: int = 0

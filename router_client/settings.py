@@ -1,0 +1,77 @@
+"""How a router decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvatlas.cost import CostProfile, EngineProfile
+from kvatlas.fleet import EngineEndpoint
+from kvatlas.request import Fallbacks
+from kvatlas.reuse import ReuseRules
+from router_client.fleet import MAX_AGE_MS
+from router_client.prompt import Prompt
+
+
+class Policy(Protocol):
+    """Another way to choose a worker, which a router in shadow mode follows."""
+
+    def choose(self, prompt: Prompt, workers: Sequence[EngineEndpoint]) -> str:
+        """The id of one of `workers`, which are those that may get the prompt now, sorted by id; never empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class BookingSettings:
+    """What routers book on a pool's workers, so that many of them decide like one.
+
+    `reservations` False: nothing is booked, and load is only what workers report. `prefixes_in_flight` False: a prompt
+    that a worker is computing counts for nothing until its events say that it is held. `again_factor`: what it costs to
+    compute a prefix that another worker is computing right now, in times of its prefill; it keeps a burst on a new prefix
+    together. `lease_s`: how long a router's reservations outlive it; `longest_s`: how long one may last at all.
+
+    What is predicted is believed for `confirm_s` after its prefill, until the engine's events confirm it. A worker that
+    tells no events is believed to hold what it computed for `predicted_s` after its last use, up to
+    `predicted_capacity_blocks` where it does not tell its size.
+    """
+
+    reservations: bool = True
+    prefixes_in_flight: bool = True
+    again_factor: float = 16.0
+    lease_s: float = 5.0
+    longest_s: float = 3_600.0
+    confirm_s: float = 5.0
+    predicted_s: float = 300.0
+    predicted_capacity_blocks: int = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """How a router ranks and chooses. `fallbacks` complete requests given as hints; `rules` say what engines reuse.
+
+    `fleet_max_age_ms`: how long a pool's records are kept. `deadline_ms`: how long a decision may wait for the store
+    before it falls open (None: as long as it takes). `load_only`: the index is not asked at all. `follow`: another policy
+    decides, and what would have been chosen is only recorded. `seed`: another one breaks ties otherwise. `router_id`
+    names this router's lease; absent: made at random.
+    """
+
+    profile: CostProfile = field(default_factory=EngineProfile)
+    rules: ReuseRules = field(default_factory=ReuseRules)
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    fleet_max_age_ms: float = MAX_AGE_MS
+    booking: BookingSettings = field(default_factory=BookingSettings)
+    deadline_ms: float | None = 10.0
+    load_only: bool = False
+    follow: Policy | None = None
+    seed: int = 0
+    router_id: str | None = None
+
+
+class RoundRobin:
+    """Every worker in turn: a policy to compare with."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, prompt: Prompt, workers: Sequence[EngineEndpoint]) -> str:
+        """See `Policy`."""
+        self._turn += 1
+        return workers[(self._turn - 1) % len(workers)].id
