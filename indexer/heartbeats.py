@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
 from indexer.doubt import DoubtJudge
+from indexer.forgetting import Forgetting
 from indexer.liveness import LivenessJudge, Retirement
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet import Heartbeat
@@ -25,6 +26,7 @@ SHORTEST_PAUSE_S = 0.05
 """Between two writes that can't wait."""
 ASLEEP_S = 4.0
 """Longer than rounds are apart, shorter than a worker's silence may be: this process itself stood still."""
+FORGET_AFTER_S = 3600.0
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -43,9 +45,11 @@ class Heartbeats:
         counters: IndexerCounters,
         owns: Callable[[str], bool],
         on_gone: Callable[[str], None],
+        forget_after_s: float = FORGET_AFTER_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`owns`: is a worker's partition read by this replica? `on_gone` is told of retired workers."""
+        """`owns`: is a worker's partition read by this replica? `on_gone` is told of retired workers. Records of workers
+        that are closed for `forget_after_s` go."""
         self._client = client
         self._index = index
         self._fleet = fleet
@@ -58,6 +62,7 @@ class Heartbeats:
         self._urgent = asyncio.Event()
         self._adopt = False
         self._ticked_s = clock()
+        self._forgetting = Forgetting(forget_after_s)
         self.traces: dict[str, str] = {}
         """W3C traceparent of the last applied batch by worker, where this replica traces."""
 
@@ -68,8 +73,9 @@ class Heartbeats:
 
     def on_records(self, records: Iterable[WorkerRecord]) -> None:
         """What the index knows of workers: those that it holds something of are to be judged, heard or not."""
-        held = {one.worker_id for one in records if (one.answering or one.loading) and self._owns(one.worker_id)}
-        self._liveness.held(held, self._clock())
+        owned = [one for one in records if self._owns(one.worker_id)]
+        self._liveness.held({one.worker_id for one in owned if one.answering or one.loading}, self._clock())
+        self._forgetting.see(owned, self._clock())
 
     async def listen(self) -> Subscription:
         """Hears heartbeats until it is unsubscribed."""
@@ -118,6 +124,8 @@ class Heartbeats:
         self._counters.fleet_writes += len(changed)
         for retirement in retirements:
             await self._retire(retirement)
+        for worker_id, incarnation in self._forgetting.due(now_s):
+            await self._index.forget(worker_id, incarnation)
 
     async def _retire(self, retirement: Retirement) -> None:
         worker_id = retirement.worker_id

@@ -91,6 +91,7 @@ class Replica:
             counters=self.counters,
             owns=self._owns,
             on_gone=self._on_gone,
+            forget_after_s=2.0 * settings.stream_max_age_s,
         )
         self._repair = Repair(
             client=client,

@@ -37,6 +37,9 @@ class MemoryIndex(DirectWrites):
     async def retire(self, worker_id: str, incarnation: int) -> bool:
         return self._shard_of(worker_id).retire(worker_id, incarnation)
 
+    async def forget(self, worker_id: str, incarnation: int) -> bool:
+        return self._shard_of(worker_id).forget(worker_id, incarnation)
+
     async def clear(self) -> None:
         self._shards = [MemoryShard() for _ in range(self.shards)]
 

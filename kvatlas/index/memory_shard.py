@@ -273,6 +273,15 @@ class MemoryShard:
         self._close(record)
         return True
 
+    def forget(self, worker_id: str, incarnation: int) -> bool:
+        record = self.workers.get(worker_id)
+        if record is None or record.incarnation != incarnation or not record.closed:
+            return False
+        if record.active >= 0 or record.loading >= 0:
+            return False
+        del self.workers[worker_id]
+        return True
+
     def sweep(self) -> int:
         """Takes every retired holder out of all blocks; how many are left (none)."""
         for holder in list(self.retired):

@@ -184,6 +184,10 @@ class ResidencyIndex(Protocol):
     async def retire(self, worker_id: str, incarnation: int) -> bool:
         """Close a worker's incarnation and drop what it held, if the record still has that incarnation. O(1)."""
 
+    async def forget(self, worker_id: str, incarnation: int) -> bool:
+        """Drop the record of a worker that is closed and holds nothing, if it still has that incarnation. A late message of
+        it is then judged as of a worker never met."""
+
     async def clear(self) -> None:
         """Forget everything, also workers and positions."""
 

@@ -120,6 +120,10 @@ class RedisIndex(DirectWrites):
         args = [worker_id, incarnation.to_bytes(8, "big")]
         return bool(await self._fcall("kvatlas_retire", [k.workers, k.holders, k.active, k.retired, k.meta], args))
 
+    async def forget(self, worker_id: str, incarnation: int) -> bool:
+        args = [worker_id, incarnation.to_bytes(8, "big")]
+        return bool(await self._fcall("kvatlas_forget", [self._keys_of(worker_id).workers], args))
+
     async def clear(self) -> None:
         for k in self._keys:
             async for key in self._store.client.scan_iter(match=k.pattern, count=_SCAN_COUNT):

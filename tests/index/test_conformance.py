@@ -196,6 +196,21 @@ async def test_retiring_is_for_one_incarnation_and_closes_it(index: ResidencyInd
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 6}
 
 
+async def test_only_a_closed_worker_that_holds_nothing_is_forgotten(index: ResidencyIndex) -> None:
+    teller = Teller("w")
+    await tell(index, teller.begin(5), teller.store(SCOPE, head(5)))
+    assert not await index.forget("w", 5)
+    assert not await index.forget("nobody", 5)
+    assert await index.retire("w", 5)
+    assert not await index.forget("w", 4)
+    assert await index.forget("w", 5)
+    assert await index.record("w") is None
+    late = await tell(index, teller.store(SCOPE, CHAIN[8 * 5 : 8 * 6]))
+    assert late.applied == 0 and await index.length() == 0
+    await tell(index, teller.begin(6))
+    assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 6}
+
+
 async def test_direct_writes(index: ResidencyIndex) -> None:
     await index.put(USE, "w", Tier.LOCAL_SSD, head(5), pinned=True)
     await index.put(USE, "w", Tier.HBM, CHAIN[8 * 5 : 8 * 7], parent=unpack_hashes(CHAIN)[4], first_index=5)
