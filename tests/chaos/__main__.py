@@ -18,12 +18,13 @@ from pathlib import Path
 
 import anyio
 
-from tests.chaos.fleet import running_fleet
+from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.nats_cluster import nats_leader_changes
 from tests.chaos.random_faults import run_random_faults
 from tests.chaos.report import Outcome, as_text
 from tests.chaos.runner import INDEXER_WORDS, run_scenario
 from tests.chaos.scenarios import SCENARIOS
+from tests.end_to_end.processes import query
 
 ENGINES = 4
 INDEXERS = 3
@@ -61,7 +62,16 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
                 await run_random_faults(fleet, seed, seconds, say, outcomes)
             except AssertionError as error:
                 failures.append(str(error))
+        try:
+            await audit(fleet)
+        except AssertionError as error:
+            failures.append(f"kvatlas audit: {error}")
     return told(outcomes, failures)
+
+
+async def audit(fleet: Fleet) -> None:
+    """Once more by `kvatlas audit`. Raises AssertionError where there are differences."""
+    await query("audit", "--nats-url", fleet.nats_server.url, "--redis-url", fleet.valkey.url)
 
 
 def told(outcomes: Sequence[Outcome], failures: Sequence[str]) -> bool:
