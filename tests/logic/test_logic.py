@@ -1,6 +1,6 @@
 """The project's whole logic under every fault at once (see `tests.logic.world` for the invariants).
 
-LOGIC_SEEDS   seeds for each shape of world (default 8), besides two that are drawn anew each time
+LOGIC_SEEDS   seeds for each shape of world (default 4), besides two that are drawn anew each time
 LOGIC_SEED    the first of them (default 0); a failure names its own: LOGIC_SEED=<it> LOGIC_SEEDS=1 runs it again
 """
 
@@ -13,7 +13,7 @@ from tests.logic.shapes import SHAPES
 from tests.logic.world import Violation, World
 
 FIRST = int(os.environ.get("LOGIC_SEED", "0"))
-SEEDS = int(os.environ.get("LOGIC_SEEDS", "8"))
+SEEDS = int(os.environ.get("LOGIC_SEEDS", "4"))
 DRAWN = 2 if "LOGIC_SEED" not in os.environ else 0
 
 

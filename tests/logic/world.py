@@ -32,6 +32,8 @@ ALL_FAULTS = "feed poll restart crash send late stream recreate store wipe owner
 
 LAPS = 400
 LAP_S = 0.5
+TICK_S = 3.0
+"""Shorter than what an owner takes for its own sleep."""
 QUIET_LAPS = 14
 """Longer than a heartbeat of another incarnation is remembered."""
 
@@ -176,7 +178,7 @@ class World:
             (60, f"read {partition}", lambda: owner.step(f"read {partition}")),
             (8, f"heartbeat {one.number}", lambda: self._heartbeat(one)),
             (8, "judge", lambda: owner.step("judge")),
-            (6, "beat", lambda: owner.step("beat")),
+            (12, "beat", lambda: owner.step("beat")),
             (8, "sweep", lambda: owner.step(f"sweep {shard}")),
             (4 if self.requests else 0, "request", self._request),
             (3 if self.limbo else 0, "late message lands", self._land),
@@ -225,7 +227,16 @@ class World:
         """Its heartbeats don't come for so long that it is lost, or retired."""
         self._mute[number] = self.now_s + self.random.choice((6, 70))
         if self.random.random() < 0.5:
-            self.now_s += 65
+            self._time_passes(65)
+
+    def _time_passes(self, seconds: float) -> None:
+        """Nothing happens but heartbeats, and what owners make of them."""
+        for _ in range(round(seconds / TICK_S)):
+            self.now_s += TICK_S
+            for one in (*self.publishers, *self.zombies):
+                self._heartbeat(one)
+            for owner in self.owners:
+                owner.finish("beat")
 
     def _clock(self) -> None:
         self.skew_s = -self.random.uniform(0, self.now_s)
@@ -309,7 +320,7 @@ class World:
         self._laps(self.random.choice((0, 0, 25)))
         self._check_end(sum(one.counters.snapshots for one in self.publishers) - before)
         if gone is not None:
-            self.now_s += 70
+            self._time_passes(70)
             self._laps(0)
             self._check_end(0)
             self._check_gone(gone)
