@@ -8,7 +8,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import hashing, ingest, memory, overlap, visible
+from benchmarks import digests, hashing, ingest, memory, overlap, visible
 from benchmarks.children import indexer_process
 from benchmarks.result import Result
 from kvatlas.embedded import nats_server, valkey_server
@@ -23,6 +23,7 @@ async def _measure() -> list[Result]:
             results += await overlap.measure(store, 1)
             results += await overlap.measure(store, 4)
             results += await memory.measure(store)
+            results += await digests.measure(store)
             await store.client.flushall()
             async with indexer_process(nats.url, valkey.url):
                 results += await visible.measure(store, nats.url)

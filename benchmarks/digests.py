@@ -1,0 +1,122 @@
+"""What digests and checks cost the store: applying the same messages by the function library as it is, and by one that keeps
+no digests and compares none, in turns on the same server."""
+
+import os
+from time import perf_counter
+
+from benchmarks.result import Result
+from kvatlas import wire
+from kvatlas.digest import Digest
+from kvatlas.events import Checkpoint, IndexEvent, Message, Removed, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
+from kvatlas.identity import Scope, partition_of
+from kvatlas.index.layout import library
+from kvatlas.index.protocol import PartitionBatch
+from kvatlas.index.redis import RedisIndex, open_redis_index
+from kvatlas.store import Store
+from kvatlas.tiers import Tier
+
+USE = ScopeUse(Scope("bench", "bench"), 16)
+WORKERS = 16
+BLOCKS_A_CALL = 8_000
+"""As many as an indexer under load puts in one call."""
+CALLS = 12
+ROUNDS = 7
+CHECKPOINT_EVERY = 1_000
+LARGEST_COST_PERCENT = 15.0
+
+WITHOUT = (
+    ("local function count_blocks(digest, tier, packed, scope, sign)\n", "  if true then return end\n"),
+    ("local function same_digest(a, b)\n", "  if true then return true end\n"),
+    ("local function read_digest(key, holder)\n", "  if true then return {} end\n"),
+    ("      for holder, digest in pairs(self.digests) do\n", "        if true then break end\n"),
+)
+"""(a line of the library, what follows it in the variant)."""
+
+
+def library_without_digests() -> str:
+    """The index's functions, with no digest read, summed, written or compared. Raises ValueError where the library is not as
+    this benchmark knows it."""
+    code = library()
+    for line, insertion in WITHOUT:
+        if code.count(line) != 1:
+            raise ValueError(f"the library has {code.count(line)} lines {line!r}; expected 1")
+        code = code.replace(line, line + insertion)
+    return code
+
+
+async def measure(store: Store) -> list[Result]:
+    results = []
+    for hashes_a_message in (16, 64):
+        calls = _calls(hashes_a_message)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        inside: dict[bool, list[float]] = {True: [], False: []}
+        for lap in range(2 * ROUNDS):
+            with_digests = lap % 2 == 0
+            await store.client.flushall()
+            index = await open_redis_index(store, writer=True)
+            if not with_digests:
+                await store.load_functions(library_without_digests())
+            await store.client.config_resetstat()
+            seconds[with_digests].append(await _seconds(index, calls))
+            inside[with_digests].append((await store.client.info("commandstats"))["cmdstat_fcall"]["usec"])
+        await store.load_functions(library())
+        # the best of several turns: what else runs on the machine only ever adds
+        whole, bare = (min(seconds[which]) for which in (True, False))
+        whole_inside, bare_inside = (min(inside[which]) for which in (True, False))
+        blocks = BLOCKS_A_CALL * CALLS
+        name = f"{hashes_a_message} hashes a message"
+        results += [
+            Result(f"apply with digests and checks, {name}", blocks / whole, "blocks/s"),
+            Result(f"apply without them, {name}", blocks / bare, "blocks/s"),
+            Result(f"cost of digests and checks, {name}", 100 * (whole / bare - 1), "%", LARGEST_COST_PERCENT),
+            Result(f"  in the store's function alone, {name}", 100 * (whole_inside / bare_inside - 1), "%"),
+        ]
+    return results
+
+
+async def _seconds(index: RedisIndex, calls: list[list[PartitionBatch]]) -> float:
+    await index.apply(0, calls[0])  # the incarnations begin, scopes are registered
+    began = perf_counter()
+    for batches in calls[1:]:
+        await index.apply(0, batches)
+    return perf_counter() - began
+
+
+def _calls(hashes_a_message: int) -> list[list[PartitionBatch]]:
+    """What publishers tell: stores, a removal for every other one of some time before, and checkpoints."""
+    tellers = [_Teller(f"w{i}", hashes_a_message) for i in range(WORKERS)]
+    calls = [[PartitionBatch(one.partition, [one.begin()]) for one in tellers]]
+    messages = BLOCKS_A_CALL // hashes_a_message // WORKERS
+    for _ in range(CALLS):
+        calls.append([PartitionBatch(one.partition, [one.next() for _ in range(messages)]) for one in tellers])
+    return calls
+
+
+class _Teller:
+    def __init__(self, worker_id: str, hashes_a_message: int) -> None:
+        self.worker_id = worker_id
+        self.partition = partition_of(worker_id, 64)
+        self._bytes = 8 * hashes_a_message
+        self._seq = -1
+        self._digest = Digest()
+        self._held: list[bytes] = []
+
+    def begin(self) -> wire.RawMessage:
+        return self._message(SnapshotBegin(), SnapshotEnd(0, self._digest.words))
+
+    def next(self) -> wire.RawMessage:
+        scope_id = USE.scope.scope_id
+        if self._seq % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
+            return self._message(Checkpoint(self._digest.words))
+        if self._seq % 3 == 2 and len(self._held) > 4:
+            gone = self._held.pop(0)
+            self._digest.add(scope_id, Tier.HBM, gone, -1)
+            return self._message(Removed(scope_id, Tier.HBM, gone))
+        hashes = os.urandom(self._bytes)
+        self._held.append(hashes)
+        self._digest.add(scope_id, Tier.HBM, hashes)
+        return self._message(Stored(scope_id, Tier.HBM, hashes))
+
+    def _message(self, *events: IndexEvent) -> wire.RawMessage:
+        self._seq += 1
+        return wire.to_raw(Message(self.worker_id, 1, self._seq, events, {USE.scope.scope_id: USE}, 1))
