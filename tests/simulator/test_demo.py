@@ -34,14 +34,16 @@ async def _start(folder: Path) -> asyncio.subprocess.Process:
     )
 
 
+async def _parts(demo: int) -> set[int]:
+    """Everything that the demo has started: two servers, an indexer, two engines, two sidecars."""
+    await until(lambda: len(descendants(demo)) >= 7, deadline_s=60, what="every part of the demo runs")
+    return descendants(demo)
+
+
 async def test_it_shows_both_policies_and_leaves_nothing_behind(tmp_path: Path) -> None:
     process = await _start(tmp_path)
     talk = asyncio.create_task(process.communicate())
-    parts = await until(
-        lambda: found if len(found := descendants(process.pid)) >= 7 else None,
-        deadline_s=60,
-        what="every part of the demo runs",
-    )
+    parts = await _parts(process.pid)
     with anyio.fail_after(90):
         out, err = await talk
     assert process.returncode == 0, err.decode()
@@ -57,12 +59,7 @@ async def test_it_shows_both_policies_and_leaves_nothing_behind(tmp_path: Path) 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 async def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, how: signal.Signals) -> None:
     process = await _start(tmp_path)
-    # two servers, an indexer, two engines, two sidecars
-    parts = await until(
-        lambda: found if len(found := descendants(process.pid)) >= 7 else None,
-        deadline_s=60,
-        what="every part of the demo runs",
-    )
+    parts = await _parts(process.pid)
     os.kill(process.pid, how)
     with anyio.fail_after(30):
         await process.communicate()
