@@ -8,7 +8,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import digests, hashing, ingest, memory, overlap, visible
+from benchmarks import digests, hashing, ingest, memory, overlap, proxy, visible
 from benchmarks.children import indexer_process
 from benchmarks.result import Result
 from kvatlas.embedded import nats_server, valkey_server
@@ -28,6 +28,8 @@ async def _measure() -> list[Result]:
             async with indexer_process(nats.url, valkey.url):
                 results += await visible.measure(store, nats.url)
             results += await ingest.measure(store, nats.url)
+            await store.client.flushall()
+            results += await proxy.measure(store, valkey.url)
         finally:
             await store.close()
     return results

@@ -1,0 +1,129 @@
+"""What `kvatlas router` adds to a request, beside an engine asked directly and a bare reverse proxy of the same parts.
+
+Requests to the three take turns, so that what else the machine does costs each the same; processor time tells most.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import httpx
+
+from benchmarks.result import Result, quantile
+from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet_store import FleetStore
+from kvatlas.index.redis import open_redis_index
+from kvatlas.store import Store
+
+READY_S = 30
+MODEL = "bench"
+REQUESTS = 200
+WARM_UP = 20
+PROMPT = "Which worker holds most of this prompt, and what would it cost on each of them? " * 40
+"""3,240 bytes, each a token of the simulated engine."""
+
+
+@dataclass(slots=True)
+class _Side:
+    """One way to the engine. `cpu_ms`: processor time of its process so far."""
+
+    name: str
+    url: str
+    pid: int
+    took_ms: list[float] = field(default_factory=list)
+    cpu_before_ms: float = 0
+
+    def cpu_ms(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * 1_000 / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(store: Store, redis_url: str) -> list[Result]:
+    """Milliseconds added to the median request, and processor time, for a text that the engine tokenizes and token ids."""
+    await open_redis_index(store, writer=True)
+    async with AsyncExitStack() as stack:
+        words = ["kvatlas.cli.main", "simulate-engine", "--model", MODEL, "--port", "0", "--speed-up", "1000000"]
+        words += ["--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0"]
+        engine = await stack.enter_async_context(_process("the engine", words, r"engine at (\S+);"))
+        await FleetStore(store).write({"w1": _record(engine.url)})
+        words = ["benchmarks.bare_proxy", engine.url]
+        bare = await stack.enter_async_context(_process("a bare proxy", words, r"(http\S+)"))
+        words = ["kvatlas.cli.main", "router", "--port", "0", "--redis-url", redis_url]
+        router = await stack.enter_async_context(_process("kvatlas router", words, r"router at (\S+);"))
+        results = []
+        for name, prompt in (("text", PROMPT), ("token ids", list(PROMPT.encode()))):
+            for streamed in (False, True):
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "stream": streamed}
+                kind = f"proxy, {name}, {'streamed' if streamed else 'whole'}"
+                results += await _compare(kind, json.dumps(body).encode(), (engine, bare, router))
+        return results
+
+
+async def _compare(kind: str, payload: bytes, sides: Sequence[_Side]) -> list[Result]:
+    for side in sides:
+        side.took_ms.clear()
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+        for number in range(WARM_UP + REQUESTS):
+            if number == WARM_UP:
+                for side in sides:
+                    side.took_ms.clear()
+                    side.cpu_before_ms = side.cpu_ms()
+            for side in sides:
+                began = perf_counter()
+                answer = await client.post(f"{side.url}/v1/completions", content=payload)
+                side.took_ms.append((perf_counter() - began) * 1e3)
+                answer.raise_for_status()
+    direct, *proxies = sides
+    results = []
+    for side in proxies:
+        added = quantile(sorted(side.took_ms), 0.5) - quantile(sorted(direct.took_ms), 0.5)
+        cpu = (side.cpu_ms() - side.cpu_before_ms) / REQUESTS
+        results.append(Result(f"{kind}: {side.name} adds", added, "ms"))
+        results.append(Result(f"{kind}: {side.name}, processor", cpu, "ms"))
+    return results
+
+
+def _record(url: str) -> FleetRecord:
+    endpoint = EngineEndpoint(
+        id="w1", kind=EngineKind.VLLM, base_url=url, model_id=MODEL, tokenizer_id=MODEL, block_size=16
+    )
+    return FleetRecord(
+        endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE, load=WorkerState(id="w1"), incarnation=1
+    )
+
+
+@asynccontextmanager
+async def _process(name: str, words: Sequence[str], pattern: str) -> AsyncIterator[_Side]:
+    """A module as a child process; the pattern finds its URL in a line of its output."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        *words,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(READY_S):
+            found = None
+            while found is None:
+                line = (await process.stdout.readline()).decode()
+                if not line:
+                    raise RuntimeError(f"{words[0]} ended before it was ready")
+                found = re.search(pattern, line)
+        drain = asyncio.create_task(process.stdout.read())
+        yield _Side(name, found[1], process.pid)
+        drain.cancel()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
