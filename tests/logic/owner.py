@@ -108,7 +108,7 @@ class Owner:
     # ------------------------------------------------------------ steps
 
     def step(self, name: str) -> None:
-        """One step of the task `judge`, `beat`, `sweep <shard>` or `read <partition>`; a new round where none goes on."""
+        """One step of `judge`, `beat`, `sweep <shard>`, `scrub <shard>` or `read <partition>`; a new round where none goes on."""
         task = self._tasks.get(name)
         if task is None:
             what, _, number = name.partition(" ")
@@ -131,6 +131,8 @@ class Owner:
                 await self.heartbeats.tick()
             elif what == "sweep":
                 await self.world.index.sweep(number, 1_000)
+            elif what == "scrub":
+                await self.world.index.scrub(number, 1_000)
             else:
                 await self._read(number)
         except KvatlasError:

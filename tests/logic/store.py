@@ -9,7 +9,7 @@ from kvatlas.errors import Unreachable
 from kvatlas.fleet import FleetRecord
 from kvatlas.index.memory import MemoryIndex
 from kvatlas.index.memory_shard import MemoryShard
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, WorkerRecord
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Scrubbed, WorkerRecord
 from tests.logic.stepping import pause
 
 if TYPE_CHECKING:
@@ -79,6 +79,14 @@ class SteppedIndex(MemoryIndex):
         left = await super().sweep(shard, budget_blocks)
         await self._after()
         return left
+
+    async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
+        await self._before(shard)
+        found = await super().scrub(shard, budget_blocks)
+        self.world.stats["damaged"] += len(found.damaged)
+        self.world.stats["strays"] += found.strays
+        await self._after()
+        return found
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
         await self._before()

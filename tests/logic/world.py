@@ -75,6 +75,7 @@ class World:
         self.shape = shape
         self.on = set(shape.faults.split())
         self.calm = False
+        self.damaged = False
         self.now_s = 1_000.0
         self.skew_s = 0.0
         self.stats: Counter[str] = Counter()
@@ -202,6 +203,7 @@ class World:
             ("owner", 0.8, "OWNER CRASH", self._owner_crash),
             ("silence", 0.4, f"SILENCE OF {number}", lambda: self._silence(number)),
             ("clock", 0.2, "CLOCK STEPS BACK", self._clock),
+            ("damage", 0.5, f"BLOCKS CHANGED BY HAND {shard}", lambda: self._damage(shard)),
         ]
         return [(w * shape.heat, name, move) for what, w, name, move in faults if what in self.on]
 
@@ -241,6 +243,27 @@ class World:
     def _clock(self) -> None:
         self.skew_s = -self.random.uniform(0, self.now_s)
 
+    def _damage(self, shard: int) -> None:
+        """Blocks change without a message. From then on only the end is held against what was told."""
+        blocks = self.index.shard_states()[shard].blocks
+        held = [(scope_id, key) for scope_id, keys in blocks.items() for key in keys]
+        if not held:
+            return
+        self.damaged = True
+        for _ in range(self.random.randint(1, 3)):
+            scope_id, key = self.random.choice(held)
+            value = blocks[scope_id].get(key, b"")
+            entry = self.random.choice(
+                (value[:4] or b"\x00\x00\x01\x01", b"\x00\x00" + self.random.randbytes(1) + b"\x01")
+            )
+            change = self.random.choice((b"", (value or entry)[:3] + b"\x04" + value[4:], _with(value, entry)))
+            if change:
+                blocks[scope_id][key] = change
+            else:
+                blocks[scope_id].pop(key, None)
+            if self.random.random() < 0.3:
+                blocks.setdefault(scope_of("never used").scope_id, {})[key] = entry
+
     def _wait(self) -> None:
         self.now_s += 1
 
@@ -269,6 +292,8 @@ class World:
 
     def check(self) -> None:
         """I2 and I3, after a call that changed the store."""
+        if self.damaged:
+            return
         for shard in self.index.shard_states():
             for worker_id, record in shard.workers.items():
                 self._check_worker(shard, worker_id, record)
@@ -310,6 +335,8 @@ class World:
             at = self.random.choices(range(len(moves)), weights)[0]
             self.log.append(names[at])
             moves[at]()
+        if "damage" in self.on:
+            self._damage(0)
         self.log.append("--- the faults stop")
         self.calm = True
         for zombie in self.zombies:
@@ -362,6 +389,8 @@ class World:
                 owner.finish("judge")
             for shard in range(self.shape.shards):
                 owner.finish(f"sweep {shard}")
+                if lap % 10 == 9:
+                    owner.finish(f"scrub {shard}")
         while self.requests:
             self._request()
 
@@ -436,6 +465,12 @@ def _after(state: Residency, message: Message) -> Residency:
             change = {(event.scope_id, key, event.tier) for key in keys}
             held = held - change if isinstance(event, Removed) else held | change
     return frozenset(held)
+
+
+def _with(value: bytes, entry: bytes) -> bytes:
+    """A holders value with an entry of a holder that has none in it; with one, as it is."""
+    entries = {value[at : at + 3]: value[at : at + 4] for at in range(0, len(value), 4)}
+    return b"".join(entries.get(number, entry) for number in sorted({*entries, entry[:3]}))
 
 
 def _worker_ids(shape: Shape) -> list[str]:

@@ -32,7 +32,7 @@ redis.register_function({
         for at = 1, #value, 4 do
           local number = string.sub(value, at, at + 2)
           if mine[number] then
-            parts.mine[#parts.mine + 1] = mine[number] .. string.sub(value, at + 3, at + 3)
+            parts.mine[#parts.mine + 1] = mine[number] .. string.char(string.byte(value, at + 3) or 0) -- or torn
           else
             parts.others[#parts.others + 1] = number
             if not others[number] then

@@ -22,7 +22,7 @@ redis.register_function({
       for j = 1, #holders do
         local at = find_entry(rest, holders[j])
         if at then
-          local flags = string.byte(rest, at + 3)
+          local flags = string.byte(rest, at + 3) or 0 -- or torn
           for tier = 0, 4 do
             if bit.band(flags, 2 ^ tier) ~= 0 then
               count_blocks(digests[holders[j]], tier, hash, scope, -1)
