@@ -220,7 +220,9 @@ class ProxySettings(Settings):
     )
     cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="What prices the workers.")
     decision_deadline_ms: float = Field(
-        default=10.0, gt=0, description="Milliseconds that a decision may wait for the store; then it is made without it."
+        default=10.0,
+        gt=0,
+        description="Milliseconds that a decision may wait for the store; then it is made without it.",
     )
     load_only: bool = Field(default=False, description="Don't ask the index: route by load alone.")
     max_attempts: Positive = Field(default=4, description="Workers tried for one request before it is given up.")

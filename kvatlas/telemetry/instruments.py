@@ -277,10 +277,14 @@ OVERLAP_BLOCKS = _counter(
     "router.blocks.overlap", "{block}", "Blocks of the routed prompts that the picked worker held"
 )
 WITHOUT_INDEX = _counter("router.decisions.without_index", "{decision}", "Decisions without the index, by what instead")
-SHADOWED = _counter("router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many agreed")
+SHADOWED = _counter(
+    "router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many agreed"
+)
 ROUTER_FAILURES = _counter("router.store.failures", "{call}", "Calls that the store did not answer in time, by part")
 RESERVATIONS = _counter("router.reservations", "{reservation}", "Reservations made and ended")
-LEASES_LAPSED = _counter("router.leases.lapsed", "{lease}", "Times that a router's lease was over, and its reservations")
+LEASES_LAPSED = _counter(
+    "router.leases.lapsed", "{lease}", "Times that a router's lease was over, and its reservations"
+)
 IN_FLIGHT_TOKENS = _counter(
     "router.tokens.in_flight", "{token}", "Prompt tokens counted as held because the picked worker was computing them"
 )
