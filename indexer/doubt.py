@@ -1,7 +1,8 @@
 """Which workers the index is perhaps wrong about, and when to ask for a snapshot (pure; times are seconds).
 
 Doubt is judged only while the worker's partition is read up to its end, and only of a worker whose record makes no
-progress: before that, what is missing may just be on its way. Asking again backs off.
+progress: before that, what is missing may just be on its way. Not so where nothing on its way can help: a bad record whose
+publisher tells of no higher incarnation. Asking again backs off.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -95,14 +96,16 @@ class DoubtJudge:
             if doubt is None:
                 self._open.pop(worker_id, None)
                 continue
-            known = (record.incarnation, record.seq) if record is not None else (-1, -1)
+            # a bad one may go on as fast as its engine is busy: only a higher incarnation is progress
+            hopeless = doubt is Doubt.BAD and record is not None and max(incarnations) <= record.incarnation
+            known = (record.incarnation, -1 if hopeless else record.seq) if record is not None else (-1, -1)
             one = self._open.get(worker_id)
             if one is None:
                 patience_s = OOM_PATIENCE_S if record is not None and record.oom else PATIENCE_S
                 self._open[worker_id] = _Open(doubt, known, now_s, patience_s)
                 continue
             one.doubt = doubt
-            if one.known != known or not at_end(worker_id):
+            if one.known != known or not (hopeless or at_end(worker_id)):
                 one.known, one.since_s = known, now_s
             elif now_s - one.since_s >= one.patience_s:
                 wishes.append(SnapshotWish(worker_id, _doubted_incarnation(record, incarnations), doubt))

@@ -148,3 +148,19 @@ def test_a_worker_given_away_is_not_judged(clocked: Clocked) -> None:
     clocked.judge.forget(["w"])
     assert clocked.after(10, record()) == []
     assert clocked.judge.workers == []
+
+
+def test_a_bad_worker_is_asked_however_busy_its_engine_is(clocked: Clocked) -> None:
+    clocked.at_end = False
+    wishes = []
+    for second in range(4):
+        clocked.hear(5, 10 + second)
+        wishes += clocked.after(1, record(seq=10 + second, bad=True))
+    assert wishes == [SnapshotWish("w", 5, Doubt.BAD)]
+
+
+def test_a_bad_worker_whose_publisher_has_begun_anew_is_waited_for(clocked: Clocked) -> None:
+    clocked.at_end = False
+    for _ in range(10):
+        clocked.hear(6, 0)
+        assert clocked.after(1, record(bad=True)) == []
