@@ -1,0 +1,61 @@
+"""The store goes away: the proxy goes on with what it knew, and comes back by itself."""
+
+import anyio
+import pytest
+
+from kvatlas.embedded import valkey_server
+from kvatlas.embedded.port import free_port
+from kvatlas.store import open_store
+from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router_client.proxy.test_proxy import PROMPT, decision
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+
+
+async def test_no_request_is_lost_while_the_store_is_away() -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}"
+    async with anyio.create_task_group() as tasks:
+        ended, up = anyio.Event(), anyio.Event()
+
+        async def serve() -> None:
+            async with valkey_server(port=port):
+                up.set()
+                await ended.wait()
+
+        tasks.start_soon(serve)
+        await up.wait()
+        store = await open_store(url, wait=False)
+        async with running_fleet(store, {"w1": {}, "w2": {}}) as fleet, running_proxy(url) as client:
+            await fleet.holds("w2", PROMPT)
+            assert decision(await client.post("/v1/completions", json=BODY))[0] == "w2"
+            ended.set()
+
+            async def is_without_store() -> bool:
+                answer = await client.post("/v1/completions", json=BODY)
+                assert answer.status_code == 200
+                return decision(answer)[1]["by"] != "cost"
+
+            await until(is_without_store, what="a decision without the store")
+            for streamed in (True, False):
+                answer = await client.post("/v1/completions", json={**BODY, "stream": streamed})
+                assert answer.status_code == 200
+            async with valkey_server(port=port):
+                again = await open_store(url, wait=False)
+                try:
+                    async with running_fleet(again, {}) as told:
+                        for worker_id in ("w1", "w2"):
+                            await told.tell(worker_id, fleet.urls[worker_id])
+
+                        async def is_with_store() -> bool:
+                            answer = await client.post("/v1/completions", json=BODY)
+                            assert answer.status_code == 200
+                            return decision(answer)[1]["by"] == "cost"
+
+                        await until(is_with_store, deadline_s=30, what="a decision with the store again")
+                finally:
+                    await again.close()
+        await store.close()
