@@ -52,6 +52,11 @@ class PromptChain:
             pass
         return b"".join(self._chunks)
 
+    def start(self, blocks: int) -> bytes:
+        """What names the prompt's first blocks, of which it takes up to FIRST_BLOCKS."""
+        first = self.chunk(0)[: blocks * HASH_BYTES]
+        return first[-HASH_BYTES:] or self.fingerprint
+
     @property
     def hashed_blocks(self) -> int:
         """How many blocks were hashed so far."""

@@ -25,12 +25,15 @@ from router_client.leases import Leases
 from router_client.lookup import Lookup, OverlapIndex, look_up, without_index
 from router_client.pool import Pool
 from router_client.prompt import Prompt
-from router_client.ranking import Prospect, prospects, ranked
+from router_client.ranking import Prospect, prospects, ranked, rendezvous
 from router_client.reservation import Reservation
 from router_client.settings import RouterSettings
 
 INDEX_SHARE = 0.6
 """How much of the time of a decision the index may take, so that some is left to book."""
+
+PREFIX_TOKENS = 1_024
+"""Without load and index, prompts go together that share so many tokens at their start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +231,7 @@ class Decider:
         weighing = self._own.look_now(pool_id, ask)
         if seen.basis is not Basis.COST and not any(weighed.load_known for weighed in weighing.weighed):
             seen = replace(seen, basis=Basis.PREFIX_HASH)
-            weighing = replace(weighing, chosen=0)
+            weighing = replace(weighing, chosen=self._by_prefix(offered, seen.found))
         decision = self._decision(seen, offered, weighing, followed)
         if not book:
             return decision
@@ -260,6 +263,12 @@ class Decider:
         if followed is not None:
             return Decision(seen.pool, results, followed, Basis.POLICY, f"cost would choose {best}", best)
         return Decision(seen.pool, results, best, seen.basis, seen.why)
+
+    def _by_prefix(self, offered: Sequence[Prospect], found: Lookup) -> int:
+        """Where prompts go that begin like this one, so that what they share is cached once."""
+        size = min(found.chains, default=0)
+        start = found.chains[size].start(max(1, PREFIX_TOKENS // size)) if size else found.fingerprint
+        return max(range(len(offered)), key=lambda i: rendezvous(start + self._seed, offered[i].id))
 
     def _first(self, offered: Sequence[Prospect], weighed: Sequence[Weighed]) -> int:
         results = ranked(offered, weighed, self._settings.profile)
