@@ -1,5 +1,8 @@
-"""Recounts what holders hold against their digests, slowly: finds damage that no message did. The owner of partition k scrubs
-shard k. What is damaged is marked in its record, so it is doubted, and healed by a snapshot."""
+"""Recounts what holders hold against their digests, slowly: finds damage that no message did.
+
+Each replica scrubs the workers of its own partitions, since it follows those that go on meanwhile by the messages that it
+applies. What is damaged is marked in its record, so it is doubted, and healed by a snapshot.
+"""
 
 import logging
 from collections.abc import Callable, Collection
@@ -10,6 +13,7 @@ from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
 from kvatlas.errors import KvatlasError
+from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex, Scrubbed
 
 PERIOD_S = 600.0
@@ -54,7 +58,7 @@ class Scrubber:
     async def tick(self, now_s: float) -> bool:
         """One call for each shard whose round goes on or is due; is any of them under way?"""
         owned = self._owned()
-        mine = [shard for shard in range(self._index.shards) if shard in owned]
+        mine = sorted({shard_of(partition, self._index.shards) for partition in owned})
         self._began_s = {shard: began_s for shard, began_s in self._began_s.items() if shard in mine}
         self._under_way &= set(mine)
         for shard in mine:
@@ -64,7 +68,7 @@ class Scrubber:
                     continue
                 self._began_s[shard] = now_s
                 self._under_way.add(shard)
-            self._count(shard, await self._index.scrub(shard, BUDGET_BLOCKS))
+            self._count(shard, await self._index.scrub(shard, BUDGET_BLOCKS, frozenset(owned)))
         return bool(self._under_way)
 
     def _count(self, shard: int, found: Scrubbed) -> None:

@@ -1,6 +1,6 @@
 """The residency index in process: the reference model, and the index of routers that need no other."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
 from kvatlas.digest import Digest
 from kvatlas.hashing import HASH_BYTES
@@ -49,8 +49,8 @@ class MemoryIndex(DirectWrites):
     async def room(self, shard: int) -> Room:
         return Room(0, 0, False)
 
-    async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
-        return self._shards[shard].scrub()
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> Scrubbed:
+        return self._shards[shard].scrub(partitions)
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
         found = []

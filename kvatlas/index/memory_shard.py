@@ -4,7 +4,7 @@ Plain synchronous code. Each public method is one atomic call, as each function 
 (`functions/*.lua`); names and rules are theirs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,8 +296,8 @@ class MemoryShard:
             self._free.append(holder)
         return len(self.retired)
 
-    def scrub(self) -> Scrubbed:
-        """Recounts every active holder; see `ResidencyIndex.scrub`."""
+    def scrub(self, partitions: Collection[int] | None = None) -> Scrubbed:
+        """See `ResidencyIndex.scrub`."""
         counted = {holder: Digest() for holder in self.active}
         strays = 0
         for scope_id, blocks in self.blocks.items():
@@ -315,7 +315,11 @@ class MemoryShard:
                         for tier in tiers_of(flags):
                             rest = without_entry(rest, number, tier.flag)
                         self._replace(scope_id, key, rest)
-        answering = {worker_id: record for worker_id, record in self.workers.items() if record.active >= 0}
+        answering = {
+            worker_id: record
+            for worker_id, record in self.workers.items()
+            if record.active >= 0 and (partitions is None or record.partition in partitions)
+        }
         damaged = []
         for worker_id, record in answering.items():
             right = self.active.get(record.active) == worker_id

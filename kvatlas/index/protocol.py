@@ -10,7 +10,7 @@ State is kept by worker. A worker's messages are judged by the fence, inside the
   and digest are right; otherwise the worker is closed until a higher incarnation.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,8 +90,8 @@ class Scrubbed:
     """What a part of a scrub found.
 
     `checked`: workers recounted to the end; `damaged`: those whose blocks were not those of their digest, they are `bad`
-    now; `strays`: entries that were nobody's, taken out; `given_up`: workers that never rested; `ended`: the round of all
-    the shard's workers is over.
+    now; `strays`: entries that were nobody's, taken out; `given_up`: workers that went on and could not be followed;
+    `ended`: the round of all the shard's workers is over.
     """
 
     checked: int
@@ -197,10 +197,13 @@ class ResidencyIndex(Protocol):
     async def room(self, shard: int) -> Room:
         """Memory of the shard's server. A writer also sees to it that the store can still carry out its calls."""
 
-    async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> Scrubbed:
         """Go on with a round of recounting what active holders hold against their digests, for about `budget_blocks`
-        entries. What is found is damage that no message did: it is counted, and the worker is `bad` (it answers on, until
-        a new incarnation has come). The flags besides the tiers are in no digest."""
+        entries: of all workers, or of those in these partitions when the round began.
+
+        What is found is damage that no message did: it is counted, and the worker is `bad` (it answers on, until a new
+        incarnation has come). A worker that goes on meanwhile is followed only by the index that its messages are applied
+        through. The flags besides the tiers are in no digest."""
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
         """Counts what these workers hold from the blocks, not from digests; those that don't answer are left out. Reads

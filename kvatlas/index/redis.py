@@ -3,7 +3,7 @@
 Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
@@ -96,6 +96,7 @@ class RedisIndex(DirectWrites):
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
         await self._keep_registered()
         await self._register(batches)
+        self._scrubs[shard].notice(batches)
         scope_ids, argument = pack_call(REUSE_MS, batches, parents=self._side_index)
         k = self._keys[shard]
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta]
@@ -136,10 +137,10 @@ class RedisIndex(DirectWrites):
         used, limit, policy = await self._fcall_ro("kvatlas_room", [self._keys[shard].meta], [])
         return Room(used, limit, policy != b"noeviction")
 
-    async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> Scrubbed:
         k = self._keys[shard]
         return await self._scrubs[shard].run(
-            self._fcall, self._fcall_ro, lambda: self._held_by(k), self._scopes_known, budget_blocks
+            self._fcall, self._fcall_ro, lambda: self._held_by(k, partitions), self._scopes_known, budget_blocks
         )
 
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
@@ -299,10 +300,14 @@ class RedisIndex(DirectWrites):
         found = await self._ask(self._store.client.hgetall(k.active))
         return {holder: worker_id.decode() for holder, worker_id in found.items()}
 
-    async def _held_by(self, k: ShardKeys) -> list[tuple[str, int]]:
-        """(worker, blocks by its digest) of every worker that answers."""
+    async def _held_by(self, k: ShardKeys, partitions: Collection[int] | None) -> list[tuple[str, int]]:
+        """(worker, blocks by its digest) of every worker of these partitions that answers."""
         records = await self._ask(self._store.client.hgetall(k.workers))
-        holders = {worker_id.decode(): active_holder(packed) for worker_id, packed in records.items()}
+        holders = {
+            worker_id.decode(): active_holder(packed)
+            for worker_id, packed in records.items()
+            if partitions is None or partition_of(worker_id.decode(), self.partitions) in partitions
+        }
         answering = {worker_id: holder for worker_id, holder in holders.items() if holder}
         if not answering:
             return []
@@ -321,7 +326,7 @@ class RedisIndex(DirectWrites):
                 recount = Recount(k, workers[first : first + WORKERS_A_PASS], scope_ids)
                 while not recount.ended:
                     await recount.part(self._fcall_ro)
-                for one in recount.counted:
+                for one in await recount.finish(self._fcall_ro):
                     if one.state is not None:
                         scopes = {await self._scope(scope_id): d.words for scope_id, d in one.by_scope.items()}
                         incarnation = int.from_bytes(one.state[0], "big")

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvatlas.index.keys import ShardKeys
-from kvatlas.index.protocol import Scrubbed
+from kvatlas.index.protocol import PartitionBatch, Scrubbed
 from kvatlas.index.redis_recount import BLOCKS_A_PASS, ENTRIES_A_CALL, WORKERS_A_PASS, Call, Counted, Recount
 
 TRIES = 3
@@ -12,8 +12,8 @@ TRIES = 3
 class Scrub:
     """The place where one shard's scrub stands: some workers at a time, scope by scope, a part of a scope a call.
 
-    A worker whose record moves while it is counted can't be compared: it is counted again, then without pauses, TRIES times
-    in all. (A worker that never rests is held against its own checkpoints.)
+    A worker that goes on while it is counted is followed, if all its messages came by here; one that can't be followed is
+    counted again, alone and without pauses, TRIES times in all.
     """
 
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:
@@ -23,6 +23,11 @@ class Scrub:
         """(worker, tries so far, blocks)"""
         self._pass: Recount | None = None
         self._tries = 0
+
+    def notice(self, batches: Sequence[PartitionBatch]) -> None:
+        """These messages are about to be applied."""
+        if self._pass is not None:
+            self._pass.notice(batches)
 
     async def run(
         self,
@@ -46,7 +51,8 @@ class Scrub:
                 budget_entries -= ENTRIES_A_CALL
                 if budget_entries <= 0 and not self._tries:
                     return Scrubbed(checked, damaged, strays, given_up, False)
-            ended, self._pass = self._pass.counted, None
+            ended = await self._pass.finish(call_ro)
+            self._pass = None
             for one in ended:
                 if one.state is None:
                     continue  # it answers no longer
@@ -88,6 +94,6 @@ class Scrub:
 
     async def _doubt(self, one: Counted, call: Call) -> bool:
         assert one.state is not None
-        incarnation, seq, holder = one.state
-        args = [one.worker_id, incarnation, seq, holder, *one.by_scope]
+        incarnation, _, holder = one.state
+        args = [one.worker_id, incarnation, holder, *one.by_scope]
         return bool(await call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))

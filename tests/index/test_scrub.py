@@ -4,9 +4,9 @@ import pytest
 
 from kvatlas.digest import Digest
 from kvatlas.hashing import extend_chain
-from kvatlas.identity import Scope
+from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import ResidencyIndex, Scrubbed
-from kvatlas.index.redis import RedisIndex
+from kvatlas.index.redis import RedisIndex, open_redis_index
 from kvatlas.index.redis_recount import ENTRIES_A_CALL
 from kvatlas.tiers import Tier
 from tests.index.damage import Damage
@@ -113,23 +113,53 @@ async def test_a_scrub_goes_on_where_it_stands(index: ResidencyIndex, told: dict
         assert len(parts) > 3
 
 
-async def test_a_worker_that_changes_meanwhile_is_no_damage(index: ResidencyIndex, told: dict[str, Teller]) -> None:
-    """Each time it is looked at it has gone on: it is given up for this round, and the others are counted."""
-    shard = Damage(index, "a").shard
-    given_up = checked = 0
-    at = 0
-    while True:
-        part = await index.scrub(shard, ENTRIES_A_CALL)
-        given_up, checked = given_up + part.given_up, checked + part.checked
-        assert part.damaged == []
-        if part.ended:
-            break
-        await tell(index, told["a"].store(OTHER, CHAIN[8 * (10 + at) : 8 * (11 + at)]))
-        at += 1
-    record = await index.record("a")
-    assert record is not None and not record.bad
-    # the last tries are made in one go, so a worker that moves between two calls is counted after all
-    assert checked + given_up >= 1
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_a_worker_that_never_rests_is_counted_too(
+    index: ResidencyIndex, told: dict[str, Teller], damaged: bool
+) -> None:
+    """It stores and removes between any two parts of the scrub."""
+    teller, damage = told["a"], Damage(index, "a")
+    if damaged:
+        await damage.take(SCOPE, block(900))
+    parts: list[Scrubbed] = []
+    while not (parts and parts[-1].ended):
+        at = 10 + len(parts)
+        await tell(
+            index,
+            teller.store(OTHER, CHAIN[8 * at : 8 * at + 8]),
+            teller.remove(SCOPE, block(BLOCKS - at)),
+            teller.store(SCOPE, CHAIN[8 * at + 80 : 8 * at + 88], Tier.CPU_DRAM),
+        )
+        parts.append(await index.scrub(damage.shard, ENTRIES_A_CALL))
+    assert [worker for part in parts for worker in part.damaged] == (["a"] if damaged else [])
+    assert sum(part.given_up for part in parts) == 0
+    if isinstance(index, RedisIndex):
+        assert len(parts) > 3
+
+
+async def test_a_worker_that_another_process_tells_of_is_no_damage(
+    index: ResidencyIndex, told: dict[str, Teller]
+) -> None:
+    """What it tells does not come by here, so it can't be followed; counted in one go it can."""
+    if not isinstance(index, RedisIndex):
+        return
+    elsewhere = await open_redis_index(index._store, shards=index.shards, side_index=True, writer=True)
+    teller, shard = told["a"], Damage(index, "a").shard
+    parts: list[Scrubbed] = []
+    while not (parts and parts[-1].ended):
+        await tell(elsewhere, teller.remove(SCOPE, block(BLOCKS - 1 - len(parts))))
+        parts.append(await index.scrub(shard, ENTRIES_A_CALL))
+    assert [worker for part in parts for worker in part.damaged] == []
+    assert sum(part.given_up + part.checked for part in parts) >= 1
+
+
+async def test_only_workers_of_the_partitions_asked_for(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+    await Damage(index, "a").take(SCOPE, block(5))
+    mine = partition_of("a", index.partitions)
+    shard = shard_of(mine, index.shards)
+    others = set(range(index.partitions)) - {mine}
+    assert (await index.scrub(shard, 1 << 30, others)).damaged == []
+    assert (await index.scrub(shard, 1 << 30, {mine})) == Scrubbed(1, ["a"], 0, 0, True)
 
 
 async def test_a_recount_says_what_blocks_say_by_scope(index: ResidencyIndex, told: dict[str, Teller]) -> None:

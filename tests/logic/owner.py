@@ -108,7 +108,7 @@ class Owner:
     # ------------------------------------------------------------ steps
 
     def step(self, name: str) -> None:
-        """One step of `judge`, `beat`, `sweep <shard>`, `scrub <shard>` or `read <partition>`; a new round where none goes on."""
+        """One step of `judge`, `beat`, `sweep <shard>`, `scrub <shard>` or `read <partition>`; of a new round, if need be."""
         task = self._tasks.get(name)
         if task is None:
             what, _, number = name.partition(" ")

@@ -2,7 +2,7 @@
 
 import pickle
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvatlas.errors import Unreachable
@@ -80,9 +80,9 @@ class SteppedIndex(MemoryIndex):
         await self._after()
         return left
 
-    async def scrub(self, shard: int, budget_blocks: int) -> Scrubbed:
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> Scrubbed:
         await self._before(shard)
-        found = await super().scrub(shard, budget_blocks)
+        found = await super().scrub(shard, budget_blocks, partitions)
         self.world.stats["damaged"] += len(found.damaged)
         self.world.stats["strays"] += found.strays
         await self._after()

@@ -1,3 +1,19 @@
+-- Recounting: see kvatlas/index/redis_recount.py.
+
+-- k: {workers, holders, active, digests}
+local function state_of(k, worker)
+  local packed = redis.call('HGET', k.workers, worker)
+  local record = packed and cmsgpack.unpack(packed)
+  if not record or record[ACTIVE] == '' then
+    return false
+  end
+  local holder = record[ACTIVE]
+  local entry = redis.call('HGET', k.holders, holder)
+  entry = entry and cmsgpack.unpack(entry)
+  local said = entry and entry[1] == 'a' and entry[2] == worker and redis.call('HGET', k.active, holder) == worker
+  return { record[INC], record[SEQ], holder, read_digest(k.digests, holder), said and 1 or 0 }
+end
+
 -- scrub: what a part of one scope's blocks says that some workers' active holders hold, and the workers' state at that moment.
 -- KEYS: blocks of the scope, workers, holders, active, digests   ARGV: cursor, count, worker...
 -- returns msgpack {next cursor, {state or false...}, found, {hash...}}
@@ -7,18 +23,12 @@
 redis.register_function({
   function_name = 'kvatlas_scrub',
   callback = function(keys, args)
+    local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5] }
     local states, mine = {}, {}
     for i = 3, #args do
-      local packed = redis.call('HGET', keys[2], args[i])
-      local record = packed and cmsgpack.unpack(packed)
-      states[i - 2] = false
-      if record and record[ACTIVE] ~= '' then
-        local holder = record[ACTIVE]
-        local entry = redis.call('HGET', keys[3], holder)
-        entry = entry and cmsgpack.unpack(entry)
-        local said = entry and entry[1] == 'a' and entry[2] == args[i] and redis.call('HGET', keys[4], holder) == args[i]
-        states[i - 2] = { record[INC], record[SEQ], holder, read_digest(keys[5], holder), said and 1 or 0 }
-        mine[holder] = string.char(i - 3)
+      states[i - 2] = state_of(k, args[i])
+      if states[i - 2] then
+        mine[states[i - 2][3]] = string.char(i - 3)
       end
     end
     local answer = redis.call('HSCAN', keys[1], args[1], 'COUNT', args[2])
@@ -74,20 +84,46 @@ redis.register_function({
   flags = { 'no-writes' },
 })
 
+-- look: what a worker's active holder has of single blocks, and the worker's state at that moment.
+-- KEYS: workers, holders, active, digests, blocks of each scope   ARGV: worker, packed hashes of each scope
+-- returns msgpack {state or false, {flags of the hashes, a byte each...}}: see scrub
+redis.register_function({
+  function_name = 'kvatlas_look',
+  callback = function(keys, args)
+    local k = { workers = keys[1], holders = keys[2], active = keys[3], digests = keys[4] }
+    local state, flags = state_of(k, args[1]), {}
+    for i = 2, #args do
+      local hashes, seen = split(args[i]), {}
+      for first = 1, #hashes, CHUNK do
+        local last = math.min(first + CHUNK - 1, #hashes)
+        local values = redis.call('HMGET', keys[3 + i], unpack(hashes, first, last))
+        for j = first, last do
+          local value = values[j - first + 1]
+          local at = state and value and find_entry(value, state[3])
+          seen[j] = string.char(at and string.byte(value, at + 3) or 0)
+        end
+      end
+      flags[i - 1] = table.concat(seen)
+    end
+    return cmsgpack.pack({ state, flags })
+  end,
+  flags = { 'no-writes' },
+})
+
 -- doubt: a worker's blocks are not those of its digest: only a new incarnation helps. Where blocks were found is remembered,
 -- so that the sweep looks there.
--- KEYS: workers, touched   ARGV: worker, incarnation, seq, holder, scope id...
--- returns 1, or 0 where the worker went on meanwhile
+-- KEYS: workers, touched   ARGV: worker, incarnation, holder, scope id...
+-- returns 1, or 0 where it tells another incarnation or has cleared its cache meanwhile
 redis.register_function({
   function_name = 'kvatlas_doubt',
   callback = function(keys, args)
     local packed = redis.call('HGET', keys[1], args[1])
     local record = packed and cmsgpack.unpack(packed)
-    if not record or record[INC] ~= args[2] or record[SEQ] ~= tonumber(args[3]) or record[ACTIVE] ~= args[4] then
+    if not record or record[INC] ~= args[2] or record[ACTIVE] ~= args[3] then
       return 0
     end
-    local touched = redis.call('HGET', keys[2], args[4]) or ''
-    for i = 5, #args do
+    local touched = redis.call('HGET', keys[2], args[3]) or ''
+    for i = 4, #args do
       local known = false
       for at = 1, #touched, 16 do
         known = known or string.sub(touched, at, at + 7) == args[i]
@@ -96,7 +132,7 @@ redis.register_function({
         touched = touched .. args[i] .. '\0\0\0\0\0\0\0\0'
       end
     end
-    redis.call('HSET', keys[2], args[4], touched)
+    redis.call('HSET', keys[2], args[3], touched)
     record[BAD] = 1
     redis.call('HSET', keys[1], args[1], cmsgpack.pack(record))
     return 1
