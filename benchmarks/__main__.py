@@ -8,7 +8,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import digests, hashing, ingest, memory, overlap, proxy, visible
+from benchmarks import digests, hashing, ingest, memory, overlap, proxy, spread, visible
 from benchmarks.children import indexer_process
 from benchmarks.result import Result
 from kvatlas.embedded import nats_server, valkey_server
@@ -30,6 +30,7 @@ async def _measure() -> list[Result]:
             results += await ingest.measure(store, nats.url)
             await store.client.flushall()
             results += await proxy.measure(store, valkey.url)
+            results += spread.results(await spread.measure(store, valkey.url, ["all"]))
         finally:
             await store.close()
     return results

@@ -38,6 +38,7 @@ class _Worker:
     incarnation: int
     heard_us: int
     heard_s: float
+    load_age_us: int | None = None
 
 
 class LivenessJudge:
@@ -71,6 +72,7 @@ class LivenessJudge:
                     record.incarnation,
                     record.heard_us,
                     now_s,
+                    record.load_age_us,
                 )
 
     def held(self, worker_ids: Collection[str], now_s: float) -> None:
@@ -95,8 +97,9 @@ class LivenessJudge:
             or worker.state is not beat.state
             or worker.endpoint != beat.endpoint
         )
+        age_us = max(0, beat.sent_us - beat.load.sampled_us) if beat.load is not None and beat.sent_us else None
         self._workers[beat.worker_id] = _Worker(
-            beat.endpoint, beat.state, Liveness.ALIVE, beat.load, beat.incarnation, now_us, now_s
+            beat.endpoint, beat.state, Liveness.ALIVE, beat.load, beat.incarnation, now_us, now_s, age_us
         )
         self._changed.add(beat.worker_id)
         return urgent
@@ -168,6 +171,7 @@ class LivenessJudge:
             load=worker.load,
             incarnation=worker.incarnation,
             heard_us=worker.heard_us,
+            load_age_us=worker.load_age_us,
             trace=trace,
         )
 
