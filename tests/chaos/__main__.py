@@ -54,8 +54,8 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
                 try:
                     outcomes.append(await run_scenario(fleet, name))
                     say(f"{name}: exact after {outcomes[-1].exact_after_s:.2f} s")
-                except AssertionError as error:
-                    failures.append(f"{name}: {error}")
+                except* AssertionError as errors:
+                    failures.append(f"{name}: {errors.exceptions[0]}")
                     say(failures[-1])
         else:
             try:

@@ -71,6 +71,18 @@ class Chaos:
         events -= self._events_before if events >= self._events_before else 0  # sidecars started anew count anew
         return Outcome(self.name, self.faults, events, last.exported, exact_after_s, last.wrong, last.missing)
 
+    async def never_empty_until_exact(self) -> None:
+        """Wait until the digests are right; raises AssertionError where a worker's residency vanishes meanwhile."""
+        checker = self.fleet.checker
+
+        async def is_right() -> bool:
+            for worker in self.fleet.workers:
+                blocks = await checker.resident_blocks(worker.worker_id)
+                assert blocks, f"{self.name}: the blocks of {worker.worker_id} vanished from the index"
+            return not (await checker.look(self.under_reporting)).trouble
+
+        await until(is_right, deadline_s=EXACT_S, what=f"{self.name}: the index is repaired")
+
     async def watch_never_empty(self, worker: Worker) -> None:
         """Until cancelled; raises AssertionError where the worker's residency vanishes from the index."""
         while True:

@@ -98,6 +98,16 @@ async def engine_killed_and_restarted(chaos: Chaos) -> None:
     await chaos.moved(10)
 
 
+async def engine_killed_and_idle_afterwards(chaos: Chaos) -> None:
+    """No event tells of the new life: the old one's blocks go all the same."""
+    worker = chaos.fleet.workers[0]
+    await chaos.moved(20)
+    await chaos.fleet.load.rest()
+    chaos.fault("engine SIGKILL, started again on its endpoint, without a request")
+    await _restart_engine(worker)
+    chaos.healed()
+
+
 async def engine_restarted_while_the_sidecar_was_down(chaos: Chaos) -> None:
     """The new life is already ahead of the seq that the sidecar has saved."""
     worker = chaos.fleet.workers[0]
@@ -197,6 +207,7 @@ SCENARIOS = (
     feed_cut_and_filled_from_replay,
     feed_cut_while_replay_is_silent,
     engine_killed_and_restarted,
+    engine_killed_and_idle_afterwards,
     engine_restarted_while_the_sidecar_was_down,
     sidecar_killed_and_restarted,
     saved_state_missing_torn_or_foreign,

@@ -3,12 +3,12 @@
 import shutil
 from pathlib import Path
 
-import anyio
 from anyio.to_thread import run_sync
 from redis.asyncio import Redis
 
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
+from kvatlas.index.redis import open_redis_index
 from kvatlas.tiers import Tier
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet
@@ -106,7 +106,6 @@ async def blocks_damaged_by_hand(chaos: Chaos) -> None:
     """No message did it, so no message finds it: the scrub does, and no worker vanishes for it."""
     fleet = chaos.fleet
     await chaos.moved(20)
-    await fleet.load.rest()  # the engines are idle: nothing else repairs it by chance
     client = fleet.store.client
     damaged = 0
     async for key in client.scan_iter(match="kva:{s*}:blocks:*"):
@@ -121,11 +120,21 @@ async def blocks_damaged_by_hand(chaos: Chaos) -> None:
             chaos.fault(f"{what} by hand")
         damaged += 1
     assert damaged, "there are blocks to damage"
-    async with anyio.create_task_group() as tasks:
-        for worker in fleet.workers:
-            tasks.start_soon(chaos.watch_never_empty, worker)
-        await chaos.settle()
-        tasks.cancel_scope.cancel()
+    index = await open_redis_index(fleet.store, writer=False)
+
+    async def incarnations() -> list[int]:
+        records = [await index.record(worker.worker_id) for worker in fleet.workers]
+        return [record.incarnation for record in records if record is not None]
+
+    before = await incarnations()
+
+    async def is_told_anew() -> bool:
+        return await incarnations() != before
+
+    # under load: no moment of rest helps to see it
+    await until(is_told_anew, deadline_s=30, what="a damaged worker is told anew")
+    await fleet.load.rest()
+    await chaos.never_empty_until_exact()
 
 
 SCENARIOS = (
