@@ -26,6 +26,14 @@ def _mix(scope_id: bytes) -> tuple[int, int]:
     return low & _MIX_MASK | 1, high & _MIX_MASK | 1
 
 
+def sums_of(packed_hashes: bytes) -> tuple[int, int]:
+    """The sums of packed hashes' low and high halves, modulo 2^32."""
+    halves = array("I", packed_hashes)
+    if sys.byteorder == "big":
+        halves.byteswap()
+    return sum(halves[0::2]) & _MASK, sum(halves[1::2]) & _MASK
+
+
 class Digest:
     """Mutable digest by tier."""
 
@@ -39,15 +47,12 @@ class Digest:
 
     def add(self, scope_id: bytes, tier: Tier, packed_hashes: bytes, sign: int = 1) -> None:
         """Count blocks in (sign 1) or out (sign -1). The caller says each block once: this is a sum, not a set."""
-        count = len(packed_hashes) // HASH_BYTES
-        halves = array("I", packed_hashes)
-        if sys.byteorder == "big":
-            halves.byteswap()
+        low, high = sums_of(packed_hashes)
         mix_low, mix_high = _mix(scope_id)
         at = 3 * tier
-        self._words[at] += sign * count
-        self._words[at + 1] = (self._words[at + 1] + sign * sum(halves[0::2]) * mix_low) & _MASK
-        self._words[at + 2] = (self._words[at + 2] + sign * sum(halves[1::2]) * mix_high) & _MASK
+        self._words[at] += sign * len(packed_hashes) // HASH_BYTES
+        self._words[at + 1] = (self._words[at + 1] + sign * low * mix_low) & _MASK
+        self._words[at + 2] = (self._words[at + 2] + sign * high * mix_high) & _MASK
 
     def count(self, tier: Tier) -> int:
         return self._words[3 * tier]

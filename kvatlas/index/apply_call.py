@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import msgpack
 
+from kvatlas.digest import sums_of
 from kvatlas.index.protocol import Applied, PartitionBatch, WorkerRecord
 from kvatlas.wire import CHUNK, REMOVED, STORED
 
@@ -42,16 +43,19 @@ class _Group:
     def packed(self) -> tuple[bytes, int, int, list[list[Any]]]:
         if len(self.parts) > 1:
             self.events = [[*self.events[0][:3], b"".join(self.parts), *self.events[0][4:]]]
-        events = [event if event[0] not in _WITH_HASHES else _each_once(event) for event in self.events]
+        events = [_summed(event) if event[0] in _WITH_HASHES else event for event in self.events]
         return self.incarnation.to_bytes(8, "big"), self.first_seq, self.last_seq, events
 
 
-def _each_once(event: list[Any]) -> list[Any]:
-    """The event without repetitions: the store's function counts what it is told. A publisher repeats nothing."""
-    hashes = array("Q", event[3])
-    if len(set(hashes)) == len(hashes):
-        return event
-    return [*event[:3], array("Q", dict.fromkeys(hashes)).tobytes(), *event[4:]]
+def _summed(event: list[Any]) -> list[Any]:
+    """The event without repetitions (the store's function counts what it is told; a publisher repeats nothing), and with the
+    sums of its hashes, which are dearer to make there."""
+    packed = event[3]
+    hashes = array("Q", packed)
+    if len(set(hashes)) != len(hashes):
+        packed = array("Q", dict.fromkeys(hashes)).tobytes()
+        event = [*event[:3], packed, *event[4:]]
+    return [*event, *sums_of(packed)]
 
 
 @dataclass(slots=True)
@@ -62,7 +66,8 @@ class _Teller:
 
 
 def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool = False) -> tuple[list[bytes], bytes]:
-    """(scope ids whose keys the call needs, in order; the packed argument). Work is per message, never per block.
+    """(scope ids whose keys the call needs, in order; the packed argument). Work is per message: a block costs an entry of a
+    set and two additions.
 
     Consecutive messages of a worker that say the same thing of the same scope and tier travel as one group. Where the
     worker's seq stands inside a group, what it told before is told again, and that changes nothing: only stores, or only

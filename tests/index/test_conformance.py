@@ -3,7 +3,7 @@
 import pytest
 
 from kvatlas.digest import Digest
-from kvatlas.events import Checkpoint, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd
+from kvatlas.events import Checkpoint, Removed, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd, Stored
 from kvatlas.hashing import HASH_BYTES, extend_chain, unpack_hashes
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
@@ -153,6 +153,22 @@ async def test_a_wrong_snapshot_closes_the_incarnation_and_the_old_one_answers(
     teller.held = {}
     await tell(index, teller.begin(3))
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {}
+
+
+async def test_events_that_repeat_each_other_count_once(index: ResidencyIndex) -> None:
+    """No publisher does this; the digest stays that of the set all the same."""
+    teller = Teller("w")
+    scope_id = SCOPE.scope_id
+    repeated = head(4) + head(2)
+    stores = [Stored(scope_id, Tier.HBM, part) for part in (head(3), repeated, head(6))]
+    await tell(index, teller.begin(1), teller.message(*stores, scopes=[SCOPE]))
+    digest = Digest()
+    digest.add(scope_id, Tier.HBM, head(6))
+    assert await index.digest("w") == digest.words
+    removals = [Removed(scope_id, Tier.HBM, part) for part in (head(6)[16:], head(6)[8:], repeated)]
+    await tell(index, teller.message(*removals, scopes=[SCOPE]))
+    assert await index.digest("w") == Digest().words
+    assert await index.length() == 0
 
 
 async def test_a_checkpoint_that_differs_makes_the_worker_doubtful(index: ResidencyIndex) -> None:

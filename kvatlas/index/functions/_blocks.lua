@@ -85,22 +85,43 @@ local function sums(packed)
   return low, high
 end
 
--- Counts packed blocks of one scope into (sign 1) or out of (sign -1) a holder's digest: see kvatlas/digest.py.
-local function count_blocks(digest, tier, packed, scope, sign)
-  if packed == '' then
-    return
-  end
+-- Counts blocks of one scope, given by how many they are and their sums, into (sign 1) or out of (sign -1) a holder's digest:
+-- see kvatlas/digest.py.
+local function count_sums(digest, tier, count, low, high, scope, sign)
   local at = 3 * tier + 1
-  local low, high = sums(packed)
-  digest[at] = digest[at] + sign * #packed / 8
+  digest[at] = digest[at] + sign * count
   digest[at + 1] = (digest[at + 1] + sign * (low % TWO32 * scope.mix_low % TWO32)) % TWO32
   digest[at + 2] = (digest[at + 2] + sign * (high % TWO32 * scope.mix_high % TWO32)) % TWO32
 end
 
--- Stores or removes packed blocks, each said once (see apply_call.py); returns how many changed and the bytes written.
+-- The same for packed blocks.
+local function count_blocks(digest, tier, packed, scope, sign)
+  local low, high = sums(packed)
+  count_sums(digest, tier, #packed / 8, low, high, scope, sign)
+end
+
+-- The hashes each once.
+local function distinct(hashes)
+  local seen, out, n = {}, {}, 0
+  for i = 1, #hashes do
+    if not seen[hashes[i]] then
+      seen[hashes[i]] = true
+      n = n + 1
+      out[n] = hashes[i]
+    end
+  end
+  return out
+end
+
+-- Stores or removes packed blocks, of which apply_call.py gives the sums; returns how many changed and the bytes written.
+-- `several`: they are of several events, which may repeat each other; one event repeats nothing.
 -- op: {scope, holder, tier, flags, store = true or false, digest}; scope: {blocks = key, mix_low, mix_high, side or nil}
-local function change_blocks(op, packed)
+local function change_blocks(op, packed, low, high, several)
   local hashes = split(packed)
+  local all = #hashes
+  if several then
+    hashes = distinct(hashes)
+  end
   local holder, store, flags, tier_bit = op.holder, op.store, op.flags, 2 ^ op.tier
   local blocks, side = op.scope.blocks, op.scope.side
   local known_new, known_changed = {}, {}
@@ -148,6 +169,10 @@ local function change_blocks(op, packed)
       end
     end
   end
-  count_blocks(op.digest, op.tier, c == #hashes and packed or table.concat(changed), op.scope, store and 1 or -1)
+  if c == all then
+    count_sums(op.digest, op.tier, c, low, high, op.scope, store and 1 or -1)
+  elseif c > 0 then
+    count_blocks(op.digest, op.tier, table.concat(changed), op.scope, store and 1 or -1)
+  end
   return c, bytes
 end

@@ -9,7 +9,8 @@ local function flush(self)
     return
   end
   self.pending = nil
-  local changed, bytes = change_blocks(pending.op, pending.n == 1 and pending[1] or table.concat(pending, '', 1, pending.n))
+  local packed = pending.n == 1 and pending[1] or table.concat(pending, '', 1, pending.n)
+  local changed, bytes = change_blocks(pending.op, packed, pending.low, pending.high, pending.n > 1)
   local count = self.c.count
   if pending.op.store then
     count.stored = count.stored + changed
@@ -47,18 +48,19 @@ end
 
 local function queue(self, holder, event, store)
   local scope_id, tier, flags = event[2], event[3], store and event[7] or 0
+  local low, high = event[store and 8 or 5], event[store and 9 or 6] -- behind the wire's own fields
   local pending = self.pending
   if pending then
     local op = pending.op
     if op.store == store and op.tier == tier and op.scope_id == scope_id and op.holder == holder and op.flags == flags then
       local n = pending.n + 1
       pending[n] = event[4]
-      pending.n = n
+      pending.n, pending.low, pending.high = n, pending.low + low, pending.high + high
       return
     end
     flush(self)
   end
-  self.pending = { event[4], n = 1, op = {
+  self.pending = { event[4], n = 1, low = low, high = high, op = {
     scope = self.c.scopes[scope_id], scope_id = scope_id, holder = holder, tier = tier, flags = flags, store = store,
     digest = digest_for(self, holder),
   } }

@@ -2,7 +2,7 @@
 --
 -- One argument, msgpack: {reuse ms, {scope id...}, {{partition, creation, after seq, seq}...},
 --   {{worker, partition, {scope id -> block size and block bytes (2 x u32 BE)}, {{incarnation, first seq, last seq,
---   events}...}}...}}
+--   events}...}}...}}; events as on the wire, those with hashes followed by the two sums of these
 -- KEYS: workers, holders, active, retired, free, digests, touched, partitions, meta, then blocks of each scope id in order,
 --   then with the side index children and parents of each
 -- returns msgpack {counts in ANSWER's order, {moved partition...}, {worker, record...}}
