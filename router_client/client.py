@@ -93,6 +93,7 @@ class RouterClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._leases.stop()
+        await self._decider.patience.close()
         await self._fleet.close()
 
     @property

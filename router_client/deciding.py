@@ -19,13 +19,13 @@ from kvatlas.reservations import (
 from kvatlas.reservations.protocol import ID_BYTES
 from router_client.asking import ask_of
 from router_client.counters import RouterCounters
-from router_client.fail_open import FAILING, Basis, Breaker, Deadline
+from router_client.fail_open import FAILING, Basis, Breaker, Deadline, Patience
 from router_client.fleet import CachedFleet
 from router_client.leases import Leases
 from router_client.lookup import Lookup, OverlapIndex, look_up, without_index
 from router_client.pool import Pool
 from router_client.prompt import Prompt
-from router_client.ranking import Prospect, prospects, ranked, rendezvous
+from router_client.ranking import Prospect, Ranked, prospects, rendezvous
 from router_client.reservation import Reservation
 from router_client.settings import RouterSettings
 
@@ -50,6 +50,9 @@ class Decision:
 
     @property
     def result(self) -> SelectionResult:
+        first = self.results[0]
+        if first.worker_id == self.worker_id:
+            return first
         return next(result for result in self.results if result.worker_id == self.worker_id)
 
 
@@ -77,6 +80,7 @@ class Decider:
         now_us: Callable[[], int],
     ) -> None:
         self.load_only = settings.load_only
+        self.patience = Patience()
         self._index = index
         self._fleet = fleet
         self._reservations = reservations
@@ -103,7 +107,7 @@ class Decider:
 
         Within the deadline, whatever the store does. Raises Unreachable where the pool was never read.
         """
-        deadline = Deadline(self._settings.deadline_ms)
+        deadline = Deadline(self._settings.deadline_ms, self.patience)
         asks = self._booking_breaker.allows()
         pool = await self._pool(prompt.scope.pool_id, deadline, asks)
         if avoid:
@@ -205,7 +209,7 @@ class Decider:
         else:
             id, weighing = await self._book(prompt, ask, deadline)
             decision = self._decision(seen, offered, weighing)
-        reservation = Reservation(pool_id, id, self._reservations, self._leases, self._settings.deadline_ms)
+        reservation = self._reservation(pool_id, id, self._leases)
         return replace(decision, reservation=reservation)
 
     async def _book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> tuple[bytes, Weighing]:
@@ -238,7 +242,7 @@ class Decider:
         chosen = replace(ask, offers=[offer for offer in ask.offers if offer.worker_id == decision.worker_id])
         booking = self._booking(prompt, chosen, leased=False)
         self._own.book_now(pool_id, booking)
-        return replace(decision, reservation=Reservation(pool_id, booking.id, self._own, None, None))
+        return replace(decision, reservation=self._reservation(pool_id, booking.id, None))
 
     # ------------------------------------------------------------ pieces
 
@@ -252,13 +256,19 @@ class Decider:
         id = token_bytes(ID_BYTES)
         return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us)
 
+    def _reservation(self, pool_id: str, id: bytes, leases: Leases | None) -> Reservation:
+        """`leases` None: it is one of this router's own."""
+        if leases is None:
+            return Reservation(pool_id, id, self._own, None, None, self.patience)
+        return Reservation(pool_id, id, self._reservations, leases, self._settings.deadline_ms, self.patience)
+
     def _decision(
         self, seen: _Seen, offered: Sequence[Prospect], weighing: Weighing | None, followed: str | None = None
     ) -> Decision:
         if weighing is None:
             return Decision(seen.pool, ())
         factor = self._settings.booking.again_factor
-        results = ranked(offered, weighing.weighed, self._settings.profile, chosen=weighing.chosen, again_factor=factor)
+        results = Ranked(offered, weighing.weighed, self._settings.profile, chosen=weighing.chosen, again_factor=factor)
         best = results[0].worker_id
         if followed is not None:
             return Decision(seen.pool, results, followed, Basis.POLICY, f"cost would choose {best}", best)
@@ -271,7 +281,7 @@ class Decider:
         return max(range(len(offered)), key=lambda i: rendezvous(start + self._seed, offered[i].id))
 
     def _first(self, offered: Sequence[Prospect], weighed: Sequence[Weighed]) -> int:
-        results = ranked(offered, weighed, self._settings.profile)
+        results = Ranked(offered, weighed, self._settings.profile)
         return next(i for i, prospect in enumerate(offered) if prospect.id == results[0].worker_id)
 
     async def _report(self, pool_id: str, reservations: Reservations) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 FAILURES = 3
 REST_S = 0.25
+LAST_LOOKS = 3
 
 FAILING = (Unreachable, LayoutMismatch, RedisError, TimeoutError)
 """What a store raises that is slow, away, or just back without what it knew."""
@@ -33,20 +34,57 @@ class Basis(StrEnum):
     POLICY = "policy"
 
 
+class Patience:
+    """Waits for answers only so long, but lets those that are late come to their end: a connection that is just being
+    made, and would be given up every time, is there for the next question. The store's own time limit ends them."""
+
+    def __init__(self) -> None:
+        self._late: set[asyncio.Task[Any]] = set()
+
+    async def wait(self, answer: Coroutine[Any, Any, T], seconds: float) -> T:
+        """The answer. Raises TimeoutError where it does not come in time, and what the answer raises."""
+        task = asyncio.create_task(answer)
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            # where it was this process that was busy, the answer is there by now
+            for _ in range(LAST_LOOKS):
+                if task.done():
+                    return task.result()
+                await asyncio.sleep(0)
+            raise
+        finally:
+            if not task.done():
+                self._late.add(task)
+                task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Give up what is still on its way."""
+        late = list(self._late)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: nobody waits for it any more
+
+
 class Deadline:
     """So many milliseconds from now; None: no end."""
 
-    def __init__(self, ms: float | None) -> None:
+    def __init__(self, ms: float | None, patience: Patience) -> None:
         self.ms = ms
+        self._patience = patience
         self._began = time.monotonic()
 
-    async def keep(self, answer: Awaitable[T], share: float = 1.0) -> T:
+    async def keep(self, answer: Coroutine[Any, Any, T], share: float = 1.0) -> T:
         """The answer. Raises TimeoutError where it does not come in this share of the time."""
         if self.ms is None:
             return await answer
-        left_s = self._began + self.ms * share / 1_000 - time.monotonic()
-        async with asyncio.timeout(max(0.0, left_s)):
-            return await answer
+        return await self._patience.wait(answer, self._began + self.ms * share / 1_000 - time.monotonic())
 
     def why(self, error: BaseException) -> str:
         """One line."""

@@ -9,6 +9,7 @@ do. Load comes last, because it is what routers book that changes while they dec
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from xxhash import xxh3_64_intdigest
 
@@ -67,7 +68,7 @@ def rank(
 ) -> tuple[SelectionResult, ...]:
     """Every candidate with its cost by what workers report, cheapest first; ties in rendezvous order. Deterministic."""
     found = prospects(prompt, pool, held, profile, fingerprint=fingerprint)
-    return ranked(found, [Weighed(p.candidate.load, p.candidate.load_known) for p in found], profile)
+    return tuple(Ranked(found, [Weighed(p.candidate.load, p.candidate.load_known) for p in found], profile))
 
 
 def prospects(
@@ -79,18 +80,59 @@ def prospects(
     return [_prospect(prompt, candidate, held, profile, sources) for candidate in order]
 
 
-def ranked(
-    found: Sequence[Prospect],
-    weighed: Sequence[Weighed],
-    profile: CostProfile,
-    *,
-    chosen: int | None = None,
-    again_factor: float = 0.0,
-) -> tuple[SelectionResult, ...]:
-    """Prospects with their load, cheapest first; `chosen` before all (the store's arithmetic may differ by a rounding)."""
-    results = [_result(p, seen, profile, again_factor) for p, seen in zip(found, weighed, strict=True)]
-    order = sorted(range(len(results)), key=lambda i: (i != chosen, results[i].score_us))
-    return tuple(results[i] for i in order)
+class Ranked(Sequence[SelectionResult]):
+    """Prospects with their load, cheapest first.
+
+    Where it is known which one is `chosen`, that is the first (the store's arithmetic may differ by a rounding), and the
+    others are priced only when somebody looks at them: a router reads one of hundreds.
+    """
+
+    __slots__ = ("_again_factor", "_all", "_chosen", "_first", "_found", "_profile", "_weighed")
+
+    def __init__(
+        self,
+        found: Sequence[Prospect],
+        weighed: Sequence[Weighed],
+        profile: CostProfile,
+        *,
+        chosen: int | None = None,
+        again_factor: float = 0.0,
+    ) -> None:
+        self._found = found
+        self._weighed = weighed
+        self._profile = profile
+        self._chosen = chosen
+        self._again_factor = again_factor
+        self._first = None if chosen is None else self._price(chosen)
+        self._all: tuple[SelectionResult, ...] | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> SelectionResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[SelectionResult]: ...
+    def __getitem__(self, index: int | slice) -> SelectionResult | Sequence[SelectionResult]:
+        return self._first if index == 0 and self._first is not None else self._ranked()[index]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[SelectionResult]:
+        return iter(self._ranked())
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _ranked(self) -> tuple[SelectionResult, ...]:
+        if self._all is None:
+            results = [self._price(i) for i in range(len(self._found))]
+            order = sorted(range(len(results)), key=lambda i: (i != self._chosen, results[i].score_us))
+            self._all = tuple(results[i] for i in order)
+        return self._all
+
+    def _price(self, i: int) -> SelectionResult:
+        return _result(self._found[i], self._weighed[i], self._profile, self._again_factor)
 
 
 def _result(found: Prospect, seen: Weighed, profile: CostProfile, again_factor: float) -> SelectionResult:

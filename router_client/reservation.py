@@ -1,7 +1,7 @@
 """One reservation of this router, as the one who routes a request holds it."""
 
 from kvatlas.reservations import Outcome, Reservations
-from router_client.fail_open import FAILING, Deadline
+from router_client.fail_open import FAILING, Deadline, Patience
 from router_client.leases import Leases
 
 
@@ -9,7 +9,13 @@ class Reservation:
     """Every call is safe to repeat, and none raises for a store that does not answer: it is told later."""
 
     def __init__(
-        self, pool_id: str, id: bytes, store: Reservations, leases: Leases | None, deadline_ms: float | None
+        self,
+        pool_id: str,
+        id: bytes,
+        store: Reservations,
+        leases: Leases | None,
+        deadline_ms: float | None,
+        patience: Patience,
     ) -> None:
         """`leases` None: it is booked in this process alone."""
         self.pool_id = pool_id
@@ -17,6 +23,7 @@ class Reservation:
         self._store = store
         self._leases = leases
         self._deadline_ms = deadline_ms
+        self._patience = patience
         self._prefilled = False
         self._ended = False
         if leases is not None:
@@ -41,9 +48,11 @@ class Reservation:
         told = False
         try:
             if outcome is None:
-                await Deadline(self._deadline_ms).keep(self._store.prefilled(self.pool_id, self.id))
+                await Deadline(self._deadline_ms, self._patience).keep(self._store.prefilled(self.pool_id, self.id))
             else:
-                await Deadline(self._deadline_ms).keep(self._store.release(self.pool_id, self.id, outcome))
+                await Deadline(self._deadline_ms, self._patience).keep(
+                    self._store.release(self.pool_id, self.id, outcome)
+                )
             told = True
         except FAILING:
             pass  # told later, below

@@ -282,7 +282,7 @@ async def test_what_the_store_did_not_hear_is_told_when_it_is_back() -> None:
                     server.resume()
 
                 async def heard() -> bool:
-                    return int(await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations")) == 0
+                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
 
                 await until(heard, what="the release is told")
         finally:
