@@ -36,6 +36,7 @@ class Leases:
         self._live: dict[str, int] = {}
         self._later: deque[tuple[str, bytes, Outcome | None, float]] = deque(maxlen=MOST_LATER)
         self._wake = asyncio.Event()
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
     def booked(self, pool_id: str) -> None:
@@ -56,11 +57,14 @@ class Leases:
 
     def start(self) -> None:
         """Begin to renew."""
+        self._stopping = False
         self._task = asyncio.create_task(self._run(), name="kvatlas router leases")
 
     async def stop(self) -> None:
         """Give up every lease, with all that is still booked under it. Waits at most CLOSE_S for the store."""
         if self._task is not None:
+            self._stopping = True
+            self._wake.set()
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
@@ -75,7 +79,7 @@ class Leases:
     async def _run(self) -> None:
         beat_s = self._lease_s / BEATS_A_LEASE
         next_beat = time.monotonic() + beat_s
-        while True:
+        while not self._stopping:  # Python 3.11's wait_for, inside redis-py, may swallow the cancellation
             try:
                 async with asyncio.timeout(max(0.0, next_beat - time.monotonic())):
                     await self._wake.wait()

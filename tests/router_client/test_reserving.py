@@ -314,3 +314,13 @@ async def test_bookings_end_with_the_engines_life(store: Store, valkey_url: str)
     assert await booked(router) == {"a": Load()}
     assert not (await router.rank(Prompt.of_tokens(SCOPE, LONG))).results[0].predicted_tokens
     await choice.finish()
+
+
+async def test_the_worked_example_of_the_documentation() -> None:
+    (router,) = routers(1, MemoryReservations(lambda: 10**15), "a", "b")
+    prompt = Prompt.of_tokens(SCOPE, LONG)
+    first = (await router.book(prompt)).worker_id
+    told = {r.worker_id: {term.name: term.us for term in r.terms} for r in await router.rank(prompt)}
+    other = "b" if first == "a" else "a"
+    assert (told[first]["backlog"], told[first]["in_flight"]) == (327_680, 43_621)
+    assert (told[other]["prefill"], told[other]["again"]) == (371_301, 5_927_849)
