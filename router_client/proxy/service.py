@@ -1,18 +1,16 @@
 """The proxy as a process: connections to the store and the engines, a tokenizer, a server; until it is cancelled."""
 
-import contextlib
 import logging
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import anyio
 import httpx
-import uvicorn
 
 from kvatlas.cost import EngineProfile, QuillcacheProfile
-from kvatlas.errors import SettingsError
 from kvatlas.fleet_store import FleetStore
+from kvatlas.http_serving import listen, serve, url_of
 from kvatlas.index.redis import open_redis_index
 from kvatlas.reservations import RedisReservations
 from kvatlas.settings import ProxySettings
@@ -48,22 +46,12 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
     LayoutMismatch where the store can't be used and `wait` is off.
     """
-    listener = listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port, "the router")
     try:
-        async with open_proxy(settings) as application:
-            config = uvicorn.Config(
-                application.asgi,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=GRACE_S,
-            )
-            server = _Server(config, lambda: ready(url_of(listener)) if ready is not None else None)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_stop_when_cancelled, server)
-                with anyio.CancelScope(shield=True):
-                    await server.serve(sockets=[listener])
-                tasks.cancel_scope.cancel()
+        async with open_proxy(settings) as application, anyio.create_task_group() as tasks:
+            await tasks.start(partial(serve, grace_s=GRACE_S), application.asgi, listener)
+            if ready is not None:
+                ready(url_of(listener))
     finally:
         listener.close()
 
@@ -136,49 +124,6 @@ def _engine_client(timeout_s: float) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=1_024, keepalive_expiry=4.0)
     timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
     return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises SettingsError where the address can't be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise SettingsError(f"the router can't listen on {host}:{port}: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """The base URL of a bound socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class _Server(uvicorn.Server):
-    """Leaves the process' signals to whoever started it, and says when it accepts."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
-
-
-async def _stop_when_cancelled(server: uvicorn.Server) -> None:
-    try:
-        await anyio.sleep_forever()
-    finally:
-        server.should_exit = True
 
 
 def _say(line: str) -> None:
