@@ -6,11 +6,10 @@ from time import perf_counter
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import digests, hashing, ingest, memory, overlap, proxy, spread, visible
 from benchmarks.children import indexer_process
-from benchmarks.result import Result
+from benchmarks.result import Result, show
 from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.store import open_store
 
@@ -39,14 +38,8 @@ async def _measure() -> list[Result]:
 def main() -> None:
     began = perf_counter()
     results = uvloop.run(_measure())
-    table = Table("measured", "figure", "budget", "", title=f"kvatlas on {os.cpu_count()} cores, {platform.machine()}")
-    for result in results:
-        digits = 0 if result.figure >= 1_000 else 2
-        limit = "" if result.budget is None else f"{'>=' if result.at_least else '<='} {result.budget:,g}"
-        verdict = {None: "", True: "met", False: "NOT MET"}[result.met]
-        table.add_row(result.name, f"{result.figure:,.{digits}f} {result.unit}", limit, verdict)
     console = Console(width=130)
-    console.print(table)
+    console.print(show(results, f"kvatlas on {os.cpu_count()} cores, {platform.machine()}"))
     missed = [result for result in results if result.met is False]
     console.print(f"{len(missed)} budgets not met; took {perf_counter() - began:.0f} s")
 

@@ -4,8 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 READY_S = 30
 
@@ -39,46 +39,49 @@ async def indexer_process(nats_url: str, redis_url: str, *flags: str) -> AsyncIt
                 await process.wait()
 
 
-class Teller:
-    """A `benchmarks.telling` that has said `ready`."""
+class Child:
+    """A module of the benchmarks in a process of its own. It says `ready`, waits for a line on stdin, does its part, and
+    tells one line."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def go(self) -> None:
-        """Let it publish."""
+        """Let it do its part."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"go\n")
         await self._process.stdin.drain()
 
-    async def tell_all(self) -> None:
-        """Let it publish, and wait until the stream has acknowledged everything."""
+    async def ask(self, within_s: float = 2 * READY_S) -> str:
+        """Let it do its part, and wait for the line that it tells."""
         await self.go()
         assert self._process.stdout is not None
-        async with asyncio.timeout(2 * READY_S):
-            if await self._process.stdout.readline() != b"done\n":
-                raise RuntimeError("the publishing process ended before it was done")
+        async with asyncio.timeout(within_s):
+            if not (line := await self._process.stdout.readline()):
+                raise RuntimeError("a benchmark's process ended before it was done")
+        return line.decode().strip()
 
 
 @asynccontextmanager
-async def telling_process(nats_url: str, hashes_a_message: int, messages: int, rate: int = 0) -> AsyncIterator[Teller]:
-    """A `benchmarks.telling`, which waits to be let go."""
-    words = [nats_url, str(hashes_a_message), str(messages), str(rate)]
+async def child_process(module: str, words: Sequence[str]) -> AsyncIterator[Child]:
+    """`python -m module words`, which waits to be let go. Killed in the end."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "benchmarks.telling",
-        *words,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-m", module, *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:
         async with asyncio.timeout(READY_S):
             if await process.stdout.readline() != b"ready\n":
-                raise RuntimeError("the publishing process ended before it was ready")
-        yield Teller(process)
+                raise RuntimeError(f"{module} ended before it was ready")
+        yield Child(process)
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+def telling_process(
+    nats_url: str, hashes_a_message: int, messages: int, rate: int = 0
+) -> AbstractAsyncContextManager[Child]:
+    """A `benchmarks.telling`; it is done when the stream has acknowledged everything."""
+    return child_process("benchmarks.telling", [nats_url, str(hashes_a_message), str(messages), str(rate)])

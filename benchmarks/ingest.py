@@ -25,7 +25,7 @@ async def measure(store: Store, nats_url: str) -> list[Result]:
     for hashes_a_message, messages in RUNS:
         index = await _empty(store, nats_url)
         async with telling_process(nats_url, hashes_a_message, messages) as teller:
-            await teller.tell_all()
+            await teller.ask()
         async with indexer_process(nats_url, store.url):
             rate = await _rate(index, worker_names(hashes_a_message), messages, count_from_first=True)
         results.append(_result("stream to index", hashes_a_message, rate, BUDGET[hashes_a_message]))

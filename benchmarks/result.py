@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.table import Table
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -25,3 +27,14 @@ class Result:
 def quantile(sorted_values: Sequence[float], q: float) -> float:
     """The smallest value that at least a fraction q of all do not exceed."""
     return sorted_values[max(0, math.ceil(q * len(sorted_values)) - 1)]
+
+
+def show(results: Sequence[Result], title: str) -> Table:
+    """A line a figure, with its budget and whether it is met."""
+    table = Table("measured", "figure", "budget", "", title=title)
+    for result in results:
+        digits = 0 if result.figure >= 1_000 else 2
+        limit = "" if result.budget is None else f"{'>=' if result.at_least else '<='} {result.budget:,.6g}"
+        verdict = {None: "", True: "met", False: "NOT MET"}[result.met]
+        table.add_row(result.name, f"{result.figure:,.{digits}f} {result.unit}", limit, verdict)
+    return table
