@@ -1,46 +1,7 @@
 -- overlap: who holds how many leading blocks of a chain.
 -- Residency is prefix-closed, so along a chain the active holders only get fewer: equal values at two places mean equal
--- active holders between them. Probes every `stride` blocks, then bisection, level by level, only where probes differ.
-
--- Appends the runs that start in (left, right]; returns the first block that nobody holds, if it is among them.
--- Few lost holders: bisects for where they went. Many: looks at every block between, which is less work then.
-local function between(blocks, packed, left, left_value, right, right_value, starts, values)
-  if right == left + 1 then
-    if not right_value then
-      return right
-    end
-    starts[#starts + 1], values[#values + 1] = right, right_value
-    return nil
-  end
-  local lost = (#left_value - (right_value and #right_value or 0)) / 4
-  if lost < 0 or lost > 3 then
-    local found = redis.call('HMGET', blocks, unpack(split(string.sub(packed, left * 8 + 9, right * 8 + 8))))
-    local previous = left_value
-    for i = 1, #found do
-      local value = found[i]
-      if value ~= previous then
-        if not value then
-          return left + i
-        end
-        starts[#starts + 1], values[#values + 1] = left + i, value
-        previous = value
-      end
-    end
-    return nil
-  end
-  local middle = math.floor((left + right) / 2)
-  local value = redis.call('HGET', blocks, string.sub(packed, middle * 8 + 1, middle * 8 + 8))
-  if value ~= left_value then
-    local stop = between(blocks, packed, left, left_value, middle, value, starts, values)
-    if stop then
-      return stop
-    end
-  end
-  if value ~= right_value then
-    return between(blocks, packed, middle, value, right, right_value, starts, values)
-  end
-  return nil
-end
+-- active holders between them. Probes every `stride` blocks, then, level by level and in one HMGET each, the middle of every
+-- interval whose ends differ.
 
 -- Runs of equal values: {start...}, {value...}, and the first block that nobody holds (count where there is none).
 local function gallop(blocks, packed, count, stride)
@@ -48,24 +9,72 @@ local function gallop(blocks, packed, count, stride)
   if not left_value then
     return {}, {}, 0
   end
-  local starts, values = { 0 }, { left_value }
-  while left < count - 1 do
-    local probes, n, at = {}, 0, left
-    while n < 64 and at < count - 1 do
-      at = math.min(at + stride, count - 1)
+  local sub, last = string.sub, count - 1
+  local starts, values, runs = { 0 }, { left_value }, 1
+  local probes = math.floor(CHUNK / stride) -- so that no level of theirs has more than CHUNK middles
+  while left < last do
+    local hashes, n, at = {}, 0, left
+    while n < probes and at < last do
+      at = math.min(at + stride, last)
       n = n + 1
-      probes[n] = string.sub(packed, at * 8 + 1, at * 8 + 8)
+      hashes[n] = sub(packed, at * 8 + 1, at * 8 + 8)
     end
-    local found = redis.call('HMGET', blocks, unpack(probes))
+    local found = redis.call('HMGET', blocks, unpack(hashes, 1, n))
+    -- intervals whose ends differ, from left to right
+    local lows, highs, low_values, high_values, open = {}, {}, {}, {}, 0
     for i = 1, n do
-      local right, value = math.min(left + stride, count - 1), found[i]
+      local right, value = math.min(left + stride, last), found[i]
       if value ~= left_value then
-        local stop = between(blocks, packed, left, left_value, right, value, starts, values)
-        if stop then
-          return starts, values, stop
-        end
+        open = open + 1
+        lows[open], highs[open], low_values[open], high_values[open] = left, right, left_value, value
       end
       left, left_value = right, value
+      if not value then
+        break
+      end
+    end
+    while true do
+      n = 0
+      for i = 1, open do
+        local low, high = lows[i], highs[i]
+        if high - low > 1 then
+          local middle = (low + high - (low + high) % 2) * 4
+          n = n + 1
+          hashes[n] = sub(packed, middle + 1, middle + 8)
+        end
+      end
+      if n == 0 then
+        break
+      end
+      found = redis.call('HMGET', blocks, unpack(hashes, 1, n))
+      local next_lows, next_highs, next_low_values, next_high_values, k = {}, {}, {}, {}, 0
+      n = 0
+      for i = 1, open do
+        local low, high, low_value, high_value = lows[i], highs[i], low_values[i], high_values[i]
+        if high - low > 1 then
+          local middle = (low + high - (low + high) % 2) / 2
+          n = n + 1
+          local value = found[n]
+          if value ~= low_value then
+            k = k + 1
+            next_lows[k], next_highs[k], next_low_values[k], next_high_values[k] = low, middle, low_value, value
+          end
+          low, low_value = value and middle or high, value -- nobody holds the middle: nobody counts behind it
+        end
+        if low < high and low_value ~= high_value then
+          k = k + 1
+          next_lows[k], next_highs[k], next_low_values[k], next_high_values[k] = low, high, low_value, high_value
+        end
+      end
+      lows, highs, low_values, high_values, open = next_lows, next_highs, next_low_values, next_high_values, k
+    end
+    for i = 1, open do
+      local value = high_values[i]
+      if not value then
+        return starts, values, highs[i]
+      end
+      runs = runs + 1
+      starts[runs], values[runs] = highs[i], value
     end
   end
   return starts, values, count
