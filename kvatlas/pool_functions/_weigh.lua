@@ -1,16 +1,24 @@
 -- Weighing: which of the offered workers is cheapest now. The Python twin of this file is `kvatlas/reservations/weigh.py`.
 --
--- ask, cmsgpack: { stale us, factor of computing again, { { tokens a step, packed step hashes }... }, { offer... } }
--- offer: { worker, number of its chain (0: none), steps it holds, cached tokens, most tokens that it can use, tokens lost
+-- ask, cmsgpack: { stale us, factor of computing again, { { tokens a step, packed step hashes }... }, offers }
+-- Offers and what is answered of them are rows of one flat list: a table for each of hundreds takes longer than all the rest.
+-- offer: worker, number of its chain (0: none), steps it holds, cached tokens, most tokens that it can use, tokens lost
 --   of a hit, cost without load, the part of it before the first token, us a queued token, us a running request, us a KV
 --   token, tokens a waiting request stands for, us a prompt token, us a squared prompt token, predictions believed for us,
---   their capacity in steps }. Offers come in the order in which ties go.
+--   their capacity in steps. Offers come in the order in which ties go.
 
 local OFFER_WORKER, CHAIN, HELD_STEPS, CACHED, LIMIT, LOST, BASE, WORK = 1, 2, 3, 4, 5, 6, 7, 8
 local QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS, TOKEN_US, SQUARE_US, BELIEVED_US, CAPACITY = 9, 10, 11, 12, 13, 14, 15, 16
+local OFFER_FIELDS, WEIGHED_FIELDS = 16, 8
 
-local function worth(offer, tokens)
-  return offer[TOKEN_US] * tokens + offer[SQUARE_US] * tokens * tokens
+-- The number-th row of a flat list, as a table of its own.
+local function row(list, number, fields)
+  return { unpack(list, (number - 1) * fields + 1, number * fields) }
+end
+
+-- What holding so many tokens saves on the worker whose row begins behind `at`.
+local function worth(offers, at, tokens)
+  return offers[at + TOKEN_US] * tokens + offers[at + SQUARE_US] * tokens * tokens
 end
 
 -- How many leading steps two packed chains share: equal hashes mean that all before them are equal too.
@@ -54,14 +62,15 @@ local function meet(keys, chain, now)
   return met
 end
 
--- Returns the number of the cheapest offer, and for each: { queued tokens, running requests, waiting requests, KV tokens,
--- load known, tokens held thanks to a prediction (0: none used), us to wait for them, tokens that would be computed again };
--- then what each chain met.
+-- Returns the number of the cheapest offer, and rows of: queued tokens, running requests, waiting requests, KV tokens, load
+-- known, tokens held thanks to a prediction (0: none used), us to wait for them, tokens that would be computed again; then
+-- what each chain met.
 local function weigh(keys, ask, now)
   local stale_us, again_factor, chains, offers = ask[1], ask[2], ask[3], ask[4]
-  local names, by_name = {}, {}
-  for i, offer in ipairs(offers) do
-    names[i], by_name[offer[OFFER_WORKER]] = offer[OFFER_WORKER], offer
+  local names, row_of = {}, {}
+  for at = 0, #offers - 1, OFFER_FIELDS do
+    local worker = offers[at + OFFER_WORKER]
+    names[#names + 1], row_of[worker] = worker, at
   end
   local records, sums, known = {}, { 0, 0, 0, 0 }, 0
   for first = 1, #names, CHUNK do
@@ -87,12 +96,12 @@ local function weigh(keys, ask, now)
       met[c] = meet(keys, chain[2], now)
       for _, one in ipairs(met[c]) do
         local prediction = one[2]
-        local offer = by_name[prediction[1]]
-        if offer and offer[CHAIN] == c then
-          local tokens = math.max(0, math.min(one[3] * chain[1], offer[LIMIT]) - offer[LOST])
-          local before = best[offer[OFFER_WORKER]]
+        local at = row_of[prediction[1]]
+        if at and offers[at + CHAIN] == c then
+          local tokens = math.max(0, math.min(one[3] * chain[1], offers[at + LIMIT]) - offers[at + LOST])
+          local before = best[at]
           if not before or tokens > before[1] or (tokens == before[1] and prediction[2] < before[2]) then
-            best[offer[OFFER_WORKER]] = { tokens, prediction[2] }
+            best[at] = { tokens, prediction[2] }
           end
         end
       end
@@ -105,29 +114,30 @@ local function weigh(keys, ask, now)
   end
 
   local weighed, chosen, least = {}, 1, math.huge
-  for i, offer in ipairs(offers) do
-    local record = records[i]
+  for i, record in ipairs(records) do
+    local at, out = (i - 1) * OFFER_FIELDS, (i - 1) * WEIGHED_FIELDS
     local told = now - record[SAMPLED] < stale_us
     local queued = (told and record[QUEUED] or sums[1]) + record[BOOKED_QUEUED]
     local running = (told and record[RUNNING] or sums[2]) + record[BOOKED_RUNNING]
     local waiting = told and record[WAITING] or sums[3]
     local kv = (told and record[KV] or sums[4]) + record[BOOKED_KV]
-    local backlog_us = offer[QUEUED_US] * (queued + waiting * offer[WAITING_TOKENS])
-    local score = offer[BASE] + backlog_us + offer[RUNNING_US] * running + offer[KV_US] * kv
-    local cached, used, wait_us, again = offer[CACHED], 0, 0, 0
-    local prediction = best[offer[OFFER_WORKER]]
+    local backlog_us = offers[at + QUEUED_US] * (queued + waiting * offers[at + WAITING_TOKENS])
+    local score = offers[at + BASE] + backlog_us + offers[at + RUNNING_US] * running + offers[at + KV_US] * kv
+    local cached, used, wait_us, again = offers[at + CACHED], 0, 0, 0
+    local prediction = best[at]
     if prediction and prediction[1] > cached then
       local wait = math.max(0, prediction[2] - now - backlog_us)
-      local other = score - (worth(offer, prediction[1]) - worth(offer, cached)) + wait
+      local other = score - (worth(offers, at, prediction[1]) - worth(offers, at, cached)) + wait
       if other < score then
         score, cached, used, wait_us = other, prediction[1], prediction[1], wait
       end
     end
     if in_flight > cached then
       again = in_flight - cached
-      score = score + again_factor * (worth(offer, in_flight) - worth(offer, cached))
+      score = score + again_factor * (worth(offers, at, in_flight) - worth(offers, at, cached))
     end
-    weighed[i] = { queued, running, waiting, kv, told and 1 or 0, used, wait_us, again }
+    weighed[out + 1], weighed[out + 2], weighed[out + 3], weighed[out + 4] = queued, running, waiting, kv
+    weighed[out + 5], weighed[out + 6], weighed[out + 7], weighed[out + 8] = told and 1 or 0, used, wait_us, again
     if score < least then
       chosen, least = i, score
     end

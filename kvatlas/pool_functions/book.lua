@@ -57,7 +57,7 @@ register('kvatlas_pool_book', function(keys, args)
     drop_prediction(keys, id, predicted)
   end
   local chosen, weighed, met = weigh(keys, ask, now)
-  local offer, seen = ask[4][chosen], weighed[chosen]
+  local offer, seen = row(ask[4], chosen, OFFER_FIELDS), row(weighed, chosen, WEIGHED_FIELDS)
   local worker, used, wait_us = offer[OFFER_WORKER], seen[6], seen[7]
   local cached = used > 0 and used or offer[CACHED]
 
@@ -80,7 +80,7 @@ register('kvatlas_pool_book', function(keys, args)
     after_use(keys, offer, met[offer[CHAIN]] or {}, now)
     if steps * HASH_BYTES < #chain[2] then
       local backlog_us = offer[QUEUED_US] * (seen[1] + seen[3] * offer[WAITING_TOKENS])
-      local work_us = offer[WORK] - (worth(offer, cached) - worth(offer, offer[CACHED]))
+      local work_us = offer[WORK] - (worth(offer, 0, cached) - worth(offer, 0, offer[CACHED]))
       local ready = now + math.ceil(backlog_us + wait_us + math.max(0, work_us))
       predict(keys, id, offer, chain[2], steps, ready, now)
     end

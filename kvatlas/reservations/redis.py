@@ -1,15 +1,17 @@
 """Reservations in the store: every router of a pool books in the same place, in one call each."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import msgpack
 
 from kvatlas.cost.plan import Load
 from kvatlas.pool_calls import pool_call, pool_call_ro
 from kvatlas.reservations.memory import CALLED_OFF_US
-from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Offer, Outcome, Weighed, Weighing, WorkerReport
+from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Outcome, Weighed, Weighing, WorkerReport
 from kvatlas.store import Store
+
+_WEIGHED_FIELDS = 8
 
 
 class RedisReservations:
@@ -90,39 +92,58 @@ def _pack(value: Any) -> bytes:
 
 def _packed_ask(ask: Ask) -> bytes:
     chains = [(chain.step_tokens, chain.hashes) for chain in ask.chains]
-    return _pack((ask.stale_us, ask.again_factor, chains, [_told(offer) for offer in ask.offers]))
+    offers: list[Any] = []
+    for offer in ask.offers:
+        prices = offer.prices
+        offers += (
+            offer.worker_id,
+            0 if offer.chain is None else offer.chain + 1,
+            offer.held_steps,
+            offer.cached_tokens,
+            offer.limit_tokens,
+            offer.lost_tokens,
+            offer.base_us,
+            offer.work_us,
+            prices.queued_us,
+            prices.running_us,
+            prices.kv_us,
+            prices.waiting_tokens,
+            prices.token_us,
+            prices.token_squared_us,
+            offer.believed_us,
+            offer.capacity_steps,
+        )
+    return _pack((ask.stale_us, ask.again_factor, chains, offers))
 
 
-def _told(offer: Offer) -> tuple[Any, ...]:
-    prices = offer.prices
-    return (
-        offer.worker_id,
-        0 if offer.chain is None else offer.chain + 1,
-        offer.held_steps,
-        offer.cached_tokens,
-        offer.limit_tokens,
-        offer.lost_tokens,
-        offer.base_us,
-        offer.work_us,
-        prices.queued_us,
-        prices.running_us,
-        prices.kv_us,
-        prices.waiting_tokens,
-        prices.token_us,
-        prices.token_squared_us,
-        offer.believed_us,
-        offer.capacity_steps,
-    )
+class _Rows(Sequence[Weighed]):
+    """Rows of the store's answer (see `_weigh.lua`), each made when somebody looks at it: a router reads one of hundreds."""
+
+    def __init__(self, flat: list[Any]) -> None:
+        self._flat = flat
+
+    @overload
+    def __getitem__(self, index: int) -> Weighed: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Weighed]: ...
+    def __getitem__(self, index: int | slice) -> Weighed | list[Weighed]:
+        numbers = range(len(self))[index]
+        return self._row(numbers) if isinstance(numbers, int) else [self._row(number) for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self._flat) // _WEIGHED_FIELDS
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _row(self, number: int) -> Weighed:
+        at = number * _WEIGHED_FIELDS
+        queued, running, waiting, kv_tokens, known, used, wait_us, again = self._flat[at : at + _WEIGHED_FIELDS]
+        return Weighed(Load(running, queued, waiting, kv_tokens), bool(known), used, wait_us, again)
 
 
 def _weighing(answer: bytes) -> Weighing | None:
     chosen, rows = msgpack.unpackb(answer)
-    if not chosen:
-        return None
-    return Weighing(
-        chosen - 1,
-        [
-            Weighed(Load(running, queued, waiting, kv_tokens), bool(known), used, wait_us, again)
-            for queued, running, waiting, kv_tokens, known, used, wait_us, again in rows
-        ],
-    )
+    return Weighing(chosen - 1, _Rows(rows)) if chosen else None
