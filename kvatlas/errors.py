@@ -2,6 +2,7 @@
 
 KvatlasError                    one clear line: what was wrong, with which value, what was expected
  |- InvalidValue                a value from outside breaks a rule of the contract (ValueError too)
+ |   |- UnknownTier             a tier's name that is none of ours
  |   |- WireError               bytes on the bus are not a message of ours, or of another version
  |   `- EngineEventError        an engine's payload or event can't be understood
  |- SettingsError               a flag or environment variable is wrong
@@ -18,6 +19,10 @@ class KvatlasError(Exception):
 
 class InvalidValue(KvatlasError, ValueError):
     """A value from outside breaks a rule of the contract."""
+
+
+class UnknownTier(InvalidValue):
+    """A tier's name that is none of ours: nothing is ever told of that tier."""
 
 
 class WireError(InvalidValue):

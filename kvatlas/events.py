@@ -61,12 +61,17 @@ EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """One step's events. `skipped` names each event that could not be understood: they are counted, never the batch."""
+    """One step's events. `skipped` names each event that could not be understood: they are counted, never the batch.
+
+    `lost`: one of them may have taken blocks away, so what was held before it is not known any more; `events` are those
+    that came after it.
+    """
 
     events: Sequence[EngineEvent]
     ts: float = 0.0
     dp_rank: int | None = None
     skipped: Sequence[str] = ()
+    lost: bool = False
 
 
 # ---------------------------------------------------------------- what a publisher tells the index

@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import InvalidValue, UnknownTier
 
 
 class Tier(IntEnum):
@@ -41,10 +41,12 @@ _ALIASES: dict[str, Tier] = {
 
 
 def parse_tier(name: str) -> Tier:
-    """The tier an alias stands for, in any case and with '-' for '_'. Raises InvalidValue for an unknown one."""
+    """The tier an alias stands for, in any case and with '-' for '_'. Raises UnknownTier for another name,
+    InvalidValue for what is no name."""
     tier = _ALIASES.get(name.strip().lower().replace("-", "_")) if isinstance(name, str) else None
     if tier is None:
-        raise InvalidValue(f"unknown tier {name!r}; expected one of {', '.join(sorted(_ALIASES))}")
+        kind = UnknownTier if isinstance(name, str) else InvalidValue
+        raise kind(f"unknown tier {name!r}; expected one of {', '.join(sorted(_ALIASES))}")
     return tier
 
 

@@ -26,7 +26,11 @@ class PublisherCounters:
     feed_replays_failed: int = 0
     feed_restarts: int = 0
     feed_started_over: int = 0
-    """times that what was held had to be given up, whatever for"""
+    """times that the feed's story was broken, so that what was held had to be given up"""
+    feed_lost: int = 0
+    """payloads and events that may have taken blocks away and could not be understood: what was held is given up"""
+    feed_unheard: int = 0
+    """batches not taken, because there were too many such"""
     # told to the index
     events: int = 0
     blocks_stored: int = 0

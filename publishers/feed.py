@@ -1,7 +1,7 @@
 """Follows one engine's KV events over ZMQ (thin: what they mean is in continuity, engines and ledger).
 
-Nothing stops it: a payload that can't be understood is counted, kept as a dead letter, and passed over. What such a payload
-said is lost (as a skipped event is); the blocks it stored are not announced, and no child of theirs is.
+Nothing stops it: a payload that can't be understood is counted, kept as a dead letter, and passed over. It may have said that
+blocks are gone, so what was held before it is given up (`publishers.mistrust`); so too for an event of an unknown kind.
 """
 
 import logging
@@ -25,6 +25,7 @@ from publishers.continuity import Continuity, Step
 from publishers.counters import PublisherCounters
 from publishers.dead_letter import DeadLetters
 from publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
+from publishers.mistrust import Mistrust
 from publishers.poison import PoisonAside
 from publishers.replay import SEQ_BYTES, Replay, ask_replay
 from publishers.zmq_endpoint import to_connect
@@ -80,6 +81,7 @@ class Feed:
         self._on_alive = on_alive
         self._complaints = Complaints(log, f"worker {worker_id}: ")
         self._aside = PoisonAside()
+        self._mistrust = Mistrust()
         self._seen_poison: deque[bytes] = deque(maxlen=256)
         self._decoded: tuple[bytes, EngineBatch] | None = None
         self._context = context
@@ -234,15 +236,30 @@ class Feed:
         return await ask_replay(self._context, to_connect(endpoint), first_seq, self._settings.replay_silence_s)
 
     def _take(self, seq: int, payload: bytes) -> None:
-        if self._decoded is not None and self._decoded[0] is payload:
-            batch = self._decoded[1]
+        batch = self._understood(seq, payload)
+        now_s = monotonic()
+        if batch is None or batch.lost:
+            self._counters.feed_lost += 1
+            if self._mistrust.lost(now_s):
+                self._complaints.say(
+                    "lost", f"feed message {seq} may have taken blocks away: what was held is given up, telling it anew"
+                )
+                self._on_empty()
+        if batch is None:
+            return
+        if self._mistrust.listening(now_s):
+            self._on_batch(batch)
         else:
-            try:
-                batch = decode_batch(self._settings.engine, payload)
-            except EngineEventError as error:
-                self._not_understood(seq, payload, error)
-                return
-        self._on_batch(batch)
+            self._counters.feed_unheard += 1
+
+    def _understood(self, seq: int, payload: bytes) -> EngineBatch | None:
+        if self._decoded is not None and self._decoded[0] is payload:
+            return self._decoded[1]
+        try:
+            return decode_batch(self._settings.engine, payload)
+        except EngineEventError as error:
+            self._not_understood(seq, payload, error)
+            return None
 
     # ---------------------------------------------------------------- what could not be understood
 

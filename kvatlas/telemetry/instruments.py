@@ -95,6 +95,8 @@ PUBLISHER = {
         feed_replays_failed="replay_failed",
         feed_restarts="restart",
         feed_started_over="started_over",
+        feed_lost="lost",
+        feed_unheard="unheard",
     ),
     **_is(PUBLISHED_EVENTS, "events"),
     **_by(PUBLISHED_BLOCKS, "change", blocks_stored="stored", blocks_removed="removed", snapshot_blocks="in_snapshot"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from kvatlas.errors import EngineEventError, InvalidValue
+from kvatlas.errors import EngineEventError, InvalidValue, UnknownTier
 from kvatlas.events import EngineBatch, EngineEvent, EngineHash
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
@@ -28,8 +28,9 @@ def decode(
 ) -> EngineBatch:
     """A batch, its events made by `event_of(tag, fields)`; `fields` has the order of each tag's fields in an array.
 
-    An event with an unknown tag, and one that `event_of` refuses with InvalidValue, is skipped by name. Raises
-    EngineEventError for a payload that is no batch.
+    An event with an unknown tag, and one that `event_of` refuses with InvalidValue, is skipped by name. Unless it is of a
+    store, or of a tier that has no name here (nothing is ever told of that one), it may have taken blocks away: the batch
+    is `lost` up to there. Raises EngineEventError for a payload that is no batch.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise EngineEventError(f"payload of {len(payload)} bytes; expected at most {MAX_PAYLOAD_BYTES}")
@@ -52,7 +53,9 @@ def decode(
         raise EngineEventError(f"batch with data_parallel_rank {dp_rank!r:.40}; expected an integer or nil")
     events: list[EngineEvent] = []
     skipped: list[str] = []
+    lost = False
     for raw in raw_events:
+        tag: Any = None
         try:
             if type(raw) is dict:
                 tag, named = raw.get("type"), raw
@@ -66,7 +69,10 @@ def decode(
             events.append(event_of(tag, named))
         except InvalidValue as error:
             skipped.append(str(error))
-    return EngineBatch(events, float(ts), dp_rank, skipped)
+            if tag != "BlockStored" and not isinstance(error, UnknownTier):
+                lost = True
+                events.clear()
+    return EngineBatch(events, float(ts), dp_rank, skipped, lost)
 
 
 def hashes_of(tag: str, fields: Fields) -> list[EngineHash]:

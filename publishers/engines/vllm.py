@@ -8,7 +8,7 @@ Decisions where the wire leaves them open:
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
 """
 
-from kvatlas.errors import EngineEventError
+from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from kvatlas.tiers import Tier, parse_tier
 from publishers.engines import payload as wire
@@ -87,10 +87,11 @@ def _tier(tag: str, fields: wire.Fields) -> Tier:
     if locality is None or locality == "LOCAL":
         return tier
     if locality != "REMOTE":
-        raise EngineEventError(f"{tag} with locality {locality!r:.60}; expected LOCAL or REMOTE")
+        kind = UnknownTier if isinstance(locality, str) else EngineEventError
+        raise kind(f"{tag} with locality {locality!r:.60}; expected LOCAL or REMOTE")
     remote = _REMOTE_TIERS.get(tier)
     if remote is None:
-        raise EngineEventError(f"{tag} of remote {tier.label}, for which there is no tier")
+        raise UnknownTier(f"{tag} of remote {tier.label}, for which there is no tier")
     return remote
 
 

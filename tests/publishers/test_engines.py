@@ -253,6 +253,27 @@ def test_an_event_that_cant_be_understood_is_skipped_alone(kind: EngineKind, eve
     assert "\n" not in decoded.skipped[0]
 
 
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    ("event", "lost"),
+    [
+        (["BlockMoved", [1]], True),
+        ({"no": "type"}, True),
+        (7, True),
+        (["BlockRemoved"], True),
+        ({"type": "BlockRemoved", "block_hashes": [1.5]}, True),
+        ({"type": "BlockRemoved", "block_hashes": [1], "medium": 7}, True),
+        ({"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}, False),  # nothing was ever told of that tier
+        (stored(block_hashes="ab"), False),
+        (stored(medium=7), False),
+    ],
+)
+def test_what_may_have_taken_blocks_away_makes_all_before_it_unknown(kind: EngineKind, event: Any, lost: bool) -> None:
+    decoded = batch(stored(), event, stored(block_hashes=[7, 8]), kind=kind)
+    assert decoded.lost is lost
+    assert [one.hashes for one in decoded.events] == ([[7, 8]] if lost else [[1, 2], [7, 8]])
+
+
 @pytest.mark.parametrize(
     "event", [stored(extra_keys="x"), stored(extra_keys=[3, 4]), stored(extra_keys=[[3.5]]), stored(group_idx=-1)]
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgpack
 import pytest
 from nats.aio.client import Client
 
@@ -20,6 +21,7 @@ from kvatlas.settings import PublishSettings
 from kvatlas.subjects import alive_subject
 from publishers.engines import decode_batch
 from publishers.ledger import Ledger, LedgerSettings
+from publishers.mistrust import BURST
 from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
 from tests.publishers.engine_http import engine_http
@@ -170,7 +172,9 @@ async def test_a_restarted_engine_is_told_anew(client: Client, nats_url: str) ->
         assert publisher.telling.outbox.incarnation > before
 
 
-async def test_bad_payloads_are_counted_kept_and_passed_over(client: Client, nats_url: str, tmp_path: Path) -> None:
+async def test_bad_payloads_are_counted_and_kept_and_never_stop_the_feed(
+    client: Client, nats_url: str, tmp_path: Path
+) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine, sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
         await engine.send(*payloads[:40])
@@ -181,17 +185,42 @@ async def test_bad_payloads_are_counted_kept_and_passed_over(client: Client, nat
         await engine.raw(b"alone")
         await engine.raw(b"", b"\xff" * 8, payloads[0])  # the seq of a replay's end
         await engine.send(b"\x00" * 10_000_000)  # the engine's own, too large
+        await engine.send(*payloads[80:90])
         await engine.send(b"\x92\x01\xc1")  # the engine's own, malformed
-        await engine.send(*payloads[80:])
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        await engine.send(*payloads[90:])
+        # either of the engine's own may have taken blocks away: what was held before the last of them is not claimed
+        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[90:]))
         assert publisher.counters.poison == 7
         assert publisher.counters.poison_malformed == 3
         assert publisher.counters.poison_oversized == 1
         assert publisher.counters.poison_frames == 3
         assert publisher.counters.feed_started_over == 0
-        assert publisher.counters.snapshots == 1
+        assert publisher.counters.feed_lost == 2
     letters = (tmp_path / "w.dead-letters.jsonl").read_text().splitlines()
     assert len(letters) == 7
+
+
+async def test_poison_without_end_is_no_storm_of_incarnations_and_claims_nothing(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+        await engine.send(*payloads[:40])
+        for at in range(60):
+            await engine.send(payloads[40 + at], b"\xc1 no. %d" % at)
+        await engine.send(payloads[100])
+        await until(lambda: publisher.counters.feed_unheard >= 50, what="the feed is not listened to any more")
+        await publisher.flush()
+        assert publisher.counters.snapshots <= 1 + BURST
+        assert publisher.ledger.digest.blocks == 0
+        assert sum((await (await read_stream(client)).index.digest("w") or [1])[::3]) == 0
+
+
+async def test_an_event_of_an_unknown_kind_may_have_taken_blocks_away(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    strange = msgpack.packb([1.0, [{"type": "BlocksMoved", "from": "GPU"}], 0])
+    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+        await engine.send(*payloads[:40], strange, *payloads[40:])
+        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[40:]))
+        assert (publisher.counters.feed_lost, publisher.counters.skipped_events) == (1, 1)
 
 
 async def test_a_restarted_sidecar_resumes_from_its_saved_state(client: Client, nats_url: str, tmp_path: Path) -> None:
