@@ -225,6 +225,10 @@ class ProxySettings(Settings):
         description="Milliseconds that a decision may wait for the store; then it is made without it.",
     )
     load_only: bool = Field(default=False, description="Don't ask the index: route by load alone.")
+    follow: Literal["cost", "round_robin"] = Field(
+        default="cost",
+        description="Which policy decides; with another one than cost, that is only recorded (shadow mode).",
+    )
     max_attempts: Positive = Field(default=4, description="Workers tried for one request before it is given up.")
     ask_usage: bool = Field(
         default=True, description="Ask for the usage of streams too, and leave it out where the client did not ask."

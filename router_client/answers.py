@@ -124,6 +124,11 @@ class Choice:
         """What the engine should report as cached."""
         return self.result.cached_tokens
 
+    @property
+    def unconfirmed_tokens(self) -> int:
+        """Of these, the ones that no event has confirmed: they are being computed, or the worker tells no events."""
+        return self.result.predicted_tokens
+
     async def first_token(self) -> None:
         """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
         if self.reservation is not None:

@@ -329,10 +329,6 @@ PROXY = {
 
 TOKENIZED = _counter("tokens.requests", "{request}", "Requests by how their token ids were found, or why not")
 TOKENIZE_TIME = _counter("tokens.time", "us", "Time spent waiting for token ids, summed over requests")
-PROMPTS_COMPARED = _counter("tokens.prompts", "{request}", "Prompt lengths that engines told beside ours")
-CACHED_COMPARED = _counter("tokens.cached", "{request}", "Cached tokens that engines told beside the predicted ones")
-PREDICTED_TOKENS = _counter("tokens.predicted", "{token}", "Prompt tokens predicted to be cached, where engines tell")
-CACHED_TOKENS = _counter("tokens.found", "{token}", "Prompt tokens that engines found cached")
 
 TOKENS = {
     **_by(
@@ -346,13 +342,26 @@ TOKENS = {
         failed="failed",
     ),
     **_is(TOKENIZE_TIME, "time_us"),
+}
+
+# ---------------------------------------------------------------- answers: kvatlas.answers.AnswerCounts
+
+PROMPTS_COMPARED = _counter("tokens.prompts", "{request}", "Prompt lengths that engines told beside ours")
+CACHED_COMPARED = _counter("tokens.cached", "{request}", "Cached tokens beside the predicted ones, by why they deviate")
+PREDICTED_TOKENS = _counter("tokens.predicted", "{token}", "Prompt tokens predicted to be cached, where engines tell")
+CACHED_TOKENS = _counter("tokens.found", "{token}", "Prompt tokens that engines found cached")
+
+ANSWERS = {
     **_by(PROMPTS_COMPARED, "outcome", prompts_equal="equal", prompts_differ="different"),
     **_by(
         CACHED_COMPARED,
         "outcome",
         cached_equal="equal",
-        cached_more="more",
-        cached_less="less",
+        cached_other_tokens="other_tokens",
+        cached_without_index="without_index",
+        cached_newer="newer",
+        cached_unconfirmed="unconfirmed",
+        cached_evicted="evicted",
         cached_untold="untold",
     ),
     **_is(PREDICTED_TOKENS, "predicted_tokens"),
@@ -368,6 +377,7 @@ INSTRUMENTS: dict[str, dict[str, Reading]] = {
     "router": ROUTER,
     "proxy": PROXY,
     "tokens": TOKENS,
+    "answers": ANSWERS,
 }
 """Group -> field of the group's counters (dots lead into fields) -> how it is read."""
 

@@ -83,6 +83,7 @@ class ProxyApplication:
                 "held": len(self._held),
                 "proxy": asdict(self._counters),
                 "tokens": asdict(self._comparison.counters),
+                "answers": asdict(self._comparison.answers),
                 "findings": self._comparison.findings(),
             }
         )
@@ -188,6 +189,7 @@ def _told(held_id: str, booked: Booked, read: ReadRequest) -> dict[str, Any]:
         "headers": dict(booked.headers),
         "prompt_tokens": read.prompt_tokens,
         "predicted_cached_tokens": booked.predicted_cached_tokens,
+        "unconfirmed_tokens": booked.unconfirmed_tokens,
         "score_us": booked.score_us,
         "by": booked.mode,
         "explanation": booked.explain(),

@@ -17,13 +17,14 @@ import httpx
 from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Send
 
+from kvatlas.answers import Prediction
 from kvatlas.errors import InvalidValue, Unreachable
 from router_client.errors import NoWorkers
 from router_client.prompt import Prompt
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import RawHeaders, decision, for_client, for_engine
-from router_client.proxy.picking import Booked, Picker
+from router_client.proxy.picking import BY_INDEX, Booked, Picker
 from router_client.proxy.reading import ReadRequest, RequestReader, UnknownModel
 from router_client.proxy.tracing import describe_answer, describe_try, handed_on, request_span
 from router_client.proxy.upstream import (
@@ -233,8 +234,13 @@ class Exchanges:
     def _compare(self, request: TextRequest, read: ReadRequest, booked: Booked, usage: Usage | None) -> None:
         if usage is None or request.prompts > 1:
             return
-        predicted = booked.predicted_cached_tokens if read.prompt_tokens is not None else None
-        self._comparison.add(usage, prompt_tokens=read.prompt_tokens, predicted_tokens=predicted)
+        predicted = Prediction(
+            read.prompt_tokens,
+            booked.predicted_cached_tokens,
+            booked.unconfirmed_tokens,
+            by_index=booked.mode in BY_INDEX,
+        )
+        self._comparison.add(read.prompt.scope.pool_id, predicted, usage)
 
     async def _refuse(self, incoming: Incoming, span: Span, status: int, kind: str, line: str) -> None:
         describe_answer(span, status, None)

@@ -44,10 +44,13 @@ def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
 def decision(booked: Booked, *, attempt: int, prompt_tokens: int | None) -> tuple[bytes, bytes]:
     """The decision as one header: a structured field (RFC 9651), the worker with parameters.
 
-    `cached`: tokens that its engine should find cached; `prompt`: all of them, absent where they are not known;
-    `attempt`: 1 for the first worker tried; `by`: how it was found; `cost-us`: what was expected.
+    `cached`: tokens that its engine should find cached; `unconfirmed`: those of them that no event has confirmed, absent
+    where all are; `prompt`: the prompt's tokens, absent where they are not known; `attempt`: 1 for the first worker tried;
+    `by`: how it was found; `cost-us`: what was expected.
     """
     parts = [f'"{booked.worker_id}"', f"cached={booked.predicted_cached_tokens}"]
+    if booked.unconfirmed_tokens:
+        parts.append(f"unconfirmed={booked.unconfirmed_tokens}")
     if prompt_tokens is not None:
         parts.append(f"prompt={prompt_tokens}")
     parts += [f"attempt={attempt}", f"by={booked.mode}", f"cost-us={booked.score_us}"]

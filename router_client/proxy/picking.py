@@ -5,8 +5,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from router_client.client import RouterClient
+from router_client.fail_open import Basis
 from router_client.prompt import Prompt
 from router_client.tokens.usage import Usage
+
+BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
+"""Modes in which the index was asked."""
 
 
 class Booked(Protocol):
@@ -20,6 +24,11 @@ class Booked(Protocol):
     def headers(self) -> Mapping[str, str]: ...
     @property
     def predicted_cached_tokens(self) -> int: ...
+    @property
+    def unconfirmed_tokens(self) -> int:
+        """Of the predicted ones, those that no event has confirmed."""
+        ...
+
     @property
     def score_us(self) -> int: ...
     @property

@@ -25,7 +25,7 @@ from router_client.proxy.exchange import Exchanges, ExchangeSettings
 from router_client.proxy.held_routes import HeldRoutes
 from router_client.proxy.picking import ClientPicker
 from router_client.proxy.reading import ReadingSettings, RequestReader
-from router_client.settings import RouterSettings
+from router_client.settings import RoundRobin, RouterSettings
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.comparison import TokenComparison
 from router_client.tokens.engine import EngineTokenizer
@@ -77,8 +77,10 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         exchanges = Exchanges(picker, reader, engines, comparison, counters, attempts)
         held = HeldRoutes(picker, counters, held_s=settings.held_s)
         stack.push_async_callback(held.close)
-        for group, told in (("router", router.counters), ("proxy", counters), ("tokens", comparison.counters)):
-            stack.enter_context(observe(group, told))
+        stack.enter_context(observe("router", router.counters))
+        stack.enter_context(observe("proxy", counters))
+        stack.enter_context(observe("tokens", comparison.counters))
+        stack.enter_context(observe("answers", comparison.answers))
         yield ProxyApplication(exchanges, held, reader, catalogue, comparison, counters)
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):
@@ -91,7 +93,12 @@ async def _router(settings: ProxySettings, store: Store) -> RouterClient:
     return RouterClient(
         index,
         FleetStore(store),
-        RouterSettings(profile=profile, deadline_ms=settings.decision_deadline_ms, load_only=settings.load_only),
+        RouterSettings(
+            profile=profile,
+            deadline_ms=settings.decision_deadline_ms,
+            load_only=settings.load_only,
+            follow=RoundRobin() if settings.follow == "round_robin" else None,
+        ),
         reservations=RedisReservations(store),
     )
 

@@ -19,8 +19,7 @@ from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
 from kvatlas.settings import Count, Positive, ProcessSettings
 from kvatlas.store import Store, open_store
-from router_client import RouterClient
-from simulator.demo.driving import Outcome, Policy, by_kvatlas, drive, round_robin
+from simulator.demo.driving import Outcome, drive
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet
 from simulator.demo.report import Phase, picture, table
 from simulator.workload import Workload, WorkloadSettings, generate
@@ -30,6 +29,16 @@ _POLL_S = 0.05
 
 
 MODEL = "demo-model"
+
+DEADLINE = ["--decision-deadline-ms", "100"]
+"""All parts share this machine: the store may have to wait for a core."""
+
+ROUTERS = {
+    # an equal hop: it decides and books in the same way, and sends each request to the next engine all the same
+    "round-robin": [*DEADLINE, "--follow", "round_robin"],
+    "kvatlas": DEADLINE,
+}
+"""The flags of each phase's router."""
 
 
 class DemoSettings(ProcessSettings):
@@ -68,10 +77,11 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
     console = Console(stderr=True)
     workload = generate(settings.workload)
     console.print(
-        f"starting NATS, Valkey, {settings.indexers} indexers, {settings.engines} simulated engines with their sidecars",
+        f"starting NATS, Valkey, {settings.indexers} indexers, {settings.engines} simulated engines with their sidecars, "
+        f"a router for each policy",
     )
     flags = ["--num-gpu-blocks", str(settings.num_gpu_blocks), "--speed-up", str(settings.speed_up)]
-    fleet_settings = FleetSettings(MODEL, settings.engines, settings.indexers, flags)
+    fleet_settings = FleetSettings(MODEL, settings.engines, settings.indexers, flags, ROUTERS)
     with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder:
         async with running_fleet(fleet_settings, Path(folder)) as fleet, _watching(fleet) as watch:
             await watch.until_routable(len(fleet.engines))
@@ -79,12 +89,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
                 f"{workload.requests} requests of {len(workload.sessions)} conversations, "
                 f"{settings.workload.system_prompts} system prompts; engines run {settings.speed_up:g} times as fast"
             )
-            async with RouterClient.open(fleet.redis_url) as router:
-                policies = {
-                    "round-robin": round_robin(MODEL, fleet.engines, router),
-                    "kvatlas": by_kvatlas(MODEL, router),
-                }
-                phases = await _phases(console, settings, workload, policies, watch)
+            phases = await _phases(console, settings, workload, fleet.routers, watch)
     picture(phases, settings.picture)
     if as_json:
         print(json.dumps([phase.to_jsonable() for phase in phases], indent=2))
@@ -94,7 +99,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
 
 
 async def _phases(
-    console: Console, settings: DemoSettings, workload: Workload, policies: dict[str, Policy], watch: "_Watch"
+    console: Console, settings: DemoSettings, workload: Workload, routers: dict[str, str], watch: "_Watch"
 ) -> list[Phase]:
     phases = []
     columns = (
@@ -105,7 +110,7 @@ async def _phases(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        for name, policy in policies.items():
+        for name, router_url in routers.items():
             await watch.clear_caches()
             before = await watch.lag_counts()
             bar = progress.add_task(name, total=workload.requests, hits="-", ttft="-")
@@ -118,7 +123,7 @@ async def _phases(
                 hits, ttft = f"{so_far.hit_rate:.1%}", f"{so_far.mean_ttft_ms:,.0f} ms"
                 progress.update(bar, advance=1, hits=hits, ttft=ttft)  # type: ignore[arg-type]
 
-            await drive(workload, MODEL, policy, settings.speed_up, on_outcome)
+            await drive(workload, MODEL, router_url, settings.speed_up, on_outcome)
             seconds = perf_counter() - began
             blocks = await watch.blocks_at_rest()
             bounds, counts = await watch.lag_counts()

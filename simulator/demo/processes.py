@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,27 +24,29 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """`engine_flags` go to every simulated engine as they are."""
+    """`engine_flags` go to every simulated engine as they are; `routers`: flags of each proxy, by its name."""
 
     model: str
     engines: int
     indexers: int
     engine_flags: Sequence[str]
+    routers: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class RunningFleet:
-    """Where everything is: engines by worker id, the indexers' status pages."""
+    """Where everything is: engines by worker id, routers by name, the indexers' status pages."""
 
     nats_url: str
     redis_url: str
     engines: dict[str, str]
+    routers: dict[str, str]
     status_urls: Sequence[str]
 
 
 @asynccontextmanager
 async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[RunningFleet]:
-    """Embedded NATS and Valkey, indexers, engines, and a sidecar for each engine, all answering.
+    """Embedded NATS and Valkey, indexers, engines, a sidecar for each engine, and routers, all answering.
 
     Raises KvatlasError, with the last line that it said, for a part that does not come up.
     """
@@ -53,7 +55,7 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
         valkey = await stack.enter_async_context(valkey_server())
         servers = ["--nats-url", nats.url, "--redis-url", valkey.url, "--log-level", "warning"]
         parts: list[_Part] = []
-        status_urls, engines = [], {}
+        status_urls, engines, routers = [], {}, {}
         for i in range(settings.indexers):
             port = free_port()
             status_urls.append(f"http://{LOOPBACK}:{port}")
@@ -70,12 +72,17 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
             words = ["publish", *servers, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
             words += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
             parts.append(_Part(f"{worker_id}-sidecar", words, None, folder))
+        for name, flags in settings.routers.items():
+            port = free_port()
+            routers[name] = f"http://{LOOPBACK}:{port}"
+            words = ["router", *servers[2:], "--port", str(port), *flags]
+            parts.append(_Part(f"router-{name}", words, f"{routers[name]}/health", folder))
         for part in parts:
             await stack.enter_async_context(part.running())
         async with httpx.AsyncClient() as client:
             for part in parts:
                 await part.answers(client)
-        yield RunningFleet(nats.url, valkey.url, engines, status_urls)
+        yield RunningFleet(nats.url, valkey.url, engines, routers, status_urls)
 
 
 class _Part:

@@ -1,5 +1,6 @@
 """What the demo shows at its end: a table, and one picture of the same figures."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kvatlas.answers import MEANING, Deviation
 from simulator.demo.driving import Outcome
 
 
@@ -42,7 +44,13 @@ class Phase:
     @property
     def exact(self) -> float:
         """Requests whose prediction was the engine's own figure, as a fraction."""
-        return sum(o.predicted_tokens == o.cached_tokens for o in self.outcomes) / len(self.outcomes)
+        return sum(o.deviation is Deviation.NONE for o in self.outcomes) / len(self.outcomes)
+
+    @property
+    def deviations(self) -> dict[Deviation, int]:
+        """How many requests deviate from their prediction, by reason."""
+        found = Counter(o.deviation for o in self.outcomes)
+        return {why: found[why] for why in MEANING}
 
     def to_jsonable(self) -> dict[str, Any]:
         return {
@@ -55,6 +63,7 @@ class Phase:
             "predicted_cached_tokens": sum(o.predicted_tokens for o in self.outcomes),
             "cached_tokens": sum(o.cached_tokens for o in self.outcomes),
             "predicted_exactly": self.exact,
+            "deviations": {why.value: number for why, number in self.deviations.items()},
             "blocks_indexed": self.blocks_indexed,
             "event_lag_p50_ms_at_most": self.lag_p50_ms,
             "event_lag_p99_ms_at_most": self.lag_p99_ms,
@@ -72,6 +81,11 @@ def table(phases: Sequence[Phase]) -> Table:
         "cached tokens, predicted": [f"{sum(o.predicted_tokens for o in p.outcomes):,}" for p in phases],
         "cached tokens, real": [f"{sum(o.cached_tokens for o in p.outcomes):,}" for p in phases],
         "requests predicted exactly": [f"{p.exact:.1%}" for p in phases],
+        **{
+            f"  {MEANING[why]}": [f"{p.deviations[why]:,}" for p in phases]
+            for why in MEANING
+            if any(p.deviations[why] for p in phases)
+        },
         "blocks in the index at the end": [f"{p.blocks_indexed:,}" for p in phases],
         "event lag, p50 / p99": [f"{_bound(p.lag_p50_ms)} / {_bound(p.lag_p99_ms)}" for p in phases],
         "engines refused (503)": [f"{sum(o.refused for o in p.outcomes):,}" for p in phases],

@@ -35,8 +35,8 @@ async def _start(folder: Path) -> asyncio.subprocess.Process:
 
 
 async def _parts(demo: int) -> set[int]:
-    """Everything that the demo has started: two servers, an indexer, two engines, two sidecars."""
-    await until(lambda: len(descendants(demo)) >= 7, deadline_s=60, what="every part of the demo runs")
+    """Everything that the demo has started: two servers, an indexer, two engines, two sidecars, two routers."""
+    await until(lambda: len(descendants(demo)) >= 9, deadline_s=60, what="every part of the demo runs")
     return descendants(demo)
 
 
@@ -51,6 +51,10 @@ async def test_it_shows_both_policies_and_leaves_nothing_behind(tmp_path: Path) 
     assert (round_robin["policy"], kvatlas["policy"]) == ("round-robin", "kvatlas")
     assert round_robin["requests"] == kvatlas["requests"] > 6
     assert kvatlas["cached_tokens"] > 0
+    for phase in (round_robin, kvatlas):
+        exact = round(phase["predicted_exactly"] * phase["requests"])
+        assert exact + sum(phase["deviations"].values()) == phase["requests"]
+        assert phase["deviations"]["other_tokens"] == 0
     assert kvatlas["blocks_indexed"] > 0
     assert (tmp_path / "kvatlas-demo.png").read_bytes().startswith(b"\x89PNG")
     assert not any(map(is_alive, parts))

@@ -11,6 +11,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from indexer.counters import IndexerCounters
 from indexer.gauges import ReplicaGauges
+from kvatlas.answers import AnswerCounts
 from kvatlas.errors import InvalidValue
 from kvatlas.residency import IndexMetrics
 from kvatlas.telemetry import INSTRUMENTS, observation, observe
@@ -117,6 +118,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("router", RouterCounters()),
         ("proxy", ProxyCounters()),
         ("tokens", TokenCounters()),
+        ("answers", AnswerCounts()),
         ("publisher", PublisherCounters()),
         ("ledger", LedgerCounters()),
         ("index", IndexMetrics(1, 2, 3, 4, 5, 6)),

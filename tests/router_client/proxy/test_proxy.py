@@ -58,8 +58,9 @@ async def test_a_completion_goes_to_the_worker_that_holds_its_prompt(store: Stor
             assert worker == worker_id
             assert (told["cached"], told["prompt"], told["attempt"], told["by"]) == ("40", "44", "1", "cost")
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 40
-        tokens = (await status(client))["tokens"]
-        assert (tokens["given"], tokens["prompts_equal"], tokens["cached_equal"]) == (3, 3, 3)
+        counted = await status(client)
+        answers = counted["answers"]
+        assert (counted["tokens"]["given"], answers["prompts_equal"], answers["cached_equal"]) == (3, 3, 3)
         assert (await status(client))["findings"] == []
 
 
@@ -79,8 +80,9 @@ async def test_a_chat_is_tokenized_and_goes_where_it_is_held(
             await fleet.holds(worker_id, list(render(body["messages"]).encode()))
             worker, told = decision(await client.post("/v1/chat/completions", json=body))
             assert worker == worker_id and int(told["prompt"]) > len(tokens)
-        counted = (await status(client))["tokens"]
-        assert (counted["tokenized"], counted["prompts_equal"], counted["prompts_differ"]) == (2, 2, 0)
+        counted = await status(client)
+        answers = counted["answers"]
+        assert (counted["tokens"]["tokenized"], answers["prompts_equal"], answers["prompts_differ"]) == (2, 2, 0)
 
 
 async def test_a_wrong_tokenizer_is_found_out(store: Store, valkey_url: str, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ async def test_a_stream_passes_as_it_is_and_tells_its_usage_only_where_asked(
         )
         assert [event["choices"] for event in own] == [event["choices"] for event in expected]
         assert text.endswith("data: [DONE]\n\n") and len(own) == (6 if wanted else 5)
-        assert (await status(client))["tokens"]["prompts_equal"] == 1
+        assert (await status(client))["answers"]["prompts_equal"] == 1
 
 
 async def test_the_first_bytes_come_before_the_last_are_made(store: Store, valkey_url: str) -> None:

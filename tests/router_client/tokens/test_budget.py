@@ -15,9 +15,7 @@ from router_client.tokens import (
     CannotTokenize,
     TextRequest,
     ThreadedTokenizer,
-    TokenComparison,
     TokenizerBudget,
-    Usage,
     Why,
 )
 from tests.waiting import until
@@ -129,21 +127,3 @@ def test_what_a_router_reads_of_a_body() -> None:
         Api.CHAT, b'{"messages": [{"content": "abc"}], "stream": true, "stream_options": {"include_usage": true}}'
     )
     assert (chat.prompts, chat.streamed, chat.wants_usage, chat.letters, chat.token_ids) == (1, True, True, 3, None)
-
-
-def test_engines_answers_are_compared_with_what_was_expected() -> None:
-    comparison = TokenComparison()
-    assert comparison.findings() == []
-    usage = Usage.of({"usage": {"prompt_tokens": 10, "completion_tokens": 1}})
-    assert usage is not None and Usage.of({"usage": None}) is None and Usage.of([]) is None
-    comparison.add(usage, prompt_tokens=10, predicted_tokens=8)
-    (untold,) = comparison.findings()
-    assert "--enable-prompt-tokens-details" in untold
-    comparison.add(Usage(10, 1, 8), prompt_tokens=10, predicted_tokens=8)
-    comparison.add(Usage(12, 1, 0), prompt_tokens=10, predicted_tokens=8)
-    comparison.add(Usage(12, 1, 9), prompt_tokens=None, predicted_tokens=8)
-    counters = comparison.counters
-    assert (counters.prompts_equal, counters.prompts_differ) == (2, 1)
-    assert (counters.cached_equal, counters.cached_less, counters.cached_more, counters.cached_untold) == (1, 1, 1, 1)
-    (differs,) = comparison.findings()
-    assert "1 of 3 prompts differ" in differs and "12 tokens where the router counted 10" in differs
