@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from struct import unpack
+from typing import NamedTuple
 
 from kvatlas.identity import Scope
 from kvatlas.tiers import Tier
@@ -59,8 +60,7 @@ HOLDER_ENTRY_BYTES = 4
 """A holders value is entries of 4 bytes, sorted: the holder's number (24 bits, big-endian), then its flags byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRuns:
+class ShardRuns(NamedTuple):
     """One shard's answer to an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
 
     `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) count
@@ -124,14 +124,20 @@ class ShardRuns:
 
 
 def _lost(before: bytes, after: bytes) -> set[int]:
-    """Holders in `before` that are not in `after`. Neighbouring runs mostly differ in one entry of hundreds."""
-    size = HOLDER_ENTRY_BYTES
-    if len(before) == len(after) + size:
-        differing = int.from_bytes(before[: len(after)], "little") ^ int.from_bytes(after, "little")
-        at = ((differing & -differing).bit_length() - 1) // (8 * size) * size if differing else len(after)
-        if before[at + size :] == after[at:]:
-            return {int.from_bytes(before[at : at + size], "big") >> 8}
+    """Holders in `before` that are not in `after`."""
+    if (lost := _the_one_lost(before, after)) is not None:
+        return {lost >> 8}
     return {entry >> 8 for entry in _entries(before)} - {entry >> 8 for entry in _entries(after)}
+
+
+def _the_one_lost(before: bytes, after: bytes) -> int | None:
+    """The entry that `after` lacks, where it is equal to `before` otherwise, as neighbouring runs mostly are."""
+    size = HOLDER_ENTRY_BYTES
+    if len(before) != len(after) + size:
+        return None
+    differing = int.from_bytes(before[: len(after)], "little") ^ int.from_bytes(after, "little")
+    at = ((differing & -differing).bit_length() - 1) // (8 * size) * size if differing else len(after)
+    return int.from_bytes(before[at : at + size], "big") if before[at + size :] == after[at:] else None
 
 
 def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | None]]:
@@ -139,6 +145,9 @@ def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | No
 
     Bisects for the next difference, since neighbouring runs mostly differ in one entry of hundreds.
     """
+    if (lost := _the_one_lost(before, after)) is not None:
+        yield lost, None
+        return
     i = j = 0
     size = HOLDER_ENTRY_BYTES
     while i < len(before) or j < len(after):
@@ -170,8 +179,7 @@ def _entries(value: bytes) -> tuple[int, ...]:
     return unpack(f">{len(value) // HOLDER_ENTRY_BYTES}I", value)
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(NamedTuple):
     """Who holds how much of a prompt's start; counts are of looked-up blocks (every granularity-th of the chain).
 
     Depths are exact, because residency is prefix-closed. The tiers of a run are exact at its first and last block.

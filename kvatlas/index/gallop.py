@@ -5,6 +5,8 @@ a block that nobody holds ends the overlap. The Lua twin of this file is `functi
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from struct import Struct
 
 from kvatlas.hashing import HASH_BYTES
 
@@ -23,18 +25,32 @@ def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = ST
     if first is None:
         return (), ()
     count = len(hashes) // HASH_BYTES
+    probed = list(map(get, _strided(count, stride).unpack_from(hashes)))
+    probed.append(get(hashes[-HASH_BYTES:]))
+    if probed.count(first) == len(probed):
+        return (first,), (count,)
     values: list[bytes] = [first]
     starts = [0]
     left = 0
     left_value: bytes | None = first
-    for right in (*range(stride, count - 1, stride), count - 1):
-        right_value = get(hashes[right * HASH_BYTES : right * HASH_BYTES + HASH_BYTES])
+    for right, right_value in zip((*range(stride, count - 1, stride), count - 1), probed, strict=True):
         if right_value is not left_value and right_value != left_value:
             stop = _bisect(get, hashes, left, left_value, right, right_value, starts, values)
             if stop is not None:
                 return _lengths(values, starts, stop)
         left, left_value = right, right_value
     return _lengths(values, starts, count)
+
+
+@lru_cache(maxsize=1_024)
+def _strided(count: int, stride: int) -> Struct:
+    """Cuts every `stride`-th hash, but the first and those behind the last, out of `count` packed ones."""
+    probes = len(range(stride, count - 1, stride))
+    return Struct(
+        f"{stride * HASH_BYTES}x" + f"{HASH_BYTES}s{(stride - 1) * HASH_BYTES}x" * (probes - 1) + f"{HASH_BYTES}s"
+        if probes
+        else ""
+    )
 
 
 def walk(get: Callable[[bytes], bytes | None], hashes: bytes) -> Runs:
