@@ -33,6 +33,12 @@ def flags_in(value: bytes, number: bytes) -> int:
     return value[at + NUMBER_BYTES] if found else 0
 
 
+def without_holder(value: bytes, number: bytes) -> bytes:
+    """The value without the holder's entry, in whatever tiers."""
+    at, found = find_entry(value, number)
+    return value[:at] + value[at + HOLDER_ENTRY_BYTES :] if found else value
+
+
 @lru_cache(maxsize=65_536)
 def with_entry(value: bytes, number: bytes, tier_bit: int, flags: int) -> bytes:
     """The value after a store. Cached, so equal holders are mostly the same object."""

@@ -12,10 +12,10 @@ from kvatlas import wire
 from kvatlas.digest import Digest
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.index.gallop import STRIDE, gallop, walk
-from kvatlas.index.holders import MAX_HOLDER, flags_in, number_bytes, with_entry, without_entry
+from kvatlas.index.holders import MAX_HOLDER, flags_in, number_bytes, with_entry, without_entry, without_holder
 from kvatlas.index.protocol import Applied, PartitionBatch, Position, Scrubbed, WorkerRecord
 from kvatlas.residency import HOLDER_ENTRY_BYTES, ShardRuns
-from kvatlas.tiers import Tier, tiers_of
+from kvatlas.tiers import TIER_MASK, Tier, tiers_of
 
 
 @dataclass(slots=True)
@@ -55,11 +55,13 @@ class Counts:
 
 @dataclass(slots=True)
 class Holder:
-    """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes)."""
+    """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes); `flags` is what it was told
+    besides tiers, of some of its blocks."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)
     touched: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    flags: int = 0
 
 
 class MemoryShard:
@@ -204,6 +206,7 @@ class MemoryShard:
                 if not flags_in(old, number) & tier.flag:
                     changed.append(key)
         self.counts.stored += len(changed)
+        self.holders[holder].flags |= flags
         self.holders[holder].digest.add(scope_id, tier, b"".join(changed))
 
     def _remove(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes) -> None:
@@ -289,9 +292,10 @@ class MemoryShard:
             for scope_id in self.holders[holder].touched:
                 for key, value in list(self.blocks.get(scope_id, {}).items()):
                     for tier in tiers_of(flags_in(value, number)):
-                        value = without_entry(value, number, tier.flag)
                         self.holders[holder].digest.add(scope_id, tier, key, -1)
-                        self._replace(scope_id, key, value)
+                    rest = without_holder(value, number)
+                    if rest != value:
+                        self._replace(scope_id, key, rest)
             del self.retired[holder], self.holders[holder]
             self._free.append(holder)
         return len(self.retired)
@@ -299,6 +303,7 @@ class MemoryShard:
     def scrub(self, partitions: Collection[int] | None = None) -> Scrubbed:
         """See `ResidencyIndex.scrub`."""
         counted = {holder: Digest() for holder in self.active}
+        strange: set[int] = set()
         strays = 0
         for scope_id, blocks in self.blocks.items():
             for key, value in list(blocks.items()):
@@ -309,12 +314,11 @@ class MemoryShard:
                         self.holders[holder].touched.setdefault(scope_id, (0, 0))  # where a sweep must look
                         for tier in tiers_of(flags):
                             counted[holder].add(scope_id, tier, key)
+                        if not flags & TIER_MASK or flags & ~TIER_MASK & ~self.holders[holder].flags:
+                            strange.add(holder)
                     elif holder not in self.holders:
                         strays += 1
-                        rest = blocks[key]
-                        for tier in tiers_of(flags):
-                            rest = without_entry(rest, number, tier.flag)
-                        self._replace(scope_id, key, rest)
+                        self._replace(scope_id, key, without_holder(blocks[key], number))
         answering = {
             worker_id: record
             for worker_id, record in self.workers.items()
@@ -322,7 +326,7 @@ class MemoryShard:
         }
         damaged = []
         for worker_id, record in answering.items():
-            right = self.active.get(record.active) == worker_id
+            right = self.active.get(record.active) == worker_id and record.active not in strange
             if not right or counted[record.active] != self.holders[record.active].digest:
                 record.bad = True
                 damaged.append(worker_id)

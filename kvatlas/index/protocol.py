@@ -203,7 +203,8 @@ class ResidencyIndex(Protocol):
 
         What is found is damage that no message did: it is counted, and the worker is `bad` (it answers on, until a new
         incarnation has come). A worker that goes on meanwhile is followed only by the index that its messages are applied
-        through. The flags besides the tiers are in no digest."""
+        through. Flags besides the tiers are in no digest: what
+        is found is a flag that the worker never told of."""
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
         """Counts what these workers hold from the blocks, not from digests; those that don't answer are left out. Reads

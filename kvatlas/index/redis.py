@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgpack
 from redis.exceptions import OutOfMemoryError, ResponseError
 
+from kvatlas.digest import WORDS
 from kvatlas.errors import InvalidValue, LayoutMismatch, NotSupported, Unreachable
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.identity import Scope, partition_of, scope_from_canonical, shard_of
@@ -313,7 +314,7 @@ class RedisIndex(DirectWrites):
             return []
         digests = await self._ask(self._store.client.hmget(k.digests, list(answering.values())))
         words = [msgpack.unpackb(packed) if packed is not None else () for packed in digests]
-        return [(worker_id, sum(one[0::3])) for worker_id, one in zip(answering, words, strict=True)]
+        return [(worker_id, sum(one[0:WORDS:3])) for worker_id, one in zip(answering, words, strict=True)]
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
         scope_ids = await self._scopes_known()
@@ -338,7 +339,7 @@ class RedisIndex(DirectWrites):
 
     async def _digest(self, k: ShardKeys, holder: bytes) -> list[int]:
         packed = await self._ask(self._store.client.hget(k.digests, holder))
-        return cast(list[int], msgpack.unpackb(packed)) if packed is not None else [0] * 15
+        return cast(list[int], msgpack.unpackb(packed)[:WORDS]) if packed is not None else [0] * WORDS
 
     async def _fcall(self, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         return await self._asked_again(lambda: self._store.fcall(function, keys, args))

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgpack
 
-from kvatlas.digest import Digest
+from kvatlas.digest import WORDS, Digest
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.index.keys import ShardKeys
 from kvatlas.index.protocol import PartitionBatch
-from kvatlas.tiers import Tier, tiers_of
+from kvatlas.tiers import TIER_MASK, Tier, tiers_of
 from kvatlas.wire import CHUNK, REMOVED, STORED, RawMessage
 
 ENTRIES_A_CALL = 500
@@ -32,12 +32,15 @@ _FOUND = "8sBB"
 class Counted:
     """One worker. `state`: when the pass began, None without an active holder; `moved`: it went on meanwhile in a way that
     can't be followed, and the count says nothing. `digest` is the stored one, `said` whether the holder's own entries are
-    right."""
+    right, `flags` what it was told besides tiers (of some of its blocks)."""
 
     worker_id: str
     state: State | None = None
     digest: Sequence[int] = ()
     said: bool = True
+    flags: int = 0
+    strange: bool = False
+    """An entry is none, or has flags that nobody told of."""
     moved: bool = False
     went_on: bool = False
     total: Digest = field(default_factory=Digest)
@@ -50,7 +53,7 @@ class Counted:
 
     @property
     def wrong(self) -> bool:
-        return not self.said or self.total.words != list(self.digest)
+        return not self.said or self.strange or self.total.words != list(self.digest)
 
     def see(self, state: Sequence[Any], *, first: bool) -> None:
         now = (state[0], state[1], state[2]) if state else None
@@ -60,7 +63,8 @@ class Counted:
             self.moved = True
         else:
             self.went_on = self.went_on or now[1] != self.state[1]
-            self.digest, self.said = state[3], bool(state[4])
+            self.digest, self.said = state[3][:WORDS], bool(state[4])
+            self.flags = sum(state[3][WORDS:])
 
     def notice(self, raw: RawMessage) -> None:
         self.told.add((raw[2], raw[3]))
@@ -87,14 +91,21 @@ class Counted:
             self.moved = True
             return
         for (scope_id, hashes), now in zip(touched.items(), flags, strict=True):
-            self.found.setdefault(scope_id, {}).update(zip(hashes, now, strict=True))
+            found = self.found.setdefault(scope_id, {})
+            for key, held in zip(hashes, now, strict=True):
+                if held:
+                    found[key] = held
+                else:
+                    found.pop(key, None)
         self.state = (state[0], state[1], state[2])
 
     def add_up(self) -> None:
         """Digests of what was found."""
+        foreign = 0xFF & ~TIER_MASK & ~self.flags
         for scope_id, found in self.found.items():
             by_tier: dict[Tier, list[bytes]] = {}
             for key, flags in found.items():
+                self.strange = self.strange or not flags & TIER_MASK or bool(flags & foreign)
                 for tier in tiers_of(flags):
                     by_tier.setdefault(tier, []).append(key)
             for tier, hashes in by_tier.items():

@@ -43,13 +43,13 @@ class Damage:
         else:
             await self.index._store.client.hdel(self.keys.blocks(scope.scope_id), key)
 
-    async def add(self, scope: Scope, key: bytes, tier: Tier = Tier.HBM, number: bytes | None = None) -> None:
+    async def add(self, scope: Scope, key: bytes, flags: int = Tier.HBM.flag, number: bytes | None = None) -> None:
         """An entry of the worker's holder, or of another number."""
         number = await self.number() if number is None else number
         value = await self.value(scope, key)
         at, found = find_entry(value, number)
         assert not found
-        await self.write(scope, key, value[:at] + number + bytes([tier.flag]) + value[at:])
+        await self.write(scope, key, value[:at] + number + bytes([flags]) + value[at:])
 
     async def take(self, scope: Scope, key: bytes) -> None:
         value = await self.value(scope, key)

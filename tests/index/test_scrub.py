@@ -2,13 +2,14 @@
 
 import pytest
 
-from kvatlas.digest import Digest
+from kvatlas.digest import WORDS, Digest
+from kvatlas.events import ScopeUse
 from kvatlas.hashing import extend_chain
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import ResidencyIndex, Scrubbed
 from kvatlas.index.redis import RedisIndex, open_redis_index
 from kvatlas.index.redis_recount import ENTRIES_A_CALL
-from kvatlas.tiers import Tier
+from kvatlas.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
 from tests.index.damage import Damage
 from tests.index.telling import Teller, contents, tell
 
@@ -65,6 +66,11 @@ DAMAGES = {
     "a block is added in a scope that the worker never used": lambda damage: damage.add(Scope("other", "other"), NEVER),
     "a block is removed": lambda damage: damage.take(SCOPE, block(7)),
     "a tier is lost": lambda damage: damage.change_flags(SCOPE, block(7), Tier.HBM.flag),
+    "a flag that nobody told of is set": lambda damage: damage.change_flags(
+        SCOPE, block(30), Tier.HBM.flag | FLAG_PINNED
+    ),
+    "no tier is left": lambda damage: damage.change_flags(SCOPE, block(30), 0),
+    "a block is added in no tier": lambda damage: damage.add(SCOPE, NEVER, flags=0),
     "a tier becomes another": lambda damage: damage.change_flags(SCOPE, block(30), Tier.LOCAL_SSD.flag),
 }
 
@@ -88,6 +94,29 @@ async def test_damage_is_found_and_healed_by_a_snapshot(
     assert await contents(index, "b") == told["b"].held
     assert await contents(index, "a") == told["a"].held
     assert await whole_round(index) == Scrubbed(4, [], 0, 0, True)
+
+
+async def test_a_flag_that_was_told_is_no_damage_and_others_are(index: ResidencyIndex) -> None:
+    use = ScopeUse(SCOPE, 4)
+    await index.put(use, "w", Tier.HBM, CHAIN[:160], pinned=True)
+    assert await whole_round(index) == Scrubbed(1, [], 0, 0, True)
+    digest = await index.digest("w")
+    assert digest is not None and len(digest) == WORDS and await index.length() == 20
+    await Damage(index, "w").change_flags(SCOPE, block(3), Tier.HBM.flag | FLAG_PINNED | FLAG_RESUMABLE)
+    assert (await whole_round(index)).damaged == ["w"]
+
+
+async def test_values_that_are_no_holders_values_are_found(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+    if not isinstance(index, RedisIndex):
+        return
+    damage = Damage(index, "b")
+    number, (first, second) = await damage.number(), (block(50), block(51))
+    for key, value in ((first, number + b"\x01" + number + b"\x01"), (second, b"")):
+        await index._store.client.hset(damage.keys.blocks(SCOPE.scope_id), key, value)
+    found = await whole_round(index)
+    together = damage.shard == Damage(index, "a").shard  # whose blocks these were, or would be in the same shard
+    assert found.damaged == (["a", "b"] if together else ["b"])
+    assert not await index._store.client.hexists(damage.keys.blocks(SCOPE.scope_id), second)
 
 
 async def test_entries_of_nobody_are_taken_out(index: ResidencyIndex, told: dict[str, Teller]) -> None:

@@ -66,6 +66,10 @@ local function queue(self, holder, event, store)
   } }
   if store then
     touch(self, holder, scope_id)
+    if flags ~= 0 then
+      local digest = self.pending.op.digest
+      digest[TOLD_FLAGS] = bit.bor(digest[TOLD_FLAGS] or 0, flags)
+    end
   end
 end
 

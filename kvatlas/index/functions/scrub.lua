@@ -14,12 +14,25 @@ local function state_of(k, worker)
   return { record[INC], record[SEQ], holder, read_digest(k.digests, holder), said and 1 or 0 }
 end
 
+-- Are these entries of 4 bytes, sorted, none twice?
+local function well_formed(value)
+  local before = -1
+  for at = 1, #value, 4 do
+    local number = #value - at >= 3 and number_of(string.sub(value, at, at + 2)) or -1
+    if number <= before then
+      return false
+    end
+    before = number
+  end
+  return true
+end
+
 -- scrub: what a part of one scope's blocks says that some workers' active holders hold, and the workers' state at that moment.
 -- KEYS: blocks of the scope, workers, holders, active, digests   ARGV: cursor, count, worker...
 -- returns msgpack {next cursor, {state or false...}, found, {hash...}}
 --   state: {incarnation, seq, active holder, digest, does the holder's own entry say so?}; false: no active holder
---   found: 10 bytes for each entry: hash, the worker's index (from 0), flags
---   hashes: blocks with an entry of a number that is nobody's
+--   found: 10 bytes for each entry: hash, the worker's index (from 0), flags; 0 where the value is no holders value
+--   hashes: blocks with an entry of a number that is nobody's, or with none at all
 redis.register_function({
   function_name = 'kvatlas_scrub',
   callback = function(keys, args)
@@ -33,16 +46,18 @@ redis.register_function({
     end
     local answer = redis.call('HSCAN', keys[1], args[1], 'COUNT', args[2])
     local flat, found, n = answer[2], {}, 0
+    local strays = {}
     local read, others, numbers = {}, {}, {} -- values repeat: each is taken apart once
     for i = 1, #flat, 2 do
       local hash, value = flat[i], flat[i + 1]
       local parts = read[value]
       if not parts then
         parts = { mine = {}, others = {} }
+        local right = well_formed(value)
         for at = 1, #value, 4 do
           local number = string.sub(value, at, at + 2)
           if mine[number] then
-            parts.mine[#parts.mine + 1] = mine[number] .. string.char(string.byte(value, at + 3) or 0) -- or torn
+            parts.mine[#parts.mine + 1] = mine[number] .. string.char(right and string.byte(value, at + 3) or 0)
           else
             parts.others[#parts.others + 1] = number
             if not others[number] then
@@ -53,12 +68,15 @@ redis.register_function({
         end
         read[value] = parts
       end
+      if value == '' then
+        strays[#strays + 1] = hash
+      end
       for _, entry in ipairs(parts.mine) do
         n = n + 1
         found[n] = hash .. entry
       end
     end
-    local nobodys, strays = false, {}
+    local nobodys = false
     for first = 1, #numbers, CHUNK do
       local last = math.min(first + CHUNK - 1, #numbers)
       local entries = redis.call('HMGET', keys[3], unpack(numbers, first, last))

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
 from kvatlas.index.redis import open_redis_index
-from kvatlas.tiers import Tier
+from kvatlas.tiers import FLAG_PINNED, Tier
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet
 from tests.chaos.proxy import LOOPBACK, TcpProxy
@@ -116,7 +116,9 @@ async def blocks_damaged_by_hand(chaos: Chaos) -> None:
         await client.hdel(key, gone)
         await client.hset(key, b"\x00no-such", value)
         await client.hset(key, turned, flags[:3] + bytes([flags[3] ^ Tier.LOCAL_SSD.flag]) + flags[4:])
-        for what in ("block removed", "block added", "tier flag changed"):
+        pinned, flags = blocks[9]
+        await client.hset(key, pinned, flags[:3] + bytes([flags[3] ^ FLAG_PINNED]) + flags[4:])
+        for what in ("block removed", "block added", "tier flag changed", "pinned flag changed"):
             chaos.fault(f"{what} by hand")
         damaged += 1
     assert damaged, "there are blocks to damage"
