@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvatlas.hashing import HASH_BYTES, thin
 from kvatlas.identity import Scope
@@ -27,8 +27,7 @@ class OverlapIndex(Protocol):
         """How many leading blocks of a chain each active worker holds. Raises Unreachable."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive tokens of a prompt's start that one worker holds; `tiers` nearest first.
 
     The tiers are those at the run's first and last block.
@@ -43,10 +42,11 @@ class HeldPrefix:
     """How much of a prompt's start one worker holds: its runs, in order. In whole blocks of the worker's own size."""
 
     runs: tuple[Run, ...] = ()
-    tokens: int = field(init=False)
+    tokens: int = 0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", sum(run.tokens for run in self.runs))
+    @classmethod
+    def of(cls, runs: tuple[Run, ...]) -> "HeldPrefix":
+        return cls(runs, runs[0].tokens if len(runs) == 1 else sum(run.tokens for run in runs))
 
 
 NOTHING = HeldPrefix()
@@ -111,23 +111,26 @@ async def _ask(index: OverlapIndex, scope: Scope, chain: PromptChain, group: Gro
             reached_end = False
             for worker_id, found in overlap.held().items():
                 if worker_id in workers:
-                    known = runs.setdefault(worker_id, [])
-                    # residency is prefix-closed: what was not yet held in an earlier answer is held now
-                    if missing := before - _length(known):
-                        known.append((missing, found[0][1]))
-                    known.extend(found)
                     reached_end = reached_end or _length(found) == whole
+                    if before:
+                        known = runs.setdefault(worker_id, [])
+                        # residency is prefix-closed: what was not yet held in an earlier answer is held now
+                        if missing := before - _length(known):
+                            known.append((missing, found[0][1]))
+                        known.extend(found)
+                    else:
+                        runs[worker_id] = found
             if not reached_end:
                 break
         first_index += len(chunk) // HASH_BYTES
         number += 1
     step_tokens = block_size * granularity
-    held: dict[str, HeldPrefix] = {}
     equal: dict[tuple[tuple[int, int], ...], HeldPrefix] = {}  # many workers hold the same part of a shared prompt
+    held: dict[str, HeldPrefix] = {}
     for worker_id, found in runs.items():
         key = tuple(found)
         if (prefix := equal.get(key)) is None:
-            prefix = equal[key] = HeldPrefix(_merged(found, step_tokens))
+            prefix = equal[key] = HeldPrefix.of(_merged(found, step_tokens))
         held[worker_id] = prefix
     return held, asked
 
@@ -145,11 +148,13 @@ async def _together(questions: Sequence[Coroutine[Any, Any, Answer]]) -> list[An
 
 
 def _length(found: Sequence[tuple[int, int]]) -> int:
-    return sum(length for length, _ in found)
+    return found[0][0] if len(found) == 1 else sum(length for length, _ in found)
 
 
 def _merged(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
     """Runs in tokens, neighbours in equal tiers made one."""
+    if len(found) == 1:
+        return (Run(found[0][0] * step_tokens, _tiers(found[0][1])),)
     merged: list[Run] = []
     for length, flags in found:
         tiers = _tiers(flags)

@@ -9,7 +9,7 @@ do. Load comes last, because it is what routers book that changes while they dec
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 from xxhash import xxh3_64_intdigest
 
@@ -27,8 +27,7 @@ IN_FLIGHT = TermKind("in_flight", "tokens")
 AGAIN = TermKind("again", "tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Prospect:
+class Prospect(NamedTuple):
     """A candidate and what it would do for a request, priced without load.
 
     `source`: the worker whose copy it would read, with `transferred` more tokens than the `usable` of its own.
@@ -174,7 +173,7 @@ def _prospect(
     own = held.get(id, NOTHING)
     usable = candidate.rule.usable_tokens(own.tokens, prompt.input_tokens, size)
     kv_bytes = _kv_bytes(prompt, endpoint, size)
-    pieces = [Piece(n, _bytes(n, kv_bytes), tier) for n, tier in _between(own.runs, 0, usable)] if usable else []
+    pieces = [Piece(n, _bytes(n, kv_bytes), tier) for n, tier in _between(own.runs, 0, usable)]
     plan = Plan(id, prompt.input_tokens, prompt.output_tokens, pieces)
     cost = profile.price(plan)
     source_id: str | None = None
@@ -218,14 +217,17 @@ def _bytes(tokens: int, kv_bytes: tuple[int, int]) -> int:
     return -(-tokens * kv_bytes[0] // kv_bytes[1])
 
 
-def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, Tier]]:
-    """The part of runs from token `start` up to token `end`: tokens, and the nearest tier they are in."""
-    position = 0
+def _between(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:
+    """The part of runs from token `start` up to token `end`, which they reach: tokens, and the nearest tier they are in."""
+    if len(runs) == 1:  # as most are
+        return [(end - start, runs[0].tiers[0])] if start < end else []
+    found, position = [], 0
     for run in runs:
         first, last = max(position, start), min(position + run.tokens, end)
         if first < last:
-            yield last - first, run.tiers[0]
+            found.append((last - first, run.tiers[0]))
         position += run.tokens
+    return found
 
 
 @dataclass(frozen=True, slots=True)

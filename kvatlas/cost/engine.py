@@ -114,14 +114,16 @@ class EngineProfile:
 
     def price(self, plan: Plan) -> Cost:
         rates = self.by_worker.get(plan.worker_id, self.rates)
-        load, output, cached = plan.load, plan.output_tokens, plan.cached_tokens
-        new = plan.input_tokens - cached
+        load, output = plan.load, plan.output_tokens
         backlog = load.queued_prefill_tokens + load.waiting_requests * rates.tokens_per_waiting_request
-        moved_tokens, moved_us = 0, 0.0
+        cached = moved_tokens = 0
+        moved_us = 0.0
         for piece in plan.pieces:
+            cached += piece.tokens
             if not piece.at_hand:
                 moved_tokens += piece.tokens
                 moved_us += rates.read_us(piece)
+        new = plan.input_tokens - cached
         running, kv_tokens = load.running_decodes + 1, load.kv_tokens + plan.input_tokens
         running_us, kv_us = rates.tpot_us_per_running * running, rates.tpot_us_per_kv_token * kv_tokens
         us = (

@@ -1,8 +1,11 @@
-"""What a worker would do for a request, and the price of it: the plan a profile prices, and the terms it answers."""
+"""What a worker would do for a request, and the price of it: the plan a profile prices, and the terms it answers.
+
+What is made anew for each worker of each choice is a named tuple: a third of the time that a frozen dataclass takes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvatlas.fleet import WorkerState
 from kvatlas.tiers import Tier
@@ -10,8 +13,7 @@ from kvatlas.tiers import Tier
 MIB_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A contiguous run of cached tokens that is read in one go, from one tier of one worker.
 
     `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or in the candidate's locality
@@ -86,8 +88,7 @@ def mean_load(loads: Sequence[Load]) -> Load:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What one worker would do for one request: read `pieces`, compute the rest of the prompt, then decode."""
 
     worker_id: str
@@ -98,7 +99,7 @@ class Plan:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(piece.tokens for piece in self.pieces)
+        return sum([piece.tokens for piece in self.pieces])
 
     @property
     def new_tokens(self) -> int:
@@ -106,8 +107,7 @@ class Plan:
         return self.input_tokens - self.cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
+class Prices(NamedTuple):
     """What changes a plan's cost by how much, in microseconds: so that load can be added where the plan is not known.
 
     A queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token whose KV is held by
@@ -143,8 +143,7 @@ class TermKind:
     unit: str
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """A price: its terms and their sum; where the profile predicts them, also the time to the first and each next token.
 
     The terms are kept as columns and made on demand, because a router prices every worker and reads the terms of few.

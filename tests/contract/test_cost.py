@@ -66,7 +66,7 @@ def test_more_overlap_at_hand_never_costs_more(
 @each_profile
 @given(plan=plans(), more=loads)
 def test_more_load_never_costs_less(profile: CostProfile, plan: Plan, more: Load) -> None:
-    busier = replace(plan, load=plan.load + more)
+    busier = plan._replace(load=plan.load + more)
     assert profile.price(busier).score_us >= profile.price(plan).score_us
 
 
@@ -77,11 +77,11 @@ def test_a_nearer_copy_never_costs_more(profile: CostProfile, plan: Plan, data: 
         return
     at = data.draw(st.integers(0, len(plan.pieces) - 1))
     piece = plan.pieces[at]
-    changes = [replace(piece, same_domain=True), replace(piece, own=True), Piece(piece.tokens, piece.bytes, Tier.HBM)]
+    changes = [piece._replace(same_domain=True), piece._replace(own=True), Piece(piece.tokens, piece.bytes, Tier.HBM)]
     if piece.own:
-        changes.append(replace(piece, same_domain=False))  # one's own copy is never far
+        changes.append(piece._replace(same_domain=False))  # one's own copy is never far
     for nearer in changes:
-        swapped = replace(plan, pieces=[*plan.pieces[:at], nearer, *plan.pieces[at + 1 :]])
+        swapped = plan._replace(pieces=[*plan.pieces[:at], nearer, *plan.pieces[at + 1 :]])
         assert profile.price(swapped).score_us <= profile.price(plan).score_us
 
 

@@ -40,7 +40,7 @@ def prompt(tokens: int, output: int = 10) -> Prompt:
 
 
 def held(tokens: int, *tiers: Tier) -> HeldPrefix:
-    return HeldPrefix((Run(tokens, tiers or (Tier.HBM,)),))
+    return HeldPrefix.of((Run(tokens, tiers or (Tier.HBM,)),))
 
 
 # ---------------------------------------------------------------- against a naive implementation
@@ -141,7 +141,7 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, HeldPrefi
         runs = draw(st.lists(st.tuples(st.integers(1, 6), tiers)))
         merged = [Run(sum(n for n, _ in same) * size, (key,)) for key, same in groupby(runs[:4], key=lambda r: r[1])]
         if merged:
-            prefixes[record.endpoint.id] = HeldPrefix(tuple(merged))
+            prefixes[record.endpoint.id] = HeldPrefix.of(tuple(merged))
     return pool(*records), prefixes
 
 
