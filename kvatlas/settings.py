@@ -155,7 +155,13 @@ class PublishSettings(Settings):
     """One publisher for one engine rank."""
 
     engine: EngineKind = Field(description="Kind of engine: vllm, sglang, ...")
-    endpoint: ZmqEndpoint = Field(description="The engine's event socket, e.g. tcp://127.0.0.1:5557.")
+    events: bool = Field(
+        default=True,
+        description="The engine publishes KV events. Without them routers predict what it holds from what they send there.",
+    )
+    endpoint: ZmqEndpoint | None = Field(
+        default=None, description="The engine's event socket, e.g. tcp://127.0.0.1:5557; needed with events."
+    )
     replay_endpoint: ZmqEndpoint | None = Field(default=None, description="The engine's replay socket.")
     worker_id: WorkerId = Field(description="Name of this worker in the fleet; with --dp-rank the instance's.")
     model_id: Name = Field(description="Model that the engine serves.")
@@ -183,6 +189,16 @@ class PublishSettings(Settings):
     locality_domain: str = Field(default="", description="Where it runs: rack, zone, node.")
     labels: Labels = Field(default_factory=dict, description="name=value pairs, separated by commas.")
     transfer_groups: CommaList = Field(default=(), description="Groups whose caches it can read, by commas.")
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """As every settings'; what an engine with events needs, and one without, differs."""
+        settings = super().load(**flags)
+        if settings.events and settings.endpoint is None:
+            raise SettingsError(_missing("endpoint", "the engine's event socket, or --no-events"))
+        if not settings.events and settings.engine_url is None:
+            raise SettingsError(_missing("engine_url", "the engine's HTTP address: all that is known with --no-events"))
+        return settings
 
 
 class PromptSettings(Settings):
@@ -249,6 +265,10 @@ def flag_of(field: str) -> str:
 def variable_of(field: str) -> str:
     """A field's environment variable."""
     return ENV_PREFIX + field.upper()
+
+
+def _missing(field: str, expected: str) -> str:
+    return f"{flag_of(field)} (or {variable_of(field)}) is missing; expected {expected}"
 
 
 def _line(error: ValidationError, flags: dict[str, Any]) -> str:

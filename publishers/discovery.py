@@ -42,7 +42,11 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineOffer:
-    """`block_size` None: not told. `notes`: what the user should know, a line each."""
+    """`block_size` None: not told. `notes`: what the user should know, a line each.
+
+    `sources` empty: it publishes no events. `ranks` are its data-parallel ranks, None where it has no others.
+    `by_habit`: it did not tell its sources.
+    """
 
     kind: EngineKind
     model_id: str
@@ -50,6 +54,8 @@ class EngineOffer:
     block_size: int | None = None
     eagle: bool = False
     notes: Sequence[str] = ()
+    ranks: Sequence[int | None] = (None,)
+    by_habit: bool = False
 
 
 async def discover(
@@ -57,7 +63,7 @@ async def discover(
 ) -> EngineOffer:
     """Ask an engine what it offers. `model_id`, `kind`: known already; `events` False: where its events are, too.
 
-    Raises Unreachable, one line, where it does not answer, lists no model, or publishes no events.
+    Raises Unreachable, one line, where it does not answer or lists no model.
     """
     host = urlsplit(url).hostname or ""
     async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
@@ -74,14 +80,17 @@ async def discover(
             offer = replace(offer, kind=kind)
     if not events:
         return replace(offer, sources=())
+    offer = await _checked(offer)
     if not offer.sources:
-        raise Unreachable(f"engine at {url} publishes no KV events; {_HOW[offer.kind]}; or give its endpoint=")
-    return await _checked(offer)
+        how = _HOW.get(offer.kind, "give its endpoint=")
+        note = f"it publishes no KV events, so what it holds is only predicted from what is sent there; {how}"
+        return replace(offer, notes=[*offer.notes, note])
+    return offer
 
 
 _HOW = {
-    EngineKind.SGLANG: 'start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557"}\'',
-    EngineKind.VLLM: 'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
+    EngineKind.SGLANG: 'to be exact, start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557"}\'',
+    EngineKind.VLLM: 'to be exact, start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'',
 }
 
@@ -108,7 +117,15 @@ def of_vllm(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineO
             endpoints = [reachable(f"tcp://*:{port + rank}", host) for port in (EVENTS_PORT, REPLAY_PORT)]
             sources.append(EventSource(endpoints[0], endpoints[1], "", rank if ranks > 1 else None))
     notes = () if caching else (f"model {model_id}: prefix caching is off, so nothing is ever held",)
-    return EngineOffer(EngineKind.VLLM, model_id, sources, block_size, notes=notes)
+    return EngineOffer(
+        EngineKind.VLLM,
+        model_id,
+        sources,
+        block_size,
+        notes=notes,
+        ranks=range(ranks) if ranks > 1 else (None,),
+        by_habit=not isinstance(told, list),
+    )
 
 
 def of_sglang(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
@@ -119,16 +136,17 @@ def of_sglang(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
         config = {}
     size = info.get("page_size")
     sources: list[EventSource] = []
+    dp_size = info.get("dp_size") if isinstance(info.get("dp_size"), int) else 1
+    ranks = range(dp_size) if dp_size and dp_size > 1 else (None,)
     if isinstance(config, Mapping) and config.get("publisher") == "zmq":
-        dp_size = info.get("dp_size") if isinstance(info.get("dp_size"), int) else 1
         endpoint, replay = str(config.get("endpoint") or f"tcp://*:{EVENTS_PORT}"), config.get("replay_endpoint")
-        for rank in range(max(1, int(dp_size or 1))):
+        for rank in ranks:
             sources.append(
                 EventSource(
-                    shifted(reachable(endpoint, host), rank),
-                    shifted(reachable(str(replay), host), rank) if replay else None,
+                    shifted(reachable(endpoint, host), rank or 0),
+                    shifted(reachable(str(replay), host), rank or 0) if replay else None,
                     str(config.get("topic") or ""),
-                    rank if dp_size and dp_size > 1 else None,
+                    rank,
                 )
             )
     eagle = str(info.get("speculative_algorithm") or "").upper() in _EAGLE
@@ -137,7 +155,9 @@ def of_sglang(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
         if info.get("disable_radix_cache")
         else ()
     )
-    return EngineOffer(EngineKind.SGLANG, model_id, sources, size if isinstance(size, int) else None, eagle, notes)
+    return EngineOffer(
+        EngineKind.SGLANG, model_id, sources, size if isinstance(size, int) else None, eagle, notes, ranks
+    )
 
 
 def reachable(endpoint: str, host: str) -> str:
@@ -208,11 +228,14 @@ def _cache_config(metrics_page: str) -> tuple[int, int | None, bool]:
 
 
 async def _checked(offer: EngineOffer) -> EngineOffer:
-    """Leaves out replay sockets that nobody listens on, and notes event sockets that nobody does."""
+    """Leaves out replay sockets that nobody listens on, and event sockets where they were only supposed to be; notes those
+    that the engine told of."""
     sources: list[EventSource] = []
     notes = list(offer.notes)
     for source in offer.sources:
         if not await _listens(source.endpoint):
+            if offer.by_habit:
+                continue
             notes.append(f"nothing listens at {source.endpoint} yet; {_HOW.get(offer.kind, '')}")
         elif source.replay_endpoint is not None and not await _listens(source.replay_endpoint):
             notes.append(f"nothing listens at {source.replay_endpoint}: lost events are not replayed")

@@ -12,7 +12,6 @@ from nats.aio.client import Client
 
 from kvatlas.bus import connect_nats
 from kvatlas.errors import InvalidValue, SettingsError
-from kvatlas.identity import rank_worker_id
 from kvatlas.settings import PublishSettings
 from publishers.continuity import Continuity
 from publishers.dead_letter import DeadLetters
@@ -20,6 +19,7 @@ from publishers.feed import Feed, FeedSettings
 from publishers.ledger import Ledger
 from publishers.publisher import Publisher
 from publishers.saved_state import SavedState, StateFile
+from publishers.silent_engine import SilentEngine
 from publishers.worker_settings import PublisherSettings
 from publishers.zmq_endpoint import of_rank
 
@@ -43,7 +43,7 @@ async def run_sidecar(
     every = [settings] if isinstance(settings, PublishSettings) else list(settings)
     if not every:
         raise SettingsError("no engine to publish for; expected the settings of at least one")
-    sidecars = [EngineSidecar(one) for one in every]
+    sidecars = [EngineSidecar(one) if one.events else SilentEngine(one) for one in every]
     names = [sidecar.worker_id for sidecar in sidecars]
     if len(set(names)) < len(names):
         raise SettingsError(f"worker ids {', '.join(names)}; expected each once")
@@ -79,37 +79,18 @@ class EngineSidecar:
     """One engine rank: its feed, its publisher, its saved state."""
 
     def __init__(self, settings: PublishSettings) -> None:
-        """Raises SettingsError where endpoints have no port to count up."""
+        """Raises SettingsError without an endpoint, or where endpoints have no port to count up."""
         rank = settings.dp_rank
-        self.worker_id = settings.worker_id if rank is None else rank_worker_id(settings.worker_id, rank)
+        self._publisher_settings = PublisherSettings.of(settings)
+        self.worker_id = self._publisher_settings.worker_id
+        if settings.endpoint is None:
+            raise SettingsError(f"worker {self.worker_id} has no event socket; expected one, or events off")
         self._feed_settings = FeedSettings(
             engine=settings.engine,
             endpoint=of_rank(settings.endpoint, rank),
             replay_endpoint=of_rank(settings.replay_endpoint, rank) if settings.replay_endpoint else None,
             topic=settings.topic,
             bind=settings.bind,
-        )
-        self._publisher_settings = PublisherSettings(
-            worker_id=self.worker_id,
-            model_id=settings.model_id,
-            tokenizer_id=settings.tokenizer_id,
-            tenant_id=settings.tenant_id,
-            engine=settings.engine,
-            block_size=settings.block_size,
-            block_bytes=settings.block_bytes,
-            granularity=settings.granularity,
-            set_semantics=settings.set_semantics,
-            salt_is_tenant=settings.salt_is_tenant,
-            eagle=settings.eagle,
-            dp_rank=rank,
-            engine_url=settings.engine_url,
-            advertise_url=settings.advertise_url,
-            role=settings.role,
-            labels=settings.labels,
-            locality_domain=settings.locality_domain,
-            transfer_groups=settings.transfer_groups,
-            partitions=settings.partitions,
-            outbox_bytes=settings.outbox_bytes,
         )
         self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
         letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None

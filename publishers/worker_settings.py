@@ -1,9 +1,12 @@
 """What the fleet is to know of one worker, and how its publisher works."""
 
+from typing import Self
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvatlas.fleet import Count, EngineEndpoint, EngineKind, Role, WorkerId
-from kvatlas.identity import DEFAULT_TENANT
+from kvatlas.identity import DEFAULT_TENANT, rank_worker_id
+from kvatlas.settings import PublishSettings
 from publishers.checkpointing import CheckpointSettings
 from publishers.ledger import LedgerSettings
 from publishers.load import LoadContext
@@ -11,7 +14,8 @@ from publishers.outbox import OutboxLimits
 
 
 class PublisherSettings(BaseModel):
-    """`engine_url`: where health and metrics are read; without it the engine counts as up. `partitions` is the fleet's."""
+    """`engine_url`: where health and metrics are read; without it the engine counts as up. `partitions` is the fleet's.
+    `events` False: the engine tells none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -38,6 +42,35 @@ class PublisherSettings(BaseModel):
     checkpoint_messages: int = Field(default=1000, ge=1)
     outbox_bytes: int = Field(default=64 << 20, ge=1)
     outbox_messages: int = Field(default=65_536, ge=1)
+    events: bool = True
+
+    @classmethod
+    def of(cls, settings: PublishSettings) -> Self:
+        """From a process' settings; with a data-parallel rank the worker is that of the rank."""
+        rank = settings.dp_rank
+        return cls(
+            worker_id=settings.worker_id if rank is None else rank_worker_id(settings.worker_id, rank),
+            model_id=settings.model_id,
+            tokenizer_id=settings.tokenizer_id,
+            tenant_id=settings.tenant_id,
+            engine=settings.engine,
+            block_size=settings.block_size,
+            block_bytes=settings.block_bytes,
+            granularity=settings.granularity,
+            set_semantics=settings.set_semantics,
+            salt_is_tenant=settings.salt_is_tenant,
+            eagle=settings.eagle,
+            dp_rank=rank,
+            engine_url=settings.engine_url,
+            advertise_url=settings.advertise_url,
+            role=settings.role,
+            labels=settings.labels,
+            locality_domain=settings.locality_domain,
+            transfer_groups=settings.transfer_groups,
+            partitions=settings.partitions,
+            outbox_bytes=settings.outbox_bytes,
+            events=settings.events,
+        )
 
     @property
     def ledger(self) -> LedgerSettings:
@@ -91,4 +124,5 @@ class PublisherSettings(BaseModel):
             block_bytes=self.block_bytes,
             granularity=self.granularity,
             eagle=self.eagle,
+            events=self.events,
         )

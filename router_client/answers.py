@@ -21,7 +21,8 @@ class WorkerOverlap:
 
     `resident_tokens` is a lower bound where the worker announces only every g-th block; `usable_tokens` of them its
     engine will really reuse. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get
-    requests now.
+    requests now. `predicted_tokens`: usable ones of a worker that tells no events (`events` False), which is only believed
+    to hold them because they were computed there; they are never counted as resident.
     """
 
     worker_id: str
@@ -33,11 +34,15 @@ class WorkerOverlap:
     usable_tokens: int
     tokens_by_tier: Mapping[Tier, int]
     routable: bool = True
+    events: bool = True
+    predicted_tokens: int = 0
 
     def explain(self) -> str:
         tiers = ", ".join(f"{tokens} in {tier.label}" for tier, tokens in self.tokens_by_tier.items())
         text = f"{self.worker_id}: {self.resident_blocks} of {self.required_blocks} blocks"
         text += f", {self.resident_tokens} tokens resident ({tiers}), {self.usable_tokens} usable" if tiers else ""
+        if not self.events:
+            text += f", {self.predicted_tokens} tokens predicted (it tells no events)"
         return text if self.routable else text + " (gets no requests now)"
 
 

@@ -112,8 +112,10 @@ class RouterClient:
             pool = await self._fleet.pool(prompt.scope.pool_id)
             found = await look_up(self._index, prompt, pool.groups)
             self.counters.lookups += found.round_trips
-            workers = [self._worker_overlap(prompt, record, found.held) for record in pool.records.values()]
-            workers.sort(key=lambda worker: (-worker.usable_tokens, -worker.resident_tokens, worker.worker_id))
+            silent = not all(record.endpoint.events for record in pool.records.values())
+            predicted = await self._predicted(prompt) if silent else {}
+            workers = [self._worker_overlap(prompt, record, found.held, predicted) for record in pool.records.values()]
+            workers.sort(key=_nearest)
             describe_decision(span, candidates=len(workers))
         return PromptOverlap(prompt.input_tokens, tuple(workers))
 
@@ -212,7 +214,13 @@ class RouterClient:
             return Prompt.of_shape(request)
         return Prompt.of_hints(request, self.settings.fallbacks)
 
-    def _worker_overlap(self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix]) -> WorkerOverlap:
+    async def _predicted(self, prompt: Prompt) -> Mapping[str, int]:
+        """By worker, the tokens that it is predicted to hold."""
+        return {result.worker_id: result.predicted_tokens for result in (await self._decider.rank(prompt)).results}
+
+    def _worker_overlap(
+        self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix], predicted: Mapping[str, int]
+    ) -> WorkerOverlap:
         endpoint = record.endpoint
         mine = held.get(endpoint.id, NOTHING)
         size = endpoint.block_size or 0
@@ -230,7 +238,13 @@ class RouterClient:
             usable_tokens=usable,
             tokens_by_tier=dict(sorted(by_tier.items())),
             routable=record.routable,
+            events=endpoint.events,
+            predicted_tokens=0 if endpoint.events else predicted.get(endpoint.id, 0),
         )
+
+
+def _nearest(worker: WorkerOverlap) -> tuple[int, int, str]:
+    return -worker.usable_tokens - worker.predicted_tokens, -worker.resident_tokens, worker.worker_id
 
 
 def _why_none(prompt: Prompt, known: Pool, avoid: Collection[str]) -> str:

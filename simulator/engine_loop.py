@@ -32,6 +32,13 @@ class EventSink(Protocol):
         ...
 
 
+class NoEvents:
+    """An engine that is not told to publish any."""
+
+    async def publish(self, changes: tuple[BlockChange, ...]) -> None:
+        """They are heard by nobody."""
+
+
 class EngineLoop:
     """One engine that lives while `run` does. `speed_up` simulated seconds pass in one real second."""
 

@@ -9,7 +9,7 @@ import anyio
 
 from kvatlas.http_serving import listen, serve, url_of
 from simulator.engine import EngineCore
-from simulator.engine_loop import EngineLoop
+from simulator.engine_loop import EngineLoop, NoEvents
 from simulator.kv_cache import KVCache
 from simulator.server import EngineApi
 from simulator.settings import EngineSettings
@@ -36,7 +36,8 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
     async with open_feed(settings.encoding, settings.feed) as feed:
         listener = listen(settings.host, settings.port, "the engine's HTTP server")
         addresses = EngineAddresses(url_of(listener), feed.endpoint, feed.replay_endpoint)
-        engine = EngineLoop(_core(settings), feed, speed_up=settings.speed_up)
+        sink = feed if settings.events else NoEvents()
+        engine = EngineLoop(_core(settings), sink, speed_up=settings.speed_up)
         api = EngineApi(
             engine,
             model=settings.model,
@@ -47,7 +48,9 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
                 "endpoint": feed.endpoint,
                 "replay_endpoint": feed.replay_endpoint,
                 "topic": settings.topic,
-            },
+            }
+            if settings.events
+            else None,
         )
         async with anyio.create_task_group() as running:
             running.start_soon(feed.serve_replay)

@@ -31,6 +31,9 @@ class EngineSettings(Settings):
         default=True, description="Bind the event endpoint; without it as vLLM: only one with *, :: or ipc is bound."
     )
     topic: str = Field(default="", description="Topic of the KV events.")
+    events: bool = Field(
+        default=True, description="Publish KV events; without, as vLLM without --kv-events-config, none are offered."
+    )
     buffer_steps: Positive = Field(default=10_000, description="Batches kept for replay.")
     self_describing_offload: bool = Field(
         default=True, description="Events of the CPU tier carry tokens; without it they only name hashes."

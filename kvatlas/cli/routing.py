@@ -60,7 +60,7 @@ async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> N
                 str(worker.required_blocks),
                 str(worker.resident_tokens),
                 str(worker.usable_tokens),
-                ", ".join(f"{tier.label} {tokens}" for tier, tokens in worker.tokens_by_tier.items()) or "-",
+                _tiers(worker),
                 "yes" if worker.routable else "no",
             )
             for worker in found
@@ -85,12 +85,22 @@ async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> Non
                 str(result.score_us),
                 str(result.overlap_blocks),
                 str(result.required_blocks),
-                str(result.usable_tokens),
+                f"{result.usable_tokens} + {result.predicted_tokens} predicted"
+                if result.predicted_tokens
+                else str(result.usable_tokens),
                 ", ".join(str(term) for term in result.terms),
             )
             for result in choice.ranking
         ],
     )
+
+
+def _tiers(worker: WorkerOverlap) -> str:
+    """Tokens by tier, and what is only predicted."""
+    told = [f"{tier.label} {tokens}" for tier, tokens in worker.tokens_by_tier.items()]
+    if not worker.events:
+        told.append(f"{worker.predicted_tokens} predicted: it tells no events")
+    return ", ".join(told) or "-"
 
 
 def _overlap_jsonable(found: PromptOverlap) -> dict[str, Any]:
@@ -108,6 +118,8 @@ def _worker_jsonable(worker: WorkerOverlap) -> dict[str, Any]:
         "usable_tokens": worker.usable_tokens,
         "tokens_by_tier": {tier.label: tokens for tier, tokens in worker.tokens_by_tier.items()},
         "routable": worker.routable,
+        "events": worker.events,
+        "predicted_tokens": worker.predicted_tokens,
     }
 
 
@@ -120,6 +132,7 @@ def _choice_jsonable(choice: Choice) -> dict[str, Any]:
         "source": choice.source,
         "score_us": choice.cost.score_us,
         "predicted_cached_tokens": choice.predicted_cached_tokens,
+        "unconfirmed_tokens": choice.unconfirmed_tokens,
         "input_tokens": choice.ranking.input_tokens,
         "candidates": [_result_jsonable(result) for result in choice.ranking],
         "left_out": list(choice.ranking.left_out),

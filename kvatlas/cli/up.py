@@ -142,6 +142,8 @@ async def _sidecar_settings(
     shared |= {"engine": offer.kind, "model_id": offer.model_id, **flags}
     if "endpoint" in flags:
         return [PublishSettings.load(**shared)]
+    if not offer.sources:
+        return [PublishSettings.load(**{**shared, "events": False, "dp_rank": rank}) for rank in offer.ranks]
     found: list[PublishSettings] = []
     for source in offer.sources:
         back = -(source.rank or 0)  # settings name the first rank's ports
@@ -172,7 +174,8 @@ def _announce(
     tell(f"up: state in {state_dir if state_dir is not None else 'a temporary folder'}; stop with Ctrl-C")
     for sidecar in sidecars:
         engine_url = without_password(sidecar.engine_url or "")
-        tell(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, events from {sidecar.endpoint}")
+        events = f"events from {sidecar.endpoint}" if sidecar.events else "no events"
+        tell(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, {events}")
     print(f"export KVATLAS_NATS_URL={nats_url}\nexport KVATLAS_REDIS_URL={redis_url}", flush=True)
 
 

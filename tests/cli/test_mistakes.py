@@ -50,6 +50,17 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "kvatlas indexer: --status-port is 'many'; expected a valid integer, unable to parse string as an integer",
         ),
         (
+            (*PUBLISH[:3], *PUBLISH[5:]),
+            2,
+            "kvatlas publish: --endpoint (or KVATLAS_ENDPOINT) is missing; expected the engine's event socket, or --no-events",
+        ),
+        (
+            (*PUBLISH, "--no-events"),
+            2,
+            "kvatlas publish: --engine-url (or KVATLAS_ENGINE_URL) is missing; expected the engine's HTTP address: all that "
+            "is known with --no-events",
+        ),
+        (
             (*PUBLISH, "--worker-id", "a.b"),
             2,
             "kvatlas publish: --worker-id is 'a.b'; expected 1 to 64 of A-Z a-z 0-9 _ -",

@@ -34,6 +34,14 @@ async def test_what_is_known_already_is_not_asked() -> None:
         assert (offer.model_id, offer.block_size, offer.sources) == ("mock-model", 4, ())
 
 
+async def test_an_engine_without_events_is_noted_with_what_to_do() -> None:
+    async with running_engine(events=False) as (addresses, _):
+        offer = await discover(addresses.base_url)
+    assert (offer.sources, offer.ranks, offer.block_size) == ([], (None,), 4)
+    (note,) = offer.notes
+    assert "publishes no KV events" in note and "--kv-events-config" in note
+
+
 async def test_what_does_not_answer_is_one_line() -> None:
     with pytest.raises(Unreachable, match=r"engine at http://127\.0\.0\.1:1/v1/models: .*; or give model="):
         await discover("http://127.0.0.1:1")
@@ -72,6 +80,8 @@ def test_sglang_tells_its_arguments() -> None:
     assert (offer.block_size, offer.eagle) == (64, True)
     ranks = of_sglang({**info, "dp_size": 2}, "m", "h").sources
     assert [(one.rank, one.endpoint) for one in ranks] == [(0, "tcp://h:5557"), (1, "tcp://h:5558")]
+    silent = of_sglang({"dp_size": 2}, "m", "h")
+    assert (list(silent.sources), list(silent.ranks)) == ([], [0, 1])
     assert of_sglang({}, "m", "h").sources == of_sglang({"kv_events_config": None}, "m", "h").sources == []
     (note,) = of_sglang({"disable_radix_cache": True}, "m", "h").notes
     assert "radix cache is off" in note
