@@ -5,6 +5,8 @@ from router_client import Prompt, RouterClient, Scope
 async with RouterClient.open("redis://127.0.0.1:6379") as router:
     async with router.route(Prompt.of_tokens(Scope("llama", "llama"), token_ids)) as choice:
         print(choice.url, choice.explain())
+
+`SyncRouterClient` is the same without `async` and `await`.
 """
 
 from kvatlas.cost import Cost, CostProfile, CostTerm, EngineProfile, EngineRates, QuillcacheProfile, ReadRate
@@ -16,17 +18,19 @@ from kvatlas.reuse import ReuseRule, ReuseRules
 from router_client.answers import Choice, PromptOverlap, Ranking, WorkerOverlap
 from router_client.client import RouterClient
 from router_client.counters import RouterCounters
-from router_client.errors import NoWorkers
+from router_client.errors import ClientClosed, NoWorkers
 from router_client.fail_open import Basis
 from router_client.fleet import FleetReader, StaticFleet
 from router_client.lookup import OverlapIndex
 from router_client.prompt import Prompt
 from router_client.settings import BookingSettings, Policy, RoundRobin, RouterSettings
+from router_client.sync import SyncChoice, SyncRouterClient
 
 __all__ = [
     "Basis",
     "BookingSettings",
     "Choice",
+    "ClientClosed",
     "Cost",
     "CostProfile",
     "CostTerm",
@@ -60,6 +64,8 @@ __all__ = [
     "SelectionResult",
     "Slo",
     "StaticFleet",
+    "SyncChoice",
+    "SyncRouterClient",
     "Unreachable",
     "WorkerOverlap",
 ]

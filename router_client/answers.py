@@ -87,13 +87,13 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Chosen:
     """Where to send a request, and why.
 
     `url` is the engine's address for routers, `headers` go with the request (the rank of a data-parallel engine).
     `source`: the worker to read `result.transferred_tokens` from, where a transfer pays. `basis`: what it was chosen by,
     and `why` that is not cost, in one line. `would_be`: the worker that cost would have chosen, where another policy is
-    followed. `reservation` is there while the choice is booked.
+    followed.
     """
 
     worker_id: str
@@ -105,7 +105,6 @@ class Choice:
     basis: Basis = Basis.COST
     why: str = ""
     would_be: str | None = None
-    reservation: Reservation | None = field(default=None, compare=False)
 
     @property
     def cost(self) -> Cost:
@@ -134,6 +133,25 @@ class Choice:
         """Of these, the ones that no event has confirmed: they are being computed, or the worker tells no events."""
         return self.result.predicted_tokens
 
+    def explain(self) -> str:
+        """The choice, its cost term by term, and the runner-up."""
+        lines = [f"{self.worker_id} at {self.url or '(no address)'}"]
+        if self.why:
+            lines[0] += f", chosen by {self.basis.value.replace('_', ' ')}: {self.why}"
+        lines.append(self.result.explain())
+        others = [result for result in self.ranking.results if result.worker_id != self.worker_id]
+        if others:
+            more = others[0].score_us - self.result.score_us
+            lines.append(f"next, {abs(more)} us {'more' if more >= 0 else 'less'}: {others[0].explain()}")
+        return "\n  ".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Chosen):
+    """What `RouterClient` chose. `reservation` is there while it is booked."""
+
+    reservation: Reservation | None = field(default=None, compare=False)
+
     async def first_token(self) -> None:
         """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
         if self.reservation is not None:
@@ -148,15 +166,3 @@ class Choice:
         """The request did not end well; leaving the block of `route` by an exception does the same."""
         if self.reservation is not None:
             await self.reservation.end(Outcome.FAILED)
-
-    def explain(self) -> str:
-        """The choice, its cost term by term, and the runner-up."""
-        lines = [f"{self.worker_id} at {self.url or '(no address)'}"]
-        if self.why:
-            lines[0] += f", chosen by {self.basis.value.replace('_', ' ')}: {self.why}"
-        lines.append(self.result.explain())
-        others = [result for result in self.ranking.results if result.worker_id != self.worker_id]
-        if others:
-            more = others[0].score_us - self.result.score_us
-            lines.append(f"next, {abs(more)} us {'more' if more >= 0 else 'less'}: {others[0].explain()}")
-        return "\n  ".join(lines)

@@ -1,0 +1,115 @@
+"""An event loop in a thread of its own, for callers that have none."""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import AbstractAsyncContextManager, contextmanager
+from threading import Lock, Thread, get_ident
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from router_client.errors import ClientClosed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutine functions for any number of threads; leaving its block cancels what still runs and ends the thread.
+
+    Each coroutine runs in a copy of its caller's context, so spans have their parents. The thread lives neither longer
+    than the process nor in its forks: there every call raises ClientClosed, and leaving the block does nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = Thread(target=self._serve, name=name, daemon=True)
+        self._pid = os.getpid()
+        self._closing = Lock()
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._loop, self._over = self._ready.result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._forked:
+            with self._closing:
+                self._closed = True
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+
+    def submit(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Start it in the loop; cancelling the future cancels it there. Raises ClientClosed."""
+        if self._forked:
+            raise ClientClosed(
+                f"the router client was opened in process {self._pid}, which forked; open one in process {os.getpid()}"
+            )
+        with self._closing:  # what is started before the loop is told to end is cancelled by it, and never forgotten
+            if self._closed:
+                raise ClientClosed("the router client is closed")
+            return asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop)
+
+    def run(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What it returns or raises; a caller that is interrupted cancels it. Raises ClientClosed, also where the loop
+        was closed meanwhile, and RuntimeError within the loop itself, which would wait for itself."""
+        if self._thread.ident == get_ident():
+            raise RuntimeError("a sync router client is called from its own event loop; use the async one there")
+        future = self.submit(function, *args, **kwargs)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ClientClosed("the router client was closed while it was asked") from None
+        finally:
+            future.cancel()  # nothing where it is done: it is not after a KeyboardInterrupt
+
+    @contextmanager
+    def entered(self, made: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """What an async context manager gives: entered and left by one task of the loop, which hears of no exception
+        of the block."""
+        inside: Future[T] = Future()
+        over = asyncio.Event()
+
+        async def hold() -> None:
+            async with made as it:
+                inside.set_result(it)
+                await over.wait()
+
+        def ended(holding: Future[None]) -> None:
+            if not inside.done():
+                inside.set_exception(holding.exception() or RuntimeError("left before it was entered"))
+
+        holding = self.submit(hold)
+        holding.add_done_callback(ended)
+        try:
+            yield inside.result()
+        finally:
+            if not self._forked:
+                if inside.done():
+                    self._loop.call_soon_threadsafe(over.set)
+                else:  # the caller was interrupted
+                    holding.cancel()
+                wait([holding])
+        if not self._forked:
+            holding.result()
+
+    @property
+    def closed(self) -> bool:
+        """Was its block left, in this process?"""
+        return self._closed
+
+    @property
+    def _forked(self) -> bool:
+        return self._pid != os.getpid()
+
+    def _serve(self) -> None:
+        async def until_over() -> None:
+            over = asyncio.Event()
+            self._ready.set_result((asyncio.get_running_loop(), over))
+            await over.wait()
+
+        asyncio.run(until_over())

@@ -1,0 +1,174 @@
+"""The router client for threads: the same calls as `RouterClient`, answered by one in a loop of its own.
+
+with SyncRouterClient.open("redis://127.0.0.1:6379") as router:
+    with router.route(Prompt.of_tokens(Scope("llama", "llama"), token_ids)) as choice:
+        print(choice.url, choice.explain())
+"""
+
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from router_client.answers import Choice, Chosen, PromptOverlap, Ranking
+from router_client.client import Request, RouterClient
+from router_client.counters import RouterCounters
+from router_client.errors import ClientClosed
+from router_client.loop_thread import LoopThread
+from router_client.settings import RouterSettings
+from router_client.tokens.usage import Usage
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncChoice(Chosen):
+    """What `SyncRouterClient` chose: `Choice`, for threads."""
+
+    _choice: Choice = field(kw_only=True, compare=False, repr=False)
+    _thread: LoopThread = field(kw_only=True, compare=False, repr=False)
+
+    def first_token(self) -> None:
+        """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
+        self._tell(self._choice.first_token)
+
+    def finish(self, usage: Usage | None = None) -> None:
+        """The request ended well, with what the engine said of it; leaving the block of `route` does the same."""
+        self._tell(self._choice.finish, usage)
+
+    def fail(self) -> None:
+        """The request did not end well; leaving the block of `route` by an exception does the same."""
+        self._tell(self._choice.fail)
+
+    def _tell(self, end: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            self._thread.run(end, *args, **kwargs)
+        except ClientClosed:
+            if not self._thread.closed:  # it was: then the client has given back what was booked
+                raise
+
+
+_CHOSEN = tuple(field.name for field in fields(Chosen))
+
+
+def _twin(choice: Choice, thread: LoopThread) -> SyncChoice:
+    """Of a choice that was made in the thread's loop."""
+    return SyncChoice(*(getattr(choice, name) for name in _CHOSEN), _choice=choice, _thread=thread)
+
+
+class SyncRouterClient:
+    """`RouterClient`, for threads: each call waits for the same call of an async client, which lives in a loop and a
+    thread of its own from entering (`with`) to leaving.
+
+    Any number of threads may share it; their calls run side by side, over one pool of connections. It does not pass a
+    fork: a server that forks opens one in each process, after the fork. Calls raise what those of `RouterClient` raise,
+    and ClientClosed outside of the block and in another process. What the settings bring along (a policy, a profile)
+    runs in the loop's thread, and must not call this client.
+    """
+
+    def __init__(self, client: AbstractAsyncContextManager[RouterClient]) -> None:
+        """Over a client that nobody else uses and nobody has entered."""
+        self._made = client
+        self._stack = ExitStack()
+        self._open: tuple[RouterClient, LoopThread] | None = None
+
+    @classmethod
+    def open(
+        cls,
+        redis_url: str,
+        settings: RouterSettings | None = None,
+        *,
+        wait: bool = True,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> Self:
+        """`with SyncRouterClient.open(url) as router`: see `RouterClient.open`; what that raises, entering raises."""
+        return cls(RouterClient.open(redis_url, settings, wait=wait, on_wait=on_wait))
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            thread = stack.enter_context(LoopThread("kvatlas router client"))
+            self._open = stack.enter_context(thread.entered(self._made)), thread
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open = None
+        self._stack.close()
+
+    @property
+    def settings(self) -> RouterSettings:
+        return self._client.settings
+
+    @property
+    def counters(self) -> RouterCounters:
+        return self._client.counters
+
+    @property
+    def load_only(self) -> bool:
+        """The kill switch: True, and choices are made by load alone, without the index. May be set at any time."""
+        return self._client.load_only
+
+    @load_only.setter
+    def load_only(self, on: bool) -> None:
+        self._client.load_only = on
+
+    def overlap(self, request: Request) -> PromptOverlap:
+        """What each worker of the request's pool holds of the prompt, resident and usable, by tier."""
+        return self._thread.run(self._client.overlap, request)
+
+    def rank(self, request: Request) -> Ranking:
+        """Every candidate with every term of its cost, cheapest first; empty without a candidate."""
+        return self._thread.run(self._client.rank, request)
+
+    def pick(self, request: Request, *, avoid: Collection[str] = ()) -> SyncChoice:
+        """The worker that `route` would book now; nothing is booked. Raises NoWorkers."""
+        return _twin(self._thread.run(self._client.pick, request, avoid=avoid), self._thread)
+
+    def book(self, request: Request, *, avoid: Collection[str] = ()) -> SyncChoice:
+        """The cheapest worker, reserved until `choice.finish()` or `choice.fail()`. For callers that can't use `route`.
+
+        `avoid`: workers that are no candidates. Raises NoWorkers.
+        """
+        return _twin(self._thread.run(self._client.book, request, avoid=avoid), self._thread)
+
+    @contextmanager
+    def route(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncChoice]:
+        """`with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
+
+        `choice.first_token()` says that the prefill is over; leaving the block, that the request is (by an exception:
+        that it failed). Raises NoWorkers.
+        """
+        choice = self.book(request, avoid=avoid)
+        try:
+            yield choice
+        except BaseException:
+            choice.fail()
+            raise
+        choice.finish()
+
+    def submit(
+        self,
+        function: Callable[Concatenate[RouterClient, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]:
+        """Call an async function with the async client, in its loop, without waiting for it."""
+        return self._thread.submit(function, self._client, *args, **kwargs)
+
+    @property
+    def _client(self) -> RouterClient:
+        return self._opened()[0]
+
+    @property
+    def _thread(self) -> LoopThread:
+        return self._opened()[1]
+
+    def _opened(self) -> tuple[RouterClient, LoopThread]:
+        if self._open is None:
+            raise ClientClosed("the router client is not open; use it in a `with` block")
+        return self._open
