@@ -63,14 +63,14 @@ class Child:
 
 
 @asynccontextmanager
-async def child_process(module: str, words: Sequence[str]) -> AsyncIterator[Child]:
+async def child_process(module: str, words: Sequence[str], *, ready_s: float = READY_S) -> AsyncIterator[Child]:
     """`python -m module words`, which waits to be let go. Killed in the end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(READY_S):
+        async with asyncio.timeout(ready_s):
             if await process.stdout.readline() != b"ready\n":
                 raise RuntimeError(f"{module} ended before it was ready")
         yield Child(process)
