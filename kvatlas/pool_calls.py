@@ -26,6 +26,7 @@ _PARTS = (
     "anchors",
     "predicted",
     "deadlines",
+    "rates",
 )
 
 

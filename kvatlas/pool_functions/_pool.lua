@@ -9,6 +9,7 @@
 --   7 anchors       HASH  first hash of a prediction -> ids, 16 bytes each
 --   8 predicted     ZSET  <worker> \0 <used us, 16 digits> <id>, by bytes: the predictions of a worker in order of use
 --   9 deadlines     ZSET  'r' <id> or 'p' <id>, scored with the us at which it ends
+--  10 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
 --
 -- worker: incarnation (text), us of its load sample (0: none), us up to which bookings are in that sample, queued tokens,
 -- running requests, waiting requests, KV tokens; then the sums over bookings that are not in it: queued tokens, running
@@ -18,7 +19,7 @@
 -- prediction: worker, ready us, used us, ends us, believed for us after it is ready, number of its first step, capacity of
 -- its worker in steps (0: its events will confirm it), packed hashes of its steps.
 
-local LOAD, RESERVATIONS, BOOKED, ROUTERS, PREDICTIONS, ANCHORS, PREDICTED, DEADLINES = 2, 3, 4, 5, 6, 7, 8, 9
+local LOAD, RESERVATIONS, BOOKED, ROUTERS, PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, RATES = 2, 3, 4, 5, 6, 7, 8, 9, 10
 local INCARNATION, SAMPLED, COVERED, QUEUED, RUNNING, WAITING, KV = 1, 2, 3, 4, 5, 6, 7
 local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS = 8, 9, 10, 11
 local ID_BYTES, HASH_BYTES = 16, 8

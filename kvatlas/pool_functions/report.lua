@@ -46,5 +46,6 @@ register('kvatlas_pool_forget', function(keys, args)
   drop_worker(keys, args[1], now_us())
   redis.call('HDEL', keys[1], args[1])
   redis.call('HDEL', keys[LOAD], args[1])
+  redis.call('HDEL', keys[RATES], args[1])
   return 0
 end)

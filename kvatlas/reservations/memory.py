@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from kvatlas.cost.evidence import Evidence
 from kvatlas.cost.plan import Load
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Offer, Outcome, StepChain, Weighing, WorkerReport
@@ -62,6 +63,7 @@ class _Pool:
     predictions: dict[bytes, _Prediction] = field(default_factory=dict)
     called_off: dict[bytes, int] = field(default_factory=dict)
     routers: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, Evidence] = field(default_factory=dict)
 
 
 class MemoryReservations:
@@ -108,6 +110,17 @@ class MemoryReservations:
         pool = self._pool(pool_id)
         self._drop_worker(pool, worker_id, self._clock_us())
         pool.workers.pop(worker_id, None)
+        pool.rates.pop(worker_id, None)
+
+    async def learn(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
+        pool = self._pool(pool_id)
+        for worker_id, told in evidence.items():
+            if worker_id in pool.workers:
+                both = pool.rates.get(worker_id, Evidence()).then(told)
+                pool.rates[worker_id] = Evidence(both.requests, sums=both.sums)
+
+    async def learned(self, pool_id: str) -> Mapping[str, Evidence]:
+        return dict(self._pool(pool_id).rates)
 
     # ------------------------------------------------------------ the same at once
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kvatlas.cost.evidence import Evidence
 from kvatlas.cost.plan import Load, Prices
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet import FleetRecord
@@ -204,4 +205,10 @@ class Reservations(Protocol):
         """Tell of workers by id. Another incarnation ends a worker's bookings and predictions; older samples are ignored."""
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
-        """The worker is gone, with all that was booked and predicted there."""
+        """The worker is gone, with all that was booked, predicted and learned there."""
+
+    async def learn(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
+        """Add evidence of workers' rates to what all routers told. Of workers that were never reported it is dropped."""
+
+    async def learned(self, pool_id: str) -> Mapping[str, Evidence]:
+        """What all routers told of workers' rates; of workers that nobody told of there is none."""

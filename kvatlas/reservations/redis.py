@@ -5,6 +5,7 @@ from typing import Any, overload
 
 import msgpack
 
+from kvatlas.cost.evidence import ERRORS, FORM, Evidence
 from kvatlas.cost.plan import Load
 from kvatlas.pool_calls import pool_call, pool_call_ro
 from kvatlas.reservations.memory import CALLED_OFF_US
@@ -12,6 +13,10 @@ from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Outcome, Wei
 from kvatlas.store import Store
 
 _WEIGHED_FIELDS = 8
+
+
+WORKERS_A_CALL = 100
+"""Evidence is added up for so many at once, so that others wait for a millisecond at most."""
 
 
 class RedisReservations:
@@ -55,6 +60,22 @@ class RedisReservations:
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
         await pool_call(self._store, "forget", pool_id, [worker_id])
+
+    async def learn(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
+        told = [(id, e.requests, e.keep, e.errors_keep, e.sums) for id, e in evidence.items()]
+        for first in range(0, len(told), WORKERS_A_CALL):
+            await pool_call(
+                self._store, "learn", pool_id, [_pack((FORM, *told[first : first + WORKERS_A_CALL])), ERRORS]
+            )
+
+    async def learned(self, pool_id: str) -> Mapping[str, Evidence]:
+        flat = await pool_call_ro(self._store, "learned", pool_id, [])
+        found = {}
+        for worker_id, packed in zip(flat[::2], flat[1::2], strict=True):
+            form, requests, sums = msgpack.unpackb(packed)
+            if form == FORM:  # that of another version says nothing here
+                found[worker_id.decode()] = Evidence(requests, sums=tuple(map(float, sums)))
+        return found
 
 
 async def write_reports(store: Store, pool_id: str, reports: Mapping[str, tuple[bytes, WorkerReport]]) -> None:
