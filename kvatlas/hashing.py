@@ -20,6 +20,7 @@ The LoRA adapter is never in it: it is in the scope. A router that knows a promp
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 from struct import Struct
 from typing import Any
 
@@ -84,22 +85,22 @@ def extend_chain(
         pack_tokens(tokens)
         return b""
     packed = pack_tokens(tokens)[: count * block_size * 4]
-    blocks = Struct(f"{4 * block_size}s").iter_unpack(packed)
+    blocks = chain.from_iterable(Struct(f"{4 * block_size}s").iter_unpack(packed))
     if extra_keys and any(extra_keys):
         keys = [*extra_keys[:count], *[None] * (count - len(extra_keys))]
-        local_hashes = [_local(block, key) for (block,), key in zip(blocks, keys, strict=True)]
+        local_hashes = [_local(block, key) for block, key in zip(blocks, keys, strict=True)]
     else:
-        local_hashes = [xxh3_64_intdigest(block, SEED) for (block,) in blocks]
+        local_hashes = list(map(xxh3_64_intdigest, blocks, repeat(SEED)))
     values = iter(local_hashes)
-    chain: list[int] = []
+    hashes: list[int] = []
     if parent is None:
         parent = next(values)
-        chain.append(parent)
+        hashes.append(parent)
     pack = _PAIR.pack
     for value in values:
         parent = xxh3_64_intdigest(pack(parent, value), SEED)
-        chain.append(parent)
-    return pack_hashes(chain)
+        hashes.append(parent)
+    return pack_hashes(hashes)
 
 
 def lazy_chain(
