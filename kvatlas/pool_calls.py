@@ -14,7 +14,7 @@ from kvatlas.store import Store, function_library
 
 LIBRARY = "kvatlas_pool"
 FUNCTIONS = Path(__file__).parent / "pool_functions"
-SHARED = ("_register", "_clock", "_pool", "_weigh")
+SHARED = ("_register", "_clock", "_pool", "_pairing", "_weigh")
 
 _PARTS = (
     "workers",
@@ -41,18 +41,22 @@ def pool_library() -> str:
     return function_library(LIBRARY, FUNCTIONS, SHARED)
 
 
-async def pool_call(store: Store, function: str, pool_id: str, args: Sequence[Any]) -> Any:
-    """Call `kvatlas_pool_<function>`. Raises Unreachable."""
-    return await _call(store, store.fcall, function, pool_id, args)
+async def pool_call(
+    store: Store, function: str, pool_id: str, args: Sequence[Any], *, keys: Sequence[str] | None = None
+) -> Any:
+    """Call `kvatlas_pool_<function>`; `keys` where it takes others than all of the pool's. Raises Unreachable."""
+    return await _call(store, store.fcall, function, keys or pool_keys(pool_id), args)
 
 
-async def pool_call_ro(store: Store, function: str, pool_id: str, args: Sequence[Any]) -> Any:
-    """Call a read-only `kvatlas_pool_<function>`. Raises Unreachable."""
-    return await _call(store, store.fcall_ro, function, pool_id, args)
+async def pool_call_ro(
+    store: Store, function: str, pool_id: str, args: Sequence[Any], *, keys: Sequence[str] | None = None
+) -> Any:
+    """Call a read-only `kvatlas_pool_<function>`; see `pool_call`. Raises Unreachable."""
+    return await _call(store, store.fcall_ro, function, keys or pool_keys(pool_id), args)
 
 
-async def _call(store: Store, call: Any, function: str, pool_id: str, args: Sequence[Any]) -> Any:
-    name, keys = f"kvatlas_pool_{function}", pool_keys(pool_id)
+async def _call(store: Store, call: Any, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    name = f"kvatlas_pool_{function}"
     try:
         return await call(name, keys, args)
     except ResponseError as error:

@@ -1,11 +1,14 @@
 -- Weighing: which of the offered workers is cheapest now. The Python twin of this file is `kvatlas/reservations/weigh.py`.
 --
--- ask, cmsgpack: { stale us, factor of computing again, { { tokens a step, packed step hashes }... }, offers }
+-- ask, cmsgpack: { stale us, factor of computing again, { { tokens a step, packed step hashes }... }, offers,
+--   limits (0 or absent: none are looked at), pairing (absent: one offer is chosen; see _pairing.lua) }
 -- Offers and what is answered of them are rows of one flat list: a table for each of hundreds takes longer than all the rest.
 -- offer: worker, number of its chain (0: none), steps it holds, cached tokens, most tokens that it can use, tokens lost
 --   of a hit, cost without load, the part of it before the first token, us a queued token, us a running request, us a KV
 --   token, tokens a waiting request stands for, us a prompt token, us a squared prompt token, predictions believed for us,
 --   their capacity in steps. Offers come in the order in which ties go.
+-- limits: { us to the first token (0: no limit), us for all others (0: none), factor of what is missed of them, 1 where missing
+--   them filters, prompt tokens, rows of: request slots, KV tokens (0: not told), us for all tokens but the first without load }
 
 local OFFER_WORKER, CHAIN, HELD_STEPS, CACHED, LIMIT, LOST, BASE, WORK = 1, 2, 3, 4, 5, 6, 7, 8
 local QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS, TOKEN_US, SQUARE_US, BELIEVED_US, CAPACITY = 9, 10, 11, 12, 13, 14, 15, 16
@@ -62,11 +65,41 @@ local function meet(keys, chain, now)
   return met
 end
 
--- Returns the number of the cheapest offer, and rows of: queued tokens, running requests, waiting requests, KV tokens, load
--- known, tokens held thanks to a prediction (0: none used), us to wait for them, tokens that would be computed again; then
--- what each chain met.
+local OVER_TTFT, OVER_TPOT, OVER_SLOTS, OVER_KV = 1, 2, 4, 8
+
+-- What the i-th offer would go over: flags, the us by which it misses the SLO, and its place (0: nothing that counts, 1: chosen
+-- only where no 0 is left, 2: only where no 1 is). `reported_kv` nil: the worker's load is not known.
+local function judge(limits, i, ttft_us, load_us, running, queued, reported_kv, cached)
+  local over, missed, level, each, at = 0, 0, 0, limits[6], (i - 1) * 3
+  if limits[1] > 0 and ttft_us > limits[1] then
+    over, missed = OVER_TTFT, ttft_us - limits[1]
+  end
+  if limits[2] > 0 and each[at + 3] + load_us > limits[2] then
+    over, missed = over + OVER_TPOT, missed + (each[at + 3] + load_us - limits[2])
+  end
+  if over > 0 and limits[4] == 1 then
+    level = 1
+  end
+  if reported_kv then
+    local slots, kv_tokens = each[at + 1], each[at + 2]
+    if slots > 0 and running >= slots then
+      over, level = over + OVER_SLOTS, 2
+    end
+    -- what waits to be computed there will need its KV first
+    if kv_tokens > 0 and reported_kv + queued + (limits[5] - cached) > kv_tokens then
+      over, level = over + OVER_KV, 2
+    end
+  end
+  return over, missed, level
+end
+
+-- Returns the number of the cheapest offer (of an ask with a pairing: of the one that computes the answer), and rows of: queued
+-- tokens, running requests, waiting requests, KV tokens, load known, tokens held thanks to a prediction (0: none used), us to
+-- wait for them, tokens that would be computed again; then what each chain met; the number of the offer that computes the prompt
+-- alone (0: none does); and with limits rows of: flags of what it would go over, us by which it misses the SLO.
 local function weigh(keys, ask, now)
   local stale_us, again_factor, chains, offers = ask[1], ask[2], ask[3], ask[4]
+  local limits, pairing = ask[5] ~= 0 and ask[5] or nil, ask[6]
   local names, row_of = {}, {}
   for at = 0, #offers - 1, OFFER_FIELDS do
     local worker = offers[at + OFFER_WORKER]
@@ -113,7 +146,8 @@ local function weigh(keys, ask, now)
     end
   end
 
-  local weighed, chosen, least = {}, 1, math.huge
+  local weighed, chosen, least, lowest = {}, 1, math.huge, math.huge
+  local judged, scores, levels = {}, {}, {}
   for i, record in ipairs(records) do
     local at, out = (i - 1) * OFFER_FIELDS, (i - 1) * WEIGHED_FIELDS
     local told = now - record[SAMPLED] < stale_us
@@ -122,7 +156,8 @@ local function weigh(keys, ask, now)
     local waiting = told and record[WAITING] or sums[3]
     local kv = (told and record[KV] or sums[4]) + record[BOOKED_KV]
     local backlog_us = offers[at + QUEUED_US] * (queued + waiting * offers[at + WAITING_TOKENS])
-    local score = offers[at + BASE] + backlog_us + offers[at + RUNNING_US] * running + offers[at + KV_US] * kv
+    local load_us = offers[at + RUNNING_US] * running + offers[at + KV_US] * kv
+    local score, level = offers[at + BASE] + backlog_us + load_us, 0
     local cached, used, wait_us, again = offers[at + CACHED], 0, 0, 0
     local prediction = best[at]
     if prediction and prediction[1] > cached then
@@ -138,9 +173,24 @@ local function weigh(keys, ask, now)
     end
     weighed[out + 1], weighed[out + 2], weighed[out + 3], weighed[out + 4] = queued, running, waiting, kv
     weighed[out + 5], weighed[out + 6], weighed[out + 7], weighed[out + 8] = told and 1 or 0, used, wait_us, again
-    if score < least then
-      chosen, least = i, score
+    if limits then
+      local ttft_us = offers[at + WORK] - (worth(offers, at, cached) - worth(offers, at, offers[at + CACHED]))
+      local over, missed
+      over, missed, level = judge(
+        limits, i, ttft_us + backlog_us + wait_us, load_us, running, queued, told and record[KV] or nil, cached
+      )
+      judged[#judged + 1], judged[#judged + 2] = over, missed
+      score = score + limits[3] * missed
+    end
+    if pairing then
+      scores[i], levels[i] = score, level
+    elseif level < lowest or (level == lowest and score < least) then
+      chosen, least, lowest = i, score, level
     end
   end
-  return chosen, weighed, met
+  local prefill = 0
+  if pairing then
+    prefill, chosen = choose_pair(pairing, scores, levels)
+  end
+  return chosen, weighed, met, prefill, judged
 end

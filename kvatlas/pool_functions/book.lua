@@ -1,8 +1,9 @@
--- book: weigh offers and reserve the cheapest in the same call; the router's lease is renewed.
+-- book: weigh offers and reserve the cheapest, or the cheapest pair, in the same call; the router's lease is renewed.
 -- KEYS: see _pool.lua
--- ARGV: id (16 bytes), router id, us of the router's lease, us after which the reservation ends in any case, prompt tokens,
---   ask (see _weigh.lua)
--- returns cmsgpack { number of the reserved offer, weighed }; the number is 0 where the booking was called off before
+-- ARGV: id (16 bytes), router id, us of the router's lease, us after which a reservation ends in any case, prompt tokens,
+--   ask (see _weigh.lua), with a pairing: id of the reservation of the worker that computes the prompt alone
+-- returns cmsgpack { number of the reserved offer, weighed, number of the one reserved for the prompt alone (0: none), judged };
+--   the first number is 0 where the booking was called off before
 
 -- Of an engine that confirms nothing, what was used now is remembered longer; of others, what is confirmed is forgotten.
 local function after_use(keys, offer, met, now)
@@ -39,32 +40,33 @@ local function predict(keys, id, offer, chain, first, ready, now)
   end
 end
 
-register('kvatlas_pool_book', function(keys, args)
-  local id, router, input_tokens, ask = args[1], args[2], tonumber(args[5]), cmsgpack.unpack(args[6])
-  local now = now_us()
-  purge(keys, now)
-  redis.call('HSET', keys[ROUTERS], router, string.format('%d', now + tonumber(args[3])))
+-- Ends what was booked under this id before: the same booking told again. False where it was called off.
+local function start(keys, id, now)
   local packed = redis.call('HGET', keys[RESERVATIONS], id)
   if packed then
     local before = cmsgpack.unpack(packed)
     if before[1] == '' then
-      return cmsgpack.pack({ 0, {} })
+      return false
     end
-    drop_reservation(keys, id, before, false, now) -- the same booking told again
+    drop_reservation(keys, id, before, false, now)
   end
   local predicted = get_prediction(keys, id)
   if predicted then
     drop_prediction(keys, id, predicted)
   end
-  local chosen, weighed, met = weigh(keys, ask, now)
-  local offer, seen = row(ask[4], chosen, OFFER_FIELDS), row(weighed, chosen, WEIGHED_FIELDS)
+  return true
+end
+
+-- Reserves the number-th offer.
+local function reserve(keys, id, router, longest_us, input_tokens, ask, number, weighed, met, now)
+  local offer, seen = row(ask[4], number, OFFER_FIELDS), row(weighed, number, WEIGHED_FIELDS)
   local worker, used, wait_us = offer[OFFER_WORKER], seen[6], seen[7]
   local cached = used > 0 and used or offer[CACHED]
 
   local reservation = { worker, router, now, input_tokens - cached, input_tokens, 1 }
   redis.call('HSET', keys[RESERVATIONS], id, cmsgpack.pack(reservation))
   redis.call('ZADD', keys[BOOKED], 0, place(worker, now, id))
-  redis.call('ZADD', keys[DEADLINES], string.format('%d', now + tonumber(args[4])), 'r' .. id)
+  redis.call('ZADD', keys[DEADLINES], string.format('%d', now + longest_us), 'r' .. id)
   local record = get_worker(keys, worker)
   count(record, reservation, 1)
   put_worker(keys, worker, record)
@@ -85,5 +87,25 @@ register('kvatlas_pool_book', function(keys, args)
       predict(keys, id, offer, chain[2], steps, ready, now)
     end
   end
-  return cmsgpack.pack({ chosen, weighed })
+end
+
+register('kvatlas_pool_book', function(keys, args)
+  local id, router, longest_us, input_tokens = args[1], args[2], tonumber(args[4]), tonumber(args[5])
+  local ask, prefill_id = cmsgpack.unpack(args[6]), args[7]
+  local now = now_us()
+  purge(keys, now)
+  redis.call('HSET', keys[ROUTERS], router, string.format('%d', now + tonumber(args[3])))
+  local wanted = start(keys, id, now)
+  if prefill_id then
+    wanted = start(keys, prefill_id, now) and wanted
+  end
+  if not wanted then
+    return cmsgpack.pack({ 0, {}, 0, {} })
+  end
+  local chosen, weighed, met, prefill, judged = weigh(keys, ask, now)
+  reserve(keys, id, router, longest_us, input_tokens, ask, chosen, weighed, met, now)
+  if prefill > 0 then
+    reserve(keys, prefill_id, router, longest_us, input_tokens, ask, prefill, weighed, met, now)
+  end
+  return cmsgpack.pack({ chosen, weighed, prefill, judged })
 end)

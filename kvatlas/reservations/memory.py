@@ -4,14 +4,24 @@ Nothing is summed up ahead: every question looks at all reservations.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 from kvatlas.cost.evidence import Evidence
 from kvatlas.cost.plan import Load
 from kvatlas.hashing import HASH_BYTES
-from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Offer, Outcome, StepChain, Weighing, WorkerReport
+from kvatlas.reservations.protocol import (
+    ARRIVAL_US,
+    Ask,
+    Booking,
+    Offer,
+    Outcome,
+    StepChain,
+    Weighed,
+    Weighing,
+    WorkerReport,
+)
 from kvatlas.reservations.weigh import Busy, Met, ready_us, weigh
 
 CALLED_OFF_US = 30_000_000
@@ -132,34 +142,17 @@ class MemoryReservations:
         """`book`, without waiting."""
         pool, now = self._purged(pool_id)
         pool.routers[booking.router_id] = now + booking.lease_us
-        if booking.id in pool.called_off:
+        ids = [id for id in (booking.id, booking.prefill_id) if id is not None]
+        for id in ids:
+            if id not in pool.called_off:
+                self._drop(pool, id, False, now)
+                pool.predictions.pop(id, None)
+        if any(id in pool.called_off for id in ids):
             return None
-        self._drop(pool, booking.id, False, now)
-        pool.predictions.pop(booking.id, None)
-        ask = booking.ask
-        weighing, met = self._weigh(pool, ask, now)
-        offer, seen = ask.offers[weighing.chosen], weighing.weighed[weighing.chosen]
-        pool.workers.setdefault(offer.worker_id, _Worker())
-        new_tokens = booking.input_tokens - (seen.predicted_tokens or offer.cached_tokens)
-        pool.reservations[booking.id] = _Reservation(
-            offer.worker_id, booking.router_id, now, now + booking.longest_us, new_tokens, booking.input_tokens
-        )
-        if offer.chain is None:
-            return weighing
-        mine = {id: steps for id, steps in met.items() if pool.predictions[id].worker_id == offer.worker_id}
-        first = max([offer.held_steps, *mine.values()])
-        for id in sorted(mine, key=lambda id: pool.predictions[id].first):
-            self._after_use(pool, offer, id, mine[id], now)
-        hashes = ask.chains[offer.chain].hashes[first * HASH_BYTES :]
-        if hashes:
-            ready = ready_us(offer, seen, now)
-            ends, capacity = ready + offer.believed_us, offer.capacity_steps
-            pool.predictions[booking.id] = _Prediction(
-                offer.worker_id, ready, ends, offer.believed_us, first, capacity, hashes, (now, booking.id)
-            )
-            while capacity and self.predicted_steps(pool_id, offer.worker_id) > capacity:
-                of_worker = [id for id, p in pool.predictions.items() if p.worker_id == offer.worker_id]
-                del pool.predictions[min(of_worker, key=lambda id: pool.predictions[id].used)]
+        weighing, met = self._weigh(pool, booking.ask, now)
+        self._reserve(pool, booking.id, booking, weighing.chosen, weighing.weighed, met, now)
+        if weighing.prefill is not None and booking.prefill_id is not None:
+            self._reserve(pool, booking.prefill_id, booking, weighing.prefill, weighing.weighed, met, now)
         return weighing
 
     def release_now(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
@@ -193,7 +186,7 @@ class MemoryReservations:
 
     def predicted_steps(self, pool_id: str, worker_id: str) -> int:
         """How many steps a worker is predicted to hold."""
-        return sum(p.steps for p in self._pool(pool_id).predictions.values() if p.worker_id == worker_id)
+        return _predicted_steps(self._pool(pool_id), worker_id)
 
     # ------------------------------------------------------------ pieces
 
@@ -220,6 +213,41 @@ class MemoryReservations:
                     met[id] = prediction.first + common
         found = [Met(pool.predictions[id].worker_id, steps, pool.predictions[id].ready_us) for id, steps in met.items()]
         return weigh(ask, busy, found, now), met
+
+    def _reserve(
+        self,
+        pool: _Pool,
+        id: bytes,
+        booking: Booking,
+        chosen: int,
+        weighed: Sequence[Weighed],
+        met: Mapping[bytes, int],
+        now: int,
+    ) -> None:
+        ask = booking.ask
+        offer, seen = ask.offers[chosen], weighed[chosen]
+        pool.workers.setdefault(offer.worker_id, _Worker())
+        new_tokens = booking.input_tokens - (seen.predicted_tokens or offer.cached_tokens)
+        pool.reservations[id] = _Reservation(
+            offer.worker_id, booking.router_id, now, now + booking.longest_us, new_tokens, booking.input_tokens
+        )
+        if offer.chain is None:
+            return
+        mine = {met_id: steps for met_id, steps in met.items() if pool.predictions[met_id].worker_id == offer.worker_id}
+        first = max([offer.held_steps, *mine.values()])
+        for met_id in sorted(mine, key=lambda met_id: pool.predictions[met_id].first):
+            self._after_use(pool, offer, met_id, mine[met_id], now)
+        hashes = ask.chains[offer.chain].hashes[first * HASH_BYTES :]
+        if not hashes:
+            return
+        ready = ready_us(offer, seen, now)
+        ends, capacity = ready + offer.believed_us, offer.capacity_steps
+        pool.predictions[id] = _Prediction(
+            offer.worker_id, ready, ends, offer.believed_us, first, capacity, hashes, (now, id)
+        )
+        while capacity and _predicted_steps(pool, offer.worker_id) > capacity:
+            of_worker = [other for other, p in pool.predictions.items() if p.worker_id == offer.worker_id]
+            del pool.predictions[min(of_worker, key=lambda other: pool.predictions[other].used)]
 
     def _after_use(self, pool: _Pool, offer: Offer, id: bytes, steps: int, now: int) -> None:
         prediction = pool.predictions[id]
@@ -270,6 +298,10 @@ class MemoryReservations:
         for router_id in [router_id for router_id, ends_us in pool.routers.items() if ends_us <= now]:
             self._drop_router(pool, router_id, now)
         return pool, now
+
+
+def _predicted_steps(pool: _Pool, worker_id: str) -> int:
+    return sum(p.steps for p in pool.predictions.values() if p.worker_id == worker_id)
 
 
 def _common_steps(mine: bytes, theirs: bytes) -> int:

@@ -19,6 +19,7 @@ from kvatlas.cost.plan import Load, Prices
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet import FleetRecord
 from kvatlas.hashing import HASH_BYTES, thin
+from kvatlas.limits import Limits
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
@@ -71,24 +72,43 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Pairing:
+    """How the offers of an ask go together where one worker computes the prompt and another one the answer.
+
+    The first `prefills` offers compute the prompt alone, the next `decodes` the answer alone, all others both.
+    `groups` has a number for each prefill offer, `transfers_us` for each decode offer what moving the prompt's KV there
+    takes from each of these groups; below 0: it can't be moved.
+    """
+
+    prefills: int
+    decodes: int
+    groups: Sequence[int]
+    transfers_us: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """Which of `offers` is cheapest now? Ties go to the first.
 
     `again_factor`: tokens that a worker would compute although another one is computing them now cost so many times more.
+    `limits` absent: none are looked at. `pairing` absent: one offer is chosen, not a pair.
     """
 
     offers: Sequence[Offer]
     chains: Sequence[StepChain] = ()
     again_factor: float = 0.0
     stale_us: int = STALE_US
+    limits: Limits | None = None
+    pairing: Pairing | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Booking:
     """An ask whose cheapest offer is to be reserved under an id that the router made (16 bytes, never used twice).
 
-    The reservation lives as long as the router's lease, which this call renews, and at most `longest_us`.
-    Raises InvalidValue for an id of another length or an ask without offers.
+    The reservation lives as long as the router's lease, which this call renews, and at most `longest_us`. Where a pair
+    is chosen, `id` is of the worker that computes the answer, and `prefill_id` of the one that computes the prompt.
+    Raises InvalidValue for an id of another length, an ask without offers, or with a pairing and no second id.
     """
 
     id: bytes
@@ -97,10 +117,14 @@ class Booking:
     ask: Ask
     lease_us: int
     longest_us: int
+    prefill_id: bytes | None = None
 
     def __post_init__(self) -> None:
-        if len(self.id) != ID_BYTES:
-            raise InvalidValue(f"reservation id of {len(self.id)} bytes; expected {ID_BYTES}")
+        for id in (self.id, self.prefill_id):
+            if id is not None and len(id) != ID_BYTES:
+                raise InvalidValue(f"reservation id of {len(id)} bytes; expected {ID_BYTES}")
+        if self.ask.pairing is not None and self.prefill_id in (None, self.id):
+            raise InvalidValue("a booking of a pair without an id of its own for the prefill")
         if not self.ask.offers:
             raise InvalidValue("a booking without offers; expected at least one worker")
 
@@ -111,7 +135,8 @@ class Weighed:
 
     `load_known` False: what it reports is unknown or too old, and the mean of the others stands in. `predicted_tokens`
     above 0: it counts as holding so many, after waiting `wait_us` longer than for its backlog. `again_tokens`: those that
-    another worker is computing now and this one would compute as well.
+    another worker is computing now and this one would compute as well. `over`: limits that it would go over (flags of
+    `kvatlas.limits.Over`), `missed_us` by how much the SLO's.
     """
 
     load: Load
@@ -119,14 +144,20 @@ class Weighed:
     predicted_tokens: int = 0
     wait_us: float = 0.0
     again_tokens: int = 0
+    over: int = 0
+    missed_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """Every offer of an ask, in its order, and which of them is the cheapest."""
+    """Every offer of an ask, in its order, and which of them is the cheapest.
+
+    Of an ask with a pairing, `chosen` computes the answer, and `prefill` the prompt (None: `chosen` computes both).
+    """
 
     chosen: int
     weighed: Sequence[Weighed]
+    prefill: int | None = None
 
 
 class Outcome(StrEnum):

@@ -7,6 +7,7 @@ import msgpack
 
 from kvatlas.cost.evidence import ERRORS, FORM, Evidence
 from kvatlas.cost.plan import Load
+from kvatlas.limits import Limits
 from kvatlas.pool_calls import pool_call, pool_call_ro
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Outcome, Weighed, Weighing, WorkerReport
@@ -40,6 +41,7 @@ class RedisReservations:
             booking.longest_us,
             booking.input_tokens,
             _packed_ask(booking.ask),
+            *(() if booking.prefill_id is None else (booking.prefill_id,)),
         ]
         return _weighing(await pool_call(self._store, "book", pool_id, args))
 
@@ -134,14 +136,27 @@ def _packed_ask(ask: Ask) -> bytes:
             offer.believed_us,
             offer.capacity_steps,
         )
-    return _pack((ask.stale_us, ask.again_factor, chains, offers))
+    told: list[Any] = [ask.stale_us, ask.again_factor, chains, offers]
+    if ask.limits is not None or ask.pairing is not None:
+        told.append(0 if ask.limits is None else _packed_limits(ask.limits))
+    if (pairing := ask.pairing) is not None:
+        told.append((pairing.prefills, pairing.decodes, pairing.groups, pairing.transfers_us))
+    return _pack(told)
+
+
+def _packed_limits(limits: Limits) -> tuple[Any, ...]:
+    each = [value for one in limits.of_offers for value in (one.slots, one.kv_tokens, one.decode_us)]
+    filters = int(limits.slo_filters)
+    return (limits.ttft_us, limits.decode_us, limits.slo_factor, filters, limits.input_tokens, each)
 
 
 class _Rows(Sequence[Weighed]):
     """Rows of the store's answer (see `_weigh.lua`), each made when somebody looks at it: a router reads one of hundreds."""
 
-    def __init__(self, flat: list[Any]) -> None:
+    def __init__(self, flat: list[Any], judged: list[Any]) -> None:
+        """`judged` is empty where no limits were asked about."""
         self._flat = flat
+        self._judged = judged
 
     @overload
     def __getitem__(self, index: int) -> Weighed: ...
@@ -162,9 +177,10 @@ class _Rows(Sequence[Weighed]):
     def _row(self, number: int) -> Weighed:
         at = number * _WEIGHED_FIELDS
         queued, running, waiting, kv_tokens, known, used, wait_us, again = self._flat[at : at + _WEIGHED_FIELDS]
-        return Weighed(Load(running, queued, waiting, kv_tokens), bool(known), used, wait_us, again)
+        judged = self._judged[2 * number : 2 * number + 2]
+        return Weighed(Load(running, queued, waiting, kv_tokens), bool(known), used, wait_us, again, *judged)
 
 
 def _weighing(answer: bytes) -> Weighing | None:
-    chosen, rows = msgpack.unpackb(answer)
-    return Weighing(chosen - 1, _Rows(rows)) if chosen else None
+    chosen, rows, prefill, judged = msgpack.unpackb(answer)
+    return Weighing(chosen - 1, _Rows(rows, judged), prefill - 1 if prefill else None) if chosen else None

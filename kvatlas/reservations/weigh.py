@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvatlas.cost.plan import Load, Prices, mean_load
+from kvatlas.limits import Limit, Limits, Over, level
+from kvatlas.reservations.pairing import choose_pair
 from kvatlas.reservations.protocol import Ask, Offer, Weighed, Weighing
 
 
@@ -41,16 +43,17 @@ def weigh(ask: Ask, busy: Mapping[str, Busy], met: Sequence[Met], now_us: int) -
             best[one.worker_id] = (tokens, one.ready_us)
     in_flight = max((tokens for tokens, ready_us in best.values() if ready_us > now_us), default=0)
 
-    chosen, least = 0, math.inf
-    weighed = []
+    scores: list[tuple[int, float]] = []
+    weighed: list[Weighed] = []
     for i, offer in enumerate(ask.offers):
-        now = busy[offer.worker_id]
-        load = (mean if now.reported is None else now.reported) + now.booked
-        score, seen = _score(ask, offer, load, best.get(offer.worker_id), in_flight, now_us)
-        weighed.append(Weighed(load, now.reported is not None, seen.predicted_tokens, seen.wait_us, seen.again_tokens))
-        if score < least:
-            chosen, least = i, score
-    return Weighing(chosen, weighed)
+        score, seen = _score(ask, i, offer, busy[offer.worker_id], mean, best.get(offer.worker_id), in_flight, now_us)
+        filters = ask.limits is not None and ask.limits.slo_filters
+        scores.append((level(seen.over, slo_filters=filters), score))
+        weighed.append(seen)
+    if ask.pairing is not None:
+        prefill, chosen = choose_pair(ask.pairing, scores)
+        return Weighing(chosen, weighed, prefill)
+    return Weighing(min(range(len(scores)), key=scores.__getitem__), weighed)
 
 
 def usable_tokens(offer: Offer, predicted_tokens: int) -> int:
@@ -76,11 +79,20 @@ def ready_us(offer: Offer, seen: Weighed, now_us: int) -> int:
 
 
 def _score(
-    ask: Ask, offer: Offer, load: Load, prediction: tuple[int, int] | None, in_flight: int, now_us: int
+    ask: Ask,
+    i: int,
+    offer: Offer,
+    busy: Busy,
+    mean: Load,
+    prediction: tuple[int, int] | None,
+    in_flight: int,
+    now_us: int,
 ) -> tuple[float, Weighed]:
     prices = offer.prices
+    load = (mean if busy.reported is None else busy.reported) + busy.booked
     backlog = backlog_us(prices, load)
-    score = offer.base_us + backlog + prices.running_us * load.running_decodes + prices.kv_us * load.kv_tokens
+    load_us = prices.running_us * load.running_decodes + prices.kv_us * load.kv_tokens
+    score = offer.base_us + backlog + load_us
     cached, used, wait, again = offer.cached_tokens, 0, 0.0, 0
     if prediction is not None and prediction[0] > cached:
         later = max(0, prediction[1] - now_us - backlog)
@@ -90,4 +102,32 @@ def _score(
     if in_flight > cached:
         again = in_flight - cached
         score = score + ask.again_factor * (worth_us(prices, in_flight) - worth_us(prices, cached))
-    return score, Weighed(load, True, used, wait, again)
+    over, missed = 0, 0.0
+    if ask.limits is not None:
+        ttft = offer.work_us - (worth_us(prices, cached) - worth_us(prices, offer.cached_tokens)) + backlog + wait
+        over, missed = _judge(ask.limits, ask.limits.of_offers[i], ttft, load_us)
+        if busy.reported is not None:
+            over |= _room(ask.limits, ask.limits.of_offers[i], load, busy.reported.kv_tokens, cached)
+        score = score + ask.limits.slo_factor * missed
+    return score, Weighed(load, busy.reported is not None, used, wait, again, over, missed)
+
+
+def _judge(limits: Limits, limit: Limit, ttft_us: float, load_us: float) -> tuple[int, float]:
+    """What of the SLO is missed, and by how much."""
+    over, missed = 0, 0.0
+    if limits.ttft_us > 0 and ttft_us > limits.ttft_us:
+        over, missed = over | Over.TTFT, ttft_us - limits.ttft_us
+    if limits.decode_us > 0 and limit.decode_us + load_us > limits.decode_us:
+        over, missed = over | Over.TPOT, missed + (limit.decode_us + load_us - limits.decode_us)
+    return int(over), missed
+
+
+def _room(limits: Limits, limit: Limit, load: Load, kv_tokens: int, cached: int) -> int:
+    """What a worker that tells its load has no room for. What waits to be computed there will need its KV first."""
+    over = 0
+    if limit.slots > 0 and load.running_decodes >= limit.slots:
+        over |= Over.SLOTS
+    needed = limits.input_tokens - cached
+    if limit.kv_tokens > 0 and kv_tokens + load.queued_prefill_tokens + needed > limit.kv_tokens:
+        over |= Over.KV
+    return int(over)

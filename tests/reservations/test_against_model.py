@@ -1,6 +1,7 @@
 """The store's functions against the model in process: the same calls at the same times, the same answers throughout."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvatlas.cost import Load, Prices
 from kvatlas.hashing import HASH_BYTES
+from kvatlas.limits import Limit, Limits
 from kvatlas.pool_calls import pool_keys
 from kvatlas.reservations import (
     Ask,
     Booking,
     LoadReport,
     MemoryReservations,
+    Offer,
     Outcome,
+    Pairing,
     RedisReservations,
     StepChain,
     WorkerReport,
@@ -55,7 +59,50 @@ def asks(draw: st.DrawFn) -> Ask:
                 extra_us=draw(st.sampled_from([0.0, 0.25, 30_000.0])),
             )
         )
-    return Ask(offers, chains, draw(st.sampled_from([0.0, 2.5, 16.0])), 5 * SECOND_US)
+    again_factor, limits = draw(st.sampled_from([0.0, 2.5, 16.0])), draw(st.none() | limits_of(len(offers)))
+    return Ask(offers, chains, again_factor, 5 * SECOND_US, limits)
+
+
+def limits_of(count: int) -> st.SearchStrategy[Limits]:
+    """Limits that loads of these tests are sometimes over."""
+    each = st.builds(
+        Limit, st.sampled_from([0, 1, 5]), st.sampled_from([0, 5_000, 60_000]), st.sampled_from([0.0, 900_000.0])
+    )
+    return st.builds(
+        Limits,
+        st.lists(each, min_size=count, max_size=count),
+        st.just(900),
+        st.sampled_from([0.0, 50_000.0, 400_000.5]),
+        st.sampled_from([0.0, 910_000.0, 950_000.25]),
+        st.sampled_from([0.0, 1.0, 2.5]),
+        st.booleans(),
+    )
+
+
+@st.composite
+def pair_asks(draw: st.DrawFn) -> Ask:
+    """Some workers compute prompts alone, the others answers, and some of these prompts too."""
+    chains = [StepChain(STEP_TOKENS, draw(st.sampled_from(CHAINS))), StepChain(64, draw(st.sampled_from(CHAINS)))]
+    prefills = draw(st.lists(st.sampled_from(WORKERS[:2]), unique=True))
+    decodes = draw(st.lists(st.sampled_from(WORKERS[2:]), min_size=1, unique=True))
+    both = draw(st.lists(st.sampled_from(decodes), min_size=1, unique=True))
+
+    def whole(worker_id: str) -> Offer:
+        extra_us = draw(st.sampled_from([0.0, 30_000.0]))
+        capacity = 6 if worker_id == "c-12" else 0
+        chain = WORKERS.index(worker_id) % 2
+        return offer(worker_id, input_tokens=900, chain=chain, capacity_steps=capacity, extra_us=extra_us)
+
+    apart = [
+        replace(offer(id, input_tokens=900), cached_tokens=900, base_us=0.0, work_us=draw(st.sampled_from([0.0, 9e3])))
+        for id in decodes
+    ]
+    groups = draw(st.lists(st.integers(0, 1), min_size=len(prefills), max_size=len(prefills)))
+    moved = st.lists(st.sampled_from([-1.0, 500.0, 850_000.0, 900_000.5]), min_size=2, max_size=2)
+    transfers = draw(st.lists(moved, min_size=len(decodes), max_size=len(decodes)))
+    offers = [*(whole(id) for id in prefills), *apart, *(whole(id) for id in both)]
+    pairing = Pairing(len(prefills), len(decodes), groups, transfers)
+    return Ask(offers, chains, 2.5, 5 * SECOND_US, draw(st.none() | limits_of(len(offers))), pairing)
 
 
 class Both(RuleBasedStateMachine):
@@ -86,7 +133,13 @@ class Both(RuleBasedStateMachine):
     def book(self, number: int, asked: Ask, router: str, longest_s: int) -> None:
         self.same("book", Booking(id_of(number), router, 900, asked, LEASE_US, longest_s * SECOND_US))
 
-    @rule(asked=asks())
+    @rule(number=numbers, prefill=numbers, asked=pair_asks())
+    def book_pair(self, number: int, prefill: int, asked: Ask) -> None:
+        if number != prefill:
+            booking = Booking(id_of(number), "r1", 900, asked, LEASE_US, 600 * SECOND_US, id_of(prefill))
+            self.same("book", booking)
+
+    @rule(asked=asks() | pair_asks())
     def look(self, asked: Ask) -> None:
         self.same("look", asked)
 

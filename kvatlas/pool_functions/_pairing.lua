@@ -1,0 +1,38 @@
+-- Pairing: which worker computes the prompt and which the answer. The Python twin is `kvatlas/reservations/pairing.py`.
+--
+-- pairing: { number of offers that compute prompts alone, number of those behind them that compute answers alone (all others
+--   compute both), { group of each of the first }, { of each of the second: { us to move the KV there from each group; below
+--   0: it can't be moved }... } }. Groups are numbered from 0.
+
+-- scores, levels: of each offer (see judge in _weigh.lua). Returns the number of the offer that computes the prompt alone (0: none does), and of the one
+-- that computes the answer. Levels of a pair add up, and count before costs; ties go to a worker that does both.
+local function choose_pair(pairing, scores, levels)
+  local prefills, decodes, groups, transfers = pairing[1], pairing[2], pairing[3], pairing[4]
+  local prefill, chosen, lowest, least = 0, 1, math.huge, math.huge
+  for i = prefills + decodes + 1, #scores do
+    if levels[i] < lowest or (levels[i] == lowest and scores[i] < least) then
+      chosen, lowest, least = i, levels[i], scores[i]
+    end
+  end
+  local cheapest = {}
+  for i = 1, prefills do
+    local group = groups[i] + 1
+    local best = cheapest[group]
+    if not best or levels[i] < levels[best] or (levels[i] == levels[best] and scores[i] < scores[best]) then
+      cheapest[group] = i
+    end
+  end
+  for n = 1, decodes do
+    local i = prefills + n
+    for group, transfer_us in ipairs(transfers[n]) do
+      local best = cheapest[group]
+      if best and transfer_us >= 0 then
+        local at, score = levels[best] + levels[i], scores[best] + (scores[i] + transfer_us)
+        if at < lowest or (at == lowest and score < least) then
+          prefill, chosen, lowest, least = best, i, at, score
+        end
+      end
+    end
+  end
+  return prefill, chosen
+end

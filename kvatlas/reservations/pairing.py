@@ -1,0 +1,36 @@
+"""Pairing: which worker computes the prompt and which the answer. The Lua twin is in `kvatlas/pool_functions/_pairing.lua`.
+
+The cost of a pair is the prefill's, the transfer's and the decode's. As the transfer depends on the prefill worker's
+group alone, only the cheapest of each group is tried: the work grows with workers, not with their pairs.
+"""
+
+from collections.abc import Sequence
+
+from kvatlas.reservations.protocol import Pairing
+
+
+def choose_pair(pairing: Pairing, scores: Sequence[tuple[int, float]]) -> tuple[int | None, int]:
+    """The offers that compute the prompt (None: the other one does) and the answer.
+
+    `scores`: of each offer its level (`kvatlas.limits.level`) and cost. Levels of a pair add up, and count before costs.
+    Ties go to a worker that does both, then to the first. Every ask has an offer that can be chosen.
+    """
+    first_both = pairing.prefills + pairing.decodes
+    prefill: int | None = None
+    chosen = -1
+    least: tuple[int, float] | None = None
+    for i in range(first_both, len(scores)):
+        if least is None or scores[i] < least:
+            chosen, least = i, scores[i]
+    cheapest: dict[int, int] = {}
+    for i, group in enumerate(pairing.groups):
+        if group not in cheapest or scores[i] < scores[cheapest[group]]:
+            cheapest[group] = i
+    for i, transfers_us in enumerate(pairing.transfers_us, start=pairing.prefills):
+        for group, transfer_us in enumerate(transfers_us):
+            if transfer_us >= 0 and group in cheapest:
+                level, score = scores[cheapest[group]]
+                pair = (level + scores[i][0], score + (scores[i][1] + transfer_us))
+                if least is None or pair < least:
+                    prefill, chosen, least = cheapest[group], i, pair
+    return prefill, chosen
