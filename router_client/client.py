@@ -8,6 +8,7 @@ from typing import Self
 
 from kvatlas.fleet import FleetRecord
 from kvatlas.fleet_store import FleetStore
+from kvatlas.identity import Scope
 from kvatlas.index.redis import open_redis_index
 from kvatlas.request import RequestHints, RequestShape
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
@@ -104,6 +105,11 @@ class RouterClient:
     @load_only.setter
     def load_only(self, on: bool) -> None:
         self._decider.load_only = on
+
+    async def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
+        """Every worker of the scope's pool by id, also those that get no requests now; as last read where the store
+        does not answer within the deadline. Raises Unreachable where it never was."""
+        return (await self._decider.pool(scope.pool_id)).records
 
     async def overlap(self, request: Request) -> PromptOverlap:
         """What each worker of the request's pool holds of the prompt, resident and usable, by tier."""

@@ -140,6 +140,10 @@ class Decider:
 
     # ------------------------------------------------------------ what is known
 
+    async def pool(self, pool_id: str) -> Pool:
+        """Within the deadline: as last read, where the store is slow or away. Raises Unreachable where it never was."""
+        return await self._pool(pool_id, Deadline(self._settings.deadline_ms, self.patience), True)
+
     async def _pool(self, pool_id: str, deadline: Deadline, asks: bool) -> Pool:
         known = self._fleet.last(pool_id)
         if known is None:  # there is nothing to decide with before it is read

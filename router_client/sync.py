@@ -5,13 +5,15 @@ with SyncRouterClient.open("redis://127.0.0.1:6379") as router:
         print(choice.url, choice.explain())
 """
 
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from kvatlas.fleet import FleetRecord
+from kvatlas.identity import Scope
 from router_client.answers import Choice, Chosen, PromptOverlap, Ranking
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
@@ -116,6 +118,11 @@ class SyncRouterClient:
     @load_only.setter
     def load_only(self, on: bool) -> None:
         self._client.load_only = on
+
+    def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
+        """Every worker of the scope's pool by id, also those that get no requests now; as last read where the store
+        does not answer within the deadline. Raises Unreachable where it never was."""
+        return self._thread.run(self._client.workers, scope)
 
     def overlap(self, request: Request) -> PromptOverlap:
         """What each worker of the request's pool holds of the prompt, resident and usable, by tier."""

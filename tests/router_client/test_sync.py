@@ -151,6 +151,9 @@ def test_it_answers_what_the_async_client_answers(store: str) -> None:
     with SyncRouterClient.open(store, SETTINGS, wait=False) as router:
         assert router.overlap(PROMPT) == overlap
         assert router.rank(PROMPT) == ranking
+        assert {id: record.endpoint.url for id, record in router.workers(SCOPE).items()} == {
+            f"w{i}": f"http://w{i}:8000" for i in range(4)
+        }
         twin = router.pick(PROMPT)
         assert all(getattr(twin, name) == getattr(choice, name) for name in type(twin).__match_args__)
         assert twin.explain() == choice.explain()
