@@ -12,6 +12,7 @@
     heartbeats     hears workers, writes fleet records       gauges       what an exporter samples
     starting       where a reading begins                    scrub        recounts holders, slowly
     echo           do NATS and the replica hear each other   forgetting   which closed records may go (pure)
+    unused_scopes  scopes that nobody uses any more
 
 Invariants:
 - Any number of replicas may read the same partition: the fence inside the index (`kvatlas.index.protocol`) takes each

@@ -29,6 +29,10 @@ class Refused(KvatlasError):
         self.reason = reason
 
 
+REMEMBERED = 10_000
+"""Workers, and scopes, that were checked; more were checked again."""
+
+
 class Admission:
     """Decodes and checks messages of one partition. Work is per message and event, never per block."""
 
@@ -63,6 +67,8 @@ class Admission:
         if partition != right or partition != self.partition:
             line = f"message of worker {worker_id} in partition {partition}; expected {right} of {self._partitions}"
             raise Refused(Poison.WRONG_PARTITION, line)
+        if len(self._worker_of_subject) >= REMEMBERED:
+            self._worker_of_subject.clear()
         self._worker_of_subject[subject] = worker_id
 
     def _check_scope(self, scope_id: object, entry: list[object]) -> None:
@@ -71,6 +77,8 @@ class Admission:
         except WireError as error:
             raise Refused(Poison.SCOPE, str(error)) from error
         assert isinstance(scope_id, bytes)  # scope_use compared it with the id of the fields
+        if len(self._scopes) >= REMEMBERED:
+            self._scopes.clear()
         self._scopes[scope_id] = entry
 
 

@@ -82,6 +82,7 @@ class IndexerCounters:
     partitions_given: int = 0
     leases_lost: int = 0
     sweeps: int = 0
+    scopes_forgotten: int = 0
     # scrub
     scrubs: int = 0
     scrub_checked: int = 0

@@ -74,7 +74,8 @@ class Heartbeats:
     def on_records(self, records: Iterable[WorkerRecord]) -> None:
         """What the index knows of workers: those that it holds something of are to be judged, heard or not."""
         owned = [one for one in records if self._owns(one.worker_id)]
-        self._liveness.held({one.worker_id for one in owned if one.answering or one.loading}, self._clock())
+        unretired = {one.worker_id for one in owned if one.answering or one.loading or not one.closed}
+        self._liveness.held(unretired, self._clock())
         self._forgetting.see(owned, self._clock())
 
     async def listen(self) -> Subscription:

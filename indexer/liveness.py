@@ -76,7 +76,7 @@ class LivenessJudge:
                 )
 
     def held(self, worker_ids: Collection[str], now_s: float) -> None:
-        """The owned workers that the index holds something of. Those that nobody was heard of, nor knows as a member of the
+        """The owned workers that the index has not retired. Those that nobody was heard of, nor knows as a member of the
         fleet (retired, and a late message brought them back; or their record was lost), are clocked from now on."""
         for worker_id in [w for w in self._unheard if w not in worker_ids or w in self._workers]:
             del self._unheard[worker_id]

@@ -25,6 +25,7 @@ from indexer.partition import PartitionReader
 from indexer.repair import Repair
 from indexer.scrub import Scrubber
 from indexer.sweeper import Sweeper
+from indexer.unused_scopes import UnusedScopes
 from kvatlas.bus import StreamSettings, ensure_stream
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet import Liveness
@@ -105,6 +106,7 @@ class Replica:
             on_records=self._heartbeats.on_records,
         )
         self._sweeper = Sweeper(index, self.counters, self._owned)
+        self._unused_scopes = UnusedScopes(index, self.counters, self._owned)
         self._scrubber = Scrubber(index, self.counters, self._owned, settings.scrub_period_s)
         self.membership = Membership(
             self.member_id,
@@ -127,6 +129,7 @@ class Replica:
             self._group.start_soon(self._repair.run)
             self._group.start_soon(self._sweeper.run)
             self._group.start_soon(self._scrubber.run)
+            self._group.start_soon(self._unused_scopes.run)
             self._group.start_soon(self.membership.run, on_settled)
 
     # ------------------------------------------------------------ what it knows

@@ -53,8 +53,12 @@ class FleetStore:
             await self._fcall("kvatlas_fleet_pools", [POOLS], list(by_pool))
 
     async def forget(self, worker_id: str, pool_id: str) -> None:
-        """Take a worker out of its pool, with all that is booked on it."""
+        """Take a worker out of its pool, with all that is booked on it; a pool without workers is forgotten too."""
         await pool_call(self._store, "forget", pool_id, [worker_id])
+        if not await self._workers_of(pool_id):
+            await self._fcall("kvatlas_fleet_no_pool", [POOLS], [pool_id])
+            if await self._workers_of(pool_id):  # another owner wrote a worker of it meanwhile
+                await self._fcall("kvatlas_fleet_pools", [POOLS], [pool_id])
 
     async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
         """The workers of one pool. Raises InvalidValue for a record of an unknown form."""
@@ -65,7 +69,7 @@ class FleetStore:
         return {worker_id.decode(): FleetRecord.unpack(packed) for worker_id, packed in found.items()}
 
     async def pools(self) -> list[str]:
-        """Every pool id that was ever written to."""
+        """Every pool that has workers."""
         try:
             return sorted(pool_id.decode() for pool_id in await self._store.client.smembers(POOLS))
         except UNREACHABLE as error:
@@ -104,6 +108,12 @@ class FleetStore:
         """Who holds which partition's lease, expired ones left out."""
         flat = await self._fcall("kvatlas_fleet_leases", [LEASES], [])
         return {int(flat[i]): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+
+    async def _workers_of(self, pool_id: str) -> int:
+        try:
+            return int(await self._store.client.hlen(pool_workers_key(pool_id)))
+        except UNREACHABLE as error:
+            raise self._unreachable(error) from error
 
     async def _fcall(self, function: str, keys: Sequence[str], args: Sequence[str | int]) -> list[bytes]:
         try:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 LAYOUT = "kva:{fleet}:layout"
 SCOPES = "kva:{fleet}:scopes"
+"""HASH: scope id -> canonical text."""
+SCOPE_USES = "kva:{fleet}:scope-uses"
+"""ZSET: scope id, scored with when it was last told (ms of the store's clock)."""
 
 LAYOUT_VERSION = 1
 

@@ -40,6 +40,13 @@ class MemoryIndex(DirectWrites):
     async def forget(self, worker_id: str, incarnation: int) -> bool:
         return self._shard_of(worker_id).forget(worker_id, incarnation)
 
+    async def forget_scopes(self, idle_s: float) -> int:
+        held = {scope_id for shard in self._shards for scope_id in shard.forget_empty_scopes()}
+        unheld = [scope_id for scope_id in self._scopes if scope_id not in held]
+        for scope_id in unheld:
+            del self._scopes[scope_id]
+        return len(unheld)
+
     async def clear(self) -> None:
         self._shards = [MemoryShard() for _ in range(self.shards)]
 

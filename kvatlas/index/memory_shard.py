@@ -300,6 +300,15 @@ class MemoryShard:
             self._free.append(holder)
         return len(self.retired)
 
+    def forget_empty_scopes(self) -> Collection[bytes]:
+        """Keep nothing of scopes that the shard holds no block of; the others."""
+        for scope_id in [scope_id for scope_id, blocks in self.blocks.items() if not blocks]:
+            for kept in (self.blocks, self.parents, self.children):
+                kept.pop(scope_id, None)
+            for holder in self.holders.values():
+                holder.touched.pop(scope_id, None)
+        return self.blocks.keys()
+
     def scrub(self, partitions: Collection[int] | None = None) -> Scrubbed:
         """See `ResidencyIndex.scrub`."""
         counted = {holder: Digest() for holder in self.active}

@@ -188,6 +188,10 @@ class ResidencyIndex(Protocol):
         """Drop the record of a worker that is closed and holds nothing, if it still has that incarnation. A late message of
         it is then judged as of a worker never met."""
 
+    async def forget_scopes(self, idle_s: float) -> int:
+        """Forget scopes of which no shard holds a block, and which nobody told for `idle_s` (in one process that need not
+        be waited for); how many, some hundred a call."""
+
     async def clear(self) -> None:
         """Forget everything, also workers and positions."""
 

@@ -12,9 +12,9 @@ import msgpack
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.digest import WORDS
-from kvatlas.errors import InvalidValue, LayoutMismatch, NotSupported, Unreachable
+from kvatlas.errors import LayoutMismatch, NotSupported, Unreachable
 from kvatlas.hashing import HASH_BYTES
-from kvatlas.identity import Scope, partition_of, scope_from_canonical, shard_of
+from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.apply_call import active_holder, pack_call, records_of, unpack_answer
 from kvatlas.index.direct import DirectWrites
 from kvatlas.index.gallop import STRIDE
@@ -26,17 +26,14 @@ from kvatlas.index.redis_answers import blocks_in, scopes_touched
 from kvatlas.index.redis_recount import WORKERS_A_PASS, Recount
 from kvatlas.index.redis_scrub import Scrub
 from kvatlas.index.redis_sweep import Sweep
+from kvatlas.index.scope_registry import FRESH_S, ScopeRegistry
 from kvatlas.index.verify import differences
 from kvatlas.residency import IndexMetrics, Overlap, Residency, ShardRuns
 from kvatlas.store import UNREACHABLE, Store, reason
 from kvatlas.tiers import FLAG_PINNED, tiers_of
-from kvatlas.wire import scope_use
 
 REUSE_MS = 10 * 60 * 1000
 """A holder's number is used again after this long: clients may cache names."""
-
-REGISTERED_S = 1.0
-"""Shorter than any doubt's patience: a wiped store knows the scopes before it gets the first snapshot."""
 
 _SCAN_COUNT = 1_000
 FUNCTIONS_GONE = "Function not found"
@@ -50,6 +47,7 @@ async def open_redis_index(
     shards: int | None = None,
     side_index: bool = False,
     writer: bool,
+    reuse_ms: int = REUSE_MS,
 ) -> "RedisIndex":
     """The index in this store.
 
@@ -69,7 +67,7 @@ async def open_redis_index(
             layout = found
     except UNREACHABLE as error:
         raise Unreachable(f"{store.name}: {reason(error)}") from error
-    return RedisIndex(store, *layout, side_index=side_index, writer=writer)
+    return RedisIndex(store, *layout, side_index=side_index, writer=writer, reuse_ms=reuse_ms)
 
 
 class RedisIndex(DirectWrites):
@@ -77,7 +75,9 @@ class RedisIndex(DirectWrites):
 
     persistent = True
 
-    def __init__(self, store: Store, partitions: int, shards: int, *, side_index: bool, writer: bool) -> None:
+    def __init__(
+        self, store: Store, partitions: int, shards: int, *, side_index: bool, writer: bool, reuse_ms: int = REUSE_MS
+    ) -> None:
         self.partitions = partitions
         self.shards = shards
         self._store = store
@@ -87,18 +87,19 @@ class RedisIndex(DirectWrites):
         self._names = [HolderNames(keys) for keys in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
         self._scrubs = [Scrub(keys, side_index) for keys in self._keys]
-        self._scopes: dict[bytes, Scope] = {}
+        self._reuse_ms = reuse_ms
+        self._registry = ScopeRegistry(self._fcall)
         self._layout_id: bytes | None = None
-        self._registered_s = -REGISTERED_S
+        self._kept_s = -FRESH_S
         self._puts = self._removes = self._prefix_scans = self._bytes_written = 0
 
     # ------------------------------------------------------------ writing
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
         await self._keep_registered()
-        await self._register(batches)
+        await self._registry.register(batches)
         self._scrubs[shard].notice(batches)
-        scope_ids, argument = pack_call(REUSE_MS, batches, parents=self._side_index)
+        scope_ids, argument = pack_call(self._reuse_ms, batches, parents=self._side_index)
         k = self._keys[shard]
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta]
         keys += [k.blocks(scope_id) for scope_id in scope_ids]
@@ -125,6 +126,9 @@ class RedisIndex(DirectWrites):
     async def forget(self, worker_id: str, incarnation: int) -> bool:
         args = [worker_id, incarnation.to_bytes(8, "big")]
         return bool(await self._fcall("kvatlas_forget", [self._keys_of(worker_id).workers], args))
+
+    async def forget_scopes(self, idle_s: float) -> int:
+        return await self._registry.forget(self._keys, idle_s)
 
     async def clear(self) -> None:
         for k in self._keys:
@@ -219,6 +223,8 @@ class RedisIndex(DirectWrites):
             active = {h: name for h, name in (await self._active(k)).items() if worker_id in (None, name)}
             touched = {h: scopes_touched(await self._ask(self._store.client.hget(k.touched, h))) for h in active}
             for scope_id in sorted({scope_id for scopes in touched.values() for scope_id in scopes}):
+                if not await self._ask(self._store.client.exists(k.blocks(scope_id))):
+                    continue  # it may be forgotten
                 scope = await self._scope(scope_id)
                 seen: set[bytes] = set()  # a scan may say a field twice
                 async for key, value in self._store.client.hscan_iter(k.blocks(scope_id), count=_SCAN_COUNT):
@@ -254,27 +260,13 @@ class RedisIndex(DirectWrites):
 
     # ------------------------------------------------------------ pieces
 
-    async def _register(self, batches: Sequence[PartitionBatch]) -> None:
-        """Write the full text of scopes met for the first time. Raises InvalidValue for a collision of ids."""
-        for batch in batches:
-            for raw in batch.messages:
-                for scope_id, entry in raw[5].items():
-                    if scope_id in self._scopes:
-                        continue
-                    scope = scope_use(scope_id, entry).scope
-                    [stored] = await self._fcall("kvatlas_scope", [SCOPES], [scope_id, scope.canonical])
-                    if stored != scope.canonical:
-                        known = scope_from_canonical(stored)
-                        raise InvalidValue(f"scope {scope} has the id {scope_id.hex()} of scope {known}")
-                    self._scopes[scope_id] = scope
-
     async def _keep_registered(self) -> None:
         """Once a second at most: a store that lost the layout and the scopes (another writer may have seen to the layout
         since) gets again what this writer wrote once."""
         now_s = monotonic()
-        if now_s >= self._registered_s + REGISTERED_S:
+        if now_s >= self._kept_s + FRESH_S:
             await self._register_again()
-            self._registered_s = now_s
+            self._kept_s = now_s
 
     async def _register_again(self) -> None:
         try:
@@ -282,20 +274,18 @@ class RedisIndex(DirectWrites):
             if found is None:
                 await make_layout(self._store, self.partitions, self.shards)
                 found = await layout_id(self._store)
-            if self._scopes and (found != self._layout_id or await self._store.client.hlen(SCOPES) < len(self._scopes)):
-                for scope_id, scope in list(self._scopes.items()):
-                    await self._fcall("kvatlas_scope", [SCOPES], [scope_id, scope.canonical])
+            lately = self._registry.lately
+            if lately and (found != self._layout_id or await self._store.client.hlen(SCOPES) < lately):
+                await self._registry.register_again()
             self._layout_id = found
         except UNREACHABLE as error:
             raise Unreachable(f"{self._store.name}: {reason(error)}") from error
 
     async def _scope(self, scope_id: bytes) -> Scope:
-        if scope_id not in self._scopes:
-            canonical = await self._ask(self._store.client.hget(SCOPES, scope_id))
-            if canonical is None:
-                raise LayoutMismatch(f"{self._store.name}: scope {scope_id.hex()} is not in {SCOPES}")
-            self._scopes[scope_id] = scope_from_canonical(canonical)
-        return self._scopes[scope_id]
+        known = self._registry.known(scope_id)
+        if known is not None:
+            return known
+        return self._registry.remember(scope_id, await self._ask(self._store.client.hget(SCOPES, scope_id)))
 
     async def _active(self, k: ShardKeys) -> dict[bytes, str]:
         found = await self._ask(self._store.client.hgetall(k.active))

@@ -180,6 +180,7 @@ FLEET_WRITES = _counter("indexer.fleet.writes", "{write}", "Fleet records writte
 LIVENESS = _counter("indexer.liveness", "{worker}", "Workers judged, by change")
 PARTITION_MOVES = _counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
 SWEEPS = _counter("indexer.sweeps", "{sweep}", "Sweeps of retired holders")
+SCOPES_FORGOTTEN = _counter("indexer.scopes.forgotten", "{scope}", "Scopes that nobody used any more")
 SCRUBS = _counter("indexer.scrubs", "{scrub}", "Rounds in which all of a shard's holders were recounted")
 SCRUBBED = _counter("indexer.scrub.workers", "{worker}", "Workers recounted against their digest, by what was found")
 STRAYS = _counter("indexer.scrub.strays", "{entry}", "Entries of nobody that a scrub took out of blocks")
@@ -228,6 +229,7 @@ INDEXER = {
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
     **_is(SWEEPS, "sweeps"),
+    **_is(SCOPES_FORGOTTEN, "scopes_forgotten"),
     **_is(SCRUBS, "scrubs"),
     **_by(SCRUBBED, "found", scrub_checked="any", scrub_damaged="damage", scrub_given_up="no_rest"),
     **_is(STRAYS, "scrub_strays"),

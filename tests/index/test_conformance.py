@@ -227,6 +227,17 @@ async def test_only_a_closed_worker_that_holds_nothing_is_forgotten(index: Resid
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 6}
 
 
+async def test_a_scope_is_forgotten_when_no_block_of_it_is_left(index: ResidencyIndex) -> None:
+    teller, gone = Teller("w"), Scope("model", "tokenizer", None, "gone")
+    await tell(index, teller.begin(1), teller.store(SCOPE, head(5)), teller.store(gone, head(5)))
+    assert await index.forget_scopes(0.0) == 0
+    await tell(index, teller.remove(gone, head(5)))
+    assert await index.forget_scopes(0.0) == 1
+    assert await index.forget_scopes(0.0) == 0
+    assert await contents(index, "w") == teller.held
+    assert (await index.scrub(0, 1 << 30)).damaged == []
+
+
 async def test_direct_writes(index: ResidencyIndex) -> None:
     await index.put(USE, "w", Tier.LOCAL_SSD, head(5), pinned=True)
     await index.put(USE, "w", Tier.HBM, CHAIN[8 * 5 : 8 * 7], parent=unpack_hashes(CHAIN)[4], first_index=5)

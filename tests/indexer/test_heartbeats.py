@@ -7,13 +7,13 @@ from nats.aio.client import Client
 
 from indexer.counters import IndexerCounters
 from indexer.doubt import DoubtJudge
-from indexer.heartbeats import Heartbeats
+from indexer.heartbeats import FORGET_AFTER_S, Heartbeats
 from indexer.liveness import LOST_AFTER_S, RETIRE_AFTER_S, LivenessJudge
 from kvatlas.fleet import Liveness
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.memory import MemoryIndex
 from kvatlas.subjects import alive_subject
-from tests.index.telling import tell
+from tests.index.telling import Teller, tell
 from tests.indexer.bus_teller import PARTITIONS, SCOPE, BusTeller, heartbeat
 from tests.waiting import until
 
@@ -133,6 +133,27 @@ async def test_a_worker_whose_last_snapshot_was_wrong_is_retired_too(
     await watched.later(RETIRE_AFTER_S + 1)
     assert watched.gone == ["w0"]
     assert await watched.index.length() == 0
+
+
+async def test_a_worker_of_which_only_late_messages_came_is_closed_and_forgotten(watched: Watched) -> None:
+    worker = Teller("w0")
+    worker.begin(5)
+    await tell(watched.index, worker.store(SCOPE, b"12345678"))  # its snapshot was lost, and it is never heard
+    for seconds in (RETIRE_AFTER_S + 1, FORGET_AFTER_S + 1):
+        watched.heartbeats.on_records(await watched.index.records(0))
+        await watched.later(seconds)
+        watched.heartbeats.on_records(await watched.index.records(0))
+    await watched.later(FORGET_AFTER_S + 1)
+    assert await watched.index.record("w0") is None
+
+
+async def test_a_pool_without_workers_is_forgotten(watched: Watched, client: Client, fleet: FleetStore) -> None:
+    worker = BusTeller(client, "w0")
+    await watched.hear(client, worker)
+    await watched.heartbeats.tick()
+    assert len(await fleet.pools()) == 1
+    await watched.later(RETIRE_AFTER_S + 1)
+    assert await fleet.pools() == []
 
 
 async def test_an_observer_that_stood_still_takes_its_own_sleep_for_nobodys_silence(

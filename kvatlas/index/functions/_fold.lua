@@ -106,6 +106,13 @@ local function close(self)
   close_worker(self.c.k, self.record, self.worker)
 end
 
+-- No memory, or no holder number: it is told anew when there is room.
+local function close_without_room(self)
+  self.record[OOM] = 1
+  close(self)
+  return false
+end
+
 -- What one event does; each returns false where the worker was closed.
 local act = {}
 
@@ -113,9 +120,7 @@ act[CODE.stored] = function(self, event)
   local record = self.record
   local holder = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
   if self.c.oom then
-    record[OOM] = 1
-    close(self)
-    return false
+    return close_without_room(self)
   end
   if holder == '' then
     close(self)
@@ -154,8 +159,8 @@ act[CODE.cleared] = function(self)
     slot, state = LOADING, 'l'
   end
   retire_holder(k, record[slot], self.worker)
-  record[slot] = allocate(k, state, self.worker, self.c.reuse_ms)
-  return true
+  record[slot] = allocate(k, state, self.worker, self.c.reuse_ms) or ''
+  return record[slot] ~= '' or close_without_room(self)
 end
 
 act[CODE.begin] = function(self)
@@ -166,9 +171,9 @@ act[CODE.begin] = function(self)
     return false
   end
   retire_holder(k, record[LOADING], self.worker)
-  record[LOADING] = allocate(k, 'l', self.worker, self.c.reuse_ms)
+  record[LOADING] = allocate(k, 'l', self.worker, self.c.reuse_ms) or ''
   record[CHUNKS] = 0
-  return true
+  return record[LOADING] ~= '' or close_without_room(self)
 end
 
 act[CODE.ending] = function(self, event)

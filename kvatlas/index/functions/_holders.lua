@@ -7,6 +7,7 @@ local function change_version(k)
   redis.call('HSET', k.meta, 'active', redis.call('HINCRBY', k.meta, 'changes', 1) .. ' ' .. time[1] .. ' ' .. time[2])
 end
 
+-- A number, or nil: all are in use, or were until lately.
 local function allocate(k, state, worker, reuse_ms)
   local holder, now = nil, now_ms()
   local oldest = redis.call('LINDEX', k.free, 0)
@@ -17,7 +18,7 @@ local function allocate(k, state, worker, reuse_ms)
     local number = redis.call('HINCRBY', k.meta, 'next', 1)
     if number > MAX_HOLDER then
       redis.call('HINCRBY', k.meta, 'next', -1)
-      error('kvatlas: all ' .. MAX_HOLDER .. ' holder numbers of the shard are in use')
+      return nil
     end
     holder = holder_bytes(number)
   end
