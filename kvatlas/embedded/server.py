@@ -1,19 +1,21 @@
 """The embedded servers for asyncio: the same processes, never blocking the event loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import ParamSpec, Self
 
 import anyio
 from anyio.from_thread import check_cancelled
 from anyio.to_thread import run_sync
 
 from kvatlas.embedded.cluster import ClusterProcesses
-from kvatlas.embedded.nats import MIB, NatsProcess
+from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.process import ServerProcess
 from kvatlas.embedded.valkey import ValkeyProcess
+
+P = ParamSpec("P")
 
 
 class EmbeddedServer:
@@ -106,58 +108,20 @@ class EmbeddedCluster:
             await run_sync(self._processes.close)
 
 
-def nats_server(
-    *,
-    port: int = 0,
-    data_dir: Path | None = None,
-    binary: Path | None = None,
-    max_file_store_bytes: int = 4096 * MIB,
-    max_memory_store_bytes: int = 2048 * MIB,
-    user: str | None = None,
-    password: str | None = None,
-    config: str = "",
-    start_deadline_s: float = 10.0,
-) -> EmbeddedServer:
-    """A NATS server with JetStream; parameters as in NatsProcess. Raises EmbeddedServerError if there is no program."""
-    return EmbeddedServer(
-        NatsProcess(
-            port=port,
-            data_dir=data_dir,
-            binary=binary,
-            max_file_store_bytes=max_file_store_bytes,
-            max_memory_store_bytes=max_memory_store_bytes,
-            user=user,
-            password=password,
-            config=config,
-            start_deadline_s=start_deadline_s,
-        )
-    )
+def _on_asyncio(process: Callable[P, ServerProcess]) -> Callable[P, EmbeddedServer]:
+    """The constructor of a process with the same parameters, for asyncio."""
+
+    def made(*args: P.args, **kwargs: P.kwargs) -> EmbeddedServer:
+        return EmbeddedServer(process(*args, **kwargs))
+
+    return made
 
 
-def valkey_server(
-    *,
-    port: int = 0,
-    data_dir: Path | None = None,
-    binary: Path | None = None,
-    password: str | None = None,
-    appendonly: bool = False,
-    max_memory_bytes: int = 0,
-    settings: Mapping[str, str] = MappingProxyType({}),
-    start_deadline_s: float = 10.0,
-) -> EmbeddedServer:
-    """A Valkey server; parameters as in ValkeyProcess. Raises EmbeddedServerError if there is no program."""
-    return EmbeddedServer(
-        ValkeyProcess(
-            port=port,
-            data_dir=data_dir,
-            binary=binary,
-            password=password,
-            appendonly=appendonly,
-            max_memory_bytes=max_memory_bytes,
-            settings=settings,
-            start_deadline_s=start_deadline_s,
-        )
-    )
+nats_server = _on_asyncio(NatsProcess)
+"""A NATS server with JetStream; parameters as in NatsProcess. Raises EmbeddedServerError if there is no program."""
+
+valkey_server = _on_asyncio(ValkeyProcess)
+"""A Valkey server; parameters as in ValkeyProcess. Raises EmbeddedServerError if there is no program."""
 
 
 def valkey_cluster(
