@@ -8,10 +8,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help test chaos demo bench lint types clean
+.PHONY: help test chaos demo bench bench-longer lint types clean
 
 help: ## this list
-	@sed -n 's/^\([.a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([.a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 .venv: $(READY) ## the environment, with pinned versions of everything
 
@@ -34,6 +34,9 @@ demo: $(READY) ## the whole system on this machine: 4 simulated engines, round-r
 
 bench: $(READY) ## every budget, measured
 	$(BIN)/python -m benchmarks
+
+bench-longer: $(READY) ## how routing grows, many routers beside one, the proxy's overhead, right predictions, a rebuild
+	$(BIN)/python -m benchmarks.longer
 
 lint: $(READY) ## ruff, rules and format
 	$(BIN)/ruff check .

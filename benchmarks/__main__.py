@@ -1,4 +1,4 @@
-"""Measures every budget and prints a table: `python -m benchmarks`."""
+"""Measures every budget and prints a table: `python -m benchmarks`. `benchmarks.longer` has what takes longer."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from time import perf_counter
 import uvloop
 from rich.console import Console
 
-from benchmarks import digests, hashing, ingest, memory, overlap, proxy, spread, visible
+from benchmarks import digests, hashing, ingest, memory, overlap, rebuild, route, visible
 from benchmarks.children import indexer_process
 from benchmarks.result import Result, show
 from kvatlas.embedded import nats_server, valkey_server
@@ -28,8 +28,8 @@ async def _measure() -> list[Result]:
                 results += await visible.measure(store, nats.url)
             results += await ingest.measure(store, nats.url)
             await store.client.flushall()
-            results += await proxy.measure(store, valkey.url)
-            results += spread.results(await spread.measure(store, valkey.url, ["all"]))
+            results += await route.measure(store, valkey.url)
+            results += await rebuild.measure(store, nats.url)
         finally:
             await store.close()
     return results

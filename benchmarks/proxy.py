@@ -1,4 +1,5 @@
-"""What `kvatlas router` adds to a request, beside an engine asked directly and a bare reverse proxy of the same parts.
+"""What `kvatlas router` adds to a request, beside an engine asked directly and a bare reverse proxy of the same parts:
+`python -m benchmarks.proxy`.
 
 Requests to the three take turns, so that what else the machine does costs each the same; processor time tells most.
 """
@@ -13,15 +14,20 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 
 import httpx
+import uvloop
+from rich.console import Console
+from rich.table import Table
 
-from benchmarks.result import Result, quantile
+from benchmarks.result import quantile
+from kvatlas.embedded import valkey_server
 from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
+from kvatlas.store import Store, open_store
 
 READY_S = 30
 MODEL = "bench"
@@ -46,8 +52,33 @@ class _Side:
         return (int(fields[11]) + int(fields[12])) * 1_000 / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(store: Store, redis_url: str) -> list[Result]:
-    """Milliseconds added to the median request, and processor time, for a text that the engine tokenizes and token ids."""
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What a proxy adds to a request of one kind, and the processor time that it takes for each."""
+
+    kind: str
+    proxy: str
+    mean_ms: float
+    p50_ms: float
+    p99_ms: float
+    processor_ms: float
+
+    @classmethod
+    def of(cls, kind: str, side: _Side, direct: _Side) -> "Overhead":
+        mine, bare = sorted(side.took_ms), sorted(direct.took_ms)
+        return cls(
+            kind,
+            side.name,
+            fmean(mine) - fmean(bare),
+            quantile(mine, 0.5) - quantile(bare, 0.5),
+            quantile(mine, 0.99) - quantile(bare, 0.99),
+            (side.cpu_ms() - side.cpu_before_ms) / REQUESTS,
+        )
+
+
+async def measure(store: Store, redis_url: str) -> list[Overhead]:
+    """For a text that the engine tokenizes and for token ids, whole and streamed."""
+    await store.client.flushall()
     await open_redis_index(store, writer=True)
     async with AsyncExitStack() as stack:
         words = ["kvatlas.cli.main", "simulate-engine", "--model", MODEL, "--port", "0", "--speed-up", "1000000"]
@@ -58,16 +89,16 @@ async def measure(store: Store, redis_url: str) -> list[Result]:
         bare = await stack.enter_async_context(_process("a bare proxy", words, r"(http\S+)"))
         words = ["kvatlas.cli.main", "router", "--port", "0", "--redis-url", redis_url]
         router = await stack.enter_async_context(_process("kvatlas router", words, r"router at (\S+);"))
-        results = []
+        found = []
         for name, prompt in (("text", PROMPT), ("token ids", list(PROMPT.encode()))):
             for streamed in (False, True):
                 body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "stream": streamed}
-                kind = f"proxy, {name}, {'streamed' if streamed else 'whole'}"
-                results += await _compare(kind, json.dumps(body).encode(), (engine, bare, router))
-        return results
+                kind = f"{name}, {'streamed' if streamed else 'whole'}"
+                found += await _compare(kind, json.dumps(body).encode(), (engine, bare, router))
+        return found
 
 
-async def _compare(kind: str, payload: bytes, sides: Sequence[_Side]) -> list[Result]:
+async def _compare(kind: str, payload: bytes, sides: Sequence[_Side]) -> list[Overhead]:
     for side in sides:
         side.took_ms.clear()
     async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
@@ -82,13 +113,19 @@ async def _compare(kind: str, payload: bytes, sides: Sequence[_Side]) -> list[Re
                 side.took_ms.append((perf_counter() - began) * 1e3)
                 answer.raise_for_status()
     direct, *proxies = sides
-    results = []
-    for side in proxies:
-        added = quantile(sorted(side.took_ms), 0.5) - quantile(sorted(direct.took_ms), 0.5)
-        cpu = (side.cpu_ms() - side.cpu_before_ms) / REQUESTS
-        results.append(Result(f"{kind}: {side.name} adds", added, "ms"))
-        results.append(Result(f"{kind}: {side.name}, processor", cpu, "ms"))
-    return results
+    return [Overhead.of(kind, side, direct) for side in proxies]
+
+
+def show(found: Sequence[Overhead]) -> Table:
+    """Every figure."""
+    table = Table(
+        *("request", "through", "mean", "p50", "p99", "processor"),
+        title=f"added to a request, ms; {REQUESTS} of each kind",
+    )
+    for one in found:
+        figures = (one.mean_ms, one.p50_ms, one.p99_ms, one.processor_ms)
+        table.add_row(one.kind, one.proxy, *(f"{figure:.2f}" for figure in figures))
+    return table
 
 
 def _record(url: str) -> FleetRecord:
@@ -127,3 +164,17 @@ async def _process(name: str, words: Sequence[str], pattern: str) -> AsyncIterat
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
             await process.wait()
+
+
+async def _main() -> None:
+    async with valkey_server() as valkey:
+        store = await open_store(valkey.url, wait=False)
+        try:
+            found = await measure(store, valkey.url)
+        finally:
+            await store.close()
+    Console(width=130).print(show(found))
+
+
+if __name__ == "__main__":
+    uvloop.run(_main())

@@ -5,11 +5,13 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
 import uvloop
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.children import child_process
 from benchmarks.result import Result, quantile, show
@@ -40,28 +42,48 @@ async def measure(store: Store, url: str) -> list[Result]:
     return results
 
 
-async def growth(store: Store, url: str) -> list[Result]:
-    """How the median grows."""
-    results = []
-    for workers in BY_WORKERS:
-        workload = RouteWorkload(workers, BLOCKS)
-        times = await _routed(store, url, workload, workload.hashed_prompt)
-        results.append(Result(f"route {BLOCKS} blocks, {workers} workers, p50", quantile(times, 0.5) * 1e3, "ms"))
-    for blocks in BY_BLOCKS:
-        workload = RouteWorkload(WORKERS, blocks)
-        for kind, prompt in (("hashes", workload.hashed_prompt), ("token ids", workload.token_prompt)):
-            times = await _routed(store, url, workload, prompt)
-            name = f"route {blocks:,} blocks as {kind}, {WORKERS} workers, p50"
-            results.append(Result(name, quantile(times, 0.5) * 1e3, "ms"))
-    return results
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Medians for one pool and length, ms."""
+
+    workers: int
+    blocks: int
+    overlap_ms: float
+    route_ms: float
+    by_tokens_ms: float
+
+    @classmethod
+    async def of(cls, store: Store, url: str, workers: int, blocks: int) -> "Grown":
+        workload = RouteWorkload(workers, blocks)
+        routed = await _routed(store, url, workload, workload.hashed_prompt)
+        by_tokens = await _routed(store, url, workload, workload.token_prompt)
+        overlaps = await _overlaps(store, workload)
+        return cls(workers, blocks, *(quantile(times, 0.5) * 1e3 for times in (overlaps, routed, by_tokens)))
+
+
+async def growth(store: Store, url: str) -> list[Table]:
+    """How the medians grow with workers, and with the length of the prompt."""
+    by_workers = [await Grown.of(store, url, workers, BLOCKS) for workers in BY_WORKERS]
+    by_blocks = [await Grown.of(store, url, WORKERS, blocks) for blocks in BY_BLOCKS]
+    return [
+        _grown(f"route by workers, {BLOCKS} blocks, p50 in ms", "workers", [(row.workers, row) for row in by_workers]),
+        _grown(f"route by blocks, {WORKERS} workers, p50 in ms", "blocks", [(row.blocks, row) for row in by_blocks]),
+    ]
+
+
+def _grown(title: str, what: str, rows: Sequence[tuple[int, Grown]]) -> Table:
+    table = Table(what, "overlap alone", "route", "route from token ids", title=title)
+    for number, row in rows:
+        table.add_row(f"{number:,}", f"{row.overlap_ms:.2f}", f"{row.route_ms:.2f}", f"{row.by_tokens_ms:.2f}")
+    return table
 
 
 async def _latency(store: Store, url: str) -> list[Result]:
     workload = RouteWorkload(WORKERS, BLOCKS)
     routed = await _routed(store, url, workload, workload.hashed_prompt)
     by_tokens = await _routed(store, url, workload, workload.token_prompt)
+    overlaps = await _overlaps(store, workload)
     index = await open_redis_index(store, writer=False)
-    overlaps = await _times([partial(index.overlap, SCOPE, workload.hashes()) for _ in range(CALLS)])
     trips = await _times([partial(index.overlap, SCOPE, os.urandom(HASH_BYTES)) for _ in range(CALLS)])
     results = []
     for q in (0.5, 0.99):
@@ -91,6 +113,12 @@ async def _routed(store: Store, url: str, workload: RouteWorkload, prompt: Calla
     return sorted(took)
 
 
+async def _overlaps(store: Store, workload: RouteWorkload) -> list[float]:
+    """Seconds that the overlap alone takes, sorted, on what the workload told before."""
+    index = await open_redis_index(store, writer=False)
+    return await _times([partial(index.overlap, SCOPE, workload.hashes()) for _ in range(CALLS)])
+
+
 async def _times(calls: Sequence[Callable[[], Awaitable[object]]]) -> list[float]:
     took = []
     for call in calls:
@@ -118,10 +146,10 @@ async def _main() -> None:
         store = await open_store(valkey.url, wait=False)
         try:
             results = await measure(store, valkey.url)
-            results += await growth(store, valkey.url)
+            tables = await growth(store, valkey.url)
         finally:
             await store.close()
-    Console(width=130).print(show(results, "route"))
+    Console(width=130).print(show(results, "route"), *tables)
 
 
 if __name__ == "__main__":

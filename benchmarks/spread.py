@@ -1,7 +1,8 @@
 """How many routers decide like one: `python -m benchmarks.spread`.
 
 A burst of 2,000 requests over 16 idle workers, chosen for by one, two and eight router processes: how evenly the prompt
-tokens to be computed are spread, and what engines make of it; then without prefixes in flight, and without reservations.
+tokens to be computed are spread, and what engines make of it; then by eight without prefixes in flight, and without
+reservations.
 """
 
 import asyncio
@@ -9,21 +10,34 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.result import Result
-from benchmarks.spread_router import VARIANTS
 from benchmarks.spread_workload import Burst, Spread, burst, simulate, tell_fleet
 from kvatlas.embedded import valkey_server
 from kvatlas.store import Store, open_store
 
 REQUESTS = 2_000
 WORKERS = 16
-ROUTERS = (1, 2, 8)
+RUNS = (("all", 1), ("all", 2), ("all", 8), ("no prefixes in flight", 8), ("no reservations", 8))
+"""(what is booked, router processes)"""
 READY_S = 60
+WITHIN = 1.1
+"""Several routers spread a burst this well, in times of what one does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one run came to."""
+
+    variant: str
+    routers: int
+    found: Spread
+    choices_per_s: float
 
 
 async def spread_of(store: Store, url: str, asked: Burst, routers: int, variant: str) -> tuple[Spread, float]:
@@ -57,58 +71,64 @@ async def spread_of(store: Store, url: str, asked: Burst, routers: int, variant:
     return simulate(asked, [(request, worker_id) for _, request, worker_id in chosen]), len(chosen) / seconds
 
 
-async def measure(
-    store: Store, url: str, variants: Sequence[str] = tuple(VARIANTS)
-) -> list[tuple[str, int, Spread, float]]:
-    """(variant, routers, spread, choices a second)."""
+async def measure(store: Store, url: str) -> list[Row]:
+    """Every run; the first one is that of a single router."""
     asked = burst(requests=REQUESTS, workers=WORKERS)
     rows = []
-    for variant in variants:
-        for routers in ROUTERS:
-            found, rate = await spread_of(store, url, asked, routers, variant)
-            rows.append((variant, routers, found, rate))
+    for variant, routers in RUNS:
+        found, rate = await spread_of(store, url, asked, routers, variant)
+        rows.append(Row(variant, routers, found, rate))
     return rows
 
 
-def results(rows: list[tuple[str, int, Spread, float]]) -> list[Result]:
-    """The figures with a budget: the spread of several routers within 10 % of that of one."""
-    one = next(found for variant, routers, found, _ in rows if (variant, routers) == ("all", 1))
+def results(rows: Sequence[Row]) -> list[Result]:
+    """The figures with a budget."""
+    limit = rows[0].found.fullest * WITHIN
     return [
-        Result(f"queued tokens at the fullest of {WORKERS} workers, {routers} routers", found.fullest, "x mean", limit)
-        for variant, routers, found, _ in rows
-        if variant == "all"
-        for limit in [None if routers == 1 else one.fullest * 1.1]
+        Result(
+            f"queued tokens at the fullest of {WORKERS} workers, {row.routers} routers",
+            row.found.fullest,
+            "x mean",
+            limit,
+        )
+        for row in rows
+        if row.variant == "all" and row.routers > 1
     ]
 
 
-def show(rows: list[tuple[str, int, Spread, float]]) -> Table:
-    """Every figure."""
-    table = Table(
-        *(
-            "booked",
-            "routers",
-            "fullest worker",
-            "emptiest",
-            "hit rate",
-            "workers a new prefix",
-            "mean TTFT",
-            "p90 TTFT",
-        ),
-        "choices/s",
-        title=f"{REQUESTS:,} requests at once over {WORKERS} workers; queued tokens in times of the mean",
+def show(rows: Sequence[Row]) -> Table:
+    """Every figure, and in words what is worse without."""
+    one, eight, no_prefixes, no_reservations = (rows[i].found for i in (0, 2, 3, 4))
+    caption = (
+        f"Fullest worker beside that of one router: {rows[1].found.fullest / one.fullest - 1:+.1%} with 2 routers, "
+        f"{eight.fullest / one.fullest - 1:+.1%} with 8.\n"
+        f"Without prefixes in flight each new prefix is computed on {no_prefixes.copies:.0f} workers instead of "
+        f"{eight.copies:.0f}: every worker has more to do, so the fullest is {no_prefixes.fullest:.2f} times the mean but "
+        f"has {max(no_prefixes.queued_tokens) / max(eight.queued_tokens):.1f} times as many tokens queued.\n"
+        f"Without reservations the fullest is {no_reservations.fullest:.2f} times the mean, with "
+        f"{max(no_reservations.queued_tokens) / max(eight.queued_tokens):.1f} times as many tokens."
     )
-    for variant, routers, found, rate in rows:
+    table = Table(
+        *("booked", "routers", "fullest worker", "tokens there", "emptiest", "hit rate", "workers a new prefix"),
+        *("mean TTFT", "p90 TTFT", "choices/s"),
+        title=f"{REQUESTS:,} requests at once over {WORKERS} workers; queued tokens in times of the mean",
+        caption=caption,
+        caption_justify="left",
+    )
+    for row in rows:
+        found = row.found
         mean = sum(found.queued_tokens) / len(found.queued_tokens)
         table.add_row(
-            variant,
-            str(routers),
-            f"{found.fullest:.3f}",
-            f"{min(found.queued_tokens) / mean:.3f}",
+            row.variant,
+            str(row.routers),
+            f"{found.fullest:.2f}",
+            f"{max(found.queued_tokens):,}",
+            f"{min(found.queued_tokens) / mean:.2f}",
             f"{found.hit_rate:.1%}",
             f"{found.copies:.1f}",
             f"{found.mean_ttft_ms:,.0f} ms",
             f"{found.p90_ttft_ms:,.0f} ms",
-            f"{rate:,.0f}",
+            f"{row.choices_per_s:,.0f}",
         )
     return table
 
