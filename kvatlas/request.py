@@ -1,12 +1,12 @@
 """What a router knows of a request, and what it answers: hints, shape, selection result."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from kvatlas.cost.plan import Cost, CostTerm
+from kvatlas.cost.plan import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
 from kvatlas.identity import DEFAULT_TENANT, Scope
@@ -179,7 +179,7 @@ class SelectionResult:
     `usable_tokens`: what its engine will reuse of them. `source`: the worker whose copy it would read, with
     `transferred_tokens` more. `load_known` False: the worker's load is the pool's mean. `predicted_tokens`: still more that
     it is predicted to hold, because they are being computed there, or were on a worker that tells no events; no event
-    has confirmed them.
+    has confirmed them. `plan`: what was priced.
     """
 
     worker_id: str
@@ -192,6 +192,7 @@ class SelectionResult:
     transferred_tokens: int = 0
     load_known: bool = True
     predicted_tokens: int = 0
+    plan: Plan | None = field(default=None, compare=False, repr=False)
 
     @property
     def cached_tokens(self) -> int:

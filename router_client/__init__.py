@@ -23,10 +23,13 @@ from router_client.fail_open import Basis
 from router_client.fleet import FleetReader, StaticFleet
 from router_client.lookup import OverlapIndex
 from router_client.prompt import Prompt
-from router_client.settings import BookingSettings, Policy, RoundRobin, RouterSettings
+from router_client.settings import BookingSettings, LearningSettings, Policy, RoundRobin, RouterSettings
 from router_client.sync import SyncChoice, SyncRouterClient
+from router_client.timings import AnswerClock, Timings
+from router_client.tokens.usage import Usage
 
 __all__ = [
+    "AnswerClock",
     "Basis",
     "BookingSettings",
     "Choice",
@@ -41,6 +44,7 @@ __all__ = [
     "InvalidValue",
     "KvatlasError",
     "LayoutMismatch",
+    "LearningSettings",
     "MemoryReservations",
     "NoWorkers",
     "OverlapIndex",
@@ -66,6 +70,8 @@ __all__ = [
     "StaticFleet",
     "SyncChoice",
     "SyncRouterClient",
+    "Timings",
     "Unreachable",
+    "Usage",
     "WorkerOverlap",
 ]

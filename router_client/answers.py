@@ -9,7 +9,9 @@ from kvatlas.request import SelectionResult
 from kvatlas.reservations import Outcome
 from kvatlas.tiers import Tier
 from router_client.fail_open import Basis
+from router_client.learning import Feedback
 from router_client.reservation import Reservation
+from router_client.timings import Timings
 from router_client.tokens.usage import Usage
 
 RANK_HEADER = "X-Data-Parallel-Rank"
@@ -148,17 +150,23 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Choice(Chosen):
-    """What `RouterClient` chose. `reservation` is there while it is booked."""
+    """What `RouterClient` chose. `reservation` is there while it is booked, `feedback` where rates are learned."""
 
     reservation: Reservation | None = field(default=None, compare=False)
+    feedback: Feedback | None = field(default=None, compare=False)
 
     async def first_token(self) -> None:
         """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
         if self.reservation is not None:
             await self.reservation.first_token()
 
-    async def finish(self, usage: Usage | None = None) -> None:
-        """The request ended well, with what the engine said of it; leaving the block of `route` does the same."""
+    async def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
+        """The request ended well; leaving the block of `route` says the same.
+
+        What the engine said of it and what its caller measured (`AnswerClock`) teach how fast the worker is.
+        """
+        if self.feedback is not None and usage is not None and timings is not None:
+            self.feedback.finished(usage, timings)
         if self.reservation is not None:
             await self.reservation.end(Outcome.FINISHED)
 

@@ -21,6 +21,7 @@ from router_client.deciding import Decider, Decision
 from router_client.errors import NoWorkers
 from router_client.fail_open import Basis
 from router_client.fleet import CachedFleet, FleetReader
+from router_client.learning import RateLearner
 from router_client.leases import Leases
 from router_client.lookup import NOTHING, HeldPrefix, look_up
 from router_client.lookup import OverlapIndex as OverlapIndex
@@ -56,8 +57,11 @@ class RouterClient:
         self.settings = settings or RouterSettings()
         self.counters = RouterCounters()
         self._index = index
-        self._fleet = CachedFleet(fleet, self.settings.fleet_max_age_ms, self.settings.rules)
         booked = reservations or MemoryReservations(now_us)
+        self._learner = RateLearner(booked, self.settings, self.counters)
+        self._fleet = CachedFleet(
+            fleet, self.settings.fleet_max_age_ms, self.settings.rules, profile=self._learner.profile
+        )
         self._leases = Leases(booked, self.counters, self.settings.booking.lease_s, self.settings.router_id)
         self._decider = Decider(index, self._fleet, booked, self._leases, self.settings, self.counters, now_us)
 
@@ -88,12 +92,14 @@ class RouterClient:
 
     async def __aenter__(self) -> Self:
         self._leases.start()
+        self._learner.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._leases.stop()
+        await self._learner.stop()
         await self._decider.patience.close()
         await self._fleet.close()
 
@@ -199,6 +205,7 @@ class RouterClient:
             decision.why,
             decision.would_be,
             decision.reservation,
+            self._learner.feedback(prompt.scope.pool_id, decision.results, result),
         )
 
     def _count(self, decision: Decision, us: int) -> None:

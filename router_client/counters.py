@@ -11,7 +11,8 @@ class RouterCounters:
     these `agreed`: it chose what would have been chosen). `lookups`: round trips to the index. `index_failures`,
     `booking_failures`: what the store did not answer in time. `booked` and `released`: reservations in the store;
     `lapsed`: times that this router's lease was over. `required_blocks` and `overlap_blocks`: of the routed prompts, at
-    the picked worker; `predicted_tokens`: those that it counted as holding because they were being computed there.
+    the picked worker; `predicted_tokens`: those that it counted as holding because they were being computed there. `learned`:
+    finished requests that rates were learned from; `said_nothing`: those that told nothing sure.
     """
 
     routed: int = 0
@@ -30,3 +31,5 @@ class RouterCounters:
     required_blocks: int = 0
     overlap_blocks: int = 0
     predicted_tokens: int = 0
+    learned: int = 0
+    said_nothing: int = 0

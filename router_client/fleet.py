@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
+from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.fleet import FleetRecord
 from kvatlas.reuse import ReuseRules
 from router_client.pool import Pool
@@ -41,11 +42,14 @@ class CachedFleet:
         max_age_ms: float = MAX_AGE_MS,
         rules: ReuseRules | None = None,
         clock: Callable[[], float] = time.monotonic,
+        profile: Callable[[str], Awaitable[CostProfile]] | None = None,
     ) -> None:
+        """`profile`: what prices a pool's workers; asked while the records are read."""
         self._reader = reader
         self._rules = rules
         self._max_age_s = max_age_ms / 1_000
         self._clock = clock
+        self._profile = profile or _as_usual
         self._kept: dict[str, tuple[float, Pool]] = {}
         self._reading: dict[str, asyncio.Task[Pool]] = {}
 
@@ -74,7 +78,8 @@ class CachedFleet:
 
     async def _read(self, pool_id: str) -> Pool:
         asked_at = self._clock()
-        pool = Pool.of(await self._reader.pool(pool_id), self._rules)
+        records, profile = await asyncio.gather(self._reader.pool(pool_id), self._profile(pool_id))
+        pool = Pool.of(records, self._rules, profile)
         self._kept[pool_id] = (asked_at, pool)
         return pool
 
@@ -82,3 +87,7 @@ class CachedFleet:
         del self._reading[pool_id]
         if not reading.cancelled():
             reading.exception()  # looked at, also where nobody waits any more
+
+
+async def _as_usual(pool_id: str) -> CostProfile:
+    return EngineProfile()

@@ -1,8 +1,9 @@
 """A pool as ranking needs it: worked out once for each reading of its records, not for each request."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.cost.plan import Load, mean_load
 from kvatlas.fleet import EngineEndpoint, EngineState, FleetRecord, Liveness, Role
 from kvatlas.reuse import ReuseRule, ReuseRules
@@ -43,7 +44,7 @@ class Pool:
     """One reading of a pool.
 
     `candidates` and `left_out` (ids) are sorted by id; `groups` has every worker that announces blocks; `givers` are
-    those whose copies others may read, if they share a transfer group.
+    those whose copies others may read, if they share a transfer group. `profile`: what prices them now.
     """
 
     records: Mapping[str, FleetRecord]
@@ -51,9 +52,12 @@ class Pool:
     left_out: tuple[str, ...]
     groups: Mapping[Group, frozenset[str]]
     givers: tuple[EngineEndpoint, ...]
+    profile: CostProfile = field(default_factory=EngineProfile)
 
     @classmethod
-    def of(cls, records: Mapping[str, FleetRecord], rules: ReuseRules | None = None) -> "Pool":
+    def of(
+        cls, records: Mapping[str, FleetRecord], rules: ReuseRules | None = None, profile: CostProfile | None = None
+    ) -> "Pool":
         applying = rules or ReuseRules()
         groups: dict[Group, set[str]] = {}
         givers: list[EngineEndpoint] = []
@@ -75,9 +79,9 @@ class Pool:
             Candidate(endpoint, endpoint.block_size or 0, applying.of(endpoint), load or mean, load is not None, blocks)
             for endpoint, load, blocks in able
         )
-        return cls(
-            records, candidates, tuple(left_out), {k: frozenset(ids) for k, ids in groups.items()}, tuple(givers)
-        )
+        cut_alike = {group: frozenset(ids) for group, ids in groups.items()}
+        prices = profile or EngineProfile()
+        return cls(records, candidates, tuple(left_out), cut_alike, tuple(givers), prices)
 
     def without(self, avoid: Collection[str]) -> "Pool":
         """The same without these candidates."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, overload
 
 from xxhash import xxh3_64_intdigest
 
-from kvatlas.cost.plan import Cost, CostProfile, Piece, Plan, TermKind
+from kvatlas.cost.plan import Cost, CostProfile, Load, Piece, Plan, TermKind
 from kvatlas.fleet import EngineEndpoint
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Weighed
@@ -123,6 +123,10 @@ class Ranked(Sequence[SelectionResult]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def load_of(self, worker_id: str) -> Load | None:
+        """The load that a worker was judged by; None for one that is no candidate."""
+        return next((self._weighed[i].load for i, one in enumerate(self._found) if one.id == worker_id), None)
+
     def _ranked(self) -> tuple[SelectionResult, ...]:
         if self._all is None:
             results = [self._price(i) for i in range(len(self._found))]
@@ -140,7 +144,8 @@ def _result(found: Prospect, seen: Weighed, profile: CostProfile, again_factor: 
     if seen.predicted_tokens:
         predicted = seen.predicted_tokens - cached
         pieces = [*pieces, Piece(predicted, 0, Tier.HBM)]
-    cost = profile.price(Plan(plan.worker_id, plan.input_tokens, plan.output_tokens, pieces, seen.load))
+    priced = Plan(plan.worker_id, plan.input_tokens, plan.output_tokens, pieces, seen.load)
+    cost = profile.price(priced)
     if seen.wait_us:
         cost = cost.plus(IN_FLIGHT, seen.wait_us, predicted, delays=True)
     if seen.again_tokens:
@@ -158,6 +163,7 @@ def _result(found: Prospect, seen: Weighed, profile: CostProfile, again_factor: 
         found.transferred,
         seen.load_known,
         predicted,
+        priced,
     )
 
 

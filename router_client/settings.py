@@ -44,6 +44,14 @@ class BookingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LearningSettings:
+    """Whether rates are learned from finished requests (profile `engine` alone), and shared every `every_s`."""
+
+    on: bool = True
+    every_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSettings:
     """How a router ranks and chooses. `fallbacks` complete requests given as hints; `rules` say what engines reuse.
 
@@ -58,6 +66,7 @@ class RouterSettings:
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     fleet_max_age_ms: float = MAX_AGE_MS
     booking: BookingSettings = field(default_factory=BookingSettings)
+    learning: LearningSettings = field(default_factory=LearningSettings)
     deadline_ms: float | None = 10.0
     load_only: bool = False
     follow: Policy | None = None

@@ -20,6 +20,7 @@ from router_client.counters import RouterCounters
 from router_client.errors import ClientClosed
 from router_client.loop_thread import LoopThread
 from router_client.settings import RouterSettings
+from router_client.timings import Timings
 from router_client.tokens.usage import Usage
 
 P = ParamSpec("P")
@@ -37,9 +38,9 @@ class SyncChoice(Chosen):
         """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
         self._tell(self._choice.first_token)
 
-    def finish(self, usage: Usage | None = None) -> None:
-        """The request ended well, with what the engine said of it; leaving the block of `route` does the same."""
-        self._tell(self._choice.finish, usage)
+    def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
+        """The request ended well; see `Choice.finish`. Leaving the block of `route` says the same."""
+        self._tell(self._choice.finish, usage, timings)
 
     def fail(self) -> None:
         """The request did not end well; leaving the block of `route` by an exception does the same."""

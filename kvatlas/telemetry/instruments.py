@@ -292,6 +292,7 @@ LEASES_LAPSED = _counter(
 IN_FLIGHT_TOKENS = _counter(
     "router.tokens.in_flight", "{token}", "Prompt tokens counted as held because the picked worker was computing them"
 )
+LEARNED = _counter("router.learned", "{request}", "Finished requests by what they told of their worker's rates")
 
 ROUTER = {
     **_by(DECISIONS, "outcome", routed="routed", no_workers="no_workers"),
@@ -301,6 +302,7 @@ ROUTER = {
     **_by(RESERVATIONS, "change", booked="booked", released="released"),
     **_is(LEASES_LAPSED, "lapsed"),
     **_is(IN_FLIGHT_TOKENS, "predicted_tokens"),
+    **_by(LEARNED, "outcome", learned="learned", said_nothing="nothing"),
     **_is(LOOKUPS, "lookups"),
     **_is(DECISION_TIME, "decision_time_us"),
     **_is(PROMPT_BLOCKS, "required_blocks"),
