@@ -163,7 +163,7 @@ def _result(found: Prospect, seen: Weighed, profile: CostProfile, again_factor: 
         found.transferred,
         seen.load_known,
         predicted,
-        priced,
+        plan=priced,
     )
 
 
