@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import httpx
 import uvloop
 from rich.console import Console
 from rich.table import Table
@@ -19,14 +20,14 @@ from benchmarks.result import Result
 from kvatlas.answers import MEANING, Deviation
 from kvatlas.fleet_store import FleetStore
 from kvatlas.store import open_store
-from router_client.proxy.catalogue import FLEET_AGE_S
 from simulator.demo.driving import Outcome, drive
-from simulator.demo.processes import FleetSettings, running_fleet
+from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet
 from simulator.workload import WorkloadSettings, generate
 
 MODEL = "bench-model"
 ENGINES, INDEXERS = 4, 2
 READY_S = 30
+POLL_S = 0.05
 LEAST_EQUAL = 99.0
 
 
@@ -104,16 +105,23 @@ async def _outcomes(load: Load) -> list[Outcome]:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="kvatlas-bench-") as folder:
         async with running_fleet(settings, Path(folder)) as fleet:
-            store = await open_store(fleet.redis_url, wait=False)
-            try:
-                with anyio.fail_after(READY_S):
-                    while sum(record.routable for record in (await FleetStore(store).all()).values()) < ENGINES:
-                        await anyio.sleep(0.05)
-            finally:
-                await store.close()
-            await anyio.sleep(FLEET_AGE_S)  # the router has seen them too
+            await _ready(fleet)
             await drive(workload, MODEL, fleet.routers["kvatlas"], load.speed_up, outcomes.append)
     return outcomes
+
+
+async def _ready(fleet: RunningFleet) -> None:
+    """Returns when every engine may get requests, and the router knows their model."""
+    store = await open_store(fleet.redis_url, wait=False)
+    try:
+        async with httpx.AsyncClient(base_url=fleet.routers["kvatlas"]) as client:
+            with anyio.fail_after(READY_S):
+                while sum(record.routable for record in (await FleetStore(store).all()).values()) < ENGINES:
+                    await anyio.sleep(POLL_S)
+                while not (await client.get("/v1/models")).json()["data"]:
+                    await anyio.sleep(POLL_S)
+    finally:
+        await store.close()
 
 
 async def _main() -> None:
