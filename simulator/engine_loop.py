@@ -49,6 +49,7 @@ class EngineLoop:
         self._began_at = time.monotonic()
         self._streams: dict[str, MemoryObjectSendStream[GeneratedToken]] = {}
         self._wake = anyio.Event()
+        self.asleep = False
         self._publishing = anyio.Lock()
 
     @property
@@ -60,7 +61,7 @@ class EngineLoop:
         try:
             due_us = 0.0
             while True:
-                while not self.core.has_work:  # a request may be given up before its wake-up gets here
+                while self.asleep or not self.core.has_work:  # a request may be given up before its wake-up gets here
                     self._wake = anyio.Event()
                     await self._wake.wait()
                     due_us = self._now_us()
@@ -94,6 +95,15 @@ class EngineLoop:
         done = self.core.reset_prefix_cache(preempt_running=preempt_running, include_cpu=include_cpu)
         await self._publish(self.core.take_changes())
         return done
+
+    async def sleep(self) -> None:
+        """As vLLM's: the cache is dropped, and requests wait until `wake_up`."""
+        self.asleep = True
+        await self.reset_prefix_cache(preempt_running=True, include_cpu=True)
+
+    def wake_up(self) -> None:
+        self.asleep = False
+        self._wake.set()
 
     def _now_us(self) -> float:
         return (time.monotonic() - self._began_at) * self._us_per_s

@@ -60,11 +60,14 @@ class KVCache:
         hasher: BlockHasher,
         eviction: EvictionPolicy = EvictionPolicy.LRU,
         num_cpu_blocks: int = 0,
+        report_hits: bool = False,
     ) -> None:
+        """`report_hits`: tell of a found block as of one that is stored, as vLLM with `kv_cache_report_mode="full"`."""
         if num_blocks < 1 or block_size < 1 or num_cpu_blocks < 0:
             raise ValueError(f"a cache of {num_blocks} + {num_cpu_blocks} blocks of {block_size} tokens is impossible")
         self.block_size = block_size
         self._policy = eviction
+        self._report_hits = report_hits
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(hasher)
         self._host = HostTier(num_cpu_blocks, eviction)
@@ -176,6 +179,8 @@ class KVCache:
                 self._pool.reference(block)
                 self._settle(node)
                 table.append(block.block_id)
+        if self._report_hits and table:
+            self._changes.append(self._stored(match.nodes[: len(table)], Medium.GPU))
         table += self._swap_in(match.nodes[len(table) :])
         self._sequences[sequence_id] = _Sequence(match.namespace, table, list(match.nodes), match.hit_tokens)
         if count_lookup:

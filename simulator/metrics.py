@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from simulator.cache_stats import MemoryPressure
-from simulator.engine import EngineCore
+from simulator.engine_loop import EngineLoop
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -16,9 +16,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class EngineMetrics(Collector):
     """Reads the engine at each scrape."""
 
-    def __init__(self, core: EngineCore, *, model: str, started_at: float) -> None:
+    def __init__(self, engine: EngineLoop, *, model: str, started_at: float) -> None:
         """`started_at`: seconds since the epoch; a listener knows a restarted engine by it."""
-        self._core = core
+        self._engine = engine
+        self._core = engine.core
         self._model = model
         self._started_at = started_at
         self._registry = CollectorRegistry()
@@ -45,6 +46,12 @@ class EngineMetrics(Collector):
         yield self._counter("vllm:generation_tokens", "Generation tokens processed.", load.generation_tokens_total)
         yield self._counter("vllm:num_preemptions", "Preemptions.", load.preemptions_total)
         yield self._cache_config()
+        asleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the state that applies.", labels=["engine", "model_name", "sleep_state"]
+        )
+        for state, applies in (("awake", not self._engine.asleep), ("discard_all", self._engine.asleep)):
+            asleep.add_metric(["0", self._model, state], float(applies))
+        yield asleep
         start = GaugeMetricFamily("process_start_time_seconds", "Start time since the epoch, in seconds.")
         start.add_metric([], self._started_at)
         yield start

@@ -1,6 +1,6 @@
 """The engine's HTTP side, as vLLM's API server answers.
 
-Health, version, metrics, models, completions of texts and chats, tokens, event sources, cache reset.
+Health, version, metrics, models, completions of texts and chats, tokens, event sources, cache reset, sleep.
 
 `/kv_blocks` is the simulator's own.
 """
@@ -51,7 +51,7 @@ class EngineApi:
         self._vocab_size = vocab_size
         self._event_source = event_source
         self._started_at = time.time()
-        self._metrics = EngineMetrics(engine.core, model=model, started_at=self._started_at)
+        self._metrics = EngineMetrics(engine, model=model, started_at=self._started_at)
 
     def application(self) -> Starlette:
         return Starlette(
@@ -65,6 +65,9 @@ class EngineApi:
                 Route("/version", self._version),
                 Route("/kv_event_sources", self._kv_event_sources),
                 Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+                Route("/sleep", self._sleep, methods=["POST"]),
+                Route("/wake_up", self._wake_up, methods=["POST"]),
+                Route("/is_sleeping", self._is_sleeping),
                 Route("/kv_blocks", self._kv_blocks),
             ],
             exception_handlers={HTTPException: _http_error},
@@ -72,6 +75,17 @@ class EngineApi:
 
     async def _health(self, _: Request) -> Response:
         return Response()
+
+    async def _sleep(self, _: Request) -> Response:
+        await self._engine.sleep()
+        return Response()
+
+    async def _wake_up(self, _: Request) -> Response:
+        self._engine.wake_up()
+        return Response()
+
+    async def _is_sleeping(self, _: Request) -> Response:
+        return JSONResponse({"is_sleeping": self._engine.asleep})
 
     async def _metrics_page(self, _: Request) -> Response:
         return Response(self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})

@@ -67,6 +67,7 @@ def _core(settings: EngineSettings) -> EngineCore:
         hasher=settings.hasher(secrets.randbits(64)),
         eviction=settings.eviction,
         num_cpu_blocks=settings.num_cpu_blocks,
+        report_hits=settings.report_hits,
     )
     return EngineCore(
         cache, model=settings.model, limits=settings.limits, cost=settings.cost, vocab_size=settings.vocab_size

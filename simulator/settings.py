@@ -39,6 +39,10 @@ class EngineSettings(Settings):
         default=True, description="Events of the CPU tier carry tokens; without it they only name hashes."
     )
 
+    report_hits: bool = Field(
+        default=False, description='Announce found blocks again, as vLLM with kv_cache_report_mode="full".'
+    )
+
     block_size: Positive = Field(default=16, description="Tokens a block.")
     num_gpu_blocks: Positive = Field(default=4_096, description="Blocks on the GPU.")
     num_cpu_blocks: Count = Field(default=0, description="Blocks in the CPU tier; 0: no such tier.")

@@ -5,6 +5,7 @@ from time import monotonic
 
 from nats.errors import Error as NatsError
 
+from kvatlas.index.redis import open_redis_index
 from tests.chaos.exactness import State
 from tests.chaos.fleet import Fleet, Worker
 from tests.chaos.report import Outcome
@@ -22,6 +23,8 @@ class Chaos:
         self.faults: list[str] = []
         self.under_reporting: set[str] = set()
         """Workers that may hold more than their publishers can know."""
+        self.times_s: dict[str, float] = {}
+        """What a scenario has timed, in words."""
         self._events_before = 0
         self._events_at_stop: dict[str, int] = {}
         self._answered_before = 0
@@ -69,7 +72,34 @@ class Chaos:
         assert not last.trouble, f"{self.name}: {last.trouble}"
         events = await fleet.events_sent()
         events -= self._events_before if events >= self._events_before else 0  # sidecars started anew count anew
-        return Outcome(self.name, self.faults, events, last.exported, exact_after_s, last.wrong, last.missing)
+        return Outcome(
+            self.name, self.faults, events, last.exported, exact_after_s, last.wrong, last.missing, self.times_s
+        )
+
+    async def is_exact_now(self) -> None:
+        """At rest, in the middle of a scenario, all becomes exact. The load goes on afterwards."""
+        await self.fleet.load.rest()
+
+        async def is_right() -> bool:
+            return not (await self.fleet.checker.look(self.under_reporting)).trouble
+
+        await until(is_right, deadline_s=EXACT_S, what=f"{self.name}: the index is exact")
+        self.fleet.load.go()
+
+    async def lag_s(self) -> float:
+        """How long it takes now until the index has what the publishers' last messages said."""
+        began_s = monotonic()
+        index = await open_redis_index(self.fleet.store, writer=False)
+        for worker in self.fleet.workers:
+            status = (await self.fleet.checker.status(worker.worker_id)).status or {}
+            told = (status["incarnation"], status["acked_seq"])
+
+            async def has_it(worker_id: str = worker.worker_id, told: tuple[int, int] = told) -> bool:
+                record = await index.record(worker_id)
+                return record is not None and (record.incarnation, record.seq) >= told
+
+            await until(has_it, deadline_s=EXACT_S, what=f"what {worker.worker_id} told is applied")
+        return monotonic() - began_s
 
     async def never_empty_until_exact(self) -> None:
         """Wait until the digests are right; raises AssertionError where a worker's residency vanishes meanwhile."""

@@ -29,6 +29,8 @@ GPU_BLOCKS = 500
 CPU_BLOCKS = 120
 LARGE_BLOCKS = 12_000
 """Of a large engine: its snapshots need a grant."""
+NATS_PENDING_BYTES = 8 << 20
+"""What the server keeps for a connection that is slow to read; by default 64 MiB."""
 RETIRE_AFTER_S = 8
 """The indexers' patience in scenarios, instead of a minute, so that none need wait for one."""
 
@@ -186,7 +188,8 @@ async def running_fleet(
     running server to use; default: one of its own."""
     async with AsyncExitStack() as stack:
         if nats is None:
-            nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats"))
+            config = f"max_pending: {NATS_PENDING_BYTES}"
+            nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats", config=config))
         valkey = await stack.enter_async_context(valkey_server(data_dir=folder / "valkey", appendonly=True))
         urls: dict[str, str] = {}
         blocks = [LARGE_BLOCKS] * large + [GPU_BLOCKS] * (engines - large)

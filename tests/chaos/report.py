@@ -1,7 +1,7 @@
 """What a run of faults came to, as rows and as text."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,8 @@ class Outcome:
     exact_after_s: float
     wrong: int
     missing: int
+    times_s: Mapping[str, float] = field(default_factory=dict)
+    """What else was timed, in words."""
 
 
 def as_text(outcomes: Sequence[Outcome]) -> str:
@@ -28,6 +30,7 @@ def as_text(outcomes: Sequence[Outcome]) -> str:
             f"{one.name:44.44} {len(one.faults):6} {one.events:8} {one.residencies:7} {one.exact_after_s:10.2f} s "
             f"{one.wrong:6} {one.missing:8}"
         )
+        lines += [f"    {what}: {seconds:.2f} s" for what, seconds in one.times_s.items()]
     faults = sum(len(one.faults) for one in outcomes)
     events = sum(one.events for one in outcomes)
     slowest = max((one.exact_after_s for one in outcomes), default=0.0)

@@ -28,8 +28,10 @@ SHORT = (
     "nats_killed_and_restarted",
     "nats_away_longer_than_the_outbox_holds",
     "stream_purged",
+    "stream_emptied_by_its_limits",
     "consumers_deleted",
     "poison_in_the_stream",
+    "engine_asleep_behind_a_living_sidecar",
 )
 
 

@@ -210,6 +210,33 @@ async def test_a_reset_is_refused_while_requests_run_unless_they_may_be_preempte
             assert (await client.post("/reset_prefix_cache", params=params)).status_code == 200
 
 
+async def test_an_engine_asleep_has_dropped_its_cache_and_answers_when_it_is_awake() -> None:
+    async with running_engine() as (_, client):
+        request = {"prompt": PROMPT, "max_tokens": 1}
+        await client.post("/v1/completions", json=request)
+        assert (await client.get("/kv_blocks")).json()["blocks"]
+        assert (await client.post("/sleep?level=1")).is_success
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert (await client.get("/kv_blocks")).json()["blocks"] == []
+        page = (await client.get("/metrics")).text
+        assert 'vllm:engine_sleep_state{engine="0",model_name="mock-model",sleep_state="awake"} 0.0' in page
+        async with anyio.create_task_group() as tasks:
+            answers: list[httpx.Response] = []
+
+            async def ask() -> None:
+                answers.append(await client.post("/v1/completions", json=request))
+
+            tasks.start_soon(ask)
+            await until(lambda: _waiting(client), what="the request waits")
+            assert not answers
+            await client.post("/wake_up")
+        assert answers[0].is_success
+
+
+async def _waiting(client: httpx.AsyncClient) -> bool:
+    return (await metrics(client))["vllm:num_requests_waiting"][0] == 1
+
+
 async def test_an_engine_that_stops_ends_open_answers_and_frees_its_ports() -> None:
     statuses = []
 

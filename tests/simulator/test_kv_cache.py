@@ -12,7 +12,12 @@ PLAIN = Namespace()
 
 
 def a_cache(
-    num_blocks: int = 8, *, eviction: EvictionPolicy = EvictionPolicy.LRU, num_cpu_blocks: int = 0, seed: int = 1
+    num_blocks: int = 8,
+    *,
+    eviction: EvictionPolicy = EvictionPolicy.LRU,
+    num_cpu_blocks: int = 0,
+    seed: int = 1,
+    report_hits: bool = False,
 ) -> KVCache:
     """Blocks of 4 tokens."""
     return KVCache(
@@ -21,6 +26,7 @@ def a_cache(
         hasher=SeededBlockHasher(seed),
         eviction=eviction,
         num_cpu_blocks=num_cpu_blocks,
+        report_hits=report_hits,
     )
 
 
@@ -65,6 +71,14 @@ def test_a_prompt_finds_the_blocks_of_an_equal_prefix_only() -> None:
     assert cache.match([*prompt(0, 2), 99, 99, 99, 99], PLAIN).hit_tokens == 8
     assert cache.match([99, *prompt(0, 2)], PLAIN).hit_tokens == 0
     assert cache.match(prompt(4, 2), PLAIN).hit_tokens == 0, "equal blocks behind another prefix"
+
+
+def test_found_blocks_are_told_again_where_hits_are_reported() -> None:
+    for report_hits in (False, True):
+        cache = a_cache(report_hits=report_hits)
+        first = hashes_of(cache, prompt(0, 3))
+        again = hashes_of(cache, prompt(0, 3))
+        assert again[: len(first)] == (first if report_hits else [])
 
 
 def test_the_last_token_of_a_fully_cached_prompt_is_computed() -> None:

@@ -2,16 +2,21 @@
 
 import random
 import shutil
+from dataclasses import replace
 
 import msgpack
 from anyio.to_thread import run_sync
 from nats.js.errors import NotFoundError
 
 from kvatlas.bus import StreamSettings, ensure_stream, stream_info
-from kvatlas.subjects import DEAD_STREAM, STREAM, events_subject
+from kvatlas.embedded.process import LOG_FILE
+from kvatlas.subjects import DEAD_STREAM, STREAM, alive_subject, events_subject
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, Fleet
 from tests.waiting import until
+
+FEW_BYTES = 8_192
+FLOOD_BYTES = 32_768
 
 
 async def nats_killed_and_restarted(chaos: Chaos) -> None:
@@ -86,6 +91,50 @@ async def stream_purged(chaos: Chaos) -> None:
     for member in chaos.fleet.members:
         member.nats.heal()
     chaos.healed()
+
+
+async def stream_emptied_by_its_limits(chaos: Chaos) -> None:
+    """It takes no more than a few messages: what nobody had read is gone, a little with each message that comes."""
+    fleet = chaos.fleet
+    jetstream = fleet.nats.jetstream()
+    await chaos.moved(10)
+    config = (await jetstream.stream_info(STREAM)).config
+    for member in fleet.members:
+        member.nats.cut()
+    await chaos.moved(5)
+    await jetstream.update_stream(replace(config, max_bytes=FEW_BYTES))
+    chaos.fault(f"stream limited to {FEW_BYTES} bytes, with messages that no indexer had read")
+    await chaos.moved(20)
+    for member in fleet.members:
+        member.nats.heal()
+    await chaos.moved(5)
+    await jetstream.update_stream(config)
+    chaos.healed()
+
+
+async def indexer_too_slow_for_nats(chaos: Chaos) -> None:
+    """It stands still while more comes for it than the server keeps for a connection: the server ends that."""
+    fleet, member = chaos.fleet, chaos.fleet.members[0]
+    await chaos.moved(5)
+    dropped = _slow_consumers(fleet)
+    member.child.pause()
+    chaos.fault("indexer SIGSTOP, flooded with heartbeats that are none")
+
+    async def is_dropped() -> bool:
+        for _ in range(100):
+            await fleet.nats.publish(alive_subject("flood"), bytes(FLOOD_BYTES))
+        await fleet.nats.flush()
+        return _slow_consumers(fleet) > dropped
+
+    await until(is_dropped, deadline_s=30, what="NATS drops the slow consumer")
+    member.child.resume()
+    chaos.healed()
+    await chaos.moved(5)
+
+
+def _slow_consumers(fleet: Fleet) -> int:
+    """How often the server said that it dropped one."""
+    return (fleet.nats_server.process.data_dir / LOG_FILE).read_text(errors="replace").count("Slow Consumer")
 
 
 async def stream_deleted(chaos: Chaos) -> None:
@@ -168,6 +217,8 @@ SCENARIOS = (
     publisher_half_open_to_nats,
     publisher_far_from_nats,
     stream_purged,
+    stream_emptied_by_its_limits,
+    indexer_too_slow_for_nats,
     stream_deleted,
     stream_recreated,
     consumers_deleted,

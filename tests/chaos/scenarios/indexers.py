@@ -1,5 +1,7 @@
 """Faults of the indexer's replicas and of their lines to Redis and NATS."""
 
+from time import monotonic
+
 import anyio
 
 from kvatlas.fleet_store import FleetStore
@@ -35,7 +37,9 @@ async def indexer_killed(chaos: Chaos) -> None:
     await chaos.moved(10)
     member.child.kill()
     chaos.fault("indexer SIGKILL")
+    began_s = monotonic()
     await holds_nothing(chaos.fleet, member)
+    chaos.times_s["its partitions taken over after"] = monotonic() - began_s
     await chaos.moved(5)
     member.child.start()
     await member.child.ready()
@@ -157,6 +161,10 @@ async def rolling_restart_of_the_indexers(chaos: Chaos) -> None:
         member.child.start()
         await member.child.ready()
     chaos.healed()
+    began_s = monotonic()
+    while await chaos.lag_s() > 1.0:
+        assert monotonic() - began_s < OVER_S, "the lag does not come back under a second"
+    chaos.times_s["lag under a second, seen after the last one is ready"] = monotonic() - began_s
 
 
 async def scaled_to_four_and_back(chaos: Chaos) -> None:

@@ -1,7 +1,10 @@
 """Faults between an engine and its publisher, and of publishers themselves."""
 
+from time import monotonic
+
 import anyio
 
+from kvatlas.index.redis import open_redis_index
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import Worker
 from tests.waiting import until
@@ -92,10 +95,24 @@ async def _restart_engine(worker: Worker) -> None:
 async def engine_killed_and_restarted(chaos: Chaos) -> None:
     worker = chaos.fleet.workers[0]
     await chaos.moved(20)
+    before = await _incarnation(chaos, worker)
     chaos.fault("engine SIGKILL, started again on its endpoint")
     await _restart_engine(worker)
     chaos.healed()
+    began_s = monotonic()
+
+    async def is_told_anew() -> bool:
+        return await _incarnation(chaos, worker) > before
+
+    await until(is_told_anew, deadline_s=20, what="the old life's blocks are gone")
+    chaos.times_s["old blocks gone after the engine is back"] = monotonic() - began_s
     await chaos.moved(10)
+
+
+async def _incarnation(chaos: Chaos, worker: Worker) -> int:
+    """Of what the index answers with for the worker."""
+    record = await (await open_redis_index(chaos.fleet.store, writer=False)).record(worker.worker_id)
+    return record.incarnation if record is not None and record.answering and not record.loading else 0
 
 
 async def engine_killed_and_idle_afterwards(chaos: Chaos) -> None:
@@ -105,6 +122,36 @@ async def engine_killed_and_idle_afterwards(chaos: Chaos) -> None:
     await chaos.fleet.load.rest()
     chaos.fault("engine SIGKILL, started again on its endpoint, without a request")
     await _restart_engine(worker)
+    chaos.healed()
+    began_s = monotonic()
+
+    async def is_empty() -> bool:
+        return not await chaos.fleet.checker.resident_blocks(worker.worker_id)
+
+    await until(is_empty, deadline_s=20, what="the old life's blocks are gone")
+    chaos.times_s["old blocks gone after the engine is back"] = monotonic() - began_s
+
+
+async def engine_that_announces_hits_again(chaos: Chaos) -> None:
+    """Without a marker, so that counting copies would never end: with set semantics a block goes with its first copy."""
+    worker = chaos.fleet.workers[0]
+    chaos.under_reporting.add(worker.worker_id)
+    usual_engine, usual_sidecar = worker.engine.words, worker.sidecar.words
+    await worker.sidecar.stop()
+    worker.engine.words = [*usual_engine, "--report-hits"]
+    worker.sidecar.words = [*usual_sidecar, "--set-semantics"]
+    await _restart_engine(worker)
+    worker.sidecar.start()
+    await worker.sidecar.ready()
+    chaos.fault("engine announces found blocks again")
+    await chaos.moved(100, [worker])
+    await chaos.is_exact_now()
+    assert await chaos.fleet.checker.resident_blocks(worker.worker_id)
+    await worker.sidecar.stop()
+    worker.engine.words, worker.sidecar.words = usual_engine, usual_sidecar
+    await _restart_engine(worker)
+    worker.sidecar.start()
+    await worker.sidecar.ready()
     chaos.healed()
 
 
@@ -208,6 +255,7 @@ SCENARIOS = (
     feed_cut_while_replay_is_silent,
     engine_killed_and_restarted,
     engine_killed_and_idle_afterwards,
+    engine_that_announces_hits_again,
     engine_restarted_while_the_sidecar_was_down,
     sidecar_killed_and_restarted,
     saved_state_missing_torn_or_foreign,

@@ -1,5 +1,9 @@
 """Workers that fall silent: skipped by routers, back at once, retired after a minute."""
 
+from time import monotonic
+
+import httpx
+
 from kvatlas.fleet import EngineState, Liveness
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
@@ -38,6 +42,31 @@ async def engine_down_behind_a_living_sidecar(chaos: Chaos) -> None:
     chaos.healed()
 
 
+async def engine_asleep_behind_a_living_sidecar(chaos: Chaos) -> None:
+    """It has dropped its cache; awake again it is usable at once."""
+    fleet, worker = chaos.fleet, chaos.fleet.workers[0]
+    await chaos.moved(5)
+    async with httpx.AsyncClient(base_url=worker.url, timeout=5, trust_env=False) as client:
+        (await client.post("/sleep")).raise_for_status()
+        chaos.fault("engine asleep")
+        await skipped(fleet, worker)
+        assert (await FleetStore(fleet.store).all())[worker.worker_id].state is EngineState.ASLEEP
+
+        async def is_empty() -> bool:
+            return not await fleet.checker.resident_blocks(worker.worker_id)
+
+        await until(is_empty, deadline_s=20, what="what it dropped is gone from the index")
+        (await client.post("/wake_up")).raise_for_status()
+    chaos.healed()
+    began_s = monotonic()
+
+    async def is_routable() -> bool:
+        return (await FleetStore(fleet.store).all())[worker.worker_id].routable
+
+    await until(is_routable, deadline_s=20, what="routers use it again")
+    chaos.times_s["routable after it woke up"] = monotonic() - began_s
+
+
 async def worker_retired_and_back(chaos: Chaos) -> None:
     """With a patience of RETIRE_AFTER_S instead of a minute; its memory is given back."""
     fleet, worker = chaos.fleet, chaos.fleet.workers[0]
@@ -60,4 +89,9 @@ async def worker_retired_and_back(chaos: Chaos) -> None:
     chaos.healed()
 
 
-SCENARIOS = (heartbeat_lost, engine_down_behind_a_living_sidecar, worker_retired_and_back)
+SCENARIOS = (
+    heartbeat_lost,
+    engine_down_behind_a_living_sidecar,
+    engine_asleep_behind_a_living_sidecar,
+    worker_retired_and_back,
+)
