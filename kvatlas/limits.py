@@ -23,6 +23,7 @@ class Over(IntFlag):
         return tuple(_NAMES[one] for one in Over if one in self)
 
 
+NOTHING = Over(0)
 NO_ROOM = Over.SLOTS | Over.KV
 MISSES_SLO = Over.TTFT | Over.TPOT
 

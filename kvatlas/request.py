@@ -10,6 +10,7 @@ from kvatlas.cost.plan import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
 from kvatlas.identity import DEFAULT_TENANT, Scope
+from kvatlas.limits import MISSES_SLO, NO_ROOM, NOTHING, Over
 from kvatlas.residency import BlockKey
 
 DEFAULT_BLOCK_TOKENS = 64
@@ -69,7 +70,8 @@ class RequestHints(BaseModel):
     """What a caller tells of a request, as JSON or keyword arguments; everything but the id may be absent.
 
     A prompt is given as `token_ids`, or as ready `block_hashes` of blocks of `block_tokens` tokens each: integers of 64
-    bits, or text. `token_count` says how long the prompt is where hashes leave out its partial last block.
+    bits, or text. `token_count` says how long the prompt is where hashes leave out its partial last block. `labels`,
+    `allow` and `deny` say which workers may get it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -87,6 +89,9 @@ class RequestHints(BaseModel):
     estimated_decode_tokens: Count | None = None
     block_bytes: Count | None = None
     slo: Slo = DEFAULT_SLO
+    labels: dict[str, str] = Field(default_factory=dict)
+    allow: tuple[str, ...] | None = None
+    deny: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -179,7 +184,8 @@ class SelectionResult:
     `usable_tokens`: what its engine will reuse of them. `source`: the worker whose copy it would read, with
     `transferred_tokens` more. `load_known` False: the worker's load is the pool's mean. `predicted_tokens`: still more that
     it is predicted to hold, because they are being computed there, or were on a worker that tells no events; no event
-    has confirmed them. `plan`: what was priced.
+    has confirmed them. `over`: what the worker has no room for, and what of the request's SLO it would miss. `plan`: what
+    was priced.
     """
 
     worker_id: str
@@ -192,6 +198,7 @@ class SelectionResult:
     transferred_tokens: int = 0
     load_known: bool = True
     predicted_tokens: int = 0
+    over: Over = NOTHING
     plan: Plan | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -219,4 +226,29 @@ class SelectionResult:
         if self.predicted_tokens:
             text += f", {self.predicted_tokens} more predicted"
         text += f"; {self.cost.explain()}"
-        return text if self.load_known else text + " (load unknown: the pool's mean)"
+        if not self.load_known:
+            text += " (load unknown: the pool's mean)"
+        if full := self.over & NO_ROOM:
+            text += f" (no room: {', '.join(full.names)})"
+        if missed := self.over & MISSES_SLO:
+            text += f" (misses its SLO: {', '.join(missed.names)})"
+        return text
+
+    def explanation(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "worker": self.worker_id,
+            "required_blocks": self.required_blocks,
+            "overlap_blocks": self.overlap_blocks,
+            "resident_tokens": self.resident_tokens,
+            "usable_tokens": self.usable_tokens,
+            "transferred_tokens": self.transferred_tokens,
+            "predicted_tokens": self.predicted_tokens,
+            "source": self.source,
+            "load_known": self.load_known,
+            "over": list(self.over.names),
+            "score_us": self.score_us,
+            "ttft_us": self.cost.ttft_us,
+            "tpot_us": self.cost.tpot_us,
+            "terms": [{"name": t.name, "us": t.us, "amount": t.amount, "unit": t.unit} for t in self.terms],
+        }

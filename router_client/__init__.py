@@ -12,6 +12,7 @@ async with RouterClient.open("redis://127.0.0.1:6379") as router:
 from kvatlas.cost import Cost, CostProfile, CostTerm, EngineProfile, EngineRates, QuillcacheProfile, ReadRate
 from kvatlas.errors import InvalidValue, KvatlasError, LayoutMismatch, Unreachable
 from kvatlas.identity import Scope
+from kvatlas.limits import Over
 from kvatlas.request import Fallbacks, RequestHints, RequestShape, SelectionResult, Slo
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.reuse import ReuseRule, ReuseRules
@@ -21,14 +22,25 @@ from router_client.counters import RouterCounters
 from router_client.errors import ClientClosed, NoWorkers
 from router_client.fail_open import Basis
 from router_client.fleet import FleetReader, StaticFleet
+from router_client.limits import Advice
 from router_client.lookup import OverlapIndex
 from router_client.prompt import Prompt
-from router_client.settings import BookingSettings, LearningSettings, Policy, RoundRobin, RouterSettings
+from router_client.selector import Selector
+from router_client.settings import (
+    BookingSettings,
+    LearningSettings,
+    LimitSettings,
+    Policy,
+    RoundRobin,
+    RouterSettings,
+    SloMode,
+)
 from router_client.sync import SyncChoice, SyncRouterClient
 from router_client.timings import AnswerClock, Timings
 from router_client.tokens.usage import Usage
 
 __all__ = [
+    "Advice",
     "AnswerClock",
     "Basis",
     "BookingSettings",
@@ -45,8 +57,10 @@ __all__ = [
     "KvatlasError",
     "LayoutMismatch",
     "LearningSettings",
+    "LimitSettings",
     "MemoryReservations",
     "NoWorkers",
+    "Over",
     "OverlapIndex",
     "Policy",
     "Prompt",
@@ -66,7 +80,9 @@ __all__ = [
     "RouterSettings",
     "Scope",
     "SelectionResult",
+    "Selector",
     "Slo",
+    "SloMode",
     "StaticFleet",
     "SyncChoice",
     "SyncRouterClient",

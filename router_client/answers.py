@@ -2,19 +2,31 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from math import ceil
+from typing import Any
 
 from kvatlas.cost.plan import Cost
-from kvatlas.fleet import Role
-from kvatlas.request import SelectionResult
+from kvatlas.fleet import EngineEndpoint, Role
+from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Outcome
 from kvatlas.tiers import Tier
 from router_client.fail_open import Basis
 from router_client.learning import Feedback
+from router_client.limits import Advice, advise, earliest_ttft_us
 from router_client.reservation import Reservation
+from router_client.settings import LimitSettings
 from router_client.timings import Timings
 from router_client.tokens.usage import Usage
 
 RANK_HEADER = "X-Data-Parallel-Rank"
+MOST_TOLD = 16
+"""So many workers that are left out are named in a text; the data has all."""
+
+
+def headers_to(worker: EngineEndpoint) -> dict[str, str]:
+    """What a request to this worker needs: the rank of a data-parallel engine."""
+    return {} if worker.dp_rank is None else {RANK_HEADER: str(worker.dp_rank)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +81,16 @@ class PromptOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Every candidate with its cost, cheapest first; empty without one. `left_out`: workers that get no prompt now."""
+    """Every candidate with its cost, cheapest first, those without room last; empty without a candidate.
+
+    `left_out`: all other workers of the pool by id, each with the reason. `slo`: what the request asks for.
+    """
 
     input_tokens: int
     results: Sequence[SelectionResult]
-    left_out: Sequence[str] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    slo: Slo = DEFAULT_SLO
+    shed_factor: float = LimitSettings().shed_factor
 
     def __iter__(self) -> Iterator[SelectionResult]:
         return iter(self.results)
@@ -81,11 +98,42 @@ class Ranking:
     def __len__(self) -> int:
         return len(self.results)
 
+    @property
+    def advice(self) -> Advice:
+        """To send the request, or, where every candidate has no room or misses the SLO, to hold it back or refuse it."""
+        return advise(self.results, self.slo, self.shed_factor)
+
+    @property
+    def retry_after_s(self) -> int:
+        """When the best candidate should have worked off what makes it miss the SLO: whole seconds, at least 1."""
+        late_us = (earliest_ttft_us(self.results) or 0) - self.slo.ttft_ms * 1_000
+        return max(1, ceil(late_us / 1e6))
+
     def explain(self) -> str:
         lines = [f"prompt of {self.input_tokens} tokens", *(result.explain() for result in self.results)]
-        if self.left_out:
-            lines.append(f"left out, not serving prompts now: {', '.join(self.left_out)}")
+        lines += self.notes()
         return "\n  ".join(lines)
+
+    def notes(self) -> list[str]:
+        """What is to be said besides costs: the advice, and who was left out."""
+        notes = []
+        if self.results and self.advice is not Advice.GO:
+            notes.append(f"advice: {self.advice.value}; every candidate has no room or misses the SLO")
+        if self.left_out:
+            told = [f"{id} ({why})" for id, why in islice(self.left_out.items(), MOST_TOLD)]
+            more = len(self.left_out) - len(told)
+            notes.append(f"left out: {', '.join(told)}{f' and {more} more' if more else ''}")
+        return notes
+
+    def explanation(self, most: int | None = None) -> dict[str, Any]:
+        """The same as plain data; of at most so many candidates."""
+        return {
+            "input_tokens": self.input_tokens,
+            "advice": self.advice.value,
+            "slo": {"ttft_ms": self.slo.ttft_ms, "tpot_ms": self.slo.tpot_ms},
+            "candidates": [result.explanation() for result in self.results[:most]],
+            "left_out": dict(self.left_out),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +170,16 @@ class Chosen:
         return self.basis.value
 
     @property
+    def advice(self) -> Advice:
+        """What to do with the request: see `Ranking.advice`."""
+        return self.ranking.advice
+
+    @property
+    def retry_after_s(self) -> int:
+        """For a request that is refused: see `Ranking.retry_after_s`."""
+        return self.ranking.retry_after_s
+
+    @property
     def source(self) -> str | None:
         return self.result.source
 
@@ -145,12 +203,29 @@ class Chosen:
         if others:
             more = others[0].score_us - self.result.score_us
             lines.append(f"next, {abs(more)} us {'more' if more >= 0 else 'less'}: {others[0].explain()}")
-        return "\n  ".join(lines)
+        return "\n  ".join([*lines, *self.ranking.notes()])
+
+    def explanation(self, most: int | None = None) -> dict[str, Any]:
+        """The choice and its ranking as plain data; of at most so many candidates."""
+        return {
+            "worker": self.worker_id,
+            "url": self.url,
+            "headers": dict(self.headers),
+            "role": self.role.value,
+            "source": self.source,
+            "by": self.mode,
+            "why": self.why,
+            "would_be": self.would_be,
+            "score_us": self.score_us,
+            "predicted_cached_tokens": self.predicted_cached_tokens,
+            "unconfirmed_tokens": self.unconfirmed_tokens,
+            **self.ranking.explanation(most),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice(Chosen):
-    """What `RouterClient` chose. `reservation` is there while it is booked, `feedback` where rates are learned."""
+    """What `RouterClient` chose. `reservation` is there while it is booked."""
 
     reservation: Reservation | None = field(default=None, compare=False)
     feedback: Feedback | None = field(default=None, compare=False)

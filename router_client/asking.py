@@ -7,10 +7,11 @@ from kvatlas.cost import CostProfile
 from kvatlas.reservations import STEP_BLOCKS, Ask, Offer, StepChain
 from kvatlas.reservations.weigh import worth_us
 from router_client.chain import PromptChain
+from router_client.limits import limits_of
 from router_client.pool import Candidate
 from router_client.prompt import Prompt
 from router_client.ranking import Prospect
-from router_client.settings import BookingSettings
+from router_client.settings import BookingSettings, RouterSettings
 
 USUAL_BLOCK_SIZE = 16
 
@@ -20,15 +21,16 @@ def ask_of(
     prospects: Sequence[Prospect],
     chains: Mapping[int, PromptChain],
     profile: CostProfile,
-    settings: BookingSettings,
+    settings: RouterSettings,
 ) -> Ask:
     """Offers in the order of `prospects`. `chains`: what was hashed so far, by block size; more is hashed as needed.
 
     Raises InvalidValue for a token id that is not one.
     """
+    booking = settings.booking
     cut: dict[int, int] = {}
     steps: list[StepChain] = []
-    if settings.prefixes_in_flight:
+    if booking.reservations and booking.prefixes_in_flight:
         usual = _usual_block_size(prompt, prospects)
         for size in {p.candidate.block_size or usual for p in prospects}:
             if prompt.input_tokens >= size * STEP_BLOCKS:
@@ -39,8 +41,8 @@ def ask_of(
                     steps.append(made)
     else:
         usual = USUAL_BLOCK_SIZE
-    offers = [_offer(prompt, p, p.candidate.block_size or usual, cut, profile, settings) for p in prospects]
-    return Ask(offers, steps, settings.again_factor)
+    offers = [_offer(prompt, p, p.candidate.block_size or usual, cut, profile, booking) for p in prospects]
+    return Ask(offers, steps, booking.again_factor, limits=limits_of(prompt, prospects, settings.limits))
 
 
 def _offer(
@@ -69,7 +71,7 @@ def _offer(
         cached_tokens=prospect.cached_tokens,
         limit_tokens=max(0, limit),
         lost_tokens=rule.dropped_blocks * block_size,
-        base_us=base.score_us,
+        base_us=base.score_us + prospect.surcharge_us,
         work_us=work_us,
         prices=prices,
         believed_us=round((settings.predicted_s if silent else settings.confirm_s) * 1e6),

@@ -1,8 +1,10 @@
 """The router client: asks the index who holds a prompt, prices every worker of the pool, books the cheapest."""
 
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -15,7 +17,7 @@ from kvatlas.reservations import MemoryReservations, RedisReservations, Reservat
 from kvatlas.store import open_store
 from kvatlas.telemetry import decision_span, describe_decision, observe
 from kvatlas.tiers import Tier
-from router_client.answers import RANK_HEADER, Choice, PromptOverlap, Ranking, WorkerOverlap
+from router_client.answers import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_to
 from router_client.counters import RouterCounters
 from router_client.deciding import Decider, Decision
 from router_client.errors import NoWorkers
@@ -25,11 +27,13 @@ from router_client.learning import RateLearner
 from router_client.leases import Leases
 from router_client.lookup import NOTHING, HeldPrefix, look_up
 from router_client.lookup import OverlapIndex as OverlapIndex
-from router_client.pool import Pool
 from router_client.prompt import Prompt
 from router_client.settings import RouterSettings
 
 Request = Prompt | RequestHints | RequestShape
+
+MOST_TRACED = 8
+"""So many candidates of a choice are told in a trace."""
 
 
 class RouterClient:
@@ -106,11 +110,11 @@ class RouterClient:
     @property
     def load_only(self) -> bool:
         """The kill switch: True, and choices are made by load alone, without the index. May be set at any time."""
-        return self._decider.load_only
+        return self._decider.sight.load_only
 
     @load_only.setter
     def load_only(self, on: bool) -> None:
-        self._decider.load_only = on
+        self._decider.sight.load_only = on
 
     async def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
         """Every worker of the scope's pool by id, also those that get no requests now; as last read where the store
@@ -137,7 +141,7 @@ class RouterClient:
         with decision_span("rank", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
             decision = await self._decider.rank(prompt)
             describe_decision(span, candidates=len(decision.results))
-        return Ranking(prompt.input_tokens, decision.results, decision.pool.left_out)
+        return self._ranking(prompt, decision)
 
     async def pick(self, request: Request, *, avoid: Collection[str] = ()) -> Choice:
         """The worker that `route` would book now; nothing is booked. Raises NoWorkers."""
@@ -174,39 +178,46 @@ class RouterClient:
             decision = await self._decider.decide(prompt, avoid, book=book)
             if not decision.results:
                 self.counters.no_workers += 1
-                raise NoWorkers(_why_none(prompt, decision.pool, avoid))
-            result, record = decision.result, decision.pool.records[decision.worker_id]
+                raise NoWorkers(why_none(prompt, decision.pool.left_out))
+            choice = self._choice(prompt, decision)
+            result = choice.result
             describe_decision(
                 span,
                 worker_id=result.worker_id,
                 required_blocks=result.required_blocks,
                 overlap_blocks=result.overlap_blocks,
                 candidates=len(decision.results),
-                applied=[record.trace],
+                applied=[decision.pool.records[result.worker_id].trace],
             )
             if span.is_recording():
                 span.set_attribute("kvatlas.usable_tokens", result.usable_tokens)
                 span.set_attribute("kvatlas.cost_us", result.score_us)
                 span.set_attribute("kvatlas.basis", decision.basis.value)
+                span.set_attribute("kvatlas.explanation", json.dumps(choice.explanation(MOST_TRACED)))
                 if decision.would_be is not None:
                     span.set_attribute("kvatlas.would_be", decision.would_be)
         self._count(decision, (time.perf_counter_ns() - started_ns) // 1_000)
-        endpoint = record.endpoint
-        headers = {} if endpoint.dp_rank is None else {RANK_HEADER: str(endpoint.dp_rank)}
-        ranking = Ranking(prompt.input_tokens, decision.results, decision.pool.left_out)
+        return choice
+
+    def _choice(self, prompt: Prompt, decision: Decision) -> Choice:
+        endpoint = decision.pool.records[decision.worker_id].endpoint
         return Choice(
-            result.worker_id,
+            endpoint.id,
             endpoint.url,
-            headers,
+            headers_to(endpoint),
             endpoint.role,
-            result,
-            ranking,
+            decision.result,
+            self._ranking(prompt, decision),
             decision.basis,
             decision.why,
             decision.would_be,
             decision.reservation,
-            self._learner.feedback(prompt.scope.pool_id, decision.results, result),
+            self._learner.feedback(prompt.scope.pool_id, decision.results, decision.result),
         )
+
+    def _ranking(self, prompt: Prompt, decision: Decision) -> Ranking:
+        shed_factor = self.settings.limits.shed_factor
+        return Ranking(prompt.input_tokens, decision.results, decision.pool.left_out, prompt.slo, shed_factor)
 
     def _count(self, decision: Decision, us: int) -> None:
         counters, result = self.counters, decision.result
@@ -260,11 +271,11 @@ def _nearest(worker: WorkerOverlap) -> tuple[int, int, str]:
     return -worker.usable_tokens - worker.predicted_tokens, -worker.resident_tokens, worker.worker_id
 
 
-def _why_none(prompt: Prompt, known: Pool, avoid: Collection[str]) -> str:
+def why_none(prompt: Prompt, left_out: Mapping[str, str]) -> str:
+    """One line: why nobody may get a prompt."""
     scope = prompt.scope
     pool = f"pool {scope.pool_id} (model {scope.model_id}, tokenizer {scope.tokenizer_id})"
-    if not known.left_out:
+    if not left_out:
         return f"{pool} has no workers; is a publisher running for this model and tokenizer?"
-    if avoid:
-        return f"{pool}: no worker is left, {len(avoid)} are to be avoided of {len(known.records)}"
-    return f"{pool} has no worker that serves prompts now; not serving: {', '.join(known.left_out[:8])}"
+    told = ", ".join(f"{id} ({why})" for id, why in islice(left_out.items(), 8))
+    return f"{pool}: no worker is left of {len(left_out)}: {told}"

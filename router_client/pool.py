@@ -1,20 +1,22 @@
 """A pool as ranking needs it: worked out once for each reading of its records, not for each request."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.cost.plan import Load, mean_load
-from kvatlas.fleet import EngineEndpoint, EngineState, FleetRecord, Liveness, Role
+from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, ForwardPassMetrics, Liveness, Role
 from kvatlas.reuse import ReuseRule, ReuseRules
 
 Group = tuple[int, int]
 """Workers that cut blocks alike: (block size, granularity)."""
 
 
-def may_get(record: FleetRecord) -> bool:
-    """May this worker get a prompt now?"""
-    return record.routable and record.endpoint.role is not Role.DECODE
+def why_unable(record: FleetRecord) -> str | None:
+    """Why a worker gets no requests now, in a few words; None where it may."""
+    if record.liveness is not Liveness.ALIVE:
+        return "it is not heard of"
+    return None if record.state is EngineState.UP else f"its engine is {record.state.value}"
 
 
 def may_give(record: FleetRecord) -> bool:
@@ -25,7 +27,7 @@ def may_give(record: FleetRecord) -> bool:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A worker that may get a prompt. `block_size` 0: it has announced nothing yet. `load`: told, or the pool's mean.
-    `total_blocks`: of its cache, 0 where it does not tell."""
+    `total_blocks`: of its cache; `slots`: requests that it runs at once; 0 where it does not tell."""
 
     endpoint: EngineEndpoint
     block_size: int
@@ -33,6 +35,7 @@ class Candidate:
     load: Load
     load_known: bool
     total_blocks: int = 0
+    slots: int = 0
 
     @property
     def id(self) -> str:
@@ -43,15 +46,21 @@ class Candidate:
 class Pool:
     """One reading of a pool.
 
-    `candidates` and `left_out` (ids) are sorted by id; `groups` has every worker that announces blocks; `givers` are
-    those whose copies others may read, if they share a transfer group. `profile`: what prices them now.
+    `candidates` may get whole requests: those that compute prompts and answers; only where there are none, those that
+    compute prompts alone and can do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` get
+    nothing now, `left_out` are all that are no candidates; both with the reason, by id. All are sorted by id. `groups`
+    has every worker that announces blocks; `givers` are those whose copies others may read, if they share a transfer
+    group. `profile`: what prices them now.
     """
 
     records: Mapping[str, FleetRecord]
     candidates: tuple[Candidate, ...]
-    left_out: tuple[str, ...]
+    left_out: Mapping[str, str]
     groups: Mapping[Group, frozenset[str]]
     givers: tuple[EngineEndpoint, ...]
+    prefillers: tuple[Candidate, ...] = ()
+    decoders: tuple[Candidate, ...] = ()
+    unable: Mapping[str, str] = field(default_factory=dict)
     profile: CostProfile = field(default_factory=EngineProfile)
 
     @classmethod
@@ -61,32 +70,85 @@ class Pool:
         applying = rules or ReuseRules()
         groups: dict[Group, set[str]] = {}
         givers: list[EngineEndpoint] = []
-        able: list[tuple[EngineEndpoint, Load | None, int]] = []
-        left_out: list[str] = []
+        by_role: dict[Role, list[FleetRecord]] = {role: [] for role in Role}
+        unable: dict[str, str] = {}
         for id, record in sorted(records.items()):
             endpoint = record.endpoint
             if endpoint.block_size is not None:
                 groups.setdefault((endpoint.block_size, endpoint.granularity), set()).add(id)
                 if endpoint.transfer_groups and may_give(record):
                     givers.append(endpoint)
-            if may_get(record):
-                load = Load.of(record.load, endpoint.block_size or 1) if record.load else None
-                able.append((endpoint, load, record.load.forward_pass.total_kv_blocks if record.load else 0))
+            if (why := why_unable(record)) is None:
+                by_role[endpoint.role].append(record)
             else:
-                left_out.append(id)
-        mean = mean_load([load for _, load, _ in able if load is not None])
-        candidates = tuple(
-            Candidate(endpoint, endpoint.block_size or 0, applying.of(endpoint), load or mean, load is not None, blocks)
-            for endpoint, load, blocks in able
+                unable[id] = why
+        able = by_role[Role.BOTH] or [r for r in by_role[Role.PREFILL] if serves_whole(r.endpoint)]
+        wanted = {record.endpoint.id for record in able}
+        others = {
+            record.endpoint.id: f"it only computes {what}"
+            for role, what in ((Role.PREFILL, "prompts"), (Role.DECODE, "answers"))
+            for record in by_role[role]
+            if record.endpoint.id not in wanted
+        }
+        decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
+        return cls(
+            records,
+            _candidates(able, applying),
+            dict(sorted({**unable, **others}.items())),
+            {k: frozenset(ids) for k, ids in groups.items()},
+            tuple(givers),
+            _candidates(by_role[Role.PREFILL], applying),
+            _candidates(decoders, applying),
+            unable,
+            profile or EngineProfile(),
         )
-        cut_alike = {group: frozenset(ids) for group, ids in groups.items()}
-        prices = profile or EngineProfile()
-        return cls(records, candidates, tuple(left_out), cut_alike, tuple(givers), prices)
 
-    def without(self, avoid: Collection[str]) -> "Pool":
-        """The same without these candidates."""
+    def narrowed(self, why_not: Callable[[EngineEndpoint], str | None]) -> "Pool":
+        """The same without the workers that there is a reason against."""
+        reasons = {
+            id: why
+            for id, record in self.records.items()
+            if id not in self.unable and (why := why_not(record.endpoint)) is not None
+        }
+        if not reasons:
+            return self
+
+        def left(some: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+            return tuple(candidate for candidate in some if candidate.id not in reasons)
+
         return replace(
             self,
-            candidates=tuple(candidate for candidate in self.candidates if candidate.id not in avoid),
-            left_out=tuple(sorted({*self.left_out, *(c.id for c in self.candidates if c.id in avoid)})),
+            candidates=left(self.candidates),
+            left_out=dict(sorted({**self.left_out, **reasons}.items())),
+            prefillers=left(self.prefillers),
+            decoders=left(self.decoders),
+            unable=dict(sorted({**self.unable, **reasons}.items())),
         )
+
+    def without(self, avoid: Collection[str]) -> "Pool":
+        """The same without these workers."""
+        return self.narrowed(lambda endpoint: "it is to be avoided" if endpoint.id in avoid else None)
+
+
+def serves_whole(worker: EngineEndpoint) -> bool:
+    """Can a worker compute both prompt and answer, whatever its role?
+
+    An SGLang server started for one of them (`--disaggregation-mode`) waits for a partner; others can do both.
+    """
+    return worker.role is Role.BOTH or worker.kind is not EngineKind.SGLANG
+
+
+def _candidates(records: Sequence[FleetRecord], rules: ReuseRules) -> tuple[Candidate, ...]:
+    loads = [Load.of(r.load, r.endpoint.block_size or 1) if r.load else None for r in records]
+    mean = mean_load([load for load in loads if load is not None])
+    made = []
+    for record, load in zip(records, loads, strict=True):
+        endpoint = record.endpoint
+        told = record.load.forward_pass if record.load else ForwardPassMetrics()
+        rule, size = rules.of(endpoint), endpoint.block_size or 0
+        made.append(
+            Candidate(
+                endpoint, size, rule, load or mean, load is not None, told.total_kv_blocks, told.total_request_slots
+            )
+        )
+    return tuple(made)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from kvatlas.errors import InvalidValue
@@ -18,6 +18,7 @@ from kvatlas.request import (
     Slo,
 )
 from router_client.chain_memory import ChainMemory
+from router_client.selector import Selector
 
 _HASH = re.compile(r"[0-9A-Fa-f]{16}")
 
@@ -30,7 +31,8 @@ class Prompt:
     each) are of one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids
     alone, has one entry a block, so it fits workers of one block size. `block_bytes`: KV bytes of `block_size` tokens,
     for workers whose fleet record does not say; 0 for unknown. `memory`: where the hash chains of token ids are kept for
-    the next turn of a conversation; without one each prompt is hashed anew.
+    the next turn of a conversation; without one each prompt is hashed anew. `session_id`: requests of one session keep
+    their worker, where the router's settings say so. `select`: which workers may get it.
     """
 
     scope: Scope
@@ -44,6 +46,8 @@ class Prompt:
     slo: Slo = DEFAULT_SLO
     id: str | None = None
     memory: ChainMemory | None = field(default=None, compare=False, repr=False)
+    session_id: str | None = None
+    select: Selector | None = None
 
     @classmethod
     def of_tokens(
@@ -56,6 +60,8 @@ class Prompt:
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
         memory: ChainMemory | None = None,
+        session_id: str | None = None,
+        select: Selector | None = None,
     ) -> Self:
         """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1).
 
@@ -63,7 +69,18 @@ class Prompt:
         prompt is hashed only as far as it matches.
         """
         pack_tokens(tokens[:1])
-        return cls(scope, len(tokens), tokens, None, None, extra_keys, output_tokens, 0, slo, id, memory)
+        return cls(
+            scope,
+            len(tokens),
+            tokens,
+            extra_keys=extra_keys,
+            output_tokens=output_tokens,
+            slo=slo,
+            id=id,
+            memory=memory,
+            session_id=session_id,
+            select=select,
+        )
 
     @classmethod
     def of_hashes(
@@ -106,8 +123,12 @@ class Prompt:
         size = hints.block_tokens or known.block_tokens
         if hints.token_ids is not None and hints.block_hashes is None:
             tokens = hints.token_ids
-            return cls(scope, len(tokens), tokens, None, size, None, output, block_bytes, hints.slo, hints.request_id)
-        return cls.of_shape(hints.to_shape(known), block_size=size, block_bytes=block_bytes)
+            made = cls(scope, len(tokens), tokens, None, size, None, output, block_bytes, hints.slo, hints.request_id)
+        else:
+            made = cls.of_shape(hints.to_shape(known), block_size=size, block_bytes=block_bytes)
+        narrows = hints.labels or hints.allow is not None or hints.deny
+        select = Selector(hints.labels, hints.allow, hints.deny) if narrows else None
+        return replace(made, session_id=hints.session_id, select=select)
 
     @classmethod
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:

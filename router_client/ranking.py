@@ -15,7 +15,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvatlas.cost.plan import Cost, CostProfile, Load, Piece, Plan, TermKind
 from kvatlas.fleet import EngineEndpoint
-from kvatlas.request import SelectionResult
+from kvatlas.limits import NO_ROOM, Over, level
+from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Weighed
 from kvatlas.reservations.weigh import worth_us
 from kvatlas.tiers import Tier
@@ -25,6 +26,15 @@ from router_client.prompt import Prompt
 
 IN_FLIGHT = TermKind("in_flight", "tokens")
 AGAIN = TermKind("again", "tokens")
+SLO = TermKind("slo", "us missed")
+
+
+class Surcharge(NamedTuple):
+    """What a router's policy adds to a worker's cost: see `router_client.surcharges`."""
+
+    kind: TermKind
+    us: int
+    amount: int
 
 
 class Prospect(NamedTuple):
@@ -42,6 +52,8 @@ class Prospect(NamedTuple):
     usable: int
     source: str | None
     transferred: int
+    surcharges: tuple[Surcharge, ...] = ()
+    surcharge_us: int = 0
 
     @property
     def id(self) -> str:
@@ -71,22 +83,42 @@ def rank(
 
 
 def prospects(
-    prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix], profile: CostProfile, *, fingerprint: bytes = b""
+    prompt: Prompt,
+    pool: Pool,
+    held: Mapping[str, HeldPrefix],
+    profile: CostProfile,
+    *,
+    fingerprint: bytes = b"",
+    candidates: Sequence[Candidate] | None = None,
 ) -> list[Prospect]:
-    """Every candidate, in the order in which ties go."""
+    """Every candidate (absent: the pool's), in the order in which ties go."""
     sources = _Sources(pool, held) if pool.givers else None
-    order = sorted(pool.candidates, key=lambda candidate: -rendezvous(fingerprint, candidate.id))
+    some = pool.candidates if candidates is None else candidates
+    order = sorted(some, key=lambda candidate: -rendezvous(fingerprint, candidate.id))
     return [_prospect(prompt, candidate, held, profile, sources) for candidate in order]
+
+
+class Judging(NamedTuple):
+    """What is added to a result's cost, and what it is held to: as the ask was (`kvatlas.reservations.Ask`)."""
+
+    slo: Slo = DEFAULT_SLO
+    again_factor: float = 0.0
+    slo_factor: float = 0.0
+    slo_filters: bool = False
+
+
+JUDGING = Judging()
 
 
 class Ranked(Sequence[SelectionResult]):
     """Prospects with their load, cheapest first.
 
     Where it is known which one is `chosen`, that is the first (the store's arithmetic may differ by a rounding), and the
-    others are priced only when somebody looks at them: a router reads one of hundreds.
+    others are priced only when somebody looks at them: a router reads one of hundreds. Those that are left out for a
+    limit come last.
     """
 
-    __slots__ = ("_again_factor", "_all", "_chosen", "_first", "_found", "_profile", "_weighed")
+    __slots__ = ("_all", "_chosen", "_first", "_found", "_judging", "_profile", "_weighed")
 
     def __init__(
         self,
@@ -95,13 +127,13 @@ class Ranked(Sequence[SelectionResult]):
         profile: CostProfile,
         *,
         chosen: int | None = None,
-        again_factor: float = 0.0,
+        judging: Judging = JUDGING,
     ) -> None:
         self._found = found
         self._weighed = weighed
         self._profile = profile
         self._chosen = chosen
-        self._again_factor = again_factor
+        self._judging = judging
         self._first = None if chosen is None else self._price(chosen)
         self._all: tuple[SelectionResult, ...] | None = None
 
@@ -130,15 +162,18 @@ class Ranked(Sequence[SelectionResult]):
     def _ranked(self) -> tuple[SelectionResult, ...]:
         if self._all is None:
             results = [self._price(i) for i in range(len(self._found))]
-            order = sorted(range(len(results)), key=lambda i: (i != self._chosen, results[i].score_us))
+            filters = self._judging.slo_filters
+            levels = [level(result.over, slo_filters=filters) for result in results]
+            order = sorted(range(len(results)), key=lambda i: (i != self._chosen, levels[i], results[i].score_us))
             self._all = tuple(results[i] for i in order)
         return self._all
 
     def _price(self, i: int) -> SelectionResult:
-        return _result(self._found[i], self._weighed[i], self._profile, self._again_factor)
+        return result_of(self._found[i], self._weighed[i], self._profile, self._judging)
 
 
-def _result(found: Prospect, seen: Weighed, profile: CostProfile, again_factor: float) -> SelectionResult:
+def result_of(found: Prospect, seen: Weighed, profile: CostProfile, judging: Judging) -> SelectionResult:
+    """A prospect with its load, priced."""
     plan, cached = found.plan, found.cached_tokens
     pieces, predicted = plan.pieces, 0
     if seen.predicted_tokens:
@@ -151,7 +186,16 @@ def _result(found: Prospect, seen: Weighed, profile: CostProfile, again_factor: 
     if seen.again_tokens:
         prices, known = profile.prices(plan), cached + predicted
         more_us = worth_us(prices, known + seen.again_tokens) - worth_us(prices, known)
-        cost = cost.plus(AGAIN, again_factor * more_us, seen.again_tokens)
+        cost = cost.plus(AGAIN, judging.again_factor * more_us, seen.again_tokens)
+    over = seen.over & NO_ROOM
+    if cost.ttft_us is not None and cost.ttft_us > judging.slo.ttft_ms * 1_000:
+        over |= Over.TTFT
+    if cost.tpot_us is not None and plan.output_tokens and cost.tpot_us > judging.slo.tpot_ms * 1_000:
+        over |= Over.TPOT
+    if seen.missed_us and judging.slo_factor:
+        cost = cost.plus(SLO, judging.slo_factor * seen.missed_us, round(seen.missed_us))
+    for kind, us, amount in found.surcharges:
+        cost = cost.plus(kind, us, amount)
     return SelectionResult(
         found.id,
         found.required_blocks,
@@ -163,6 +207,7 @@ def _result(found: Prospect, seen: Weighed, profile: CostProfile, again_factor: 
         found.transferred,
         seen.load_known,
         predicted,
+        Over(over),
         plan=priced,
     )
 

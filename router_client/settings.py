@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
 from typing import Protocol
 
 from kvatlas.cost import CostProfile, EngineProfile
+from kvatlas.errors import InvalidValue
 from kvatlas.fleet import EngineEndpoint
 from kvatlas.request import Fallbacks
 from kvatlas.reuse import ReuseRules
 from router_client.fleet import MAX_AGE_MS
 from router_client.prompt import Prompt
+from router_client.selector import Selector
 
 
 class Policy(Protocol):
@@ -43,6 +47,30 @@ class BookingSettings:
     predicted_capacity_blocks: int = 4_096
 
 
+class SloMode(StrEnum):
+    """What an SLO does to a choice. `TOLD`: nothing, but answers say where it is missed. `PENALTY`: what is missed of it
+    costs. `FILTER`: a worker that misses it is left out, unless all do."""
+
+    TOLD = "told"
+    PENALTY = "penalty"
+    FILTER = "filter"
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSettings:
+    """Which workers are left out, as long as others are not.
+
+    `room`: those that tell that their request slots are taken, or that their free KV can't hold the prompt's new tokens.
+    `slo`: those that would miss the request's SLO, by mode; `slo_factor`: what a microsecond of missing costs where it is
+    a penalty. `shed_factor`: by how many times all must exceed the SLO's time to the first token for the advice to shed.
+    """
+
+    room: bool = True
+    slo: SloMode = SloMode.TOLD
+    slo_factor: float = 1.0
+    shed_factor: float = 4.0
+
+
 @dataclass(frozen=True, slots=True)
 class LearningSettings:
     """Whether rates are learned from finished requests (profile `engine` alone), and shared every `every_s`."""
@@ -59,6 +87,10 @@ class RouterSettings:
     before it falls open (None: as long as it takes). `load_only`: the index is not asked at all. `follow`: another policy
     decides, and what would have been chosen is only recorded. `seed`: another one breaks ties otherwise. `router_id`
     names this router's lease; absent: made at random.
+
+    `limits`: who is left out for want of room or time. `select`: which workers may get requests at all; a request may
+    narrow it further (`Prompt.select`). `session_us`: what it costs to leave a session's worker; 0: sessions have none.
+    `temperature`: 0 chooses the cheapest; above, dearer ones get requests too (`router_client.surcharges`).
     """
 
     profile: CostProfile = field(default_factory=EngineProfile)
@@ -72,6 +104,15 @@ class RouterSettings:
     follow: Policy | None = None
     seed: int = 0
     router_id: str | None = None
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    select: Selector | None = None
+    session_us: float = 0.0
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("session_us", "temperature"):
+            if not 0 <= getattr(self, name) < inf:
+                raise InvalidValue(f"router setting {name} is {getattr(self, name)}; expected 0 or more")
 
 
 class RoundRobin:

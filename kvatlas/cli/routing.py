@@ -9,9 +9,8 @@ from kvatlas.cli.output import print_json, print_table
 from kvatlas.cli.running import run_query, tell
 from kvatlas.cli.tokens import read_tokens
 from kvatlas.cost import CostProfile, EngineProfile, QuillcacheProfile
-from kvatlas.request import SelectionResult
 from kvatlas.settings import PromptSettings
-from router_client import Choice, Prompt, PromptOverlap, RouterClient, RouterSettings, WorkerOverlap
+from router_client import Prompt, PromptOverlap, RouterClient, RouterSettings, WorkerOverlap
 
 TokensFlag = Annotated[
     str,
@@ -74,7 +73,7 @@ async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> Non
     ) as router:
         choice = await router.pick(prompt)
     if as_json:
-        print_json(_choice_jsonable(choice))
+        print_json(choice.explanation())
         return
     print_table(
         f"{choice.worker_id} at {choice.url or '(no address)'}",
@@ -120,38 +119,4 @@ def _worker_jsonable(worker: WorkerOverlap) -> dict[str, Any]:
         "routable": worker.routable,
         "events": worker.events,
         "predicted_tokens": worker.predicted_tokens,
-    }
-
-
-def _choice_jsonable(choice: Choice) -> dict[str, Any]:
-    return {
-        "worker": choice.worker_id,
-        "url": choice.url,
-        "headers": dict(choice.headers),
-        "role": choice.role.value,
-        "source": choice.source,
-        "score_us": choice.cost.score_us,
-        "predicted_cached_tokens": choice.predicted_cached_tokens,
-        "unconfirmed_tokens": choice.unconfirmed_tokens,
-        "input_tokens": choice.ranking.input_tokens,
-        "candidates": [_result_jsonable(result) for result in choice.ranking],
-        "left_out": list(choice.ranking.left_out),
-    }
-
-
-def _result_jsonable(result: SelectionResult) -> dict[str, Any]:
-    return {
-        "worker": result.worker_id,
-        "required_blocks": result.required_blocks,
-        "overlap_blocks": result.overlap_blocks,
-        "resident_tokens": result.resident_tokens,
-        "usable_tokens": result.usable_tokens,
-        "transferred_tokens": result.transferred_tokens,
-        "predicted_tokens": result.predicted_tokens,
-        "source": result.source,
-        "load_known": result.load_known,
-        "score_us": result.score_us,
-        "terms": [
-            {"name": term.name, "us": term.us, "amount": term.amount, "unit": term.unit} for term in result.terms
-        ],
     }

@@ -120,9 +120,11 @@ async def test_no_worker_is_one_clear_line() -> None:
 async def test_workers_that_do_not_serve_are_named() -> None:
     records = pool(worker("w1", state=EngineState.ASLEEP), worker("w2", liveness=Liveness.LOST))
     router = RouterClient(MemoryIndex(), StaticFleet(records))
-    with pytest.raises(NoWorkers, match="not serving: w1, w2"):
+    with pytest.raises(
+        NoWorkers, match=r"no worker is left of 2: w1 \(its engine is asleep\), w2 \(it is not heard of\)"
+    ):
         await router.pick(PROMPT)
-    assert (await router.rank(PROMPT)).left_out == ("w1", "w2")
+    assert (await router.rank(PROMPT)).left_out == {"w1": "its engine is asleep", "w2": "it is not heard of"}
 
 
 async def test_another_models_workers_are_no_candidates() -> None:

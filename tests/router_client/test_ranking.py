@@ -63,7 +63,10 @@ def naive(
         return len(tokens), -max(tokens)
 
     loads = {id: Load.of(r.load, r.endpoint.block_size or 1) for id, r in workers.items() if r.load is not None}
-    candidates = [id for id, r in workers.items() if r.routable and r.endpoint.role is not Role.DECODE]
+    able = {id: r.endpoint for id, r in workers.items() if r.routable}
+    candidates = [id for id, worker in able.items() if worker.role is Role.BOTH] or [
+        id for id, worker in able.items() if worker.role is Role.PREFILL and worker.kind is not EngineKind.SGLANG
+    ]
     known = [loads[id] for id in candidates if id in loads]
     mean = Load(
         *(
