@@ -132,31 +132,25 @@ class AnswerReport(WireRecord):
     counts: AnswerCounts = Field(default_factory=AnswerCounts)
     example: str = ""
 
-    def findings(self) -> list[str]:
-        """What somebody should look at, a line each; empty where nothing is."""
-        counts, lines = self.counts, []
+    def findings(self) -> list[tuple[str, str]]:
+        """What somebody should look at, and what to do, a pair of lines each; empty where nothing is."""
+        counts, found = self.counts, []
         if counts.prompts_differ:
             total = counts.prompts_equal + counts.prompts_differ
-            lines.append(
-                f"the tokenizer is not the engine's: {counts.prompts_differ} of {total} prompts differ, the last had "
-                f"{self.example}; check its files and the chat template, or ask the engine (--tokenizer engine)"
-            )
+            line = f"the tokenizer is not the engine's: {counts.prompts_differ} of {total} prompts differ"
+            line += f", the last had {self.example}"
+            found.append((line, "check its files and the chat template, or ask the engine (--tokenizer engine)"))
         deviating = counts.by_deviation
         told = counts.cached_equal + sum(deviating.values())
         if counts.cached_untold and not told:
-            lines.append(
-                "engines don't tell cached tokens: start vLLM with --enable-prompt-tokens-details, SGLang with "
-                "--enable-cache-report"
-            )
+            advice = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
+            found.append(("engines don't tell cached tokens", advice))
         deviating.pop(Deviation.OTHER_TOKENS)  # said above
-        if told >= ENOUGH_ANSWERS and sum(deviating.values()) > WRONG_SHARE * told:
+        if told >= ENOUGH_ANSWERS and sum(deviating.values()) >= WRONG_SHARE * told:
             parts = ", ".join(f"{MEANING[why]}: {number}" for why, number in deviating.items() if number)
-            most = max(deviating, key=lambda why: deviating[why])
-            lines.append(
-                f"{sum(deviating.values())} of {told} answers had other cached tokens than predicted ({parts}); "
-                f"{_ADVICE[most]}"
-            )
-        return lines
+            line = f"{sum(deviating.values())} of {told} answers had other cached tokens than predicted ({parts})"
+            found.append((line, _ADVICE[max(deviating, key=lambda why: deviating[why])]))
+        return found
 
 
 _ADVICE = {

@@ -113,6 +113,15 @@ class Settings(ProcessSettings):
     )
 
 
+class DoctorSettings(Settings):
+    """One examination."""
+
+    wait: bool = Field(
+        default=False, description="Try an unreachable server again with back-off; without it that is a finding."
+    )
+    listen_s: float = Field(default=2.5, gt=0, description="Seconds to listen to workers' heartbeats, one a second.")
+
+
 class UpSettings(ProcessSettings):
     """Everything on one machine."""
 

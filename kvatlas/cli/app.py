@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "kvatlas.cli.export:export",
     "workers": "kvatlas.cli.workers:workers",
     "audit": "kvatlas.cli.audit:audit",
+    "doctor": "kvatlas.cli.doctor:doctor",
     "overlap": "kvatlas.cli.routing:overlap",
     "route": "kvatlas.cli.routing:route",
 }

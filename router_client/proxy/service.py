@@ -4,6 +4,8 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from secrets import token_hex
+from socket import gethostname
 
 import anyio
 import httpx
@@ -29,6 +31,7 @@ from router_client.settings import RoundRobin, RouterSettings
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.comparison import TokenComparison
 from router_client.tokens.engine import EngineTokenizer
+from router_client.tokens.telling import keep_telling
 from router_client.tokens.tokenizer import ThreadedTokenizer, Tokenizer
 
 _log = logging.getLogger("router_client.proxy")
@@ -71,7 +74,8 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         tokenizer = await _tokenizer(settings, stack, catalogue, asking, comparison)
         reading = ReadingSettings(settings.output_tokens, settings.salt_is_tenant)
         reader = RequestReader(catalogue, tokenizer, ChainMemory(), reading)
-        router = await stack.enter_async_context(await _router(settings, store))
+        router_id = f"{gethostname()}-{token_hex(4)}"
+        router = await stack.enter_async_context(await _router(settings, store, router_id))
         picker = ClientPicker(router)
         attempts = ExchangeSettings(settings.max_attempts, settings.ask_usage)
         exchanges = Exchanges(picker, reader, engines, comparison, counters, attempts)
@@ -81,13 +85,16 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         stack.enter_context(observe("proxy", counters))
         stack.enter_context(observe("tokens", comparison.counters))
         stack.enter_context(observe("answers", comparison.answers))
-        yield ProxyApplication(exchanges, held, reader, catalogue, comparison, counters)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(keep_telling, store, router_id, comparison)
+            yield ProxyApplication(exchanges, held, reader, catalogue, comparison, counters)
+            tasks.cancel_scope.cancel()
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):
             await stack.aclose()
 
 
-async def _router(settings: ProxySettings, store: Store) -> RouterClient:
+async def _router(settings: ProxySettings, store: Store, router_id: str) -> RouterClient:
     index = await open_redis_index(store, writer=False)
     profile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
     return RouterClient(
@@ -97,6 +104,7 @@ async def _router(settings: ProxySettings, store: Store) -> RouterClient:
             profile=profile,
             deadline_ms=settings.decision_deadline_ms,
             load_only=settings.load_only,
+            router_id=router_id,
             follow=RoundRobin() if settings.follow == "round_robin" else None,
         ),
         reservations=RedisReservations(store),

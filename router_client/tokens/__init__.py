@@ -7,6 +7,7 @@
     engine.py         the engine's own `/tokenize` (extra `router`)
     usage.py          what engines say of tokens in their answers
     comparison.py     their prompt and cached tokens beside ours
+    telling.py        the same, told to the store
 
 Importing this package needs the plain install alone; `local` and `engine` are imported by name.
 """

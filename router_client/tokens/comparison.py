@@ -48,7 +48,8 @@ class TokenComparison:
 
     def findings(self) -> list[str]:
         """What somebody should look at, a line each; empty where nothing is."""
-        lines = list(dict.fromkeys(line for report in self.reports().values() for line in report.findings()))
+        found = [pair for report in self.reports().values() for pair in report.findings()]
+        lines = [f"{line}; {advice}" for line, advice in dict.fromkeys(found)]
         counters = self.counters
         without = counters.late + counters.busy + counters.failed
         if without > counters.tokenized // 20:

@@ -20,6 +20,7 @@ IN_SCOPE = {
     "export",
     "workers",
     "audit",
+    "doctor",
     "overlap",
     "route",
 }
