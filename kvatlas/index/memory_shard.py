@@ -29,6 +29,7 @@ class Record:
     loading: int = -1
     bad: bool = False
     closed: bool = False
+    oom: bool = False
     want: tuple[int, int] = (0, -1)
     chunks: int = 0
 
@@ -75,6 +76,8 @@ class MemoryShard:
         self.retired: dict[int, None] = {}
         self.positions: dict[int, Position] = {}
         self.counts = Counts()
+        self.full = False
+        """As a store that has no memory left: what it should store closes the worker."""
         self._free: list[int] = []
         self._next = 0
 
@@ -102,6 +105,7 @@ class MemoryShard:
             after.refused - before.refused,
             after.failed_checks - before.failed_checks,
             tuple(moved),
+            no_room=self.full,
         )
 
     def _advance(self, batch: PartitionBatch) -> bool:
@@ -126,7 +130,7 @@ class MemoryShard:
                 record.want = max(record.want, (incarnation, seq))
                 self.counts.gaps += 1
                 return
-            record.incarnation, record.bad, record.closed = incarnation, False, False
+            record.incarnation, record.bad, record.closed, record.oom = incarnation, False, False, False
         elif seq <= record.seq:
             self.counts.duplicates += 1
             return
@@ -170,6 +174,9 @@ class MemoryShard:
             return self._close(record)
         elif code == wire.REMOVED:
             self._remove(holder, event[1], Tier(event[2]), event[3])
+        elif self.full:
+            record.oom = True
+            return self._close(record)
         else:
             record.chunks += code == wire.CHUNK
             use = scopes[event[1]]
@@ -372,6 +379,7 @@ class MemoryShard:
             record.partition,
             record.bad,
             record.closed,
+            record.oom,
             want=record.want,
             answering=record.active >= 0,
             loading=record.loading >= 0,

@@ -9,7 +9,7 @@ SHAPES = {
     "short": Shape(steps=200),
     "one owner": Shape(owners=1),
     "hot": Shape(steps=500, heat=4.0),
-    "store": Shape(heat=4.0, faults="store wipe silence away late send owner"),
+    "store": Shape(heat=4.0, faults="store wipe silence away late send owner full"),
     "store, busy": Shape(engines=2, partitions=1, heat=4.0, faults="store silence owner"),
     "feed": Shape(steps=500, faults="feed poll restart crash", heat=2.0),
     "feed without polling": Shape(steps=500, faults="feed restart crash", heat=2.0),

@@ -9,7 +9,7 @@ from kvatlas.errors import Unreachable
 from kvatlas.fleet import FleetRecord
 from kvatlas.index.memory import MemoryIndex
 from kvatlas.index.memory_shard import MemoryShard
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, Scrubbed, WorkerRecord
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Room, Scrubbed, WorkerRecord
 from tests.logic.stepping import pause
 
 if TYPE_CHECKING:
@@ -34,11 +34,17 @@ class SteppedIndex(MemoryIndex):
         for _ in range(min(calls, len(self._past[shard]))):
             state = self._past[shard].pop()
         if state is not None:
+            full = self._shards[shard].full
             self._shards[shard] = pickle.loads(state)  # noqa: S301 (made here)
+            self._shards[shard].full = full
 
     def wipe(self, shard: int) -> None:
         self._shards[shard] = MemoryShard()
         self._past[shard].clear()
+
+    def fill(self, shard: int, full: bool) -> None:
+        """No memory is left, or there is some again."""
+        self._shards[shard].full = full
 
     def shard_states(self) -> list[MemoryShard]:
         return self._shards
@@ -63,7 +69,8 @@ class SteppedIndex(MemoryIndex):
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
         await self._before(shard)
         applied = await super().apply(shard, batches)
-        self.world.check()
+        self.world.stats["without room"] += sum(record.oom for record in applied.records)
+        self.world.invariants.check()
         await self._after()
         return applied
 
@@ -87,6 +94,10 @@ class SteppedIndex(MemoryIndex):
         self.world.stats["strays"] += found.strays
         await self._after()
         return found
+
+    async def room(self, shard: int) -> Room:
+        await self._before()
+        return Room(100 if self._shards[shard].full else 50, 100, False)
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
         await self._before()

@@ -143,7 +143,7 @@ class Publisher:
         outgoing = outbox.take()
         if outgoing is None:
             return
-        world.remember(self.worker_id, outgoing.payload)
+        world.invariants.remember(self.worker_id, outgoing.payload)
         if world.fault("send", 0.08):
             return
         subject = events_subject(self.worker_id, world.shape.partitions)

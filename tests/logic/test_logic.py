@@ -9,8 +9,9 @@ import random
 
 import pytest
 
+from tests.logic.invariants import Violation
 from tests.logic.shapes import SHAPES
-from tests.logic.world import Violation, World
+from tests.logic.world import World
 
 FIRST = int(os.environ.get("LOGIC_SEED", "0"))
 SEEDS = int(os.environ.get("LOGIC_SEEDS", "4"))
@@ -41,6 +42,7 @@ def test_worlds_really_meet_what_they_are_for() -> None:
             world.step()
         world.settle()
     assert sum(world.stats["retired"] for world in worlds) > 0
+    assert sum(world.stats["without room"] for world in worlds) > 0
     assert sum(world.stats["snapshots"] for world in worlds) > 4 * len(worlds)
     announced, usable = (sum(world.stats[name] for world in worlds) for name in ("announced", "usable"))
     assert announced > usable / 2 > 0

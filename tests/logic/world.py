@@ -1,34 +1,19 @@
-"""The whole world of one run: engines, publishers, a stream, owners, a store; one random move after the other.
-
-What each message says is remembered when it is first sent (`told`), and held against the index after every call:
-
-    I1  at the end the index is what the ledgers announce, which is what the engines could use or less; nothing is left of
-        retired holders
-    I2  always: a holder holds exactly what its worker's incarnation had told by the record's seq; what was told is
-        prefix-closed and was once held by that very worker, in that scope
-    I3  always: an overlap by galloping is the overlap by a full walk
-    I4  few snapshots after the faults stop
-"""
+"""The whole world of one run: engines, publishers, a stream, owners, a store; one random move after the other."""
 
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvatlas import wire
-from kvatlas.events import Checkpoint, Cleared, Message, Removed, SnapshotBegin, SnapshotEnd
-from kvatlas.hashing import HASH_BYTES
 from kvatlas.identity import partition_of, shard_of
-from kvatlas.index.holders import flags_in, number_bytes
-from kvatlas.index.memory_shard import MemoryShard, Record
-from kvatlas.tiers import tiers_of
 from tests.logic.bus import Stream
-from tests.logic.engine import ADAPTERS, Engine, Told, hash_of, path_with_hash, scope_of
+from tests.logic.engine import Engine, scope_of
+from tests.logic.invariants import Invariants, Violation
 from tests.logic.owner import Owner
 from tests.logic.store import Fleet, SteppedIndex
 from tests.logic.teller import Publisher, Saved
 
-ALL_FAULTS = "feed poll restart crash send late stream recreate store wipe owner away silence zombie clock request"
+ALL_FAULTS = "feed poll restart crash send late stream recreate store wipe owner away silence zombie clock request full"
 
 LAPS = 400
 LAP_S = 0.5
@@ -36,8 +21,6 @@ TICK_S = 3.0
 """Shorter than what an owner takes for its own sleep."""
 QUIET_LAPS = 14
 """Longer than a heartbeat of another incarnation is remembered."""
-
-Residency = frozenset[Told]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +38,17 @@ class Shape:
     faults: str = ALL_FAULTS
 
 
-class Violation(AssertionError):
-    """An invariant fell."""
-
-
-@dataclass(slots=True)
-class Incarnation:
-    """What one incarnation told: its payloads by seq, and the residency after each."""
-
-    payloads: list[bytes]
-    states: list[Residency]
-    whole: bool = False
-    """Its snapshot has ended: from then on what it tells is prefix-closed."""
-
-
 class World:
     def __init__(self, seed: int, shape: Shape) -> None:
         self.random = random.Random(seed)
         self.shape = shape
         self.on = set(shape.faults.split())
         self.calm = False
-        self.damaged = False
         self.now_s = 1_000.0
         self.skew_s = 0.0
         self.stats: Counter[str] = Counter()
         self.log: list[str] = []
-        self.told: dict[str, dict[int, Incarnation]] = {}
-        self.ever_told: dict[str, set[Residency]] = {}
+        self.invariants = Invariants(self)
         self.limbo: list[tuple[str, bytes]] = []
         self.requests: list[tuple[str, int]] = []
         self._saved: dict[int, Saved] = {}
@@ -110,46 +77,14 @@ class World:
     def worker_id(self, number: int) -> str:
         return self._names[number]
 
+    def number_of(self, worker_id: str) -> int:
+        return self._names.index(worker_id)
+
     def partition_of(self, worker_id: str) -> int:
         return partition_of(worker_id, self.shape.partitions)
 
     def publishers_of(self, number: int) -> list[Publisher]:
         return [one for one in (*self.publishers, *self.zombies) if one.number == number]
-
-    # ------------------------------------------------------------ what was told
-
-    def remember(self, worker_id: str, payload: bytes) -> None:
-        """A message is sent, perhaps again."""
-        message = wire.decode(payload)
-        incarnations = self.told.setdefault(worker_id, {})
-        incarnation = incarnations.setdefault(message.incarnation, Incarnation([], []))
-        if message.seq < len(incarnation.payloads):
-            if incarnation.payloads[message.seq] != payload:
-                raise Violation(f"I2 worker {worker_id} told incarnation {message.incarnation} twice")
-            return
-        if message.seq > len(incarnation.payloads):
-            raise Violation(f"I2 worker {worker_id} skipped seq {len(incarnation.payloads)}")
-        before = incarnation.states[-1] if incarnation.states else frozenset()
-        state = _after(before, message)
-        incarnation.whole = incarnation.whole or any(isinstance(event, SnapshotEnd) for event in message.events)
-        incarnation.payloads.append(payload)
-        incarnation.states.append(state)
-        self._check_told(worker_id, state, incarnation.whole)
-        self.ever_told.setdefault(worker_id, set()).add(state)
-
-    def _check_told(self, worker_id: str, state: Residency, whole: bool) -> None:
-        engine = self.engines[self._names.index(worker_id)]
-        if not state <= engine.ever:
-            raise Violation(f"I2 worker {worker_id} tells what it never had: {sorted(state - engine.ever)}")
-        if not whole:
-            return
-        held = {(scope_id, key) for scope_id, key, _ in state}
-        paths = path_with_hash(self.shape.depth)
-        for scope_id, key in held:
-            path = paths[key]
-            for depth in range(self.shape.granularity, len(path), self.shape.granularity):
-                if (scope_id, hash_of(path[:depth])) not in held:
-                    raise Violation(f"I2 worker {worker_id} tells {path} without {path[:depth]}")
 
     # ------------------------------------------------------------ moves
 
@@ -203,6 +138,8 @@ class World:
             ("owner", 0.8, "OWNER CRASH", self._owner_crash),
             ("silence", 0.4, f"SILENCE OF {number}", lambda: self._silence(number)),
             ("clock", 0.2, "CLOCK STEPS BACK", self._clock),
+            ("full", 0.4, f"NO ROOM {shard}", lambda: self.index.fill(shard, True)),
+            ("full", 0.8, f"ROOM {shard}", lambda: self.index.fill(shard, False)),
             ("damage", 0.5, f"BLOCKS CHANGED BY HAND {shard}", lambda: self._damage(shard)),
         ]
         return [(w * shape.heat, name, move) for what, w, name, move in faults if what in self.on]
@@ -249,7 +186,7 @@ class World:
         held = [(scope_id, key) for scope_id, keys in blocks.items() for key in keys]
         if not held:
             return
-        self.damaged = True
+        self.invariants.damaged = True
         for _ in range(self.random.randint(1, 3)):
             scope_id, key = self.random.choice(held)
             value = blocks[scope_id].get(key, b"")
@@ -288,44 +225,6 @@ class World:
     def _land(self) -> None:
         self.stream.append(*self.limbo.pop(self.random.randrange(len(self.limbo))))
 
-    # ------------------------------------------------------------ invariants
-
-    def check(self) -> None:
-        """I2 and I3, after a call that changed the store."""
-        if self.damaged:
-            return
-        for shard in self.index.shard_states():
-            for worker_id, record in shard.workers.items():
-                self._check_worker(shard, worker_id, record)
-            self._check_overlap(shard)
-
-    def _check_worker(self, shard: MemoryShard, worker_id: str, record: Record) -> None:
-        if record.active >= 0:
-            if shard.active.get(record.active) != worker_id:
-                raise Violation(f"I2 worker {worker_id}: its holder is {shard.active.get(record.active)}'s")
-            held = residency(shard, record.active)
-            current = record.loading < 0 and not record.closed
-            if current and held != self._told_at(worker_id, record):
-                raise Violation(
-                    f"I2 worker {worker_id} holds {sorted(held)}, told {sorted(self._told_at(worker_id, record))}"
-                )
-            if held not in self.ever_told[worker_id] and held:
-                raise Violation(f"I2 worker {worker_id} holds what was never told so: {sorted(held)}")
-        if record.loading >= 0 and residency(shard, record.loading) != self._told_at(worker_id, record):
-            raise Violation(f"I2 worker {worker_id}: its snapshot is not what was told")
-
-    def _told_at(self, worker_id: str, record: Record) -> Residency:
-        return self.told[worker_id][record.incarnation].states[record.seq]
-
-    def _check_overlap(self, shard: MemoryShard) -> None:
-        adapter = self.random.choice(ADAPTERS)
-        path = tuple(self.random.randrange(2) if i in (0, 2) else 0 for i in range(self.shape.depth))
-        keys = [hash_of(path[:d]) for d in range(1, len(path) + 1) if d % self.shape.granularity == 0]
-        chain, scope_id = b"".join(keys), scope_of(adapter).scope_id
-        fast, slow = (shard.overlap(scope_id, chain, stride).depths() for stride in (4, 0))
-        if fast != slow:
-            raise Violation(f"I3 galloping {fast}, walking {slow}")
-
     # ------------------------------------------------------------ the end
 
     def settle(self) -> None:
@@ -337,6 +236,8 @@ class World:
             moves[at]()
         if "damage" in self.on:
             self._damage(0)
+        for full in range(self.shape.shards):
+            self.index.fill(full, False)
         self.log.append("--- the faults stop")
         self.calm = True
         for zombie in self.zombies:
@@ -345,12 +246,12 @@ class World:
         gone = self.publishers.pop() if self.random.random() < 0.3 else None
         before = sum(one.counters.snapshots for one in self.publishers)
         self._laps(self.random.choice((0, 0, 25)))
-        self._check_end(sum(one.counters.snapshots for one in self.publishers) - before)
+        self.invariants.check_end(sum(one.counters.snapshots for one in self.publishers) - before)
         if gone is not None:
             self._time_passes(70)
             self._laps(0)
-            self._check_end(0)
-            self._check_gone(gone)
+            self.invariants.check_end(0)
+            self.invariants.check_gone(gone)
 
     def _laps(self, busy: int) -> None:
         quiet = 0
@@ -404,67 +305,6 @@ class World:
             return f"retired holders {retired}"
         telling = [one.worker_id for one in self.publishers if not one.quiet]
         return f"still telling {telling}" if telling else "late messages" if self.limbo else ""
-
-    def _check_end(self, snapshots: int) -> None:
-        for one in self.publishers:
-            shard = self.index.shard_of_worker(one.worker_id)
-            record = shard.workers.get(one.worker_id)
-            held = residency(shard, record.active) if record is not None and record.active >= 0 else frozenset()
-            if held != one.announced or (record is not None and record.loading >= 0):
-                raise Violation(
-                    f"I1 worker {one.worker_id}: index {sorted(held)}, announced {sorted(one.announced)}, {record}"
-                )
-            usable = one.engine.usable(self.shape.granularity)
-            if not one.announced <= usable:
-                raise Violation(f"I1 worker {one.worker_id} claims {sorted(one.announced - usable)}")
-            if one.worker_id not in self.fleet.records:
-                raise Violation(f"I1 worker {one.worker_id} is not in the fleet")
-            self.stats["announced"] += len(held)
-            self.stats["usable"] += len(usable)
-        for shard in self.index.shard_states():
-            used = {holder for record in shard.workers.values() for holder in (record.active, record.loading)} - {-1}
-            if set(shard.holders) != used:
-                raise Violation(f"I1 holders {sorted(shard.holders)} left, {sorted(used)} in use")
-            leftover = [key for blocks in shard.blocks.values() for key, value in blocks.items() if not value]
-            if leftover:
-                raise Violation("I1 empty entries left")
-        self.stats["snapshots"] += self.gone_snapshots + sum(one.counters.snapshots for one in self.publishers)
-        self.stats["snapshots after the faults"] += snapshots
-        if snapshots > 6 * len(self.publishers):
-            raise Violation(f"I4 {snapshots} snapshots of {len(self.publishers)} workers after the faults stopped")
-
-    def _check_gone(self, gone: Publisher) -> None:
-        worker_id = gone.worker_id
-        record = self.index.shard_of_worker(worker_id).workers.get(worker_id)
-        if record is not None and (record.active >= 0 or record.loading >= 0):
-            raise Violation(f"I1 worker {worker_id} is gone and still answers: {record}")
-        if worker_id in self.fleet.records:
-            raise Violation(f"I1 worker {worker_id} is gone and still in the fleet")
-
-
-def residency(shard: MemoryShard, holder: int) -> Residency:
-    number = number_bytes(holder)
-    return frozenset(
-        (scope_id, key, tier)
-        for scope_id, blocks in shard.blocks.items()
-        for key, value in blocks.items()
-        for tier in tiers_of(flags_in(value, number))
-    )
-
-
-def _after(state: Residency, message: Message) -> Residency:
-    """What the worker holds when a message was taken in: plain sets, nothing of the index's own."""
-    held = set(state)
-    for event in message.events:
-        if isinstance(event, (SnapshotBegin, Cleared)):
-            held.clear()
-        elif isinstance(event, (SnapshotEnd, Checkpoint)):
-            continue
-        else:
-            keys = [event.hashes[at : at + HASH_BYTES] for at in range(0, len(event.hashes), HASH_BYTES)]
-            change = {(event.scope_id, key, event.tier) for key in keys}
-            held = held - change if isinstance(event, Removed) else held | change
-    return frozenset(held)
 
 
 def _with(value: bytes, entry: bytes) -> bytes:
