@@ -12,7 +12,7 @@ predicted is a lower bound within STEP_BLOCKS - 1 blocks.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvatlas.cost.evidence import Evidence
 from kvatlas.cost.plan import Load, Prices
@@ -47,8 +47,7 @@ class StepChain:
         return cls(block_size * STEP_BLOCKS, mixed.to_bytes(len(hashes), "big"))
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """A worker that may be booked, and what the request would cost there.
 
     `chain`: which of the ask's chains is cut as its blocks are; None for none, then nothing is predicted. `held_steps`:
@@ -129,8 +128,7 @@ class Booking:
             raise InvalidValue("a booking without offers; expected at least one worker")
 
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
+class Weighed(NamedTuple):
     """What an offer was judged by: reported and booked load, and the prefix that it is predicted to hold.
 
     `load_known` False: what it reports is unknown or too old, and the mean of the others stands in. `predicted_tokens`

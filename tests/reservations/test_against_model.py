@@ -1,7 +1,6 @@
 """The store's functions against the model in process: the same calls at the same times, the same answers throughout."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +93,7 @@ def pair_asks(draw: st.DrawFn) -> Ask:
         return offer(worker_id, input_tokens=900, chain=chain, capacity_steps=capacity, extra_us=extra_us)
 
     apart = [
-        replace(offer(id, input_tokens=900), cached_tokens=900, base_us=0.0, work_us=draw(st.sampled_from([0.0, 9e3])))
+        offer(id, input_tokens=900)._replace(cached_tokens=900, base_us=0.0, work_us=draw(st.sampled_from([0.0, 9e3])))
         for id in decodes
     ]
     groups = draw(st.lists(st.integers(0, 1), min_size=len(prefills), max_size=len(prefills)))

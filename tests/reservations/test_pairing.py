@@ -1,7 +1,5 @@
 """Pairs of workers: held to trying every pair, and what booking one leaves in the pool."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,8 +53,7 @@ def test_no_pair_is_cheaper(given: tuple[Pairing, list[tuple[int, float]]]) -> N
 # ---------------------------------------------------------------- booked
 
 WHOLE = offer("d")
-APART = replace(
-    WHOLE,
+APART = WHOLE._replace(
     cached_tokens=1_000,
     base_us=WHOLE.base_us - WHOLE.work_us,
     work_us=0.0,
@@ -66,7 +63,7 @@ APART = replace(
 
 def pair_ask(transfer_us: float) -> Ask:
     """`p` computes prompts alone, `d` computes prompts as fast, and its answers."""
-    prompt_alone = replace(offer("p"), base_us=WHOLE.work_us)
+    prompt_alone = offer("p")._replace(base_us=WHOLE.work_us)
     return Ask([prompt_alone, APART, WHOLE], pairing=Pairing(1, 1, [0], [[transfer_us]]))
 
 
