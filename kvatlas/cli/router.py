@@ -8,7 +8,7 @@ from kvatlas.settings import ProxySettings
 @with_settings(ProxySettings)
 def router(settings: ProxySettings) -> None:
     """Answer OpenAI's API, each request by the engine that holds most of its prompt for the least work."""
-    from router_client.proxy import run_proxy  # needs the extra
+    from router_client.proxy.service import run_proxy  # needs the extra
 
     run_service("router", settings, run_proxy(settings, ready=_ready))
 

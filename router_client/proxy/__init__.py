@@ -13,9 +13,6 @@
     counters.py      what is counted
 
 Nothing is sent to a client before the engine's first byte is there; until then a request may go to another worker.
+
+Import its modules by name: `picking` and `held_routes` serve routers of other makes too, and need the plain install alone.
 """
-
-from router_client.proxy.application import ProxyApplication
-from router_client.proxy.service import run_proxy
-
-__all__ = ["ProxyApplication", "run_proxy"]

@@ -1,14 +1,14 @@
-"""Workers booked over plain HTTP: held from `/v1/route` until `/v1/done`, or until they are too old."""
+"""Workers booked for requests that somebody else sends: held until they are told done, or are too old."""
 
 import asyncio
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 from uuid import uuid4
 
 from kvatlas.errors import KvatlasError, Unreachable
 from router_client.prompt import Prompt
-from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.picking import Booked, Picker
 from router_client.tokens.usage import Usage
 
@@ -20,6 +20,14 @@ _log = logging.getLogger("router_client.proxy")
 
 class TooManyHeld(KvatlasError):
     """More workers are booked and not given back than a router should have."""
+
+
+class HeldCounters(Protocol):
+    """`held`: booked; `held_done`: told done; `held_expired`: given back because nobody told."""
+
+    held: int
+    held_done: int
+    held_expired: int
 
 
 @dataclass(slots=True)
@@ -34,7 +42,7 @@ class HeldRoutes:
     """Each booking is entered and left in a task of its own; `close` leaves them all."""
 
     def __init__(
-        self, picker: Picker, counters: ProxyCounters, *, held_s: float = HELD_S, most: int = MOST_HELD
+        self, picker: Picker, counters: HeldCounters, *, held_s: float = HELD_S, most: int = MOST_HELD
     ) -> None:
         """`held_s`: what nobody ended by then is given back."""
         self._picker = picker
@@ -107,8 +115,7 @@ class HeldRoutes:
                     self._counters.held_expired += 1
                 else:
                     self._counters.held_done += 1
-                if held.well:
-                    await booked.finish(held.usage)
+                await (booked.finish(held.usage) if held.well else booked.fail())
         except Unreachable as error:  # what could not be given back ends by itself
             _log.warning("%s", error)
         finally:

@@ -46,6 +46,10 @@ class Booked(Protocol):
         """The request ended well, with what the engine said of it."""
         ...
 
+    async def fail(self) -> None:
+        """The request did not end well."""
+        ...
+
 
 class Picker(Protocol):
     """Finds workers."""

@@ -1,3 +1,4 @@
+import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -31,3 +32,6 @@ async def index(request: pytest.FixtureRequest, store: Store) -> ResidencyIndex:
     if request.param == "memory":
         return MemoryIndex()
     return await open_redis_index(store, writer=True)
+
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # what it needs is in its package; nothing is downloaded

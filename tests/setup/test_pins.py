@@ -81,9 +81,9 @@ def test_the_plain_install_is_light() -> None:
     assert not names(required_by(PROJECT["dependencies"])) & HEAVY
 
 
-def test_all_is_every_extra_but_those_of_developers() -> None:
+def test_all_is_every_extra_but_those_of_developers_and_of_other_routers() -> None:
     everything = names(required_by(["kvatlas[all]"]))
-    for extra in EXTRAS.keys() - {"all", "dev"}:
+    for extra in EXTRAS.keys() - {"all", "dev", "litellm"}:
         assert names(required_by(EXTRAS[extra])) <= everything
 
 

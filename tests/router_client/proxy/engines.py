@@ -17,7 +17,7 @@ from kvatlas.index.redis import RedisIndex, open_redis_index
 from kvatlas.settings import ProxySettings
 from kvatlas.store import Store
 from kvatlas.tiers import Tier
-from router_client.proxy import run_proxy
+from router_client.proxy.service import run_proxy
 from tests.simulator.running import running_engine
 
 MODEL = "mock-model"

@@ -1,0 +1,148 @@
+"""LiteLLM's own Router, choosing by kvatlas among simulated engines."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import litellm
+import pytest
+from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
+
+from kvatlas.store import Store
+from router_client import Prompt, RouterSettings, SyncRouterClient
+from router_client.litellm_strategy import KvatlasRouting
+from router_client.tokens import BudgetedTokenizer, ThreadedTokenizer, TokenizerBudget
+from router_client.tokens.local import LocalTokenizer
+from simulator.chat_template import render
+from tests.router_client.proxy.engines import MODEL, SCOPE, Fleet, running_fleet
+from tests.router_client.tokens.small_model import save_simulators
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "user", "content": "Who holds this prefix, and how much of it? " * 40}]
+CHAT: dict[str, Any] = {"model": "group", "messages": MESSAGES, "max_tokens": 3}
+TOKENS = list(render(MESSAGES).encode())
+ERROR = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\n{}"
+TWO = {"w1": {"num_gpu_blocks": 4_096}, "w2": {"num_gpu_blocks": 4_096}}
+
+
+@pytest.fixture(autouse=True)
+def _forgetful() -> Iterator[None]:
+    """LiteLLM keeps callbacks for the whole process."""
+    yield
+    assert not litellm.logging_callback_manager.get_custom_loggers_for_type(KvatlasRouting)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BudgetedTokenizer]:
+    """The simulated engines' own, from its files."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    save_simulators(folder)
+    threads = ThreadedTokenizer(LocalTokenizer.from_folder(folder).encode)
+    yield BudgetedTokenizer(threads, TokenizerBudget(deadline_ms=20_000))
+    threads.close()
+
+
+def deployment(url: str, **changed: Any) -> dict[str, Any]:
+    params = {"model": f"hosted_vllm/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
+    return {"model_name": "group", "litellm_params": params, **changed}
+
+
+class Asked:
+    """LiteLLM's Router over some engines, with kvatlas."""
+
+    def __init__(
+        self, router: litellm.Router, routing: KvatlasRouting, client: SyncRouterClient, urls: Mapping[str, str]
+    ) -> None:
+        self.router, self.routing, self.client = router, routing, client
+        self.workers = {f"{url}/v1": worker_id for worker_id, url in urls.items()}
+
+    def by(self, answer: Any) -> str:
+        """The worker that an answer is from."""
+        worker_id: str = self.workers[answer._hidden_params["api_base"]]
+        return worker_id
+
+    async def booked(self) -> dict[str, int]:
+        """Requests booked on each worker, as any router sees them."""
+        ranking = await asyncio.wrap_future(
+            self.client.submit(lambda client: client.rank(Prompt.of_tokens(SCOPE, [1])))
+        )
+        return {result.worker_id: result.cost.amounts[4] - 1 for result in ranking}
+
+    async def nothing_is_left(self, held: int) -> None:
+        """Every booking was told done, and the store has none."""
+
+        async def none() -> bool:
+            return self.routing.held == 0 and not any((await self.booked()).values())
+
+        await until(none, what="no booking is left")
+        counters = self.routing.counters
+        assert (counters.held, counters.held_done, counters.held_expired) == (held, held, 0)
+
+
+@asynccontextmanager
+async def asked(
+    fleet: Fleet,
+    redis_url: str,
+    tokenizer: BudgetedTokenizer | None,
+    urls: Mapping[str, str] | None = None,
+    held_s: float = 600.0,
+    **changed: Any,
+) -> AsyncIterator[Asked]:
+    """`urls`: other engines beside those of the fleet, by worker."""
+    known = {**fleet.urls, **(urls or {})}
+    for worker_id in known:
+        await fleet.tell(worker_id, known[worker_id])
+    router = litellm.Router(
+        model_list=[deployment(url) for url in known.values()],
+        **{"num_retries": 0, "disable_cooldowns": True, **changed},
+    )
+    settings = RouterSettings(deadline_ms=None)
+    with (
+        SyncRouterClient.open(redis_url, settings) as client,
+        KvatlasRouting(router, client, tokenizer, held_s=held_s) as r,
+    ):
+        yield Asked(router, r, client, known)
+        await close_litellm_async_clients()  # engines wait for connections that are kept
+        litellm.in_memory_llm_clients_cache.flush_cache()
+
+
+# ---------------------------------------------------------------- where requests go
+
+
+async def test_a_chat_goes_where_its_prefix_is(store: Store, valkey_url: str, tokenizer: BudgetedTokenizer) -> None:
+    async with running_fleet(store, TWO) as fleet:
+        for worker_id in ("w2", "w1"):
+            await fleet.index.clear()
+            await fleet.holds(worker_id, TOKENS)
+            async with asked(fleet, valkey_url, tokenizer) as lite:
+                for _ in range(5):
+                    assert lite.by(await lite.router.acompletion(**CHAT)) == worker_id
+                    assert lite.by(await asyncio.to_thread(lite.router.completion, **CHAT)) == worker_id
+                await lite.nothing_is_left(10)
+                assert lite.routing.counters.left == 0
+
+
+async def test_a_completion_goes_where_its_prefix_is(
+    store: Store, valkey_url: str, tokenizer: BudgetedTokenizer
+) -> None:
+    text = "Once upon a time, " * 50
+    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, tokenizer) as lite:
+        await fleet.holds("w2", list(text.encode()))
+        for _ in range(4):
+            answer = await lite.router.atext_completion(model="group", prompt=text, max_tokens=2)
+            assert answer.usage.prompt_tokens == len(text)
+            assert lite.by(answer) == "w2"
+        await lite.nothing_is_left(4)
+
+
+async def test_without_tokens_load_decides(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
+        await fleet.holds("w2", TOKENS)
+        await fleet.tell("w2", running_decodes=9)
+        await fleet.tell("w1", running_decodes=1)
+        assert lite.by(await lite.router.acompletion(**CHAT)) == "w1"
+        await lite.nothing_is_left(1)
