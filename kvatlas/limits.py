@@ -7,6 +7,7 @@ has room. What a service level objective (SLO) asks for may be a price or a limi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import NamedTuple
 
 
 class Over(IntFlag):
@@ -30,16 +31,18 @@ MISSES_SLO = Over.TTFT | Over.TPOT
 _NAMES = {Over.TTFT: "ttft", Over.TPOT: "tpot", Over.SLOTS: "slots", Over.KV: "kv"}
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """Of one offered worker; 0: it does not tell. `slots`: requests that run at once. `kv_tokens`: that its cache holds.
 
     `decode_us`: what all tokens behind the first take there without load.
     """
 
-    slots: int
-    kv_tokens: int
+    slots: int = 0
+    kv_tokens: int = 0
     decode_us: float = 0.0
+
+
+NOT_TOLD = Limit()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 
-from kvatlas.limits import Limit, Limits
+from kvatlas.limits import NOT_TOLD, Limit, Limits
 from kvatlas.request import SelectionResult, Slo
 from router_client.prompt import Prompt
 from router_client.ranking import Prospect
@@ -15,23 +15,12 @@ def limits_of(prompt: Prompt, found: Sequence[Prospect], settings: LimitSettings
 
     A profile that predicts no time knows of no SLO.
     """
-    judges = settings.slo is not SloMode.TOLD and bool(found) and found[0].base.ttft_us is not None
-    rooms = settings.room and any(p.candidate.slots or p.candidate.total_blocks for p in found)
-    if not (judges or rooms):
-        return None
-    output = prompt.output_tokens if judges else 0
-    each = [
-        Limit(
-            p.candidate.slots if rooms else 0,
-            p.candidate.total_blocks * p.candidate.block_size if rooms else 0,
-            output * (p.base.tpot_us or 0) if output else 0.0,
-        )
-        for p in found
-    ]
-    if not judges:
-        return Limits(each, prompt.input_tokens)
+    each = [p.candidate.limit for p in found] if settings.room else [NOT_TOLD] * len(found)
+    if settings.slo is SloMode.TOLD or not found or found[0].base.ttft_us is None:
+        return Limits(each, prompt.input_tokens) if each.count(NOT_TOLD) < len(each) else None
+    output = prompt.output_tokens
     return Limits(
-        each,
+        [Limit(one.slots, one.kv_tokens, output * (p.base.tpot_us or 0)) for one, p in zip(each, found, strict=True)],
         prompt.input_tokens,
         prompt.slo.ttft_ms * 1_000,
         output * prompt.slo.tpot_ms * 1_000,

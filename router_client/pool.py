@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.cost.plan import Load, mean_load
 from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, ForwardPassMetrics, Liveness, Role
+from kvatlas.limits import NOT_TOLD, Limit
 from kvatlas.reuse import ReuseRule, ReuseRules
 
 Group = tuple[int, int]
@@ -27,7 +28,7 @@ def may_give(record: FleetRecord) -> bool:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A worker that may get a prompt. `block_size` 0: it has announced nothing yet. `load`: told, or the pool's mean.
-    `total_blocks`: of its cache; `slots`: requests that it runs at once; 0 where it does not tell."""
+    `total_blocks`: of its cache, 0 where it does not tell. `limit`: the room that it has."""
 
     endpoint: EngineEndpoint
     block_size: int
@@ -35,7 +36,7 @@ class Candidate:
     load: Load
     load_known: bool
     total_blocks: int = 0
-    slots: int = 0
+    limit: Limit = NOT_TOLD
 
     @property
     def id(self) -> str:
@@ -145,10 +146,7 @@ def _candidates(records: Sequence[FleetRecord], rules: ReuseRules) -> tuple[Cand
     for record, load in zip(records, loads, strict=True):
         endpoint = record.endpoint
         told = record.load.forward_pass if record.load else ForwardPassMetrics()
-        rule, size = rules.of(endpoint), endpoint.block_size or 0
-        made.append(
-            Candidate(
-                endpoint, size, rule, load or mean, load is not None, told.total_kv_blocks, told.total_request_slots
-            )
-        )
+        size, blocks = endpoint.block_size or 0, told.total_kv_blocks
+        limit = Limit(told.total_request_slots, blocks * size)
+        made.append(Candidate(endpoint, size, rules.of(endpoint), load or mean, load is not None, blocks, limit))
     return tuple(made)

@@ -96,7 +96,7 @@ end
 -- Returns the number of the cheapest offer (of an ask with a pairing: of the one that computes the answer), and rows of: queued
 -- tokens, running requests, waiting requests, KV tokens, load known, tokens held thanks to a prediction (0: none used), us to
 -- wait for them, tokens that would be computed again; then what each chain met; the number of the offer that computes the prompt
--- alone (0: none does); and with limits rows of: flags of what it would go over, us by which it misses the SLO.
+-- alone (0: none does); and where an offer goes over limits rows of: flags of what it would go over, us by which it misses the SLO.
 local function weigh(keys, ask, now)
   local stale_us, again_factor, chains, offers = ask[1], ask[2], ask[3], ask[4]
   local limits, pairing = ask[5] ~= 0 and ask[5] or nil, ask[6]
@@ -147,7 +147,7 @@ local function weigh(keys, ask, now)
   end
 
   local weighed, chosen, least, lowest = {}, 1, math.huge, math.huge
-  local judged, scores, levels = {}, {}, {}
+  local judged, any_over, scores, levels = {}, false, {}, {}
   for i, record in ipairs(records) do
     local at, out = (i - 1) * OFFER_FIELDS, (i - 1) * WEIGHED_FIELDS
     local told = now - record[SAMPLED] < stale_us
@@ -179,7 +179,8 @@ local function weigh(keys, ask, now)
       over, missed, level = judge(
         limits, i, ttft_us + backlog_us + wait_us, load_us, running, queued, told and record[KV] or nil, cached
       )
-      judged[#judged + 1], judged[#judged + 2] = over, missed
+      judged[2 * i - 1], judged[2 * i] = over, missed
+      any_over = any_over or over > 0
       score = score + limits[3] * missed
     end
     if pairing then
@@ -192,5 +193,5 @@ local function weigh(keys, ask, now)
   if pairing then
     prefill, chosen = choose_pair(pairing, scores, levels)
   end
-  return chosen, weighed, met, prefill, judged
+  return chosen, weighed, met, prefill, any_over and judged or {}
 end

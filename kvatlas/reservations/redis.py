@@ -1,6 +1,7 @@
 """Reservations in the store: every router of a pool books in the same place, in one call each."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, overload
 
 import msgpack
@@ -114,7 +115,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _packed_ask(ask: Ask) -> bytes:
-    chains = [(chain.step_tokens, chain.hashes) for chain in ask.chains]
+    chains = [(cut.step_tokens, cut.hashes) for cut in ask.chains]
     offers: list[Any] = []
     for offer in ask.offers:
         prices = offer.prices
@@ -145,7 +146,7 @@ def _packed_ask(ask: Ask) -> bytes:
 
 
 def _packed_limits(limits: Limits) -> tuple[Any, ...]:
-    each = [value for one in limits.of_offers for value in (one.slots, one.kv_tokens, one.decode_us)]
+    each = list(chain.from_iterable(limits.of_offers))
     filters = int(limits.slo_filters)
     return (limits.ttft_us, limits.decode_us, limits.slo_factor, filters, limits.input_tokens, each)
 
@@ -154,7 +155,7 @@ class _Rows(Sequence[Weighed]):
     """Rows of the store's answer (see `_weigh.lua`), each made when somebody looks at it: a router reads one of hundreds."""
 
     def __init__(self, flat: list[Any], judged: list[Any]) -> None:
-        """`judged` is empty where no limits were asked about."""
+        """`judged` is empty where no limits are gone over."""
         self._flat = flat
         self._judged = judged
 

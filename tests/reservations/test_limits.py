@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 
 from kvatlas.cost import Load
-from kvatlas.limits import Limit, Limits, Over, level
+from kvatlas.limits import NOT_TOLD, Limit, Limits, Over, level
 from kvatlas.reservations import Ask, Booking, LoadReport, Reservations, Weighing, WorkerReport
 from tests.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, id_of, offer
 
 pytestmark = pytest.mark.anyio
-
-NOT_TOLD = Limit(0, 0)
 
 
 async def report(reservations: Reservations, **loads: Load) -> None:
