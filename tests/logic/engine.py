@@ -150,7 +150,7 @@ class Engine:
 
     def _publish(self, batch: EngineBatch) -> None:
         payload = f"{self.number} {self.life} {self.seq} {self.world.random.getrandbits(64)}".encode()
-        self.payloads[payload] = batch
+        self.payloads[payload] = EngineBatch([], lost=True) if self.world.fault("poison", 0.01) else batch
         self.buffer = [*self.buffer, (self.seq, payload)][-BUFFER_BATCHES:]
         for publisher in self.world.publishers_of(self.number):
             if not self.world.fault("feed", 0.15):

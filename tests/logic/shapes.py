@@ -11,7 +11,7 @@ SHAPES = {
     "hot": Shape(steps=500, heat=4.0),
     "store": Shape(heat=4.0, faults="store wipe silence away late send owner full"),
     "store, busy": Shape(engines=2, partitions=1, heat=4.0, faults="store silence owner"),
-    "feed": Shape(steps=500, faults="feed poll restart crash", heat=2.0),
+    "feed": Shape(steps=500, faults="feed poison poll restart crash", heat=2.0),
     "feed without polling": Shape(steps=500, faults="feed restart crash", heat=2.0),
     "bus": Shape(faults="send stream recreate late crash owner request", heat=2.0),
     "damage": Shape(faults="damage send owner crash restart store", heat=2.0),

@@ -11,6 +11,7 @@ from publishers.counters import PublisherCounters
 from publishers.heartbeat import Pulse
 from publishers.ledger import Ledger
 from publishers.ledger_settings import LedgerSettings
+from publishers.mistrust import Mistrust
 from publishers.outbox import OutboxLimits
 from publishers.telling import Telling, Want
 from tests.logic.engine import BLOCK_SIZE, Told
@@ -42,6 +43,7 @@ class Publisher:
         self.ready = False
         self._late_acks: list[tuple[int, int, int]] = []
         self._reserved = 0
+        self._mistrust = Mistrust()
         settings = LedgerSettings("m", "t", block_size=BLOCK_SIZE, granularity=world.shape.granularity)
         self.continuity, ledger = Continuity(), Ledger(settings)
         if saved is not None:
@@ -101,7 +103,11 @@ class Publisher:
             if step.empty:
                 self.telling.start_over()
             for _, payload in step.take:
-                self.telling.take(self.engine.payloads[payload])
+                batch = self.engine.payloads[payload]
+                if batch.lost and self._mistrust.lost(self.world.now_s):
+                    self.telling.start_over()
+                if self._mistrust.listening(self.world.now_s):
+                    self.telling.take(batch)
             if step.ask_from is None:
                 return
             step = self.continuity.replayed(*self.engine.replay(step.ask_from))
