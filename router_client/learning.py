@@ -42,7 +42,7 @@ class PoolRates:
         self._configured = configured
         self._told: Mapping[str, Evidence] = {}
         self._untold: dict[str, Evidence] = {}
-        self._estimates: dict[str, tuple[int, Estimate]] = {}
+        self._estimates: dict[str, Estimate] = {}
 
     def add(self, request: Finished) -> bool:
         """Learn from a request; False where it says nothing."""
@@ -74,8 +74,7 @@ class PoolRates:
         for worker_id in self._estimates.keys() - told.keys() - self._untold.keys():
             del self._estimates[worker_id]
         for number, worker_id in enumerate(changed):
-            estimate = self._estimate(worker_id)
-            self.learned[worker_id] = learned_of(told[worker_id].requests, estimate, self._rates(worker_id))
+            self.learned[worker_id] = learned_of(self._estimate(worker_id), self._rates(worker_id))
             if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
                 await asyncio.sleep(0)
         if changed or gone:
@@ -85,11 +84,10 @@ class PoolRates:
         """By all that is known here; made anew when that has grown enough to matter."""
         told, untold = self._told.get(worker_id, Evidence()), self._untold.get(worker_id, Evidence())
         requests = told.requests + untold.requests
-        made_of, estimate = self._estimates.get(worker_id, (-1, None))
-        if estimate is None or not made_of <= requests < made_of + 4 + made_of // 32:
-            estimate = estimate_of(told.then(untold), self._rates(worker_id))
-            self._estimates[worker_id] = requests, estimate
-        return estimate
+        made = self._estimates.get(worker_id)
+        if made is None or not made.requests <= requests < made.requests + 4 + made.requests // 32:
+            made = self._estimates[worker_id] = estimate_of(told.then(untold), self._rates(worker_id))
+        return made
 
     def _rates(self, worker_id: str) -> EngineRates:
         return self._configured.by_worker.get(worker_id, self._configured.rates)

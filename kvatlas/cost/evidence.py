@@ -7,7 +7,7 @@ linear in one unknown **factor** a rate (2: twice as slow as its unit):
 
 **Evidence** is all that is kept of rows: the weighted sums A = sum w z z' and b = sum w z u of least squares, and how far
 rows were off lately. Sums add, so routers feed one estimate without overwriting each other, and a new router begins with
-what was learned. Evidence fades exponentially, by KEEP a request. The estimate is
+what was learned. Evidence fades exponentially with the requests after it (MEMORY). The estimate is
 
     factors = (A + P)^-1 (b + P prior)
 
@@ -57,11 +57,13 @@ class Kind(IntEnum):
 RATES: Final = len(Rate)
 Vector = tuple[float, ...]
 
-KEEP: Final = 1 - 1 / 512
-"""What is left of evidence after one more request: some 500 count."""
-ERRORS_KEEP: Final = 1 - 1 / 32
-"""The same for the usual error: it has to follow while the estimate settles."""
-PRIOR_WEIGHT: Final = 0.02
+MEMORY: Final = 256.0
+"""How many requests evidence is of, in effect; older ones fade."""
+FIRST_MEMORY: Final = 32.0
+"""The same at first. It grows with the requests, so that those that were judged while little was known fade soon."""
+ERRORS_MEMORY: Final = 32.0
+"""The same for the usual error, which has to follow while the estimate settles."""
+PRIOR_WEIGHT: Final = 0.002
 """What the configured rates and likenesses weigh, in requests."""
 HUBER: Final = 1.7
 """In mean absolute errors: 1.345 standard deviations of normal noise."""
@@ -133,7 +135,8 @@ class Evidence:
                     if j > i:
                         break
                     sums[_A_AT + i * (i + 1) // 2 + j] += weight * z * other
-        return cls(1, KEEP, ERRORS_KEEP, tuple(sums))
+        memory = min(max(before.requests, FIRST_MEMORY), MEMORY)
+        return cls(1, 1 - 1 / memory, 1 - 1 / min(memory, ERRORS_MEMORY), tuple(sums))
 
     def then(self, newer: "Evidence") -> "Evidence":
         """Both. The store's twin of this line is `pool_functions/learn.lua`."""
@@ -149,8 +152,9 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Factors by `Rate`, and the usual relative error by `Kind`."""
+    """From so many requests: factors by `Rate`, and the usual relative error by `Kind`."""
 
+    requests: int
     factors: Vector
     errors: Vector
 
@@ -178,7 +182,7 @@ class Estimate:
                 a[rate][other] -= PRIOR_WEIGHT
                 a[other][rate] -= PRIOR_WEIGHT
         found = _solve_within_bounds(a, b)
-        return cls(tuple(map(mul, found, prior)), errors)
+        return cls(evidence.requests, tuple(map(mul, found, prior)), errors)
 
 
 def _solve_within_bounds(a: list[list[float]], b: list[float]) -> Vector:

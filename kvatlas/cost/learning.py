@@ -157,7 +157,7 @@ def estimate_of(evidence: Evidence, configured: EngineRates) -> Estimate:
     return Estimate.of(evidence, prior_of(configured))
 
 
-def learned_of(requests: int, estimate: Estimate, configured: EngineRates) -> LearnedRates:
+def learned_of(estimate: Estimate, configured: EngineRates) -> LearnedRates:
     """An estimate as rates. A transfer keeps its configured shape, set-up against bandwidth."""
     factors, prior = estimate.factors, prior_of(configured)
 
@@ -179,7 +179,9 @@ def learned_of(requests: int, estimate: Estimate, configured: EngineRates) -> Le
         object_store=reading(Tier.OBJECT_STORE),
     )
     errors = estimate.errors
-    return LearnedRates(requests, rates, OVERHEAD_US * factors[Rate.OVERHEAD], errors[Kind.FIRST], errors[Kind.NEXT])
+    return LearnedRates(
+        estimate.requests, rates, OVERHEAD_US * factors[Rate.OVERHEAD], errors[Kind.FIRST], errors[Kind.NEXT]
+    )
 
 
 def with_learned(profile: EngineProfile, learned: Mapping[str, LearnedRates]) -> EngineProfile:
