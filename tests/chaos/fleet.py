@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import httpx
 from nats.aio.client import Client
+from redis.exceptions import RedisError
 
 from kvatlas.bus import connect_nats
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
@@ -152,6 +153,18 @@ class Fleet:
                 started.append(child)
         for child in started:
             await child.ready()
+        await until(self._is_whole, deadline_s=20, what="the store has room and the engines are awake")
+
+    async def _is_whole(self) -> bool:
+        """The store has room and every engine is awake afterwards, if they answer."""
+        try:
+            await self.store.client.config_set("maxmemory", 0)
+            async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+                for worker in self.workers:
+                    (await client.post(f"{worker.url}/wake_up")).raise_for_status()
+        except (RedisError, OSError, httpx.HTTPError):
+            return False
+        return True
 
     async def empty_engine(self, worker: Worker) -> None:
         """Its cache is reset, so that all that it holds from now on has been told."""

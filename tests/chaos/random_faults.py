@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 
 import anyio
+import httpx
 from anyio.to_thread import run_sync
 from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
@@ -15,6 +16,7 @@ from kvatlas.subjects import STREAM
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import Fleet
 from tests.chaos.report import Outcome
+from tests.chaos.scenarios.store import LITTLE_BYTES, limit_memory
 
 LONGEST_FAULT_S = 9.0
 LONGEST_ROUND_S = 25.0
@@ -30,6 +32,16 @@ async def kill_engine(fleet: Fleet, rng: random.Random) -> str:
         return ""
     worker.engine.kill()
     return f"{worker.worker_id} SIGKILL"
+
+
+async def put_engine_to_sleep(fleet: Fleet, rng: random.Random) -> str:
+    worker = rng.choice(fleet.workers)
+    try:
+        async with httpx.AsyncClient(timeout=1, trust_env=False) as client:
+            await client.post(f"{worker.url}/sleep")
+    except httpx.HTTPError:
+        return ""
+    return f"{worker.worker_id} asleep"
 
 
 async def kill_child(fleet: Fleet, rng: random.Random) -> str:
@@ -118,6 +130,14 @@ async def flush_redis(fleet: Fleet, rng: random.Random) -> str:
         return ""
 
 
+async def fill_redis(fleet: Fleet, rng: random.Random) -> str:
+    try:
+        await limit_memory(fleet.store, LITTLE_BYTES)
+    except (RedisError, OSError):
+        return ""
+    return "Redis out of memory"
+
+
 async def damage_stream(fleet: Fleet, rng: random.Random) -> str:
     jetstream = fleet.nats.jetstream(timeout=1)
     try:
@@ -153,6 +173,7 @@ async def damage_state(fleet: Fleet, rng: random.Random) -> str:
 
 FAULTS: dict[Fault, float] = {
     kill_engine: 1,
+    put_engine_to_sleep: 0.7,
     kill_child: 3,
     stop_child: 2,
     pause_child: 3,
@@ -163,6 +184,7 @@ FAULTS: dict[Fault, float] = {
     kill_nats: 1,
     kill_redis: 1,
     flush_redis: 1,
+    fill_redis: 0.7,
     damage_stream: 1.5,
     damage_state: 1,
 }

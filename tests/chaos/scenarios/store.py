@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
 from kvatlas.index.redis import open_redis_index
+from kvatlas.store import Store
 from kvatlas.tiers import FLAG_PINNED, Tier
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet
@@ -16,6 +17,13 @@ from tests.chaos.proxy import LOOPBACK, TcpProxy
 from tests.waiting import until
 
 AOF = "appendonlydir"
+LITTLE_BYTES = 100_000
+"""Less than an empty server takes."""
+NO_LIMIT = 0
+
+
+async def limit_memory(store: Store, limit_bytes: int) -> None:
+    await store.client.config_set("maxmemory", limit_bytes)
 
 
 def _aof(fleet: Fleet) -> Path:
@@ -93,6 +101,24 @@ async def redis_functions_flushed(chaos: Chaos) -> None:
     await chaos.moved(10)
 
 
+async def redis_out_of_memory(chaos: Chaos) -> None:
+    """Workers whose blocks can't be stored are closed, one after the other, and come back when there is room."""
+    fleet = chaos.fleet
+    await chaos.moved(10)
+    await limit_memory(fleet.store, LITTLE_BYTES)
+    chaos.fault("Redis out of memory")
+
+    async def are_closed() -> bool:
+        index = await open_redis_index(fleet.store, writer=False)
+        records = [await index.record(worker.worker_id) for worker in fleet.workers]
+        return all(record is not None and record.oom for record in records)
+
+    await until(are_closed, deadline_s=30, what="every worker that stores is closed")
+    await chaos.moved(10)
+    await limit_memory(fleet.store, NO_LIMIT)
+    chaos.healed()
+
+
 async def one_shard_wiped(chaos: Chaos) -> None:
     await chaos.moved(10)
     client = chaos.fleet.store.client
@@ -147,5 +173,6 @@ SCENARIOS = (
     redis_fails_over_to_older_data,
     redis_flushed,
     redis_functions_flushed,
+    redis_out_of_memory,
     one_shard_wiped,
 )
