@@ -77,7 +77,7 @@ class Ledger:
 
     @property
     def uses(self) -> dict[bytes, ScopeUse]:
-        """Every scope id used since the ledger was last empty."""
+        """Every scope that the last fold's events, or a snapshot taken before the next one, may name."""
         return self.lineages.uses
 
     @property
@@ -99,6 +99,7 @@ class Ledger:
 
     def fold(self, batch: EngineBatch) -> list[IndexEvent]:
         """Take one batch in; the net change of what is announced, in the order in which it must be told."""
+        self.lineages.forget_unused()  # what was folded before is told by now
         cleared = False
         forgot_all = False
         for event in batch.events:

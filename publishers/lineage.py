@@ -122,6 +122,9 @@ class Lineages:
         self._salt_is_tenant = salt_is_tenant
         self.namespaces: dict[tuple[str | None, str | None], Namespace] = {}
         self.uses: dict[bytes, ScopeUse] = {}
+        """Of every scope that has blocks, and of those that had some since `forget_unused` was called."""
+        self._namespaces_of: dict[bytes, int] = {}
+        self._perhaps_unused: set[bytes] = set()
         self.known: dict[EngineHash, Block] = {}
         self.twins: dict[EngineHash, dict[Block, TwinCopies]] = {}
         self.evicted: OrderedDict[EngineHash, None] = (
@@ -140,7 +143,15 @@ class Lineages:
             scope = Scope(self._model_id, self._tokenizer_id, adapter, tenant_id)
             found = Namespace(scope.scope_id, adapter, salt, None if mapped else salt)
             self.uses[scope.scope_id] = ScopeUse(scope, block_size, self._block_bytes)
+            self._perhaps_unused.add(scope.scope_id)
         return found
+
+    def forget_unused(self) -> None:
+        """Drop the scopes that have no blocks: when all events that name them were told."""
+        for scope_id in self._perhaps_unused:
+            if scope_id not in self._namespaces_of:
+                self.uses.pop(scope_id, None)
+        self._perhaps_unused.clear()
 
     def parent(self, name: EngineHash, adapter: str | None, salt: str | None) -> Block | None:
         """The block that a child of (adapter, salt) means by `name`, None where it is not known in that namespace.
@@ -161,6 +172,7 @@ class Lineages:
         blocks = namespace.blocks
         if not blocks:
             self.namespaces[namespace.adapter, namespace.salt] = namespace
+            self._namespaces_of[namespace.scope_id] = self._namespaces_of.get(namespace.scope_id, 0) + 1
         index = 0 if parent is None else parent.index + 1
         found: list[Block] = []
         for at in range(0, len(packed), 8):
@@ -197,6 +209,10 @@ class Lineages:
             del namespace.blocks[block.sequence_hash]
             if not namespace.blocks:
                 del self.namespaces[namespace.adapter, namespace.salt]
+                self._namespaces_of[namespace.scope_id] -= 1
+                if not self._namespaces_of[namespace.scope_id]:
+                    del self._namespaces_of[namespace.scope_id]
+                    self._perhaps_unused.add(namespace.scope_id)
             parent = block.parent
             if parent is not None:
                 parent.disown(block)

@@ -387,3 +387,14 @@ def test_hashes_are_the_published_check_vector() -> None:
     one = ledger()
     (event,) = fold(one, store(["a"], token_ids=list(range(1, 17)), block_size=16))
     assert event.hashes == pack_hashes([16863443419780771464])
+
+
+def test_scopes_of_tenants_that_are_gone_are_forgotten() -> None:
+    one = Ledger(LedgerSettings("m", "t", salt_is_tenant=True), remembered_evictions=2)
+    for tenant in range(100):
+        names = [10 * tenant + 1, 10 * tenant + 2]
+        told = [*fold(one, store(names, salt=f"tenant-{tenant}")), *fold(one, EngineRemoved(list(reversed(names))))]
+        assert all(event.scope_id in one.uses for event in told)
+        fold(one, EngineStored([-tenant], None, [1 << 40] * 2, 2, salt=f"unindexable-{tenant}"))
+    assert len(one.uses) <= 4
+    assert len(one.lineages.namespaces) <= 2
