@@ -29,7 +29,6 @@ CALLS = 300
 WARM_UP = 30
 PROCESSES = (1, 4)
 SECONDS = 2.0
-READY_S = 60
 
 
 async def measure(store: Store, url: str) -> list[Result]:
@@ -37,8 +36,12 @@ async def measure(store: Store, url: str) -> list[Result]:
     results = await _latency(store, url)
     for processes in PROCESSES:
         rate = await _rate(store, url, processes)
-        plural = "process" if processes == 1 else "processes"
-        results.append(Result(f"route, booked and ended, {processes} {plural}", rate, "choices/s"))
+        name = f"route, booked and ended, {processes} {'process' if processes == 1 else 'processes'}"
+        results += [
+            Result(name, rate.choices_per_s, "choices/s"),
+            Result("  processor time of the router for each", rate.router_ms, "ms"),
+            Result("  processor time of the store for each", rate.store_ms, "ms"),
+        ]
     return results
 
 
@@ -128,8 +131,17 @@ async def _times(calls: Sequence[Callable[[], Awaitable[object]]]) -> list[float
     return sorted(took)
 
 
-async def _rate(store: Store, url: str, processes: int) -> float:
-    """Choices a second of so many processes at once; each choice is booked, gets its first token, and is ended."""
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """Choices a second, and processor time that each takes."""
+
+    choices_per_s: float
+    router_ms: float
+    store_ms: float
+
+
+async def _rate(store: Store, url: str, processes: int) -> _Rate:
+    """Of so many processes at once; each choice is booked, gets its first token, and is ended."""
     workload = RouteWorkload(WORKERS, BLOCKS)
     await workload.tell(store)
     async with AsyncExitStack() as stack:
@@ -138,7 +150,17 @@ async def _rate(store: Store, url: str, processes: int) -> float:
             await stack.enter_async_context(child_process("benchmarks.route_router", words)) for _ in range(processes)
         ]
         await workload.tell_load(store)
-        return sum(map(float, await asyncio.gather(*(router.ask(READY_S) for router in routers))))
+        before_s = await _store_cpu_s(store)
+        told = [list(map(float, line.split())) for line in await asyncio.gather(*(one.ask() for one in routers))]
+        store_s = await _store_cpu_s(store) - before_s
+    ended = sum(choices for choices, _, _ in told)
+    rate = sum(choices / seconds for choices, seconds, _ in told)
+    return _Rate(rate, sum(worked for _, _, worked in told) * 1e3 / ended, store_s * 1e3 / ended)
+
+
+async def _store_cpu_s(store: Store) -> float:
+    info = await store.client.info("cpu")
+    return float(info["used_cpu_user"] + info["used_cpu_sys"])
 
 
 async def _main() -> None:
