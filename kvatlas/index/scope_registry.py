@@ -18,6 +18,7 @@ from kvatlas.wire import scope_use
 FRESH_S = 1.0
 """Shorter than any doubt's patience: a wiped store knows the scopes before it gets the first snapshot."""
 REMEMBERED_S = 300.0
+"""What this process registered; shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 500
 HOLDERS_A_CALL = 200
