@@ -57,8 +57,8 @@ def carrying(deployment: Deployment, reservation: str, headers: Mapping[str, str
 
 def put_headers(request_kwargs: dict[str, Any], headers: Mapping[str, str]) -> None:
     """Where a request brings headers of its own, LiteLLM sends those alone, so these go with them."""
-    own = request_kwargs.get("extra_headers")
-    if own:
+    if "extra_headers" in request_kwargs:
+        own = request_kwargs["extra_headers"] or {}
         request_kwargs["extra_headers"] = {**{k: v for k, v in own.items() if k != RANK_HEADER}, **headers}
 
 

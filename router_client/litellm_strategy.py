@@ -137,7 +137,8 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         for name in ("get_available_deployment", "async_get_available_deployment", "atext_completion"):
             vars(self._router).pop(name, None)
         litellm.logging_callback_manager.remove_callback_from_all_lists(self)
-        self._client.submit(self._close).result()
+        with suppress(ClientClosed):
+            self._client.submit(self._close).result()
 
     @property
     def held(self) -> int:

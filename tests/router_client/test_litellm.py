@@ -10,23 +10,33 @@ import litellm
 import pytest
 from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
+from kvatlas.fleet_store import FleetStore
 from kvatlas.store import Store
 from router_client import Prompt, RouterSettings, SyncRouterClient
 from router_client.litellm_strategy import KvatlasRouting
 from router_client.tokens import BudgetedTokenizer, ThreadedTokenizer, TokenizerBudget
 from router_client.tokens.local import LocalTokenizer
 from simulator.chat_template import render
+from tests.router_client.pools import pool, worker
 from tests.router_client.proxy.engines import MODEL, SCOPE, Fleet, running_fleet
+from tests.router_client.proxy.raw_engine import raw_engine
 from tests.router_client.tokens.small_model import save_simulators
-from tests.waiting import until
+from tests.waiting import until, until_sync
 
-pytestmark = pytest.mark.anyio
+# the warnings are LiteLLM's own
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 
 MESSAGES = [{"role": "user", "content": "Who holds this prefix, and how much of it? " * 40}]
 CHAT: dict[str, Any] = {"model": "group", "messages": MESSAGES, "max_tokens": 3}
 TOKENS = list(render(MESSAGES).encode())
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\n{}"
-TWO = {"w1": {"num_gpu_blocks": 4_096}, "w2": {"num_gpu_blocks": 4_096}}
+ONE = {"w1": {"num_gpu_blocks": 4_096}}
+TWO = {**ONE, "w2": {"num_gpu_blocks": 4_096}}
+COOLING: dict[str, Any] = {"disable_cooldowns": False, "allowed_fails": 0, "cooldown_time": 600.0}
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +81,11 @@ class Asked:
             self.client.submit(lambda client: client.rank(Prompt.of_tokens(SCOPE, [1])))
         )
         return {result.worker_id: result.cost.amounts[4] - 1 for result in ranking}
+
+    def load_of(self, worker_id: str) -> tuple[int, int]:
+        """(requests, queued tokens) booked on a worker, for threads."""
+        (result,) = [r for r in self.client.rank(Prompt.of_tokens(SCOPE, [1])) if r.worker_id == worker_id]
+        return result.cost.amounts[4] - 1, result.cost.amounts[0]
 
     async def nothing_is_left(self, held: int) -> None:
         """Every booking was told done, and the store has none."""
@@ -142,7 +157,135 @@ async def test_a_completion_goes_where_its_prefix_is(
 async def test_without_tokens_load_decides(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
         await fleet.holds("w2", TOKENS)
-        await fleet.tell("w2", running_decodes=9)
-        await fleet.tell("w1", running_decodes=1)
+        await fleet.tell("w2", queued_prefill_tokens=9_000)
         assert lite.by(await lite.router.acompletion(**CHAT)) == "w1"
         await lite.nothing_is_left(1)
+
+
+async def test_the_rank_of_a_data_parallel_engine_is_told(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(ERROR) as engine,
+        running_fleet(store, {}) as fleet,
+        asked(fleet, valkey_url, None, {"i": engine.url}) as lite,
+    ):
+        ranks = [
+            worker(f"i-dp{n}", scope=SCOPE, base_url=engine.url, dp_rank=n, load={"running_decodes": 5 - n})
+            for n in (0, 1)
+        ]
+        await FleetStore(store).write(pool(*ranks))
+        await FleetStore(store).forget("i", SCOPE.pool_id)
+        for headers in (None, {"X-Tenant": "a"}):
+            with pytest.raises(litellm.InternalServerError):
+                await lite.router.acompletion(**CHAT, extra_headers=headers)
+            head = engine.heads[-1].lower()
+            assert "x-data-parallel-rank: 1" in head
+            assert ("x-tenant: a" in head) == (headers is not None)
+
+
+# ---------------------------------------------------------------- what LiteLLM keeps
+
+
+async def test_a_deployment_that_cools_down_is_not_chosen(
+    store: Store, valkey_url: str, tokenizer: BudgetedTokenizer
+) -> None:
+    async with (
+        raw_engine(ERROR) as broken,
+        running_fleet(store, ONE) as fleet,
+        asked(fleet, valkey_url, tokenizer, {"w2": broken.url}, **COOLING) as lite,
+    ):
+        await fleet.holds("w2", TOKENS)
+        with pytest.raises(litellm.InternalServerError):
+            await lite.router.acompletion(**CHAT)
+        for _ in range(4):
+            assert lite.by(await lite.router.acompletion(**CHAT)) == "w1"
+            assert lite.by(await asyncio.to_thread(lite.router.completion, **CHAT)) == "w1"
+        assert len(broken.heads) == 1
+        await lite.nothing_is_left(9)
+
+
+async def test_a_retry_leaves_no_booking_of_the_first_try(
+    store: Store, valkey_url: str, tokenizer: BudgetedTokenizer
+) -> None:
+    async with (
+        raw_engine(ERROR) as broken,
+        running_fleet(store, ONE) as fleet,
+        asked(fleet, valkey_url, tokenizer, {"w2": broken.url}, num_retries=2, **COOLING) as lite,
+    ):
+        await fleet.holds("w2", TOKENS)
+        assert lite.by(await lite.router.acompletion(**CHAT)) == "w1"
+        assert len(broken.heads) == 1
+        await lite.nothing_is_left(2)
+
+
+async def test_where_kvatlas_knows_no_worker_litellm_chooses(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
+        for worker_id in fleet.urls:
+            await FleetStore(store).forget(worker_id, SCOPE.pool_id)
+        assert lite.by(await lite.router.acompletion(**CHAT)) in fleet.urls
+        assert lite.by(await asyncio.to_thread(lite.router.completion, **CHAT)) in fleet.urls
+        assert (lite.routing.counters.left, lite.routing.counters.held) == (2, 0)
+
+
+async def test_without_its_client_litellm_chooses(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
+        lite.client.__exit__(None, None, None)
+        assert lite.by(await lite.router.acompletion(**CHAT)) in fleet.urls
+        assert lite.by(await asyncio.to_thread(lite.router.completion, **CHAT)) in fleet.urls
+        assert lite.routing.counters.left == 2
+
+
+async def test_afterwards_litellm_chooses_as_before(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet:
+        async with asked(fleet, valkey_url, None) as lite:
+            pass
+        before = set(vars(litellm.Router(model_list=[])))
+        assert set(vars(lite.router)) <= before
+        assert lite.by(await lite.router.acompletion(**CHAT)) in fleet.urls
+        await close_litellm_async_clients()
+
+
+# ---------------------------------------------------------------- how bookings end
+
+
+@pytest.mark.parametrize("usage", [False, True], ids=["", "with usage"])
+async def test_a_stream_holds_its_worker_until_its_end(
+    store: Store, valkey_url: str, tokenizer: BudgetedTokenizer, usage: bool
+) -> None:
+    streamed = {**CHAT, "stream": True, **({"stream_options": {"include_usage": True}} if usage else {})}
+    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, tokenizer) as lite:
+        await fleet.holds("w2", TOKENS)
+        async for _ in await lite.router.acompletion(**streamed):
+            assert lite.routing.held == 1 and await lite.booked() == {"w1": 0, "w2": 1}
+        await lite.nothing_is_left(1)
+
+        def read() -> None:
+            stream = lite.router.completion(**streamed)
+            next(stream)
+            until_sync(lambda: lite.load_of("w2") == (1, 0), what="its first token is told")
+            for _ in stream:
+                pass
+
+        await asyncio.to_thread(read)
+        await lite.nothing_is_left(2)
+
+
+async def test_a_stream_that_nobody_reads_to_its_end_is_given_back(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None, held_s=0.2) as lite:
+        stream = await lite.router.acompletion(**CHAT, stream=True)
+        await anext(aiter(stream))
+
+        async def given_back() -> bool:
+            return lite.routing.held == 0 and not any((await lite.booked()).values())
+
+        await until(given_back, what="the booking is given back")
+        assert (lite.routing.counters.held_expired, lite.routing.counters.held_done) == (1, 0)
+
+
+async def test_leaving_gives_back_what_is_booked(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
+        stream = await lite.router.acompletion(**CHAT, stream=True)
+        await anext(aiter(stream))
+        assert sum((await lite.booked()).values()) == 1
+        lite.routing.__exit__(None, None, None)
+        assert not any((await lite.booked()).values())
+        lite.routing.__enter__()
