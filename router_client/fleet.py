@@ -11,6 +11,7 @@ from kvatlas.reuse import ReuseRules
 from router_client.pool import Pool
 
 MAX_AGE_MS = 200.0
+EMPTY_GRACE_S = 10.0
 
 
 class FleetReader(Protocol):
@@ -28,6 +29,23 @@ class StaticFleet:
 
     async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
         return {id: record for id, record in self.records.items() if record.endpoint.pool_id == pool_id}
+
+
+class LastKnown:
+    """Fleet records as last read; where nothing is read, those from before, for a while: a store that came back without its
+    data knows nobody until the indexers have written again, which takes them a second or two."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.records: Mapping[str, FleetRecord] = {}
+        self._clock = clock
+        self._at = float("-inf")
+
+    def after(self, read: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecord]:
+        """What to go by, now that this was read."""
+        now = self._clock()
+        if read or now - self._at > EMPTY_GRACE_S:
+            self.records, self._at = read, now
+        return self.records
 
 
 class CachedFleet:
@@ -52,6 +70,7 @@ class CachedFleet:
         self._profile = profile or _as_usual
         self._kept: dict[str, tuple[float, Pool]] = {}
         self._reading: dict[str, asyncio.Task[Pool]] = {}
+        self._last: dict[str, LastKnown] = {}
 
     async def pool(self, pool_id: str) -> Pool:
         """The pool as it was at most `max_age_ms` ago. Raises Unreachable."""
@@ -78,7 +97,8 @@ class CachedFleet:
 
     async def _read(self, pool_id: str) -> Pool:
         asked_at = self._clock()
-        records, profile = await asyncio.gather(self._reader.pool(pool_id), self._profile(pool_id))
+        read, profile = await asyncio.gather(self._reader.pool(pool_id), self._profile(pool_id))
+        records = self._last.setdefault(pool_id, LastKnown(self._clock)).after(read)
         pool = Pool.of(records, self._rules, profile)
         self._kept[pool_id] = (asked_at, pool)
         return pool

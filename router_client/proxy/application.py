@@ -56,7 +56,7 @@ class ProxyApplication:
         self.asgi = Starlette(
             routes=[
                 *(Route(api.value, _Completions(api, exchanges), methods=["POST"]) for api in Api),
-                Route("/v1/models", self._models),
+                Route("/v1/models", _one_line(self._models)),
                 Route("/v1/route", _one_line(self._route), methods=["POST"]),
                 Route("/v1/done", _one_line(self._done), methods=["POST"]),
                 Route("/health", self._health),

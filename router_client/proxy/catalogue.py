@@ -12,6 +12,7 @@ import httpx
 from kvatlas.errors import Unreachable
 from kvatlas.fleet import FleetRecord
 from kvatlas.identity import DEFAULT_TENANT, Scope
+from router_client.fleet import LastKnown
 from router_client.tokens.text_request import TextRequest
 
 FLEET_AGE_S = 1.0
@@ -35,15 +36,15 @@ class Served:
 
 @dataclass(slots=True)
 class _Known:
-    records: Mapping[str, FleetRecord] = field(default_factory=dict)
-    read_at: float = float("-inf")
+    read_at: float | None = None
+    """when the records were asked for last; None: they never came"""
     served: Mapping[str, Served] = field(default_factory=dict)
     cards: Sequence[Mapping[str, Any]] = ()
     listed_at: float = float("-inf")
 
 
 class Catalogue:
-    """Keeps what it knew where the store or the engines don't answer."""
+    """Keeps what it knew where the store or the engines don't answer. Raises Unreachable where it never knew anything."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Catalogue:
         self._tenant_id = tenant_id
         self._clock = clock
         self._known = _Known()
+        self._last = LastKnown(clock)
         self._reading = asyncio.Lock()
         self._listing = asyncio.Lock()
 
@@ -91,7 +93,10 @@ class Catalogue:
 
     async def routable(self) -> int:
         """How many workers may get requests now, as far as is known."""
-        return sum(record.routable for record in (await self._records()).values())
+        try:
+            return sum(record.routable for record in (await self._records()).values())
+        except Unreachable:
+            return 0
 
     async def _served(self, name: str | None) -> Served | None:
         records = (await self._records()).values()
@@ -105,18 +110,22 @@ class Catalogue:
         return self._known.served.get(name)
 
     async def _records(self) -> Mapping[str, FleetRecord]:
-        known = self._known
-        if self._clock() - known.read_at < FLEET_AGE_S:
-            return known.records
+        known, last = self._known, self._last
+        if known.read_at is not None and (self._reading.locked() or self._clock() - known.read_at < FLEET_AGE_S):
+            return last.records
         async with self._reading:
-            if self._clock() - known.read_at < FLEET_AGE_S:
-                return known.records
-            known.read_at = self._clock()
+            if known.read_at is not None and self._clock() - known.read_at < FLEET_AGE_S:
+                return last.records
+            asked_at = self._clock()
             try:
-                known.records = await self._fleet()
+                records = last.after(await self._fleet())
             except Unreachable as error:
-                _log.warning("%s; going on with %d workers as last known", error, len(known.records))
-            return known.records
+                if known.read_at is None:
+                    raise
+                _log.warning("%s; going on with %d workers as last known", error, len(last.records))
+                records = last.records
+            known.read_at = asked_at
+            return records
 
     async def _names(self, age_s: float) -> None:
         """Ask one engine of each pool what it lists, unless that was done at most `age_s` ago."""

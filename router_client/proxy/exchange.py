@@ -119,6 +119,9 @@ class Exchanges:
             except InvalidValue as error:
                 await self._refuse(incoming, span, 400, "BadRequestError", str(error))
                 return
+            except Unreachable as error:
+                await self._refuse(incoming, span, 503, "ServiceUnavailableError", str(error))
+                return
             if read.prompt_tokens is None:
                 self._counters.untokenized += 1
             await self._try_workers(incoming, read, span)

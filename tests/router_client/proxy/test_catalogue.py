@@ -1,0 +1,77 @@
+"""What the proxy knows of the fleet while the store is slow, away, or back without its data."""
+
+import asyncio
+from collections.abc import Mapping
+
+import httpx
+import pytest
+
+from kvatlas.errors import Unreachable
+from kvatlas.fleet import FleetRecord
+from router_client.fleet import EMPTY_GRACE_S, LastKnown
+from router_client.proxy.catalogue import FLEET_AGE_S, Catalogue
+from tests.router_client.proxy.engines import MODEL, SCOPE, record
+
+pytestmark = pytest.mark.anyio
+
+RECORDS = {"w": record("w", "http://w:1")}
+
+
+class Fleet:
+    """A fleet that is read when the test lets it, and a clock."""
+
+    def __init__(self) -> None:
+        self.records: Mapping[str, FleetRecord] | None = RECORDS
+        self.open = asyncio.Event()
+        self.now_s = 0.0
+        self.asked = 0
+
+    async def read(self) -> Mapping[str, FleetRecord]:
+        self.asked += 1
+        await self.open.wait()
+        if self.records is None:
+            raise Unreachable("the store is away")
+        return self.records
+
+
+async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None:
+    fleet = Fleet()
+    async with httpx.AsyncClient() as client, asyncio.TaskGroup() as tasks:
+        catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+        first = [tasks.create_task(catalogue.scope_of(MODEL)) for _ in range(3)]
+        await asyncio.sleep(0)
+        fleet.open.set()
+        assert [await each for each in first] == [SCOPE] * 3 and fleet.asked == 1
+        fleet.now_s += 2 * FLEET_AGE_S
+        fleet.open.clear()
+        slow = tasks.create_task(catalogue.scope_of(MODEL))
+        await asyncio.sleep(0)
+        assert await catalogue.scope_of(MODEL) == SCOPE and fleet.asked == 2
+        fleet.open.set()
+        assert await slow == SCOPE
+
+
+async def test_a_fleet_that_was_never_read_is_no_reason_to_call_a_model_unknown() -> None:
+    fleet = Fleet()
+    fleet.open.set()
+    async with httpx.AsyncClient() as client:
+        catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+        fleet.records = None
+        with pytest.raises(Unreachable):
+            await catalogue.scope_of(MODEL)
+        assert await catalogue.routable() == 0
+        fleet.records = RECORDS
+        assert await catalogue.scope_of(MODEL) == SCOPE
+        fleet.records, fleet.now_s = None, fleet.now_s + 2 * FLEET_AGE_S
+        assert await catalogue.scope_of(MODEL) == SCOPE
+
+
+def test_an_empty_store_is_not_believed_at_once() -> None:
+    fleet = Fleet()
+    last = LastKnown(lambda: fleet.now_s)
+    assert last.after({}) == {}
+    assert last.after(RECORDS) == RECORDS
+    fleet.now_s += EMPTY_GRACE_S
+    assert last.after({}) == RECORDS
+    fleet.now_s += 0.1
+    assert last.after({}) == {}
