@@ -2,23 +2,23 @@
 
 from collections.abc import Mapping
 from itertools import groupby
-from math import ceil
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvatlas.cost import CostProfile, EngineProfile, Load, Piece, Plan, QuillcacheProfile
+from kvatlas.cost import CostProfile, EngineProfile, QuillcacheProfile
 from kvatlas.fleet import EngineKind, EngineState, FleetRecord, Liveness, Role
-from kvatlas.reuse import ReuseRule, ReuseRules, default_rule
+from kvatlas.reuse import ReuseRule, ReuseRules
 from kvatlas.tiers import Tier
 from router_client import Prompt, SelectionResult
 from router_client.lookup import HeldPrefix, Run
 from router_client.pool import Pool
 from router_client.ranking import rank as rank_pool
 from router_client.ranking import rendezvous
-from tests.router_client.pools import BLOCK_BYTES, SCOPE, pool, worker
+from tests.router_client import naive_costs
+from tests.router_client.pools import SCOPE, pool, worker
 
 Held = Mapping[str, HeldPrefix]
 
@@ -44,74 +44,6 @@ def held(tokens: int, *tiers: Tier) -> HeldPrefix:
 
 
 # ---------------------------------------------------------------- against a naive implementation
-
-
-def naive(
-    prompt: Prompt, workers: Mapping[str, FleetRecord], held: Held, profile: CostProfile
-) -> list[tuple[int, str]]:
-    """(score, worker) of each candidate: token by token, and every worker tried as a source."""
-
-    def tier_of_each_token(id: str) -> list[Tier]:
-        return [run.tiers[0] for run in held.get(id, HeldPrefix()).runs for _ in range(run.tokens)]
-
-    def read(tokens: list[Tier], size: int, **where: bool) -> list[Piece]:
-        parts = [(tier, len(list(same))) for tier, same in groupby(tokens)]
-        return [Piece(n, ceil(n * BLOCK_BYTES / size), tier, **where) for tier, n in parts]
-
-    def depth(id: str) -> tuple[int, int]:
-        tokens = tier_of_each_token(id)
-        return len(tokens), -max(tokens)
-
-    loads = {id: Load.of(r.load, r.endpoint.block_size or 1) for id, r in workers.items() if r.load is not None}
-    able = {id: r.endpoint for id, r in workers.items() if r.routable}
-    candidates = [id for id, worker in able.items() if worker.role is Role.BOTH] or [
-        id for id, worker in able.items() if worker.role is Role.PREFILL and worker.kind is not EngineKind.SGLANG
-    ]
-    known = [loads[id] for id in candidates if id in loads]
-    mean = Load(
-        *(
-            ceil(sum(getattr(load, name) for load in known) / len(known))
-            for name in ("running_decodes", "queued_prefill_tokens", "waiting_requests", "kv_tokens")
-        )
-        if known
-        else ()
-    )
-    scores: list[tuple[int, str]] = []
-    for id in candidates:
-        me = workers[id].endpoint
-        size = me.block_size
-        assert size is not None
-        rule = default_rule(me.kind, eagle=me.eagle)
-        mine = tier_of_each_token(id)
-        usable = rule.usable_tokens(len(mine), prompt.input_tokens, size)
-        own = read(mine[:usable], size)
-        load = loads.get(id, mean)
-        prices = [profile.price(Plan(id, prompt.input_tokens, prompt.output_tokens, own, load)).score_us]
-        for group in me.transfer_groups:
-            members = [
-                other
-                for other, r in sorted(workers.items())
-                if other in held
-                and group in r.endpoint.transfer_groups
-                and r.endpoint.block_size == size
-                and r.liveness is Liveness.ALIVE
-                and r.state in (EngineState.UP, EngineState.DRAINING)
-            ]
-            near = [other for other in members if workers[other].endpoint.locality_domain == me.locality_domain]
-            for some in (members, near):
-                if not some:
-                    continue
-                best = max(depth(other) for other in some)
-                source = [other for other in some if depth(other) == best][-1]
-                theirs = tier_of_each_token(source)
-                reach = rule.usable_tokens(len(theirs), prompt.input_tokens, size)
-                if len(theirs) > len(mine) and reach > usable:
-                    domain = workers[source].endpoint.locality_domain == me.locality_domain
-                    parts = [*own, *read(theirs[usable:reach], size, own=False, same_domain=domain)]
-                    plan = Plan(id, prompt.input_tokens, prompt.output_tokens, parts, load)
-                    prices.append(profile.price(plan).score_us)
-        scores.append((min(prices), id))
-    return sorted(scores)
 
 
 tiers = st.sampled_from(Tier)
@@ -157,7 +89,11 @@ def test_every_candidate_costs_what_a_naive_ranking_says(
     records, prefixes = fleet
     asked = prompt(tokens, output)
     results = rank(asked, records, prefixes, profile, fingerprint=b"f")
-    assert sorted((result.score_us, result.worker_id) for result in results) == naive(asked, records, prefixes, profile)
+    tiers = {id: [run.tiers[0] for run in prefix.runs for _ in range(run.tokens)] for id, prefix in prefixes.items()}
+    expected = naive_costs.scores(profile.name, records, tiers, tokens, output)
+    assert {result.worker_id: result.score_us for result in results} == pytest.approx(
+        expected, rel=0, abs=2
+    )  # rounding
     order = [(result.score_us, -rendezvous(b"f", result.worker_id)) for result in results]
     assert order == sorted(order)
     for result in results:
