@@ -45,7 +45,7 @@ class Load:
 
 LOADS = (
     Load("moderate load", 2_048, 120, 3.0, 2.0, LEAST_EQUAL),
-    Load("caches a quarter as large, twice the load", 512, 120, 6.0, 2.0),
+    Load("caches a third as large", 704, 120, 3.0, 2.0),
 )
 
 
