@@ -8,6 +8,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Self
 
+from kvatlas.cost.learning import LearnedRates
 from kvatlas.fleet import FleetRecord
 from kvatlas.fleet_store import FleetStore
 from kvatlas.identity import Scope
@@ -120,6 +121,10 @@ class RouterClient:
         """Every worker of the scope's pool by id, also those that get no requests now; as last read where the store
         does not answer within the deadline. Raises Unreachable where it never was."""
         return (await self._decider.pool(scope.pool_id)).records
+
+    def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
+        """What was learned of how fast the scope's workers are, by worker; what nobody told of is as configured."""
+        return self._learner.learned(scope.pool_id)
 
     async def overlap(self, request: Request) -> PromptOverlap:
         """What each worker of the request's pool holds of the prompt, resident and usable, by tier."""

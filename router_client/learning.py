@@ -85,7 +85,7 @@ class PoolRates:
         told, untold = self._told.get(worker_id, Evidence()), self._untold.get(worker_id, Evidence())
         requests = told.requests + untold.requests
         made = self._estimates.get(worker_id)
-        if made is None or not made.requests <= requests < made.requests + 4 + made.requests // 32:
+        if made is None or not 0 <= requests - made.requests <= min(made.requests // 16, 16):
             made = self._estimates[worker_id] = estimate_of(told.then(untold), self._rates(worker_id))
         return made
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from kvatlas.cost.learning import LearnedRates
 from kvatlas.fleet import FleetRecord
 from kvatlas.identity import Scope
 from router_client.answers import Choice, Chosen, PromptOverlap, Ranking
@@ -124,6 +125,10 @@ class SyncRouterClient:
         """Every worker of the scope's pool by id, also those that get no requests now; as last read where the store
         does not answer within the deadline. Raises Unreachable where it never was."""
         return self._thread.run(self._client.workers, scope)
+
+    def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
+        """See `RouterClient.rates`."""
+        return self._client.rates(scope)
 
     def overlap(self, request: Request) -> PromptOverlap:
         """What each worker of the request's pool holds of the prompt, resident and usable, by tier."""

@@ -64,7 +64,8 @@ FIRST_MEMORY: Final = 32.0
 ERRORS_MEMORY: Final = 32.0
 """The same for the usual error, which has to follow while the estimate settles."""
 PRIOR_WEIGHT: Final = 0.002
-"""What the configured rates and likenesses weigh, in requests."""
+"""What the configured rates and likenesses weigh, in requests; the first ones weigh less against them
+(`_prior_weight`)."""
 HUBER: Final = 1.7
 """In mean absolute errors: 1.345 standard deviations of normal noise."""
 FIRST_ERROR: Final = 0.5
@@ -173,16 +174,23 @@ class Estimate:
                 a[i][j] = a[j][i] = sums[at] * prior[i] * prior[j]
                 at += 1
         b = [total * scale for total, scale in zip(sums[ERRORS:_A_AT], prior, strict=True)]
+        weight = _prior_weight(evidence.requests)
         for rate in Rate:
-            a[rate][rate] += PRIOR_WEIGHT
+            a[rate][rate] += weight
             if (other := LIKE.get(rate)) is None:
-                b[rate] += PRIOR_WEIGHT
+                b[rate] += weight
             else:
-                a[other][other] += PRIOR_WEIGHT
-                a[rate][other] -= PRIOR_WEIGHT
-                a[other][rate] -= PRIOR_WEIGHT
+                a[other][other] += weight
+                a[rate][other] -= weight
+                a[other][rate] -= weight
         found = _solve_within_bounds(a, b)
         return cls(evidence.requests, tuple(map(mul, found, prior)), errors)
+
+
+def _prior_weight(requests: int) -> float:
+    """An engine's first requests are its slowest (it compiles, it fills its pools): they don't make it look slow at once,
+    or nobody would send it the ones that show how fast it is."""
+    return PRIOR_WEIGHT + 1 / (1 + requests) ** 2
 
 
 def _solve_within_bounds(a: list[list[float]], b: list[float]) -> Vector:

@@ -1,0 +1,127 @@
+"""Simulated engines of different speed behind one router, in simulated time."""
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from kvatlas.fleet import FleetRecord, ForwardPassMetrics, WorkerState
+from router_client import AnswerClock, Choice, Prompt, RouterClient, StaticFleet, Timings, Usage
+from simulator.block_hash import SeededBlockHasher
+from simulator.engine import EngineCore, SchedulerLimits
+from simulator.generation import GeneratedToken, GenerationRequest
+from simulator.kv_cache import KVCache
+from simulator.step_cost import StepCost
+from tests.router_client.pools import SCOPE, worker
+
+SAMPLE_US = 1_000_000
+BLOCK_SIZE = 16
+
+
+@dataclass(slots=True)
+class _Asked:
+    choice: Choice
+    clock: AnswerClock
+    prompt_tokens: int
+    output: int = 0
+
+
+@dataclass(slots=True)
+class SimulatedFleet:
+    """`costs`: each worker's true speed. `noise`: of what is measured, relative; `broken`: how many measurements are
+    nonsense. Engines are sampled each second, as sidecars do."""
+
+    costs: Mapping[str, StepCost]
+    noise: float = 0.05
+    broken: float = 0.0
+    seed: int = 1
+    now_us: float = 1e15
+    fleet: StaticFleet = field(init=False)
+    _random: Random = field(init=False)
+    _engines: dict[str, EngineCore] = field(init=False)
+    _asked: dict[str, _Asked] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+        self._engines = {
+            id: EngineCore(
+                KVCache(num_blocks=65_536, block_size=BLOCK_SIZE, hasher=SeededBlockHasher(1)),
+                limits=SchedulerLimits(max_num_seqs=256),
+                cost=cost,
+            )
+            for id, cost in self.costs.items()
+        }
+        self.fleet = StaticFleet({})
+        self._sample()
+
+    def clock_us(self) -> int:
+        """The simulated time."""
+        return int(self.now_us)
+
+    async def serve(self, router: RouterClient, requests: int, a_second: float) -> None:
+        """Requests of other prompts each, of 128 to 4,096 tokens, answered to their end."""
+        due_us, coming = self.now_us, requests
+        steps: list[tuple[float, str, object]] = []
+        running: set[str] = set()
+        next_sample = self.now_us + SAMPLE_US
+        while coming or steps:
+            ends_us = steps[0][0] if steps else math.inf
+            self.now_us = min(ends_us, due_us if coming else math.inf, next_sample)
+            if self.now_us == next_sample:
+                next_sample += SAMPLE_US
+                self._sample()
+            elif self.now_us == ends_us:
+                _, id, step = heapq.heappop(steps)
+                running.discard(id)
+                for token in self._engines[id].end_step(step).tokens:  # type: ignore[arg-type]
+                    await self._token(token)
+            else:
+                await self._ask(router, requests - coming)
+                coming -= 1
+                due_us = self.now_us + self._random.expovariate(a_second) * 1e6
+            for id in self._engines.keys() - running:
+                if self._engines[id].has_work:
+                    step = self._engines[id].begin_step(self.now_us)
+                    running.add(id)
+                    heapq.heappush(steps, (step.ended_us, id, step))
+
+    async def _ask(self, router: RouterClient, number: int) -> None:
+        tokens = [self._random.randrange(100_000) for _ in range(round(2 ** self._random.uniform(7, 12)))]
+        output = self._random.randrange(8, 200)
+        choice = await router.book(Prompt.of_tokens(SCOPE, tokens, output_tokens=output))
+        id = f"{self.seed}-{number}-{self.now_us}"
+        clock = AnswerClock(lambda: int(self.now_us * 1_000))
+        self._asked[id] = _Asked(choice, clock, len(tokens))
+        self._engines[choice.worker_id].submit(GenerationRequest(id, tuple(tokens), output))
+
+    async def _token(self, token: GeneratedToken) -> None:
+        asked = self._asked[token.request_id]
+        asked.clock.part()
+        asked.output += 1
+        if asked.output == 1:
+            await asked.choice.first_token()
+        if token.finish_reason is not None:
+            del self._asked[token.request_id]
+            usage = Usage(asked.prompt_tokens, asked.output, token.cached_tokens)
+            await asked.choice.finish(usage, self._measured(asked.clock.timings(asked.output)))
+
+    def _measured(self, true: Timings) -> Timings:
+        assert true.ttft_us is not None and true.tpot_us is not None
+        times = self._random.choice([1e-4, 0.01, 50, 1e4]) if self._random.random() < self.broken else 1.0
+        first, later = (times * self._random.lognormvariate(0, self.noise) for _ in range(2))
+        return Timings(true.ttft_us * first, true.tpot_us * later)
+
+    def _sample(self) -> None:
+        self.fleet.records = {id: self._record(id, engine) for id, engine in self._engines.items()}
+
+    def _record(self, id: str, engine: EngineCore) -> FleetRecord:
+        load = engine.load
+        forward = ForwardPassMetrics(
+            requests_waiting=load.waiting,
+            active_request_slots=load.running,
+            active_kv_blocks=round(engine.cache.utilisation * engine.cache.num_blocks),
+            total_kv_blocks=engine.cache.num_blocks,
+        )
+        state = WorkerState(id=id, running_decodes=load.running, forward_pass=forward, sampled_us=self.clock_us())
+        return worker(id, block_size=BLOCK_SIZE).model_copy(update={"load": state})
