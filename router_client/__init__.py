@@ -24,18 +24,20 @@ from router_client.fail_open import Basis
 from router_client.fleet import FleetReader, StaticFleet
 from router_client.limits import Advice
 from router_client.lookup import OverlapIndex
+from router_client.pair_choice import PairChoice
 from router_client.prompt import Prompt
 from router_client.selector import Selector
 from router_client.settings import (
     BookingSettings,
     LearningSettings,
     LimitSettings,
+    PairSettings,
     Policy,
     RoundRobin,
     RouterSettings,
     SloMode,
 )
-from router_client.sync import SyncChoice, SyncRouterClient
+from router_client.sync import SyncChoice, SyncPairChoice, SyncRouterClient
 from router_client.timings import AnswerClock, Timings
 from router_client.tokens.usage import Usage
 
@@ -62,6 +64,8 @@ __all__ = [
     "NoWorkers",
     "Over",
     "OverlapIndex",
+    "PairChoice",
+    "PairSettings",
     "Policy",
     "Prompt",
     "PromptOverlap",
@@ -85,6 +89,7 @@ __all__ = [
     "SloMode",
     "StaticFleet",
     "SyncChoice",
+    "SyncPairChoice",
     "SyncRouterClient",
     "Timings",
     "Unreachable",

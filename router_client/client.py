@@ -2,25 +2,28 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from types import TracebackType
 from typing import Self
+
+from opentelemetry.trace import Span
 
 from kvatlas.cost.learning import LearnedRates
 from kvatlas.fleet import FleetRecord
 from kvatlas.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis import open_redis_index
-from kvatlas.request import RequestHints, RequestShape
+from kvatlas.limits import MISSES_SLO, NO_ROOM
+from kvatlas.request import RequestHints, RequestShape, SelectionResult
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.store import open_store
 from kvatlas.telemetry import decision_span, describe_decision, observe
 from kvatlas.tiers import Tier
 from router_client.answers import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_to
 from router_client.counters import RouterCounters
-from router_client.deciding import Decider, Decision
+from router_client.deciding import Decider
 from router_client.errors import NoWorkers
 from router_client.fail_open import Basis
 from router_client.fleet import CachedFleet, FleetReader
@@ -28,7 +31,11 @@ from router_client.learning import RateLearner
 from router_client.leases import Leases
 from router_client.lookup import NOTHING, HeldPrefix, look_up
 from router_client.lookup import OverlapIndex as OverlapIndex
+from router_client.pair_choice import PairChoice
+from router_client.pool import Pool
 from router_client.prompt import Prompt
+from router_client.ranking import Ranked
+from router_client.reservation import Reservation
 from router_client.settings import RouterSettings
 
 Request = Prompt | RequestHints | RequestShape
@@ -146,7 +153,7 @@ class RouterClient:
         with decision_span("rank", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
             decision = await self._decider.rank(prompt)
             describe_decision(span, candidates=len(decision.results))
-        return self._ranking(prompt, decision)
+        return self._ranking(prompt, decision.results, decision.pool.left_out)
 
     async def pick(self, request: Request, *, avoid: Collection[str] = ()) -> Choice:
         """The worker that `route` would book now; nothing is booked. Raises NoWorkers."""
@@ -176,6 +183,29 @@ class RouterClient:
             raise
         await choice.finish()
 
+    async def pick_pd(self, request: Request, *, avoid: Collection[str] = ()) -> PairChoice:
+        """The workers that `route_pd` would book now; nothing is booked. Raises NoWorkers."""
+        return await self._choose_pair(request, avoid, book=False)
+
+    async def book_pd(self, request: Request, *, avoid: Collection[str] = ()) -> PairChoice:
+        """What `route_pd` chooses, reserved until `choice.finish()` or `choice.fail()`. Raises NoWorkers."""
+        return await self._choose_pair(request, avoid, book=True)
+
+    @asynccontextmanager
+    async def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[PairChoice]:
+        """`async with router.route_pd(request) as pair`: who computes the prompt and who the answer, both reserved.
+
+        `pair.prefill` is None where one worker does both: because that costs less, or there is little to compute. Chosen
+        and reserved in one call, and given back together, as by `route`. Raises NoWorkers.
+        """
+        pair = await self.book_pd(request, avoid=avoid)
+        try:
+            yield pair
+        except BaseException:
+            await pair.fail()
+            raise
+        await pair.finish()
+
     async def _choose(self, request: Request, avoid: Collection[str], *, book: bool) -> Choice:
         prompt = self._prompt(request)
         started_ns = time.perf_counter_ns()
@@ -184,57 +214,82 @@ class RouterClient:
             if not decision.results:
                 self.counters.no_workers += 1
                 raise NoWorkers(why_none(prompt, decision.pool.left_out))
-            choice = self._choice(prompt, decision)
-            result = choice.result
-            describe_decision(
-                span,
-                worker_id=result.worker_id,
-                required_blocks=result.required_blocks,
-                overlap_blocks=result.overlap_blocks,
-                candidates=len(decision.results),
-                applied=[decision.pool.records[result.worker_id].trace],
+            endpoint = decision.pool.records[decision.worker_id].endpoint
+            choice = Choice(
+                endpoint.id,
+                endpoint.url,
+                headers_to(endpoint),
+                endpoint.role,
+                decision.result,
+                self._ranking(prompt, decision.results, decision.pool.left_out),
+                decision.basis,
+                decision.why,
+                decision.would_be,
+                decision.reservation,
+                self._learner.feedback(prompt.scope.pool_id, decision.results, decision.result),
             )
+            _describe(span, choice, decision.pool)
             if span.is_recording():
-                span.set_attribute("kvatlas.usable_tokens", result.usable_tokens)
-                span.set_attribute("kvatlas.cost_us", result.score_us)
-                span.set_attribute("kvatlas.basis", decision.basis.value)
                 span.set_attribute("kvatlas.explanation", json.dumps(choice.explanation(MOST_TRACED)))
-                if decision.would_be is not None:
-                    span.set_attribute("kvatlas.would_be", decision.would_be)
-        self._count(decision, (time.perf_counter_ns() - started_ns) // 1_000)
+        self._count(choice, started_ns)
         return choice
 
-    def _choice(self, prompt: Prompt, decision: Decision) -> Choice:
-        endpoint = decision.pool.records[decision.worker_id].endpoint
-        return Choice(
-            endpoint.id,
-            endpoint.url,
-            headers_to(endpoint),
-            endpoint.role,
-            decision.result,
-            self._ranking(prompt, decision),
-            decision.basis,
-            decision.why,
-            decision.would_be,
-            decision.reservation,
-            self._learner.feedback(prompt.scope.pool_id, decision.results, decision.result),
-        )
+    async def _choose_pair(self, request: Request, avoid: Collection[str], *, book: bool) -> PairChoice:
+        prompt = self._prompt(request)
+        started_ns = time.perf_counter_ns()
+        with decision_span("route_pd", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
+            decision = await self._decider.decide_pair(prompt, avoid, book=book)
+            ranking, pool = decision.ranking, decision.pool
+            if ranking is None:
+                self.counters.no_workers += 1
+                raise NoWorkers(why_none(prompt, pool.unable_to_answer))
 
-    def _ranking(self, prompt: Prompt, decision: Decision) -> Ranking:
-        shed_factor = self.settings.limits.shed_factor
-        return Ranking(prompt.input_tokens, decision.results, decision.pool.left_out, prompt.slo, shed_factor)
+            def part(result: SelectionResult, results: Ranked, booked: Reservation | None) -> Choice:
+                endpoint = pool.records[result.worker_id].endpoint
+                told = self._ranking(prompt, results, pool.unable)
+                # rates are learned where one worker did everything: who takes how much of a pair's time is not told
+                learns = ranking.prefill is None
+                return Choice(
+                    endpoint.id,
+                    endpoint.url,
+                    headers_to(endpoint),
+                    endpoint.role,
+                    result,
+                    told,
+                    decision.basis,
+                    decision.why,
+                    reservation=booked,
+                    feedback=self._learner.feedback(prompt.scope.pool_id, results, result) if learns else None,
+                )
 
-    def _count(self, decision: Decision, us: int) -> None:
-        counters, result = self.counters, decision.result
+            answers, prompts = (*decision.booked, None, None)[:2]
+            prefill = None if ranking.prefill is None else part(ranking.prefill, ranking.prefills, prompts)
+            results = ranking.wholes if prefill is None else ranking.decodes
+            pair = PairChoice(part(ranking.decode, results, answers), prefill, ranking)
+            _describe(span, prefill or pair.decode, pool)
+            if span.is_recording():
+                span.set_attribute("kvatlas.decode_worker", pair.worker_id)
+                span.set_attribute("kvatlas.explanation", json.dumps(pair.explanation(MOST_TRACED)))
+        self.counters.pairs += prefill is not None
+        self._count(prefill or pair.decode, started_ns)
+        return pair
+
+    def _ranking(self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str]) -> Ranking:
+        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self.settings.limits.shed_factor)
+
+    def _count(self, choice: Choice, started_ns: int) -> None:
+        counters, result = self.counters, choice.result
         counters.routed += 1
-        counters.by_load += decision.basis is Basis.LOAD
-        counters.by_prefix_hash += decision.basis is Basis.PREFIX_HASH
-        counters.followed += decision.would_be is not None
-        counters.agreed += decision.would_be == decision.worker_id
+        counters.by_load += choice.basis is Basis.LOAD
+        counters.by_prefix_hash += choice.basis is Basis.PREFIX_HASH
+        counters.followed += choice.would_be is not None
+        counters.agreed += choice.would_be == choice.worker_id
         counters.required_blocks += result.required_blocks
         counters.overlap_blocks += result.overlap_blocks
         counters.predicted_tokens += result.predicted_tokens
-        counters.decision_time_us += us
+        counters.no_room += bool(result.over & NO_ROOM)
+        counters.over_slo += bool(result.over & MISSES_SLO)
+        counters.decision_time_us += (time.perf_counter_ns() - started_ns) // 1_000
 
     def _prompt(self, request: Request) -> Prompt:
         if isinstance(request, Prompt):
@@ -270,6 +325,24 @@ class RouterClient:
             events=endpoint.events,
             predicted_tokens=0 if endpoint.events else predicted.get(endpoint.id, 0),
         )
+
+
+def _describe(span: Span, choice: Choice, pool: Pool) -> None:
+    result = choice.result
+    describe_decision(
+        span,
+        worker_id=result.worker_id,
+        required_blocks=result.required_blocks,
+        overlap_blocks=result.overlap_blocks,
+        candidates=len(choice.ranking),
+        applied=[pool.records[result.worker_id].trace],
+    )
+    if span.is_recording():
+        span.set_attribute("kvatlas.usable_tokens", result.usable_tokens)
+        span.set_attribute("kvatlas.cost_us", result.score_us)
+        span.set_attribute("kvatlas.basis", choice.basis.value)
+        if choice.would_be is not None:
+            span.set_attribute("kvatlas.would_be", choice.would_be)
 
 
 def _nearest(worker: WorkerOverlap) -> tuple[int, int, str]:

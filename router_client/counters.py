@@ -12,7 +12,8 @@ class RouterCounters:
     `booking_failures`: what the store did not answer in time. `booked` and `released`: reservations in the store;
     `lapsed`: times that this router's lease was over. `required_blocks` and `overlap_blocks`: of the routed prompts, at
     the picked worker; `predicted_tokens`: those that it counted as holding because they were being computed there. `learned`:
-    finished requests that rates were learned from; `said_nothing`: those that told nothing sure.
+    finished requests that rates were learned from; `said_nothing`: those that told nothing sure. `pairs`: choices with a
+    worker for the prompt alone. `no_room`, `over_slo`: choices of a worker that had no room, or would miss the SLO.
     """
 
     routed: int = 0
@@ -33,3 +34,6 @@ class RouterCounters:
     predicted_tokens: int = 0
     learned: int = 0
     said_nothing: int = 0
+    pairs: int = 0
+    no_room: int = 0
+    over_slo: int = 0

@@ -12,6 +12,7 @@ from router_client.fail_open import FAILING, Basis, Deadline, Patience
 from router_client.fleet import CachedFleet
 from router_client.leases import Leases
 from router_client.lookup import Lookup, OverlapIndex
+from router_client.pairs import PairProspects, PairRanking, pair_prospects
 from router_client.pool import Pool
 from router_client.prompt import Prompt
 from router_client.ranking import Judging, Prospect, Ranked, prospects, rendezvous
@@ -42,6 +43,17 @@ class Decision:
         if first.worker_id == self.worker_id:
             return first
         return next(result for result in self.results if result.worker_id == self.worker_id)
+
+
+@dataclass(frozen=True, slots=True)
+class PairDecision:
+    """`ranking` None: nobody may get the prompt. `booked`: the reservation of who answers, then that of the prefill."""
+
+    pool: Pool
+    ranking: PairRanking | None
+    basis: Basis = Basis.COST
+    why: str = ""
+    booked: tuple[Reservation, ...] = ()
 
 
 class Decider:
@@ -110,6 +122,43 @@ class Decider:
                 return decision
         return self._alone(prompt, seen, offered, ask, followed, book)
 
+    async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairDecision:
+        """The workers to use, both reserved in one call if asked for; see `decide`. No other policy is followed."""
+        deadline = Deadline(self._settings.deadline_ms, self.patience)
+        asks = self._booker.allows()
+        pool = self._narrowed(await self.sight.pool(prompt.scope.pool_id, deadline, asks=asks), prompt, avoid)
+        seen = await self.sight.see(prompt, pool, deadline)
+        pairs = self._pairs(prompt, pool, seen.found)
+        if not pairs.possible:
+            return PairDecision(pool, None)
+        ask = pairs.ask(self._ask(prompt, pool, pairs.everyone, seen.found))
+        why = seen.why
+        booked: tuple[Reservation, ...] = ()
+        if not self._settings.booking.reservations:
+            weighing = unbooked(ask, [prospect.candidate for prospect in pairs.everyone])
+        else:
+            weighing, booked, why = await self._weigh_pair(prompt, ask, asks, book, deadline, why)
+        ranking = PairRanking(prompt, pairs, weighing, pool.profile, judging_of(prompt, self._settings))
+        return PairDecision(pool, ranking, seen.basis, why, booked)
+
+    async def _weigh_pair(
+        self, prompt: Prompt, ask: Ask, asks: bool, book: bool, deadline: Deadline, why: str
+    ) -> tuple[Weighing, tuple[Reservation, ...], str]:
+        if asks:
+            try:
+                if book:
+                    weighing, booked = await self._booker.book(prompt, ask, deadline)
+                else:
+                    weighing, booked = await deadline.keep(self._booker.look(prompt.scope.pool_id, ask)), ()
+            except FAILING as error:
+                self._booker.failed()
+                why = why or f"reservations: {deadline.why(error)}"
+            else:
+                self._booker.succeeded()
+                return weighing, booked, why
+        weighing = self._booker.look_alone(prompt.scope.pool_id, ask)
+        return weighing, self._booker.book_alone(prompt, ask) if book else (), why
+
     async def _shared(
         self,
         prompt: Prompt,
@@ -154,8 +203,12 @@ class Decider:
         return pool
 
     def _prospects(self, prompt: Prompt, pool: Pool, found: Lookup) -> list[Prospect]:
-        settings, fingerprint = self._settings, found.fingerprint + self._seed
+        fingerprint = found.fingerprint + self._seed
         offered = prospects(prompt, pool, found.held, pool.profile, fingerprint=fingerprint)
+        return self._surcharged(prompt, offered, fingerprint)
+
+    def _surcharged(self, prompt: Prompt, offered: list[Prospect], fingerprint: bytes) -> list[Prospect]:
+        settings = self._settings
         if not (settings.temperature or (settings.session_us and prompt.session_id)):
             return offered
         return surcharged(
@@ -165,6 +218,14 @@ class Decider:
             session_us=settings.session_us,
             temperature=settings.temperature,
         )
+
+    def _pairs(self, prompt: Prompt, pool: Pool, found: Lookup) -> PairProspects:
+        fingerprint, least = found.fingerprint + self._seed, self._settings.pairs.least_new_tokens
+        pairs = pair_prospects(prompt, pool, found.held, fingerprint=fingerprint, least_new_tokens=least)
+        # a session has its worker, and a choice is softened, among those that answer
+        answering = {one.id: one for one in (*pairs.decodes, *pairs.wholes)}
+        added = {one.id: one for one in self._surcharged(prompt, list(answering.values()), fingerprint)}
+        return pairs.surcharged({id: (one.surcharges, one.surcharge_us) for id, one in added.items()})
 
     def _followed(self, prompt: Prompt, pool: Pool) -> str | None:
         """Whom another policy chooses; one that chooses nobody who may get it is not followed."""

@@ -18,12 +18,14 @@ def limits_of(prompt: Prompt, found: Sequence[Prospect], settings: LimitSettings
     each = [p.candidate.limit for p in found] if settings.room else [NOT_TOLD] * len(found)
     if settings.slo is SloMode.TOLD or not found or found[0].base.ttft_us is None:
         return Limits(each, prompt.input_tokens) if each.count(NOT_TOLD) < len(each) else None
-    output = prompt.output_tokens
     return Limits(
-        [Limit(one.slots, one.kv_tokens, output * (p.base.tpot_us or 0)) for one, p in zip(each, found, strict=True)],
+        [
+            Limit(one.slots, one.kv_tokens, p.plan.output_tokens * (p.base.tpot_us or 0))
+            for one, p in zip(each, found, strict=True)
+        ],
         prompt.input_tokens,
         prompt.slo.ttft_ms * 1_000,
-        output * prompt.slo.tpot_ms * 1_000,
+        prompt.output_tokens * prompt.slo.tpot_ms * 1_000,
         settings.slo_factor if settings.slo is SloMode.PENALTY else 0.0,
         settings.slo is SloMode.FILTER,
     )

@@ -104,6 +104,13 @@ class Pool:
             profile or EngineProfile(),
         )
 
+    @property
+    def unable_to_answer(self) -> Mapping[str, str]:
+        """Why no worker can answer a request, with or without a partner."""
+        alone = {c.id: "it only computes prompts" for c in self.prefillers}
+        answers = {c.id: "it computes no prompts, and no prefill worker reaches it" for c in self.decoders}
+        return dict(sorted({**self.unable, **alone, **answers}.items()))
+
     def narrowed(self, why_not: Callable[[EngineEndpoint], str | None]) -> "Pool":
         """The same without the workers that there is a reason against."""
         reasons = {

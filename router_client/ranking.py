@@ -169,11 +169,10 @@ class Ranked(Sequence[SelectionResult]):
         return self._all
 
     def _price(self, i: int) -> SelectionResult:
-        return result_of(self._found[i], self._weighed[i], self._profile, self._judging)
+        return _result(self._found[i], self._weighed[i], self._profile, self._judging)
 
 
-def result_of(found: Prospect, seen: Weighed, profile: CostProfile, judging: Judging) -> SelectionResult:
-    """A prospect with its load, priced."""
+def _result(found: Prospect, seen: Weighed, profile: CostProfile, judging: Judging) -> SelectionResult:
     plan, cached = found.plan, found.cached_tokens
     pieces, predicted = plan.pieces, 0
     if seen.predicted_tokens:
@@ -261,6 +260,12 @@ def _kv_bytes(prompt: Prompt, endpoint: EngineEndpoint, block_size: int) -> tupl
     if endpoint.block_bytes:
         return endpoint.block_bytes, block_size
     return prompt.block_bytes, prompt.block_size or block_size
+
+
+def kv_bytes_of(prompt: Prompt, candidate: Candidate, tokens: int) -> int:
+    """KV bytes of a prompt's tokens on a worker; 0 for unknown."""
+    size = candidate.block_size or prompt.block_size or 1
+    return _bytes(tokens, _kv_bytes(prompt, candidate.endpoint, size))
 
 
 def _bytes(tokens: int, kv_bytes: tuple[int, int]) -> int:

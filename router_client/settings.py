@@ -80,6 +80,13 @@ class LearningSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PairSettings:
+    """Of `route_pd`. `least_new_tokens`: a worker that would compute fewer tokens of a prompt computes them itself."""
+
+    least_new_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSettings:
     """How a router ranks and chooses. `fallbacks` complete requests given as hints; `rules` say what engines reuse.
 
@@ -88,9 +95,10 @@ class RouterSettings:
     decides, and what would have been chosen is only recorded. `seed`: another one breaks ties otherwise. `router_id`
     names this router's lease; absent: made at random.
 
-    `limits`: who is left out for want of room or time. `select`: which workers may get requests at all; a request may
-    narrow it further (`Prompt.select`). `session_us`: what it costs to leave a session's worker; 0: sessions have none.
-    `temperature`: 0 chooses the cheapest; above, dearer ones get requests too (`router_client.surcharges`).
+    `limits`: who is left out for want of room or time. `pairs`: when another worker computes the prompt. `select`: which
+    workers may get requests at all; a request may narrow it further (`Prompt.select`). `session_us`: what it costs to
+    leave a session's worker; 0: sessions have none. `temperature`: 0 chooses the cheapest; above, dearer ones get requests
+    too (`router_client.surcharges`).
     """
 
     profile: CostProfile = field(default_factory=EngineProfile)
@@ -105,6 +113,7 @@ class RouterSettings:
     seed: int = 0
     router_id: str | None = None
     limits: LimitSettings = field(default_factory=LimitSettings)
+    pairs: PairSettings = field(default_factory=PairSettings)
     select: Selector | None = None
     session_us: float = 0.0
     temperature: float = 0.0

@@ -20,6 +20,7 @@ from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
 from router_client.errors import ClientClosed
 from router_client.loop_thread import LoopThread
+from router_client.pair_choice import ChosenPair, PairChoice
 from router_client.settings import RouterSettings
 from router_client.timings import Timings
 from router_client.tokens.usage import Usage
@@ -55,12 +56,38 @@ class SyncChoice(Chosen):
                 raise
 
 
+@dataclass(frozen=True, slots=True)
+class SyncPairChoice(ChosenPair):
+    """What `SyncRouterClient` chose: `PairChoice`, for threads."""
+
+    decode: SyncChoice
+    prefill: SyncChoice | None
+    _pair: PairChoice = field(kw_only=True, compare=False, repr=False)
+
+    def first_token(self) -> None:
+        """The first token is there: the prompt's worker is free again."""
+        self.decode._tell(self._pair.first_token)
+
+    def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
+        """The request ended well; leaving the block of `route_pd` says the same."""
+        self.decode._tell(self._pair.finish, usage, timings)
+
+    def fail(self) -> None:
+        """The request did not end well; leaving the block of `route_pd` by an exception says the same."""
+        self.decode._tell(self._pair.fail)
+
+
 _CHOSEN = tuple(field.name for field in fields(Chosen))
 
 
 def _twin(choice: Choice, thread: LoopThread) -> SyncChoice:
     """Of a choice that was made in the thread's loop."""
     return SyncChoice(*(getattr(choice, name) for name in _CHOSEN), _choice=choice, _thread=thread)
+
+
+def _twins(pair: PairChoice, thread: LoopThread) -> SyncPairChoice:
+    prefill = None if pair.prefill is None else _twin(pair.prefill, thread)
+    return SyncPairChoice(_twin(pair.decode, thread), prefill, pair.ranking, _pair=pair)
 
 
 class SyncRouterClient:
@@ -163,6 +190,26 @@ class SyncRouterClient:
             choice.fail()
             raise
         choice.finish()
+
+    def pick_pd(self, request: Request, *, avoid: Collection[str] = ()) -> SyncPairChoice:
+        """The workers that `route_pd` would book now; nothing is booked. Raises NoWorkers."""
+        return _twins(self._thread.run(self._client.pick_pd, request, avoid=avoid), self._thread)
+
+    def book_pd(self, request: Request, *, avoid: Collection[str] = ()) -> SyncPairChoice:
+        """What `route_pd` chooses, reserved until `choice.finish()` or `choice.fail()`. Raises NoWorkers."""
+        return _twins(self._thread.run(self._client.book_pd, request, avoid=avoid), self._thread)
+
+    @contextmanager
+    def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncPairChoice]:
+        """`with router.route_pd(request) as pair`: who computes the prompt and who the answer, both reserved while the
+        block runs. Raises NoWorkers."""
+        pair = self.book_pd(request, avoid=avoid)
+        try:
+            yield pair
+        except BaseException:
+            pair.fail()
+            raise
+        pair.finish()
 
     def submit(
         self,

@@ -292,6 +292,10 @@ LEASES_LAPSED = _counter(
 IN_FLIGHT_TOKENS = _counter(
     "router.tokens.in_flight", "{token}", "Prompt tokens counted as held because the picked worker was computing them"
 )
+PAIRS = _counter("router.decisions.pairs", "{decision}", "Decisions with a worker for the prompt alone")
+OVER_LIMITS = _counter(
+    "router.decisions.over_limits", "{decision}", "Decisions for a worker without room or that misses the SLO, by limit"
+)
 LEARNED = _counter("router.learned", "{request}", "Finished requests by what they told of their worker's rates")
 
 ROUTER = {
@@ -302,6 +306,8 @@ ROUTER = {
     **_by(RESERVATIONS, "change", booked="booked", released="released"),
     **_is(LEASES_LAPSED, "lapsed"),
     **_is(IN_FLIGHT_TOKENS, "predicted_tokens"),
+    **_is(PAIRS, "pairs"),
+    **_by(OVER_LIMITS, "limit", no_room="room", over_slo="slo"),
     **_by(LEARNED, "outcome", learned="learned", said_nothing="nothing"),
     **_is(LOOKUPS, "lookups"),
     **_is(DECISION_TIME, "decision_time_us"),

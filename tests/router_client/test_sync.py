@@ -30,11 +30,13 @@ from router_client import (
     ClientClosed,
     InvalidValue,
     NoWorkers,
+    PairChoice,
     Prompt,
     RouterClient,
     RouterSettings,
     StaticFleet,
     SyncChoice,
+    SyncPairChoice,
     SyncRouterClient,
     Unreachable,
 )
@@ -112,7 +114,12 @@ def parameters(function: Callable[..., object]) -> list[tuple[str, Any, Any, Any
 
 def answer(function: Callable[..., object]) -> Any:
     told = inspect.signature(function).return_annotation
-    return {Choice: SyncChoice, AsyncIterator[Choice]: Iterator[SyncChoice]}.get(told, told)
+    return {
+        Choice: SyncChoice,
+        AsyncIterator[Choice]: Iterator[SyncChoice],
+        PairChoice: SyncPairChoice,
+        AsyncIterator[PairChoice]: Iterator[SyncPairChoice],
+    }.get(told, told)
 
 
 def test_the_client_has_the_same_calls_and_one_more() -> None:
@@ -132,10 +139,13 @@ def test_the_client_has_the_same_calls_and_one_more() -> None:
                 assert getattr(twin, name) == getattr(router, name)
 
 
-def test_a_choice_has_the_same_calls() -> None:
-    assert public(SyncChoice) == public(Choice) - {"reservation", "feedback"}
-    for name in public(SyncChoice):
-        mine, theirs = getattr(Choice, name), getattr(SyncChoice, name)
+@pytest.mark.parametrize(
+    ("choice", "twin", "less"), [(Choice, SyncChoice, {"reservation", "feedback"}), (PairChoice, SyncPairChoice, set())]
+)
+def test_a_choice_has_the_same_calls(choice: type, twin: type, less: set[str]) -> None:
+    assert public(twin) == public(choice) - less
+    for name in public(twin):
+        mine, theirs = getattr(choice, name), getattr(twin, name)
         assert type(mine) is type(theirs), name
         if isinstance(mine, FunctionType):
             assert not inspect.iscoroutinefunction(theirs), name
