@@ -1,8 +1,9 @@
 """Routers' counts of answers in the store, in the slot of the pool that they are of, where `kvatlas doctor` reads them."""
 
 from kvatlas.answers import AnswerReport
-from kvatlas.pool_calls import pool_call, pool_call_ro
-from kvatlas.store import Store
+from kvatlas.errors import Unreachable
+from kvatlas.pool_calls import pool_call
+from kvatlas.store import UNREACHABLE, Store, reason
 
 KEEP_US = 60_000_000
 """A router that told nothing for so long is gone, and its counts with it."""
@@ -19,7 +20,16 @@ async def tell_answers(store: Store, pool_id: str, router_id: str, report: Answe
     await pool_call(store, "answered", pool_id, args, keys=[answers_key(pool_id)])
 
 
-async def told_answers(store: Store, pool_id: str) -> dict[str, AnswerReport]:
-    """Of the routers that live, by their id. Raises Unreachable, and InvalidValue for a report of an unknown form."""
-    flat = await pool_call_ro(store, "answers", pool_id, [], keys=[answers_key(pool_id)])
-    return {flat[i].decode(): AnswerReport.unpack(flat[i + 1]) for i in range(0, len(flat), 2)}
+async def told_answers(store: Store, pool_id: str, now_us: int) -> dict[str, AnswerReport]:
+    """Of the routers that live at this time of the store, by their id. Raises Unreachable, and InvalidValue for a report of
+    an unknown form."""
+    try:
+        found = await store.client.hgetall(answers_key(pool_id))
+    except UNREACHABLE as error:
+        raise Unreachable(f"{store.name}: {reason(error)}") from error
+    reports: dict[str, AnswerReport] = {}
+    for router_id, value in found.items():
+        ends_us, _, packed = value.partition(b" ")
+        if int(ends_us) > now_us:
+            reports[router_id.decode()] = AnswerReport.unpack(packed)
+    return reports

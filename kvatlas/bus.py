@@ -101,10 +101,10 @@ async def stream_info(client: Client) -> StreamInfo:
     if "error" in answer:
         APIError.from_error(answer["error"])  # raises the error that the code stands for
     state = answer["state"]
-    return StreamInfo(_microseconds(answer["created"]), int(state["first_seq"]), int(state["last_seq"]))
+    return StreamInfo(microseconds_of(answer["created"]), int(state["first_seq"]), int(state["last_seq"]))
 
 
-def _microseconds(rfc3339: str) -> int:
+def microseconds_of(rfc3339: str) -> int:
     """Microseconds since 1970 of an RFC 3339 time with up to nine decimals."""
     whole, _, fraction = rfc3339.rstrip("Z").partition(".")
     seconds = int(datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp())

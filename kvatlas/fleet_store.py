@@ -88,11 +88,6 @@ class FleetStore:
             member.decode() for member in await self._fcall("kvatlas_fleet_beat", [MEMBERS], [member_id, ttl_ms])
         )
 
-    async def members(self) -> tuple[list[str], int]:
-        """The live members, sorted, and the store's time in microseconds."""
-        now_us, *live = await self._fcall("kvatlas_fleet_members", [MEMBERS], [])
-        return sorted(member.decode() for member in live), int(now_us)
-
     async def leave(self, member_id: str) -> None:
         """Give up membership and every lease at once."""
         await self._fcall("kvatlas_fleet_leave", [MEMBERS, LEASES], [member_id])

@@ -1,7 +1,7 @@
 """The whole examination: asks NATS, the store and the workers, and gives every finding in order."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import anyio
@@ -28,6 +28,7 @@ CATCH_UP_S = 2.0
 """How long the index may take to reach what a worker told."""
 _POLL_S = 0.1
 _MOST_ROUND_TRIP_US = 200_000
+"""A time that took longer to come is not compared."""
 
 
 @dataclass(slots=True)
@@ -123,19 +124,19 @@ async def _fleet(store: Store, listening: _Listening | None, listened_s: float) 
     found = [laid_out]
     if sizes is None:
         return found
-    fleet_store = FleetStore(store)
-    members, store_us = await _members(fleet_store)
-    found += indexers.judge_indexers(members, await fleet_store.leases(), sizes[0])
+    began_us = _now_us()
+    store_us = await store_facts.read_time(store)
+    ahead_us = store_us - _now_us() if _now_us() - began_us < _MOST_ROUND_TRIP_US else None
+    members, leases = await indexers.read_indexers(store, store_us)
+    found += indexers.judge_indexers(members, leases, sizes[0])
     try:
-        fleet = await fleet_store.all()
+        fleet = await FleetStore(store).all()
     except InvalidValue as error:
         found.append(Finding("workers", Level.ERROR, str(error), "run one version of kvatlas on one store"))
         return found
     heard = listening.heard if listening is not None else None
     fences, behind = await _fences(store, listening)
-    found += workers.judge_workers(
-        fleet, fences, heard, behind=behind, listened_s=listened_s, now_us=store_us or _now_us()
-    )
+    found += workers.judge_workers(fleet, fences, heard, behind=behind, listened_s=listened_s, now_us=_now_us())
     if listening is not None and listening.malformed:
         line = f"a heartbeat can't be understood: {listening.malformed}"
         found.append(Finding("workers.heartbeats", Level.ERROR, line, "run one version of kvatlas"))
@@ -145,19 +146,11 @@ async def _fleet(store: Store, listening: _Listening | None, listened_s: float) 
     named = {pool_id: _pool_name(records[0].endpoint) for pool_id, records in pools.items()}
     found += workers.judge_pools({named[pool_id]: records for pool_id, records in pools.items()})
     for pool_id in pools:
-        found += routers.judge_answers(named[pool_id], await told_answers(store, pool_id))
+        found += routers.judge_answers(named[pool_id], await told_answers(store, pool_id, store_us))
     ahead = max((record.heard_us - _now_us() for record in fleet.values()), default=0)
     workers_ahead = listening.ahead_us if listening is not None else {}
-    skew = None if store_us is None else store_us - _now_us()
-    found += clocks.judge_clocks(skew, workers_ahead, max(0, ahead))
+    found += clocks.judge_clocks(ahead_us, workers_ahead, max(0, ahead))
     return found
-
-
-async def _members(fleet: FleetStore) -> tuple[Sequence[str], int | None]:
-    """The live ones, and the store's time; None for a time that came too late to compare."""
-    began_us = _now_us()
-    members, store_us = await fleet.members()
-    return members, store_us if _now_us() - began_us < _MOST_ROUND_TRIP_US else None
 
 
 async def _fences(store: Store, listening: _Listening | None) -> tuple[dict[str, WorkerRecord] | None, set[str]]:

@@ -3,6 +3,27 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from kvatlas.doctor.finding import Finding, Level, listed
+from kvatlas.errors import Unreachable
+from kvatlas.fleet_store import LEASES, MEMBERS
+from kvatlas.store import UNREACHABLE, Store, reason
+
+
+async def read_indexers(store: Store, now_us: int) -> tuple[list[str], dict[int, str]]:
+    """Who lives at this time of the store, sorted, and who holds which partition's lease. Raises Unreachable.
+
+    Read as they are kept (`kvatlas.fleet_store`), without the functions: they may be gone, or of another version.
+    """
+    try:
+        members, leases = await store.client.hgetall(MEMBERS), await store.client.hgetall(LEASES)
+    except UNREACHABLE as error:
+        raise Unreachable(f"{store.name}: {reason(error)}") from error
+    live = sorted(member.decode() for member, ends_ms in members.items() if int(ends_ms) * 1_000 > now_us)
+    held: dict[int, str] = {}
+    for partition, value in leases.items():
+        ends_ms, _, member = value.partition(b" ")
+        if int(ends_ms) * 1_000 > now_us:
+            held[int(partition)] = member.decode()
+    return live, held
 
 
 def judge_indexers(members: Collection[str], leases: Mapping[int, str], partitions: int) -> Iterator[Finding]:

@@ -37,6 +37,16 @@ async def read_servers(store: Store) -> list[ServerFacts]:
         raise Unreachable(f"{store.name}: {reason(error)}") from error
 
 
+async def read_time(store: Store) -> int:
+    """The store's clock, microseconds. Raises Unreachable."""
+    where = {"target_nodes": store.client.get_primaries()[0]} if store.is_cluster else {}
+    try:
+        seconds, microseconds = await store.client.execute_command("TIME", **where)
+    except UNREACHABLE as error:
+        raise Unreachable(f"{store.name}: {reason(error)}") from error
+    return int(seconds) * 1_000_000 + int(microseconds)
+
+
 async def _read(store: Store, name: str, where: dict[str, Any]) -> ServerFacts:
     client = store.client
     info = await client.execute_command("INFO", **where)

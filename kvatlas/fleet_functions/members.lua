@@ -16,19 +16,6 @@ register('kvatlas_fleet_beat', function(keys, args)
   return live
 end)
 
--- members: the store's time (us), then all live members.
--- KEYS: members
-register('kvatlas_fleet_members', function(keys, args)
-  local time, now, flat = redis.call('TIME'), now_ms(), redis.call('HGETALL', keys[1])
-  local out = { string.format('%s%06d', time[1], time[2]) }
-  for i = 1, #flat, 2 do
-    if tonumber(flat[i + 1]) > now then
-      out[#out + 1] = flat[i]
-    end
-  end
-  return out
-end)
-
 -- leave: the member and all its leases are gone.
 -- KEYS: members, leases   ARGV: member id
 register('kvatlas_fleet_leave', function(keys, args)

@@ -1,7 +1,6 @@
--- What routers count of answers. One key of a pool's slot:
--- KEYS: answers   HASH  router id -> "<us at which it ends> <packed report>" (kvatlas/answers.py)
-
--- answered: a router's counts, kept for a while after it last told them; of too many routers the one that ends first goes.
+-- answered: what a router counts of answers, kept for a while after it last told them; of too many routers the one that ends
+--   first goes. Read with HGETALL (kvatlas/answers_store.py).
+-- KEYS: answers   HASH  router id -> "<us at which it ends> <packed report>"
 -- ARGV: router id, us to keep it, most routers, packed report
 register('kvatlas_pool_answered', function(keys, args)
   local now, keep_us, most = now_us(), tonumber(args[2]), tonumber(args[3])
@@ -24,20 +23,3 @@ register('kvatlas_pool_answered', function(keys, args)
   end
   return 0
 end)
-
--- answers: router id, packed report, ...
-redis.register_function({
-  function_name = 'kvatlas_pool_answers',
-  callback = function(keys)
-    local now, out, flat = now_us(), {}, redis.call('HGETALL', keys[1])
-    for i = 1, #flat, 2 do
-      local ends, report = string.match(flat[i + 1], '^(%d+) (.*)$')
-      if tonumber(ends) > now then
-        out[#out + 1] = flat[i]
-        out[#out + 1] = report
-      end
-    end
-    return out
-  end,
-  flags = { 'no-writes' },
-})

@@ -10,10 +10,9 @@ import anyio
 import httpx
 
 from kvatlas.answers import Deviation, Prediction, deviation
+from router_client.proxy.headers import DECISION_HEADER
+from router_client.proxy.picking import BY_INDEX
 from simulator.workload import Conversation, Session, Turn, Workload
-
-DECISION_HEADER = "X-KVAtlas-Decision"
-BY_INDEX = ("cost", "policy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
         for name, flags in settings.routers.items():
             port = free_port()
             routers[name] = f"http://{LOOPBACK}:{port}"
-            words = ["router", *servers[2:], "--port", str(port), *flags]
+            words = ["router", *servers, "--port", str(port), *flags]
             parts.append(_Part(f"router-{name}", words, f"{routers[name]}/health", folder))
         for part in parts:
             await stack.enter_async_context(part.running())

@@ -40,7 +40,7 @@ async def test_an_installation_that_is_well(system: Installation) -> None:
         assert (await client.post("/v1/completions", json=body)).status_code == 200
 
         async def are_told() -> bool:
-            return bool(await told_answers(system.store, POOL))
+            return bool(await told_answers(system.store, POOL, now_us()))
 
         await until(are_told, what="the router told its counts")
         code, out = await command(system, "--json")
@@ -164,8 +164,9 @@ async def test_counts_of_routers_are_bounded_and_end_with_them(fresh_store: str)
             report = AnswerReport(counts=AnswerCounts(prompts_equal=number))
             args = [f"r{number}", keep_us, 2, report.pack()]
             await pool_call(store, "answered", POOL, args, keys=[answers_key(POOL)])
-        told = await told_answers(store, POOL)
+        told = await told_answers(store, POOL, now_us())
         assert {router_id: one.counts.prompts_equal for router_id, one in told.items()} == {"r1": 1, "r3": 3}
+        assert list(await told_answers(store, POOL, now_us() + 50_000_000)) == ["r3"]
         args = ["r4", 1, 9, AnswerReport().pack()]
         await pool_call(store, "answered", POOL, args, keys=[answers_key(POOL)])
 

@@ -1,7 +1,6 @@
 """Servers made wrong on purpose: each fault is one finding that says what to do."""
 
 import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from kvatlas.doctor.bus import judge_stream
 from kvatlas.embedded import valkey_server
 from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.index.keys import LAYOUT
+from kvatlas.index.layout import make_layout
 from kvatlas.index.redis import open_redis_index
 from kvatlas.store import open_store
 from kvatlas.subjects import STREAM
@@ -59,6 +59,9 @@ async def test_a_store_without_room(system: Installation) -> None:
 
 async def test_a_store_without_functions_or_with_others(system: Installation) -> None:
     assert "no function library" in (await system.wrong("store.functions")).line
+    await make_layout(system.store, None, None)
+    await system.said("indexers.members")
+    assert await system.store.client.function_list() == []  # it only looks
     await open_redis_index(system.store, writer=True)
     assert [one.level for one in await system.said("store.functions")] == [Level.OK]
     await system.store.load_functions("#!lua name=kvatlas\nredis.register_function('kvatlas_old', function() end)")
@@ -133,5 +136,5 @@ async def test_a_stream_that_reaches_back_for_moments_only(system: Installation)
 
 def test_a_server_that_takes_small_messages_only_is_said() -> None:
     config: dict[str, Any] = {"subjects": ["kvatlas.events.*.*"], "retention": "limits", "discard": "old"}
-    found = list(judge_stream(config, {}, 65_536, datetime.now(UTC)))
+    found = list(judge_stream(config, {}, 65_536, 0))
     assert [one.level for one in found if one.check == "nats.payload"] == [Level.INFO]
