@@ -109,8 +109,8 @@ def show(rows: Sequence[Row]) -> Table:
         f"{max(no_reservations.queued_tokens) / max(eight.queued_tokens):.1f} times as many tokens."
     )
     table = Table(
-        *("booked", "routers", "fullest worker", "tokens there", "emptiest", "hit rate", "workers a new prefix"),
-        *("mean TTFT", "p90 TTFT", "choices/s"),
+        *("booked", "routers", "fullest worker", "tokens there", "emptiest", "hit rate", "workers a prefix"),
+        *("mean TTFT", "choices/s"),
         title=f"{REQUESTS:,} requests at once over {WORKERS} workers; queued tokens in times of the mean",
         caption=caption,
         caption_justify="left",
@@ -127,7 +127,6 @@ def show(rows: Sequence[Row]) -> Table:
             f"{found.hit_rate:.1%}",
             f"{found.copies:.1f}",
             f"{found.mean_ttft_ms:,.0f} ms",
-            f"{found.p90_ttft_ms:,.0f} ms",
             f"{row.choices_per_s:,.0f}",
         )
     return table

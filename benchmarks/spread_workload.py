@@ -4,7 +4,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.result import quantile
 from kvatlas.events import ScopeUse
 from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
 from kvatlas.fleet_store import FleetStore
@@ -94,10 +93,6 @@ class Spread:
     @property
     def mean_ttft_ms(self) -> float:
         return sum(self.ttft_ms) / len(self.ttft_ms)
-
-    @property
-    def p90_ttft_ms(self) -> float:
-        return quantile(self.ttft_ms, 0.9)
 
 
 def simulate(burst: Burst, placed: Sequence[tuple[int, str]]) -> Spread:
