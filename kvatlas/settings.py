@@ -250,6 +250,7 @@ class ProxySettings(Settings):
         description="Milliseconds that a decision may wait for the store; then it is made without it.",
     )
     load_only: bool = Field(default=False, description="Don't ask the index: route by load alone.")
+    learn: bool = Field(default=True, description="Learn from answers how fast workers are (cost profile engine).")
     follow: Literal["cost", "round_robin"] = Field(
         default="cost",
         description="Which policy decides; with another one than cost, that is only recorded (shadow mode).",

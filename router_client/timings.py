@@ -1,9 +1,12 @@
 """What a caller of an engine can measure of an answer."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import Any, Self
+
+from kvatlas.errors import InvalidValue
 
 MOST_GAPS = 512
 
@@ -18,6 +21,22 @@ class Timings:
 
     ttft_us: float | None = None
     tpot_us: float | None = None
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Self | None:
+        """Those that a JSON body has under `timings`. Raises InvalidValue for what are no times."""
+        timings = body.get("timings")
+        if timings is None:
+            return None
+        if not isinstance(timings, Mapping):
+            raise InvalidValue(f"timings is {timings!r:.80}; expected an object with ttft_us and tpot_us")
+        found = []
+        for name in ("ttft_us", "tpot_us"):
+            us = timings.get(name)
+            if us is not None and (isinstance(us, bool) or not isinstance(us, (int, float))):
+                raise InvalidValue(f"timings.{name} is {us!r:.80}; expected microseconds")
+            found.append(us)
+        return cls(*found)
 
 
 @dataclass(slots=True)
@@ -42,17 +61,19 @@ class AnswerClock:
             self._gaps_ns.append(now - self._last_ns)
         self._last_ns = now
 
+    @property
+    def ttft_us(self) -> float | None:
+        """From the request to its first part."""
+        return None if self._first_ns is None else (self._first_ns - self._sent_ns) / 1_000
+
     def timings(self, output_tokens: int) -> Timings:
         """Of an answer with so many tokens that came in these parts.
 
         Parts of several tokens count by their mean, if that is less than the usual time between parts: an engine that
         makes several tokens at a time, and a network that joins parts, look alike.
         """
-        if self._first_ns is None:
-            return Timings()
-        ttft_us = (self._first_ns - self._sent_ns) / 1_000
-        if output_tokens < 2 or not self._gaps_ns:
+        if self._first_ns is None or output_tokens < 2 or not self._gaps_ns:
             # one part of several tokens: when the first one was there is not known
-            return Timings(ttft_us if output_tokens == 1 else None)
+            return Timings(self.ttft_us if output_tokens == 1 else None)
         mean_ns = (self._last_ns - self._first_ns) / (output_tokens - 1)
-        return Timings(ttft_us, min(mean_ns, median_low(self._gaps_ns)) / 1_000)
+        return Timings(self.ttft_us, min(mean_ns, median_low(self._gaps_ns)) / 1_000)

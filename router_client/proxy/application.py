@@ -29,6 +29,7 @@ from router_client.proxy.held_routes import HeldRoutes, TooManyHeld
 from router_client.proxy.picking import Booked
 from router_client.proxy.reading import ReadRequest, RequestReader, UnknownModel
 from router_client.proxy.upstream import Question
+from router_client.timings import Timings
 from router_client.tokens.comparison import TokenComparison
 from router_client.tokens.text_request import Api, TextRequest, parse_object
 from router_client.tokens.usage import Usage
@@ -114,7 +115,10 @@ class ProxyApplication:
         return ReadRequest(prompt, prompt.input_tokens)
 
     async def _done(self, request: Request) -> Response:
-        """`id`: of `/v1/route`. `phase`: `first_token` or `done` (default). `usage`: as the engine said; `failed`: true."""
+        """`id`: of `/v1/route`. `phase`: `first_token` or `done` (default). `usage`: as the engine said; `failed`: true.
+
+        `timings`: `ttft_us` and `tpot_us` (the median), as measured.
+        """
         body = parse_object(await _body(request))
         held_id, phase = body.get("id"), body.get("phase", "done")
         if not isinstance(held_id, str):
@@ -124,7 +128,7 @@ class ProxyApplication:
         if phase == "first_token":
             known = await self._held.first_token(held_id)
         else:
-            known = self._held.done(held_id, Usage.of(body), well=body.get("failed") is not True)
+            known = self._held.done(held_id, Usage.of(body), Timings.of(body), well=body.get("failed") is not True)
         return JSONResponse({"known": known})
 
 

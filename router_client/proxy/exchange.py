@@ -37,6 +37,7 @@ from router_client.proxy.upstream import (
     WholeAnswer,
     ask,
 )
+from router_client.timings import Timings
 from router_client.tokens.comparison import TokenComparison
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.usage import Usage
@@ -207,7 +208,7 @@ class Exchanges:
         if isinstance(answer, WholeAnswer):
             usage = _usage_of(answer)
             self._compare(incoming.request, read, booked, usage)
-            await _tell(booked.finish(usage))
+            await _tell(booked.finish(usage, _timings(incoming.request, answer, usage)))
             await _send_whole(incoming.send, answer, (told,))
             return
         headers = [*for_client(answer.headers), told]
@@ -223,7 +224,7 @@ class Exchanges:
             await incoming.send({"type": "http.response.body", "body": event})
             raise
         self._compare(incoming.request, read, booked, stream.usage)
-        await _tell(booked.finish(stream.usage))
+        await _tell(booked.finish(stream.usage, _timings(incoming.request, answer, stream.usage)))
 
     async def _pass_stream(self, send: Send, answer: StreamedAnswer, stream: EventStream) -> None:
         async for chunk in answer.chunks():
@@ -304,6 +305,13 @@ def _with_usage(request: TextRequest, body: bytes) -> bytes:
         return _ASK_USAGE + body[at:]
     told: dict[str, Any] = {**request.body, "stream_options": {**(options or {}), "include_usage": True}}
     return json.dumps(told).encode()
+
+
+def _timings(request: TextRequest, answer: Answer, usage: Usage | None) -> Timings | None:
+    """None where its tokens are of several answers."""
+    if usage is None or request.prompts > 1 or request.choices > 1:
+        return None
+    return answer.clock.timings(usage.completion_tokens)
 
 
 def _usage_of(answer: WholeAnswer) -> Usage | None:

@@ -10,6 +10,7 @@ from uuid import uuid4
 from kvatlas.errors import KvatlasError, Unreachable
 from router_client.prompt import Prompt
 from router_client.proxy.picking import Booked, Picker
+from router_client.timings import AnswerClock, Timings
 from router_client.tokens.usage import Usage
 
 HELD_S = 600.0
@@ -35,7 +36,9 @@ class _Held:
     booked: asyncio.Future[Booked]
     over: asyncio.Event = field(default_factory=asyncio.Event)
     usage: Usage | None = None
+    timings: Timings | None = None
     well: bool = False
+    clock: AnswerClock = field(default_factory=AnswerClock)
 
 
 class HeldRoutes:
@@ -71,6 +74,7 @@ class HeldRoutes:
             held.over.set()
             raise
         self._counters.held += 1
+        held.clock = AnswerClock()
         return held_id, booked
 
     async def first_token(self, held_id: str) -> bool:
@@ -78,15 +82,19 @@ class HeldRoutes:
         held = self._held.get(held_id)
         if held is None:
             return False
+        held.clock.part()
         await (await asyncio.shield(held.booked)).first_token()
         return True
 
-    def done(self, held_id: str, usage: Usage | None, *, well: bool) -> bool:
-        """The request is over; `well`: it was answered. False for an id that is not held (any more)."""
+    def done(self, held_id: str, usage: Usage | None, timings: Timings | None = None, *, well: bool) -> bool:
+        """The request is over; `well`: it was answered. False for an id that is not held (any more).
+
+        Without `timings` the time to the first token is what passed from `route` to `first_token`.
+        """
         held = self._held.pop(held_id, None)
         if held is None:
             return False
-        held.usage, held.well = usage, well
+        held.usage, held.timings, held.well = usage, timings or Timings(held.clock.ttft_us), well
         held.over.set()
         return True
 
@@ -115,7 +123,7 @@ class HeldRoutes:
                     self._counters.held_expired += 1
                 else:
                     self._counters.held_done += 1
-                await (booked.finish(held.usage) if held.well else booked.fail())
+                await (booked.finish(held.usage, held.timings) if held.well else booked.fail())
         except Unreachable as error:  # what could not be given back ends by itself
             _log.warning("%s", error)
         finally:

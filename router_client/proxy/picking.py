@@ -7,6 +7,7 @@ from typing import Protocol
 from router_client.client import RouterClient
 from router_client.fail_open import Basis
 from router_client.prompt import Prompt
+from router_client.timings import Timings
 from router_client.tokens.usage import Usage
 
 BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
@@ -42,8 +43,8 @@ class Booked(Protocol):
         """Its prefill is over."""
         ...
 
-    async def finish(self, usage: Usage | None) -> None:
-        """The request ended well, with what the engine said of it."""
+    async def finish(self, usage: Usage | None, timings: Timings | None = None) -> None:
+        """The request ended well, with what the engine said of it and what was measured."""
         ...
 
     async def fail(self) -> None:

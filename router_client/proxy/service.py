@@ -27,7 +27,7 @@ from router_client.proxy.exchange import Exchanges, ExchangeSettings
 from router_client.proxy.held_routes import HeldRoutes
 from router_client.proxy.picking import ClientPicker
 from router_client.proxy.reading import ReadingSettings, RequestReader
-from router_client.settings import RoundRobin, RouterSettings
+from router_client.settings import LearningSettings, RoundRobin, RouterSettings
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.comparison import TokenComparison
 from router_client.tokens.engine import EngineTokenizer
@@ -104,6 +104,7 @@ async def _router(settings: ProxySettings, store: Store, router_id: str) -> Rout
             profile=profile,
             deadline_ms=settings.decision_deadline_ms,
             load_only=settings.load_only,
+            learning=LearningSettings(on=settings.learn),
             router_id=router_id,
             follow=RoundRobin() if settings.follow == "round_robin" else None,
         ),

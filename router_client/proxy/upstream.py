@@ -2,11 +2,12 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 
 from kvatlas.errors import KvatlasError
+from router_client.timings import AnswerClock
 
 FULL = (503,)
 """vLLM and SGLang answer so when their queue is full, or while they stop."""
@@ -46,26 +47,29 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """An answer that is complete."""
+    """An answer that is complete. `clock`: when it came."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     body: bytes
+    clock: AnswerClock = field(default_factory=AnswerClock, compare=False)
 
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer whose first bytes are there. `chunks` raises EngineLost."""
+    """An answer whose first bytes are there. `chunks` raises EngineLost. `clock`: when they came, and what followed."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     first: bytes
     rest: AsyncIterator[bytes]
+    clock: AnswerClock
 
     async def chunks(self) -> AsyncIterator[bytes]:
         yield self.first
         try:
             async for chunk in self.rest:
+                self.clock.part()
                 yield chunk
         except httpx.HTTPError as error:
             raise EngineLost(f"the engine went away in mid-answer: {error or type(error).__name__}") from error
@@ -86,6 +90,7 @@ async def ask(
     url = httpx.URL(base_url.rstrip("/") + question.path)
     if question.query:
         url = url.copy_with(query=question.query)
+    clock = AnswerClock()
     try:
         request = client.build_request("POST", url, content=question.body, headers=headers)
         response = await client.send(request, stream=True)
@@ -94,7 +99,7 @@ async def ask(
         raise EngineUnreachable(f"{base_url}: {error or type(error).__name__}", connected=connected) from error
     try:
         try:
-            answer = await _begin(response)
+            answer = await _begin(response, clock)
         except httpx.HTTPError as error:
             line = f"{base_url}: {error or type(error).__name__}"
             raise EngineUnreachable(line, connected=True) from error
@@ -105,12 +110,15 @@ async def ask(
         await response.aclose()
 
 
-async def _begin(response: httpx.Response) -> Answer:
+async def _begin(response: httpx.Response, clock: AnswerClock) -> Answer:
     kind = response.headers.get("content-type", "")
     headers = response.headers.raw
     if response.status_code != 200 or not kind.startswith("text/event-stream"):
-        return WholeAnswer(response.status_code, headers, await response.aread())
+        body = await response.aread()
+        clock.part()
+        return WholeAnswer(response.status_code, headers, body, clock)
     rest = response.aiter_raw()
     async for first in rest:
-        return StreamedAnswer(response.status_code, headers, first, rest)
+        clock.part()
+        return StreamedAnswer(response.status_code, headers, first, rest, clock)
     return WholeAnswer(response.status_code, headers, b"")

@@ -72,6 +72,12 @@ class TextRequest:
         return len(prompt) if nested else 1  # type: ignore[arg-type]
 
     @property
+    def choices(self) -> int:
+        """How many answers to a prompt it asks for."""
+        n = self.body.get("n")
+        return n if isinstance(n, int) and n > 1 else 1
+
+    @property
     def prompt(self) -> str | Sequence[int]:
         """A completion's prompt, of several the first: text, or token ids."""
         prompt = self.body["prompt"]

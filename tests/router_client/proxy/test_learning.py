@@ -1,0 +1,81 @@
+"""What answers teach that pass through the proxy, or that others tell of by `/v1/done`."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from kvatlas.cost.evidence import Evidence, Kind
+from kvatlas.reservations import RedisReservations
+from kvatlas.store import Store
+from tests.router_client.proxy.engines import MODEL, SCOPE, running_fleet, running_proxy
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+async def complete(client: httpx.AsyncClient, number: int, **body: Any) -> None:
+    asked = {"model": MODEL, "prompt": [number] * 64, **body}
+    assert (await client.post("/v1/completions", json=asked)).status_code == 200
+
+
+async def told(store: Store, requests: int) -> Evidence:
+    """Of so many requests."""
+
+    found = Evidence()
+
+    async def enough() -> bool:
+        nonlocal found
+        found = (await RedisReservations(store).learned(SCOPE.pool_id)).get("w1", found)
+        return found.requests >= requests
+
+    await until(enough, what=f"{requests} requests have taught")
+    assert found.requests == requests
+    return found
+
+
+def rows(evidence: Evidence, kind: Kind) -> float:
+    """How many times of a kind were measured lately."""
+    return evidence.sums[2 * kind + 1]
+
+
+async def test_streams_and_answers_of_one_token_teach(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, {"w1": {"speed_up": 20}}), running_proxy(valkey_url) as client:
+        await complete(client, 1, max_tokens=8, stream=True)
+        await complete(client, 2, max_tokens=1)
+        await complete(client, 3, max_tokens=8)  # in one piece: nobody knows when its first token was there
+        await complete(client, 4, max_tokens=8, stream=True, n=2)
+        evidence = await told(store, 2)
+        assert rows(evidence, Kind.FIRST) > rows(evidence, Kind.NEXT) > 0
+
+
+async def test_routers_in_other_languages_teach(store: Store, valkey_url: str) -> None:
+    usage = {"prompt_tokens": 64, "completion_tokens": 8, "prompt_tokens_details": {"cached_tokens": 0}}
+    async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
+        ends: list[dict[str, Any]] = [
+            {"usage": usage, "timings": {"ttft_us": 5_000, "tpot_us": 7_000.5}},
+            {"usage": usage, "timings": {"ttft_us": 5_000}},
+            {"usage": usage},  # then by when they told of the first token
+            {"usage": usage, "failed": True, "timings": {"ttft_us": 5_000}},
+        ]
+        for number, done in enumerate(ends):
+            id = (await client.post("/v1/route", json={"token_ids": [number] * 64})).json()["id"]
+            await client.post("/v1/done", json={"id": id, "phase": "first_token"})
+            assert (await client.post("/v1/done", json={"id": id, **done})).json() == {"known": True}
+        evidence = await told(store, 3)
+        assert rows(evidence, Kind.FIRST) > 2 * rows(evidence, Kind.NEXT) > 0
+
+
+@pytest.mark.parametrize("timings", ["5 ms", {"ttft_us": "5"}, {"tpot_us": True}])
+async def test_what_is_no_time_is_said(store: Store, valkey_url: str, timings: object) -> None:
+    async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
+        id = (await client.post("/v1/route", json={"token_ids": [1] * 64})).json()["id"]
+        answer = await client.post("/v1/done", json={"id": id, "timings": timings})
+        assert answer.status_code == 400 and "timings" in answer.json()["error"]
+
+
+async def test_learning_can_be_switched_off(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, {"w1": {}}):
+        async with running_proxy(valkey_url, learn=False) as client:
+            await complete(client, 1, max_tokens=1)
+        assert await RedisReservations(store).learned(SCOPE.pool_id) == {}
