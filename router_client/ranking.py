@@ -274,14 +274,18 @@ def _bytes(tokens: int, kv_bytes: tuple[int, int]) -> int:
 
 
 def _between(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:
-    """The part of runs from token `start` up to token `end`, which they reach: tokens, and the nearest tier they are in."""
+    """The part of runs from token `start` up to token `end`, which they reach: tokens, and the nearest tier they are in.
+
+    Neighbours in one tier are one, also where only some of them are in farther tiers as well."""
     if len(runs) == 1:  # as most are
         return [(end - start, runs[0].tiers[0])] if start < end else []
-    found, position = [], 0
+    found: list[tuple[int, Tier]] = []
+    position = 0
     for run in runs:
         first, last = max(position, start), min(position + run.tokens, end)
         if first < last:
-            found.append((last - first, run.tiers[0]))
+            before = found.pop()[0] if found and found[-1][1] is run.tiers[0] else 0
+            found.append((before + last - first, run.tiers[0]))
         position += run.tokens
     return found
 

@@ -171,6 +171,15 @@ def test_a_copy_elsewhere_is_read_only_within_a_shared_transfer_group(
     assert (result.usable_tokens, result.resident_tokens) == (0, 0)
 
 
+def test_neighbours_in_one_tier_are_one_piece_also_where_some_are_in_a_farther_tier_too() -> None:
+    prefix = HeldPrefix.of((Run(320, (Tier.CPU_DRAM, Tier.LOCAL_SSD)), Run(320, (Tier.CPU_DRAM,))))
+    apart, together = [
+        rank(prompt(1_000), pool(worker("w1")), {"w1": held}, EngineProfile())[0].cost.terms[1]
+        for held in (prefix, HeldPrefix.of((Run(640, (Tier.CPU_DRAM,)),)))
+    ]
+    assert apart == together
+
+
 def test_what_is_dearer_to_read_than_to_compute_is_computed() -> None:
     far: dict[str, Any] = {"transfer_groups": ("g",), "block_bytes": 64 << 20}
     workers = pool(worker("w1", **far), worker("w2", state=EngineState.DRAINING, **far))
