@@ -255,6 +255,26 @@ class ProxySettings(Settings):
         default="cost",
         description="Which policy decides; with another one than cost, that is only recorded (shadow mode).",
     )
+    slo: Literal["told", "penalty", "filter"] = Field(
+        default="told",
+        description="What becomes of a worker that would miss the SLO: answers say so, it costs more, or it is left out.",
+    )
+    slo_ttft_ms: float = Field(default=800.0, gt=0, description="SLO: milliseconds to the first token.")
+    slo_tpot_ms: float = Field(default=80.0, gt=0, description="SLO: milliseconds for each further token.")
+    shed: bool = Field(
+        default=False, description="Answer 503 where every engine is so far from the SLO that the advice is to shed."
+    )
+    select_labels: Labels = Field(
+        default_factory=dict, description="Only workers with these labels: name=value pairs, separated by commas."
+    )
+    allow_workers: CommaList = Field(default=(), description="Only these workers, by commas; default: all.")
+    deny_workers: CommaList = Field(default=(), description="Not these workers, by commas.")
+    session_ms: float = Field(
+        default=0.0, ge=0, description="Milliseconds of cost that keep a session at its worker; 0: sessions have none."
+    )
+    temperature: float = Field(
+        default=0.0, ge=0, description="0: the cheapest worker; above: dearer ones too, the more the less they differ."
+    )
     max_attempts: Positive = Field(default=4, description="Workers tried for one request before it is given up.")
     ask_usage: bool = Field(
         default=True, description="Ask for the usage of streams too, and leave it out where the client did not ask."

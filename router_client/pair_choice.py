@@ -62,6 +62,11 @@ class ChosenPair:
         return (self.prefill or self.decode).predicted_cached_tokens
 
     @property
+    def unconfirmed_tokens(self) -> int:
+        """Of these, the ones that no event has confirmed."""
+        return (self.prefill or self.decode).unconfirmed_tokens
+
+    @property
     def over(self) -> Over:
         """What one of them has no room for, and what of the SLO is missed."""
         over = NOTHING

@@ -20,6 +20,9 @@ TokensFlag = Annotated[
 ]
 
 
+PdFlag = Annotated[bool, typer.Option("--pd", help="Pick a worker for the prompt and one for the answer.")]
+
+
 @with_settings(PromptSettings)
 def overlap(settings: PromptSettings, tokens: TokensFlag, as_json: JsonFlag = False) -> None:
     """Show what each worker holds of a prompt: resident and usable blocks and tokens, by tier."""
@@ -27,9 +30,10 @@ def overlap(settings: PromptSettings, tokens: TokensFlag, as_json: JsonFlag = Fa
 
 
 @with_settings(PromptSettings)
-def route(settings: PromptSettings, tokens: TokensFlag, as_json: JsonFlag = False) -> None:
+def route(settings: PromptSettings, tokens: TokensFlag, pd: PdFlag = False, as_json: JsonFlag = False) -> None:
     """Pick the worker where a prompt costs least, and show every candidate's cost. Nothing is reserved."""
-    run_query("route", settings, _route(settings, _prompt(settings, tokens), as_json))
+    asked = _prompt(settings, tokens)
+    run_query("route", settings, _route_pd(settings, asked, as_json) if pd else _route(settings, asked, as_json))
 
 
 def _prompt(settings: PromptSettings, tokens: str) -> Prompt:
@@ -65,6 +69,17 @@ async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> N
             for worker in found
         ],
     )
+
+
+async def _route_pd(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
+    async with RouterClient.open(
+        settings.redis_url, _router_settings(settings), wait=settings.wait, on_wait=tell
+    ) as router:
+        pair = await router.pick_pd(prompt)
+    if as_json:
+        print_json(pair.explanation())
+    else:
+        print(pair.explain())
 
 
 async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:

@@ -1,11 +1,11 @@
 """From a request's body to the prompt that a worker is found for, in a scope that is known."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
-from kvatlas.request import DEFAULT_BLOCK_TOKENS
+from kvatlas.request import DEFAULT_BLOCK_TOKENS, DEFAULT_SLO, Slo
 from router_client.chain_memory import ChainMemory
 from router_client.prompt import Prompt
 from router_client.tokens.budget import BudgetedTokenizer
@@ -18,10 +18,12 @@ LETTERS_A_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class ReadingSettings:
-    """`output_tokens`: how much a request is expected to generate at most. `salt_is_tenant`: as publishers have it."""
+    """`output_tokens`: how much a request is expected to generate at most. `salt_is_tenant`: as publishers have it.
+    `slo`: what requests ask for."""
 
     output_tokens: int = 128
     salt_is_tenant: bool = False
+    slo: Slo = DEFAULT_SLO
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,19 @@ class PromptReader:
         tokens = await self._tokens(request)
         expected = min(request.output_tokens or self.settings.output_tokens, self.settings.output_tokens)
         if tokens is None:
-            return ReadRequest(_guess(request, scope, expected, request_id), None)
+            guess = _guess(request, scope, expected, request_id)
+            return ReadRequest(replace(guess, slo=self.settings.slo, session_id=request.session_id), None)
         salt = request.cache_salt
         keys = ((salt,),) if salt is not None and not self.settings.salt_is_tenant else None
         prompt = Prompt.of_tokens(
-            scope, tokens, extra_keys=keys, output_tokens=expected, id=request_id, memory=self._memory
+            scope,
+            tokens,
+            extra_keys=keys,
+            output_tokens=expected,
+            slo=self.settings.slo,
+            id=request_id,
+            memory=self._memory,
+            session_id=request.session_id,
         )
         return ReadRequest(prompt, len(tokens))
 

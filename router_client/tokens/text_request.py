@@ -36,6 +36,12 @@ class TextRequest:
         return request
 
     @property
+    def session_id(self) -> str | None:
+        """What its caller says belongs together: OpenAI's `prompt_cache_key`."""
+        key = self.body.get("prompt_cache_key")
+        return key if isinstance(key, str) and key else None
+
+    @property
     def model(self) -> str | None:
         """The model it names: the engine's, or an adapter's."""
         name = self.body.get("model")
