@@ -18,6 +18,7 @@ COMMANDS = {
     "simulate-engine": "kvatlas.cli.simulate_engine:simulate_engine",
     "export": "kvatlas.cli.export:export",
     "workers": "kvatlas.cli.workers:workers",
+    "rates": "kvatlas.cli.rates:rates",
     "audit": "kvatlas.cli.audit:audit",
     "doctor": "kvatlas.cli.doctor:doctor",
     "overlap": "kvatlas.cli.routing:overlap",

@@ -19,6 +19,7 @@ IN_SCOPE = {
     "simulate-engine",
     "export",
     "workers",
+    "rates",
     "audit",
     "doctor",
     "overlap",

@@ -1,11 +1,18 @@
-"""`export`, `workers`, `overlap`, `route` against a real store."""
+"""`export`, `workers`, `rates`, `overlap`, `route` against a real store."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
+from kvatlas.cost import EngineRates, Plan
+from kvatlas.cost.evidence import Evidence
+from kvatlas.cost.learning import Finished, estimate_of, rows_of
+from kvatlas.fleet_store import FleetStore
 from kvatlas.hashing import unpack_hashes
+from kvatlas.reservations import RedisReservations
+from kvatlas.store import open_store
 from tests.cli.conftest import CHAIN, TOKENS, Cli, child
 
 
@@ -45,6 +52,33 @@ def test_workers_as_a_table_has_a_line_a_worker(cli: Cli, fleet: str) -> None:
     assert done.code == 0 and "2 workers" in done.out
     for worker_id in ("w1", "w2"):
         assert len([line for line in done.out.splitlines() if worker_id in line]) == 1
+
+
+def test_rates_are_the_defaults_until_something_is_learned(cli: Cli, fleet: str) -> None:
+    asyncio.run(_teach(fleet, "w1", Finished(Plan("w1", 1_000, 10), 1_000, 10, 0, ttft_us=200_000, tpot_us=14_000)))
+    done = cli("rates", "--json", "--redis-url", fleet)
+    assert (done.code, done.err) == (0, "")
+    found = {entry["worker"]: entry for entry in json.loads(done.out)}
+    assert {id: entry["requests"] for id, entry in found.items()} == {"w1": 20, "w2": 0}
+    assert found["w1"]["rates"]["prefill_us_per_token"] > 100
+    assert found["w2"]["rates"]["prefill_us_per_token"] == pytest.approx(40)
+    table = cli("rates", "--redis-url", fleet)
+    assert table.code == 0 and "2 workers" in table.out
+    assert "25 / 50 / 200 / 1250" in next(line for line in table.out.splitlines() if "w2" in line)
+
+
+async def _teach(url: str, worker_id: str, request: Finished) -> None:
+    """That a worker is so fast, by twenty requests."""
+    store = await open_store(url, wait=False)
+    try:
+        (pool_id,) = await FleetStore(store).pools()
+        for _ in range(20):
+            reservations = RedisReservations(store)
+            known = (await reservations.learned(pool_id)).get(worker_id, Evidence())
+            said = Evidence.of(rows_of(request), estimate_of(known, EngineRates()))
+            await reservations.learn(pool_id, {worker_id: said})
+    finally:
+        await store.close()
 
 
 @pytest.mark.parametrize("text", [json.dumps(TOKENS), " ".join(map(str, TOKENS)), ",\n".join(map(str, TOKENS))])
