@@ -262,7 +262,7 @@ class RedisIndex(DirectWrites):
 
     async def _keep_registered(self) -> None:
         """Once a second at most: a store that lost the layout and the scopes (another writer may have seen to the layout
-        since) gets again what this writer wrote once."""
+        since) gets again what this writer wrote lately."""
         now_s = monotonic()
         if now_s >= self._kept_s + FRESH_S:
             await self._register_again()

@@ -6,6 +6,7 @@ from kvatlas.digest import WORDS, Digest
 from kvatlas.events import ScopeUse
 from kvatlas.hashing import extend_chain
 from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.index.keys import SCOPES
 from kvatlas.index.protocol import ResidencyIndex, Scrubbed
 from kvatlas.index.redis import RedisIndex, open_redis_index
 from kvatlas.index.redis_recount import ENTRIES_A_CALL
@@ -180,6 +181,19 @@ async def test_a_worker_that_another_process_tells_of_is_no_damage(
         parts.append(await index.scrub(shard, ENTRIES_A_CALL))
     assert [worker for part in parts for worker in part.damaged] == []
     assert sum(part.given_up + part.checked for part in parts) >= 1
+
+
+async def test_a_scope_whose_text_was_lost_is_told_again(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+    """By a failover of the registry's slot alone, say; no message names it, and whoever wrote it is gone."""
+    if not isinstance(index, RedisIndex):
+        return
+    await index._store.client.hdel(SCOPES, OTHER.scope_id)
+    elsewhere = await open_redis_index(index._store, shards=index.shards, side_index=True, writer=True)
+    assert sorted((await whole_round(elsewhere)).damaged) == ["a", "b", "c"]
+    for teller in told.values():
+        await tell(elsewhere, teller.begin(2))
+    assert await contents(elsewhere, "a") == told["a"].held
+    assert (await whole_round(elsewhere)).damaged == []
 
 
 async def test_only_workers_of_the_partitions_asked_for(index: ResidencyIndex, told: dict[str, Teller]) -> None:
