@@ -10,6 +10,7 @@ import litellm
 import pytest
 from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
+from examples.litellm_router import main as example
 from kvatlas.fleet_store import FleetStore
 from kvatlas.store import Store
 from router_client import Prompt, RouterSettings, SyncRouterClient
@@ -289,3 +290,15 @@ async def test_leaving_gives_back_what_is_booked(store: Store, valkey_url: str) 
         lite.routing.__exit__(None, None, None)
         assert not any((await lite.booked()).values())
         lite.routing.__enter__()
+
+
+async def test_the_example_runs(
+    store: Store, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVATLAS_REDIS_URL", valkey_url)
+    save_simulators(tmp_path)
+    async with running_fleet(store, TWO) as fleet:
+        await asyncio.to_thread(example, MODEL, str(tmp_path), *fleet.urls.values())
+    *answers, counters = capsys.readouterr().out.splitlines()
+    assert len(answers) == 2 and all("tokens were cached" in line for line in answers)
+    assert "held=2" in counters and "left=0" in counters
