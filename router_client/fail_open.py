@@ -73,18 +73,24 @@ class Patience:
 
 
 class Deadline:
-    """So many milliseconds from now; None: no end."""
+    """So many milliseconds of waiting; None: no end. What the router computes in between does not count: with a thousand
+    workers it may be more, and falling open would not save it."""
 
-    def __init__(self, ms: float | None, patience: Patience) -> None:
+    def __init__(self, ms: float | None, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
         self.ms = ms
         self._patience = patience
-        self._began = time.monotonic()
+        self._clock = clock
+        self._waited_s = 0.0
 
     async def keep(self, answer: Coroutine[Any, Any, T], share: float = 1.0) -> T:
         """The answer. Raises TimeoutError where it does not come in this share of the time."""
         if self.ms is None:
             return await answer
-        return await self._patience.wait(answer, self._began + self.ms * share / 1_000 - time.monotonic())
+        began = self._clock()
+        try:
+            return await self._patience.wait(answer, self.ms * share / 1_000 - self._waited_s)
+        finally:
+            self._waited_s += self._clock() - began
 
     def why(self, error: BaseException) -> str:
         """One line."""

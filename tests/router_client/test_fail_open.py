@@ -24,7 +24,7 @@ from router_client import (
     RouterSettings,
     StaticFleet,
 )
-from router_client.fail_open import Breaker
+from router_client.fail_open import Breaker, Deadline, Patience
 from tests.router_client.pools import SCOPE, hold, pool, worker
 from tests.waiting import until
 
@@ -246,6 +246,24 @@ async def test_without_reservations_only_reported_load_counts(index: BreakableIn
 
 
 # ---------------------------------------------------------------- the breaker
+
+
+async def test_a_deadline_counts_waiting_and_not_what_the_router_computes() -> None:
+    now_s = 0.0
+    deadline = Deadline(10.0, Patience(), clock=lambda: now_s)
+
+    async def answer(waiting_s: float) -> str:
+        nonlocal now_s
+        for _ in range(20):  # it is there after some turns of the loop
+            await asyncio.sleep(0)
+        now_s += waiting_s
+        return "answer"
+
+    assert await deadline.keep(answer(0.004)) == "answer"
+    now_s += 60.0  # prices a thousand workers
+    assert await deadline.keep(answer(0.007)) == "answer"
+    with pytest.raises(TimeoutError):  # 11 of 10 ms were waited
+        await deadline.keep(answer(0.0))
 
 
 def test_a_breaker_rests_after_failures_and_tries_one_at_a_time() -> None:
