@@ -362,3 +362,14 @@ async def test_a_pair_explains_itself() -> None:
     alone = await (await router(pool(worker("w"), prefill("p", load=QUEUED)))).pick_pd(PROMPT)
     assert alone.explain().startswith("no separate prefill: w at ")
     assert "  with one, " in alone.explain()
+
+
+async def test_the_worked_example_of_the_documentation() -> None:
+    records = pool(prefill("p1"), decode("d1", load=QUEUED))
+    index = MemoryIndex()
+    await hold(index, records["p1"], TOKENS, blocks=200)
+    pair = await RouterClient(index, StaticFleet(records), SETTINGS).pick_pd(PROMPT)
+    assert pair.prefill is not None
+    assert (pair.score_us, pair.prefill.score_us, pair.decode.score_us) == (1_186_744, 226_944, 959_800)
+    other = pair.ranking.otherwise
+    assert other is not None and other.score_us - pair.score_us == 922_056
