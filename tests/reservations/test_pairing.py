@@ -95,6 +95,15 @@ async def test_one_worker_does_both_where_a_pair_is_not_cheaper(reservations: Re
     assert not await reservations.release(POOL, id_of(2), Outcome.FINISHED)
 
 
+async def test_both_end_with_their_routers_lease(reservations: Reservations) -> None:
+    for transfer_us in (0.0, -1.0):
+        booking = Booking(id_of(1), "r", 1_000, pair_ask(transfer_us), LEASE_US, LONGEST_US, id_of(2))
+        assert await reservations.book(POOL, booking) is not None  # told again, it is made anew
+    assert (await load(reservations, "p"), await load(reservations, "d")) == (Load(), Load(1, 1_000, 0, 1_000))
+    await reservations.leave(POOL, "r")
+    assert (await load(reservations, "p"), await load(reservations, "d")) == (Load(), Load())
+
+
 @pytest.mark.parametrize("number", [1, 2])
 async def test_a_pair_that_was_called_off_is_not_booked(reservations: Reservations, number: int) -> None:
     await reservations.release(POOL, id_of(number), Outcome.CALLED_OFF)

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.cost import EngineProfile, Load, Piece, Plan
+from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet import EngineKind, FleetRecord, Role
+from kvatlas.fleet_store import FleetStore
 from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.redis import open_redis_index
 from kvatlas.reservations import Ask, MemoryReservations, RedisReservations, Reservations, WorkerReport
-from kvatlas.store import Store
+from kvatlas.store import Store, open_store
 from kvatlas.tiers import Tier
 from router_client import (
     Advice,
@@ -33,6 +36,7 @@ from router_client import (
 )
 from tests.reservations.asks import offer
 from tests.router_client.pools import BLOCK_BYTES, SCOPE, hold, pool, worker
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -292,6 +296,40 @@ async def test_bookings_of_pairs_are_seen_by_all(reservations: Reservations) -> 
     chosen = [await clients[n % 2].book_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
     assert sorted(pair.prefill.worker_id for pair in chosen if pair.prefill) == ["p", "p", "q", "q"]
     assert sorted(pair.worker_id for pair in chosen) == ["d", "d", "e", "e"]
+
+
+async def test_a_store_that_hangs_holds_up_no_pair() -> None:
+    records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED))
+    with ValkeyProcess() as server:
+        store = await open_store(server.url, wait=False)
+        try:
+            await open_redis_index(store, writer=True)
+            await FleetStore(store).write(records)
+            async with RouterClient.open(server.url, RouterSettings(deadline_ms=20), wait=False) as client:
+
+                async def by_cost() -> bool:
+                    async with client.route_pd(PROMPT) as pair:
+                        return pair.prefill is not None and not pair.decode.why
+
+                await until(by_cost, what="a pair by cost")
+                server.pause()
+                try:
+                    pairs = [await client.book_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
+                finally:
+                    server.resume()
+                # its own bookings are seen, so that the prompts are spread
+                assert sorted(pair.prefill.worker_id for pair in pairs if pair.prefill) == ["p", "p", "q", "q"]
+                assert all(pair.decode.why for pair in pairs)
+                for pair in pairs:
+                    await pair.finish()
+                await until(by_cost, what="a pair by cost again")
+
+                async def nothing_booked() -> bool:
+                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
+
+                await until(nothing_booked, what="what was booked in spite of the time-out is called off")
+        finally:
+            await store.close()
 
 
 async def test_without_reservations_a_pair_is_chosen_by_reported_load() -> None:
