@@ -1,7 +1,7 @@
 """What takes longer to measure than the budgets: `python -m benchmarks.longer`.
 
-How `route` grows, how many routers decide like one, what the proxy adds, how often predictions are right, and the rebuild
-of a wiped index several times.
+How `route` grows, how many routers decide like one, what the proxy adds, how often predictions are right, how near learned
+rates come to the true ones, and the rebuild of a wiped index several times.
 """
 
 import os
@@ -11,7 +11,7 @@ from time import perf_counter
 import uvloop
 from rich.console import Console
 
-from benchmarks import predictions, proxy, rebuild, route, spread
+from benchmarks import learning, predictions, proxy, rebuild, route, spread
 from benchmarks.result import show
 from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.store import open_store
@@ -31,7 +31,9 @@ async def _measure(console: Console) -> None:
             await store.close()
     compared = await predictions.measure()
     console.print(predictions.show(compared))
-    results = [*spread.results(rows), *(one.result for one in compared), *rebuilt]
+    learned = await learning.learned_rates()
+    console.print(learning.show(learned))
+    results = [*spread.results(rows), *(one.result for one in compared), *learning.results(learned), *rebuilt]
     console.print(show(results, f"kvatlas on {os.cpu_count()} cores, {platform.machine()}"))
 
 

@@ -24,13 +24,15 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """`engine_flags` go to every simulated engine as they are; `routers`: flags of each proxy, by its name."""
+    """`engine_flags` go to every simulated engine as they are, `flags_of_each` to one each; `routers`: flags of each proxy,
+    by its name."""
 
     model: str
     engines: int
     indexers: int
     engine_flags: Sequence[str]
     routers: Mapping[str, Sequence[str]]
+    flags_of_each: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
             sockets = [f"tcp://{LOOPBACK}:{events}", f"tcp://{LOOPBACK}:{replay}"]
             words = ["simulate-engine", "--model", settings.model, "--port", str(http), *settings.engine_flags]
             words += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1]]
+            words += settings.flags_of_each[i] if settings.flags_of_each else ()
             parts.append(_Part(worker_id, words, f"{engines[worker_id]}/health", folder))
             words = ["publish", *servers, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
             words += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
