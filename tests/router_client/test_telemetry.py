@@ -1,5 +1,6 @@
 """One span a question, with what was decided."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -8,8 +9,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvatlas.fleet import Role
 from kvatlas.index.memory import MemoryIndex
-from router_client import NoWorkers, Prompt, RouterClient, StaticFleet
+from router_client import NoWorkers, PairSettings, Prompt, RouterClient, RouterSettings, StaticFleet
 from tests.router_client.pools import SCOPE, hold, pool, worker
 
 pytestmark = pytest.mark.anyio
@@ -38,6 +40,18 @@ async def test_a_decision_is_one_span(spans: InMemorySpanExporter) -> None:
     assert told["kvatlas.worker"] == "w1"
     assert (told["kvatlas.required_blocks"], told["kvatlas.overlap_blocks"], told["kvatlas.candidates"]) == (6, 5, 2)
     assert (told["kvatlas.usable_tokens"], told["kvatlas.cost_us"]) == (80, choice.cost.score_us)
+    assert json.loads(str(told["kvatlas.explanation"])) == choice.explanation()
+
+
+async def test_a_pair_is_one_span(spans: InMemorySpanExporter) -> None:
+    workers = pool(worker("p", role=Role.PREFILL, load={}), worker("d", load={"queued_prefill_tokens": 9_000}))
+    settings = RouterSettings(deadline_ms=None, pairs=PairSettings(least_new_tokens=0))
+    pair = await RouterClient(MemoryIndex(), StaticFleet(workers), settings).pick_pd(PROMPT)
+    (span,) = spans.get_finished_spans()
+    assert span.name == "route_pd kvatlas"
+    told = dict(span.attributes or {})
+    assert (told["kvatlas.worker"], told["kvatlas.decode_worker"]) == ("p", "d")
+    assert json.loads(str(told["kvatlas.explanation"])) == pair.explanation()
 
 
 async def test_a_refused_request_is_a_failed_span(spans: InMemorySpanExporter) -> None:
