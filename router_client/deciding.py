@@ -222,10 +222,7 @@ class Decider:
     def _pairs(self, prompt: Prompt, pool: Pool, found: Lookup) -> PairProspects:
         fingerprint, least = found.fingerprint + self._seed, self._settings.pairs.least_new_tokens
         pairs = pair_prospects(prompt, pool, found.held, fingerprint=fingerprint, least_new_tokens=least)
-        # a session has its worker, and a choice is softened, among those that answer
-        answering = {one.id: one for one in (*pairs.decodes, *pairs.wholes)}
-        added = {one.id: one for one in self._surcharged(prompt, list(answering.values()), fingerprint)}
-        return pairs.surcharged({id: (one.surcharges, one.surcharge_us) for id, one in added.items()})
+        return pairs.surcharged(lambda answering: self._surcharged(prompt, answering, fingerprint))
 
     def _followed(self, prompt: Prompt, pool: Pool) -> str | None:
         """Whom another policy chooses; one that chooses nobody who may get it is not followed."""

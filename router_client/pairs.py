@@ -6,7 +6,7 @@ name no group at all are taken to reach each other, because a prefill worker is 
 a worker computes the prompt itself, if it can.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from kvatlas.tiers import Tier
 from router_client.lookup import HeldPrefix
 from router_client.pool import Candidate, Pool, serves_whole
 from router_client.prompt import Prompt
-from router_client.ranking import Judging, Prospect, Ranked, Surcharge, kv_bytes_of, prospects
+from router_client.ranking import Judging, Prospect, Ranked, kv_bytes_of, prospects
 
 _Reach = tuple[frozenset[str], int, str]
 """Prefill workers that the same workers can read from at the same price: transfer groups, block size, locality domain."""
@@ -30,13 +30,13 @@ _Reach = tuple[frozenset[str], int, str]
 class PairProspects:
     """Of one request: `prefills` compute the prompt alone, `decodes` the answer alone, `wholes` both, without load.
 
-    `prices_us`: of each decode prospect what its answer costs with the KV from each of `reaches`; None: it can't be read.
+    `groups`: of each prefill prospect, the number of those that can be read from alike. `prices_us`: of each decode prospect
+    what its answer costs with the KV from each of these groups; None: it can't be read.
     """
 
     prefills: Sequence[Prospect]
     decodes: Sequence[Prospect]
     wholes: Sequence[Prospect]
-    reaches: Sequence[_Reach]
     groups: Sequence[int]
     prices_us: Sequence[Sequence[int | None]]
 
@@ -48,13 +48,18 @@ class PairProspects:
     @property
     def possible(self) -> bool:
         """Can anybody answer?"""
-        return bool(self.wholes) or any(price is not None for prices in self.prices_us for price in prices)
+        return bool(self.wholes or self.decodes)
 
-    def surcharged(self, added: Mapping[str, tuple[tuple[Surcharge, ...], int]]) -> "PairProspects":
-        """With what a policy adds to those that answer, by worker."""
+    def surcharged(self, surcharge: Callable[[list[Prospect]], list[Prospect]]) -> "PairProspects":
+        """With what a policy adds to the workers that answer, the same whether they compute the prompt or not."""
+        answering = {one.id: one for one in (*self.decodes, *self.wholes)}
+        added = {one.id: one for one in surcharge(list(answering.values()))}
 
         def with_added(some: Sequence[Prospect]) -> list[Prospect]:
-            return [one._replace(surcharges=added[one.id][0], surcharge_us=added[one.id][1]) for one in some]
+            return [
+                one._replace(surcharges=added[one.id].surcharges, surcharge_us=added[one.id].surcharge_us)
+                for one in some
+            ]
 
         return replace(self, decodes=with_added(self.decodes), wholes=with_added(self.wholes))
 
@@ -98,12 +103,13 @@ def pair_prospects(
         short = prompt.input_tokens - whole.cached_tokens < least_new_tokens
         if short and serves_whole(whole.candidate.endpoint):
             continue
-        priced = [_answer(prompt, whole, reach, profile) for reach in reaches]
-        if (made := next((one for one in priced if one is not None), None)) is not None:
-            decodes.append(made)
-            prices_us.append([None if one is None else one.base.score_us for one in priced])
+        nearness = [_nearness(whole.candidate, reach) for reach in reaches]
+        answers = {near: _answer(prompt, whole, near, profile) for near in nearness if near is not None}
+        if answers:
+            decodes.append(next(iter(answers.values())))
+            prices_us.append([None if near is None else answers[near].base.score_us for near in nearness])
     wholes = [prospect for prospect in decoders if serves_whole(prospect.candidate.endpoint)]
-    return PairProspects(prefills, decodes, wholes, list(reaches), groups, prices_us)
+    return PairProspects(prefills, decodes, wholes, groups, prices_us)
 
 
 class PairRanking:
@@ -164,9 +170,10 @@ class PairRanking:
         weighed: list[Weighed] = []
         chosen: int | None = None
         for i, prospect in enumerate(found.decodes):
-            answer = _answer(self._prompt, prospect, _reach(source), self._profile)
-            if answer is None:
+            near = _nearness(prospect.candidate, _reach(source))
+            if near is None:
                 continue
+            answer = _answer(self._prompt, prospect, near, self._profile)
             seen = weighing.weighed[self._first_decode + i]
             load = replace(seen.load, queued_prefill_tokens=0, waiting_requests=0)
             if weighing.prefill is not None and weighing.chosen == self._first_decode + i:
@@ -211,18 +218,21 @@ def _groups(worker: EngineEndpoint) -> frozenset[str]:
     return frozenset(worker.transfer_groups or ("",))
 
 
-def _answer(prompt: Prompt, prospect: Prospect, source: _Reach, profile: CostProfile) -> Prospect | None:
-    """A worker that computes the answer alone, and reads what it does not hold from a prefill worker; None: it can't."""
-    endpoint, size = prospect.candidate.endpoint, prospect.candidate.block_size
-    groups, source_size, domain = source
-    if size != source_size or not groups & _groups(endpoint):
+def _nearness(candidate: Candidate, source: _Reach) -> bool | None:
+    """Is a prefill worker in the same locality domain? None: its KV can't be read."""
+    groups, size, domain = source
+    if size != candidate.block_size or not groups & _groups(candidate.endpoint):
         return None
+    return domain == candidate.endpoint.locality_domain
+
+
+def _answer(prompt: Prompt, prospect: Prospect, near: bool, profile: CostProfile) -> Prospect:
+    """A worker that computes the answer alone, and reads what it does not hold from a prefill worker."""
     own = [piece for piece in prospect.plan.pieces if piece.own]
     held = sum(piece.tokens for piece in own)
     moved = prompt.input_tokens - held
     pieces = own
     if moved:
-        near = domain == endpoint.locality_domain
         bytes = kv_bytes_of(prompt, prospect.candidate, moved)
         pieces = [*own, Piece(moved, bytes, Tier.HBM, own=False, same_domain=near)]
     plan = Plan(prospect.id, prompt.input_tokens, prompt.output_tokens, pieces)
