@@ -6,12 +6,13 @@ from typing import Annotated, Any, Self
 import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from kvatlas.bounds import Count as Count
+from kvatlas.bounds import Positive, expectation
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0)]
 
 
 class WireRecord(BaseModel):
@@ -29,10 +30,12 @@ class WireRecord(BaseModel):
             return cls.model_validate(msgpack.unpackb(payload))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise InvalidValue(f"{cls.__name__} field {where} is {first['input']!r:.80}: {first['msg']}") from error
+            path = ".".join(str(part) for part in first["loc"])
+            where = f" field {path}" if path else ""
+            line = f"{cls.__name__}{where} is {first['input']!r:.80}; {expectation(first)}"
+            raise InvalidValue(line) from error
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise InvalidValue(f"not a {cls.__name__}: {error}") from error
+            raise InvalidValue(f"not a {cls.__name__}: {str(error) or type(error).__name__}") from error
 
 
 class EngineKind(StrEnum):
@@ -81,9 +84,9 @@ class EngineEndpoint(WireRecord):
     locality_domain: str = ""
     transfer_groups: tuple[str, ...] = ()
     dp_rank: int | None = None
-    block_size: Annotated[int, Field(ge=1)] | None = None
+    block_size: Positive | None = None
     block_bytes: Count = 0
-    granularity: Annotated[int, Field(ge=1)] = 1
+    granularity: Positive = 1
     eagle: bool = False
     events: bool = True
 

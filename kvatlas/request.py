@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kvatlas.bounds import Count, OutputTokens, Positive, expectation
 from kvatlas.cost.plan import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
@@ -34,8 +35,6 @@ def _block_hash(value: Any) -> Any:
 
 BlockHash = Annotated[str, BeforeValidator(_block_hash), Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class RequestHints(BaseModel):
     token_ids: tuple[TokenId, ...] | None = None
     token_count: Count | None = None
     block_tokens: Positive | None = None
-    estimated_decode_tokens: Count | None = None
+    estimated_decode_tokens: OutputTokens | None = None
     block_bytes: Count | None = None
     slo: Slo = DEFAULT_SLO
     labels: dict[str, str] = Field(default_factory=dict)
@@ -101,7 +100,8 @@ class RequestHints(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "request hints"
-            raise InvalidValue(f"request field {where} is {first['input']!r:.80}: {first['msg']}") from error
+            line = f"request field {where} is {first['input']!r:.80}; {expectation(first)}"
+            raise InvalidValue(line) from error
 
     def scope(self, fallbacks: Fallbacks) -> Scope:
         """The request's identity scope. Raises InvalidValue where neither side names a model."""

@@ -6,6 +6,7 @@ A mistake is one line (`SettingsError`) that names the flag or variable, its val
 line makes its flags from these classes (`kvatlas.cli.flags`), so the three spellings can't drift apart.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -13,6 +14,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from kvatlas.bounds import Count as Count
+from kvatlas.bounds import OutputTokens, expectation
+from kvatlas.bounds import Positive as Positive
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet import EngineKind, Role
 from kvatlas.identity import DEFAULT_TENANT, Scope, check_worker_id
@@ -25,6 +29,10 @@ DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster")
+MAX_PARTITIONS = 4_096
+"""Each one has a lease and a reader of its own."""
+MAX_SECONDS = 10 * 365 * 86_400
+
 ZMQ_SCHEMES = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES = ("http", "https")
 
@@ -45,6 +53,14 @@ def _url(*schemes: str, port: bool = False) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _redis_database(value: str) -> str:
+    """Redis' own client takes database 0 for a path that is no number."""
+    parts = urlsplit(value)
+    if parts.scheme != "unix" and not re.fullmatch(r"/?[0-9]{0,9}", parts.path):
+        raise ValueError("expected a database number, or nothing, behind the port")
+    return value
 
 
 def _worker_id(value: str) -> str:
@@ -68,15 +84,15 @@ def _labels(value: Any) -> Any:
 
 
 NatsUrl = Annotated[str, _url(*NATS_SCHEMES)]
-RedisUrl = Annotated[str, _url(*REDIS_SCHEMES)]
+RedisUrl = Annotated[str, _url(*REDIS_SCHEMES), AfterValidator(_redis_database)]
 ZmqEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, port=True)]
 HttpUrl = Annotated[str, _url(*HTTP_SCHEMES)]
 WorkerId = Annotated[str, AfterValidator(_worker_id)]
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_list)]
 Labels = Annotated[dict[str, str], NoDecode, BeforeValidator(_labels)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+Slices = Annotated[int, Field(ge=1, le=MAX_PARTITIONS)]
+Seconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -137,13 +153,13 @@ class IndexerSettings(Settings):
     """One indexer replica."""
 
     member_id: WorkerId | None = Field(default=None, description="Name of this replica; default: host name and pid.")
-    partitions: Positive | None = Field(
+    partitions: Slices | None = Field(
         default=None, description="Slices of the stream; default: as the store is laid out, or 64 in an empty one."
     )
-    shards: Positive | None = Field(
+    shards: Slices | None = Field(
         default=None, description="Slots of the store; default: as the store is laid out, or 1 in an empty one."
     )
-    retire_after_s: Positive = Field(
+    retire_after_s: Seconds = Field(
         default=60, description="Seconds without a heartbeat after which a worker's blocks are dropped."
     )
     side_index: bool = Field(default=False, description="Keep parents too, so that children of a prefix can be asked.")
@@ -156,8 +172,17 @@ class IndexerSettings(Settings):
     )
     stream_replicas: Positive = Field(default=1, description="Replicas of the event stream, where it is made.")
     stream_max_bytes: Positive = Field(default=1 << 30, description="Bytes the event stream may take.")
-    stream_max_age_s: Positive = Field(default=1800, description="Seconds the event stream keeps a message.")
+    stream_max_age_s: Seconds = Field(default=1800, description="Seconds the event stream keeps a message.")
     stream_storage: Literal["file", "memory"] = Field(default="file", description="Where the stream is kept.")
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """As every settings'; where both are given, the shards divide the partitions."""
+        settings = super().load(**flags)
+        if settings.shards and settings.partitions and settings.partitions % settings.shards:
+            line = f"--shards is {settings.shards}; expected a divisor of {settings.partitions} partitions"
+            raise SettingsError(line)
+        return settings
 
 
 class PublishSettings(Settings):
@@ -186,7 +211,7 @@ class PublishSettings(Settings):
     topic: str = Field(default="", description="Topic of the event socket.")
     bind: bool = Field(default=False, description="Bind the endpoints (the engine connects) instead of connecting.")
     granularity: Positive = Field(default=1, description="Announce every g-th block only.")
-    partitions: Positive = Field(default=64, description="Slices of the stream, as the store is laid out.")
+    partitions: Slices = Field(default=64, description="Slices of the stream, as the store is laid out.")
     set_semantics: bool = Field(default=False, description="The engine announces hits again: don't count references.")
     salt_is_tenant: bool = Field(default=False, description="Take an event's cache salt as its tenant.")
     eagle: bool = Field(
@@ -217,7 +242,7 @@ class PromptSettings(Settings):
     tokenizer_id: Name | None = Field(default=None, description="Its tokenizer; default: the model id.")
     adapter_id: Name | None = Field(default=None, description="LoRA adapter; default: none.")
     tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the request.")
-    output_tokens: Count = Field(default=DEFAULT_DECODE_TOKENS, description="Tokens it is expected to generate.")
+    output_tokens: OutputTokens = Field(default=DEFAULT_DECODE_TOKENS, description="Tokens it is expected to generate.")
     cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="What prices the workers.")
 
     @property
@@ -240,7 +265,7 @@ class ProxySettings(Settings):
     )
     tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the requests.")
     salt_is_tenant: bool = Field(default=False, description="Take a request's cache salt as its tenant.")
-    output_tokens: Count = Field(
+    output_tokens: OutputTokens = Field(
         default=DEFAULT_DECODE_TOKENS, description="Tokens that requests are expected to generate, at most."
     )
     cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="What prices the workers.")
@@ -310,7 +335,4 @@ def _line(error: ValidationError, flags: dict[str, Any]) -> str:
     name = flag_of(field) if field in flags else variable_of(field)
     value = first["input"]
     shown = without_password(value) if isinstance(value, str) else value
-    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if not expected.startswith("expected"):
-        expected = f"expected {expected[0].lower()}{expected[1:]}"
-    return f"{name} is {shown!r:.200}; {expected}"
+    return f"{name} is {shown!r:.200}; {expectation(first)}"

@@ -120,7 +120,7 @@ async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], No
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
             await store.close()
             raise Unreachable(f"{store.name}: {error}") from error
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, *UNREACHABLE) as error:
             await store.close()
             line = f"{store.name}: {reason(error)}"
             if not wait:
@@ -135,7 +135,7 @@ def reason(error: BaseException) -> str:
     """One line of what a client library says."""
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
         return "no answer in time"
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _client(url: str) -> "redis.Redis | RedisCluster":

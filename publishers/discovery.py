@@ -182,12 +182,17 @@ async def _cards(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[str, A
         answer = (await client.get("/v1/models")).raise_for_status().json()
         cards = [card for card in answer["data"] if card["id"]]
     except httpx.HTTPError as error:
-        raise Unreachable(f"engine at {url}/v1/models: {error or type(error).__name__}; or give model=") from error
+        line = f"engine at {url}/v1/models: {_said(error)}; start it first, or give endpoint= and model="
+        raise Unreachable(line) from error
     except (ValueError, LookupError, TypeError) as error:
         raise Unreachable(f"engine at {url} does not list a model; give it with model=") from error
     if all(card.get("parent") for card in cards):
         raise Unreachable(f"engine at {url} does not list a model; give it with model=")
     return cards
+
+
+def _said(error: httpx.HTTPError) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 async def _sglang_info(client: httpx.AsyncClient) -> Mapping[str, Any]:
@@ -204,7 +209,7 @@ async def _json(client: httpx.AsyncClient, path: str) -> Any:
         answer = await client.get(path)
         return answer.json() if answer.status_code == 200 else None
     except httpx.HTTPError as error:
-        raise Unreachable(f"engine at {client.base_url}{path}: {error or type(error).__name__}") from error
+        raise Unreachable(f"engine at {client.base_url}{path}: {_said(error)}") from error
     except ValueError:
         return None
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from kvatlas.bounds import MAX_OUTPUT_TOKENS
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
 from kvatlas.identity import Scope
@@ -48,6 +49,10 @@ class Prompt:
     memory: ChainMemory | None = field(default=None, compare=False, repr=False)
     session_id: str | None = None
     select: Selector | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:
+            raise InvalidValue(f"output_tokens is {self.output_tokens}; expected 0 to {MAX_OUTPUT_TOKENS}")
 
     @classmethod
     def of_tokens(

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from kvatlas.bounds import expectation
 from kvatlas.errors import InvalidValue
 from simulator.chat_template import render
 from simulator.tokenizer import encode
@@ -75,10 +76,11 @@ class _Chat(_Body):
     def _only_text(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for message in messages:
             parts = message.get("content") or ""
-            texts = [parts] if isinstance(parts, str) else [part.get("text") for part in parts]
-            if not isinstance(message.get("role"), str) or not all(isinstance(text, str) for text in texts):
-                raise ValueError("expected a role, and content that is text or a list of text parts")
-            for text in texts:
+            listed = parts if isinstance(parts, list) else [{"text": parts}]
+            for part in listed:
+                text = part.get("text") if isinstance(part, dict) else None
+                if not isinstance(text, str) or not isinstance(message.get("role"), str):
+                    raise ValueError("expected a role, and content that is text or a list of text parts")
                 _readable(text)
         return messages
 
@@ -141,5 +143,4 @@ def _line(error: ValidationError) -> str:
     field = str(first["loc"][0])
     if first["type"] == "missing":
         return f"{field} is missing"
-    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("expected ")
-    return f"{field} is {first['input']!r:.100}; expected {expected}"
+    return f"{field} is {first['input']!r:.100}; {expectation(first)}"

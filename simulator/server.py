@@ -25,8 +25,6 @@ from simulator.resident_blocks import resident_blocks
 VLLM_VERSION = "0.33.0"
 """The version whose protocols the engine speaks."""
 
-"""How long answers may still be sent after the engine stopped."""
-
 
 class _UnknownModel(InvalidValue):
     """A request names a model that is not served."""

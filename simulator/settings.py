@@ -10,6 +10,8 @@ from simulator.step_cost import StepCost
 from simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()
+MAX_GPU_BLOCKS = 1 << 22
+"""Each one is an object of some hundred bytes."""
 
 
 class EngineSettings(Settings):
@@ -44,7 +46,7 @@ class EngineSettings(Settings):
     )
 
     block_size: Positive = Field(default=16, description="Tokens a block.")
-    num_gpu_blocks: Positive = Field(default=4_096, description="Blocks on the GPU.")
+    num_gpu_blocks: int = Field(default=4_096, ge=1, le=MAX_GPU_BLOCKS, description="Blocks on the GPU.")
     num_cpu_blocks: Count = Field(default=0, description="Blocks in the CPU tier; 0: no such tier.")
     eviction: EvictionPolicy = Field(default=EvictionPolicy.LRU, description="Which cached block goes first.")
     seed: int | None = Field(default=None, description="Seed of its block hashes; default: a random one.")

@@ -9,8 +9,9 @@ from kvatlas.audit import WorkerAudit
 from kvatlas.audit import audit as audit_workers
 from kvatlas.bus import connect_nats
 from kvatlas.cli.flags import JsonFlag, with_settings
-from kvatlas.cli.output import print_json, print_table
+from kvatlas.cli.output import count_text, print_json, print_table
 from kvatlas.cli.running import run_query, tell
+from kvatlas.errors import InvalidValue
 from kvatlas.fleet_store import FleetStore
 from kvatlas.index.redis import open_redis_index
 from kvatlas.settings import Settings
@@ -21,7 +22,9 @@ from kvatlas.store import open_store
 def audit(
     settings: Settings,
     worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds the index may take to reach what publishers told.")] = 10.0,
+    deadline: Annotated[
+        float, typer.Option(min=0.0, help="Seconds the index may take to reach what publishers told.")
+    ] = 10.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare what every publisher says it holds with every block in the index; exit code 1 where they differ."""
@@ -53,7 +56,7 @@ async def _audit(settings: Settings, worker: str | None, deadline_s: float, foun
     finally:
         await store.close()
     if worker is not None and not found:
-        tell(f"worker {worker!r} holds nothing, and no publisher answers for it")
+        raise InvalidValue(f"worker {worker!r} holds nothing, and no publisher answers for it")
 
 
 def _print(found: Sequence[WorkerAudit]) -> None:
@@ -61,7 +64,9 @@ def _print(found: Sequence[WorkerAudit]) -> None:
     rows = [
         (one.worker_id, one.verdict.value, "-" if one.blocks is None else str(one.blocks), one.note) for one in found
     ]
-    print_table(f"{len(found)} workers, {wrong} not as told", ("worker", "verdict", "blocks told", "note"), rows)
+    print_table(
+        f"{count_text(len(found), 'worker')}, {wrong} not as told", ("worker", "verdict", "blocks told", "note"), rows
+    )
     different = [
         (one.worker_id, str(each.scope), each.tier.label, str(each.told_blocks), str(each.held_blocks), _what(each))
         for one in found
@@ -69,7 +74,7 @@ def _print(found: Sequence[WorkerAudit]) -> None:
     ]
     if different:
         columns = ("worker", "scope", "tier", "told", "in the index", "")
-        print_table(f"{len(different)} differences", columns, different)
+        print_table(count_text(len(different), "difference"), columns, different)
 
 
 def _what(difference: Any) -> str:

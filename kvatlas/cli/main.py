@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from kvatlas.errors import KvatlasError, SettingsError
+
+STORE_ERRORS = (RedisError, RedisClusterException)
+"""The second is none of the first, in redis-py."""
 
 FAILED = 1
 USAGE = 2
@@ -52,6 +55,9 @@ def main() -> NoReturn:
 def run(argv: Sequence[str]) -> int:
     """Run one command line; its exit code. Errors that a user can do something about are one line on stderr."""
     command = next((word for word in argv if not word.startswith("-")), "")
+    for place, text in (*((f"argument {word!r}", word) for word in argv), *_variables()):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            return _say(f"{place} is not UTF-8", USAGE)
     try:
         code = import_module("kvatlas.cli.app").invoke(list(argv) or ["--help"])
         sys.stdout.flush()
@@ -65,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (OSError, RedisError) as error:
+    except (OSError, *STORE_ERRORS) as error:
         return _say(_text(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -73,10 +79,15 @@ def run(argv: Sequence[str]) -> int:
         return _group(group)
 
 
+def _variables() -> Iterator[tuple[str, str]]:
+    """Our variables, as (how a message calls one, its value)."""
+    return ((f"variable {name}", text) for name, text in os.environ.items() if name.startswith("KVATLAS_"))
+
+
 def _group(group: BaseExceptionGroup[BaseException]) -> int:
     """The first thing that went wrong in a task group, if it is all of the kind that is one line."""
     leaves = list(_leaves(group))
-    if any(not isinstance(leaf, (KvatlasError, OSError, RedisError)) for leaf in leaves):
+    if any(not isinstance(leaf, (KvatlasError, OSError, *STORE_ERRORS)) for leaf in leaves):
         raise group
     return _say(_text(leaves[0]), USAGE if isinstance(leaves[0], SettingsError) else FAILED)
 
@@ -102,7 +113,7 @@ def _text(error: BaseException) -> str:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}"
-    return f"Redis: {error}" if isinstance(error, RedisError) else str(error)
+    return f"Redis: {error}" if isinstance(error, STORE_ERRORS) else str(error)
 
 
 def _say(line: str, code: int, prefix: str = "kvatlas: ") -> int:

@@ -24,6 +24,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False).print(table)
 
 
+def count_text(count: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def age_text(age_us: int) -> str:
     """A span of time as people read it."""
     seconds = age_us / 1e6

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from kvatlas.cli.flags import JsonFlag, with_settings
-from kvatlas.cli.output import print_json, print_table
+from kvatlas.cli.output import count_text, print_json, print_table
 from kvatlas.cli.running import run_query, tell
 from kvatlas.cli.tokens import read_tokens
 from kvatlas.cost import CostProfile, EngineProfile, QuillcacheProfile
@@ -50,11 +50,13 @@ async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> N
         settings.redis_url, _router_settings(settings), wait=settings.wait, on_wait=tell
     ) as router:
         found = await router.overlap(prompt)
+    if not found.workers:
+        tell(f"no worker serves model {prompt.scope.model_id!r} with tokenizer {prompt.scope.tokenizer_id!r}")
     if as_json:
         print_json(_overlap_jsonable(found))
         return
     print_table(
-        f"prompt of {found.input_tokens} tokens",
+        f"prompt of {count_text(found.input_tokens, 'token')}",
         ("worker", "resident blocks", "of", "resident tokens", "usable tokens", "tiers", "routable"),
         [
             (

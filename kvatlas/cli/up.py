@@ -51,6 +51,10 @@ EngineFlag = Annotated[
 def up(settings: UpSettings, engine: EngineFlag = None, as_json: JsonFlag = False) -> None:
     """Start NATS, Valkey and an indexer on loopback, print how to reach them, and stay until stopped."""
     engines = [parse_engine(text) for text in engine or []]
+    names = [flags["worker_id"] for flags in engines]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"--engine names worker {name} twice; expected each once (worker= gives another name)")
     run_service("up", settings, _up(settings, engines, as_json))
 
 

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from kvatlas.cli.flags import JsonFlag, with_settings
-from kvatlas.cli.output import age_text, print_json, print_table
+from kvatlas.cli.output import age_text, count_text, print_json, print_table
 from kvatlas.cli.running import run_query, tell
 from kvatlas.digest import Digest
 from kvatlas.fleet import FleetRecord, to_jsonable
@@ -33,7 +33,7 @@ async def _workers(settings: Settings, as_json: bool) -> None:
         print_json([_jsonable(records[worker_id], blocks[worker_id], now_us) for worker_id in sorted(records)])
         return
     print_table(
-        f"{len(records)} workers",
+        count_text(len(records), "worker"),
         (
             "worker",
             "engine",

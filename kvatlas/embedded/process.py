@@ -166,8 +166,9 @@ class ServerProcess(ABC):
         self.start(while_waiting=while_waiting)
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP): connections stay open, nothing answers."""
+        """Freeze it (SIGSTOP): connections stay open, nothing answers when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a thread may run on for a moment
         self._paused = True
 
     def resume(self) -> None:
@@ -213,9 +214,10 @@ class ServerProcess(ABC):
             exit_code = popen.poll()
             if exit_code is not None:
                 lines = self.last_log_lines()
+                if any("address already in use" in line.lower() for line in lines):
+                    raise PortTakenError(f"{self.name} can't listen on {LOOPBACK}:{self._port}: address already in use")
                 said = " | ".join(lines) or "it wrote nothing"
-                kind = PortTakenError if any("address already in use" in line.lower() for line in lines) else None
-                raise (kind or EmbeddedServerError)(
+                raise EmbeddedServerError(
                     f"{self.name} on {LOOPBACK}:{self._port} ended at start with exit code {exit_code}: {said}"
                 )
             if self._is_ready():

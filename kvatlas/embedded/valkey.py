@@ -100,7 +100,8 @@ class ValkeyProcess(ServerProcess):
             told = self.command("INFO")
         except RedisError:  # not listening, loading its data, or another server with another password
             return False
-        return bool(told["process_id"] == self.pid and told["loading"] == 0)
+        # another server on the port may have told it, and ours be gone: then `pid` would raise
+        return bool(self._popen is not None and told["process_id"] == self._popen.pid and told["loading"] == 0)
 
 
 def _quoted(value: str) -> str:

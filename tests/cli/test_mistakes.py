@@ -1,5 +1,6 @@
 """Every mistake is one line on stderr, no traceback, and an exit code: 1, or 2 for usage."""
 
+import json
 import re
 from pathlib import Path
 
@@ -42,12 +43,54 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("indexer", "--partitions", "0"),
             2,
-            "kvatlas indexer: --partitions is '0'; expected greater than or equal to 1",
+            "kvatlas indexer: --partitions is '0'; expected at least 1",
         ),
         (
             ("indexer", "--status-port", "many"),
             2,
-            "kvatlas indexer: --status-port is 'many'; expected a valid integer, unable to parse string as an integer",
+            "kvatlas indexer: --status-port is 'many'; expected an integer",
+        ),
+        (
+            ("indexer", "--partitions", "1000000000"),
+            2,
+            "kvatlas indexer: --partitions is '1000000000'; expected at most 4096",
+        ),
+        (
+            ("indexer", "--shards", "7", "--partitions", "64"),
+            2,
+            "kvatlas indexer: --shards is 7; expected a divisor of 64 partitions",
+        ),
+        (
+            ("workers", "--redis-url", "redis://127.0.0.1:6379/first"),
+            2,
+            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/first'; expected a database number, or nothing, behind "
+            "the port",
+        ),
+        (
+            (*ROUTE, "--output-tokens", "99999999999999999999999"),
+            2,
+            "kvatlas route: --output-tokens is '99999999999999999999999'; expected at most 2147483647",
+        ),
+        (
+            (*PUBLISH, "--block-bytes", "99999999999999999999999"),
+            2,
+            "kvatlas publish: --block-bytes is '99999999999999999999999'; expected at most 9007199254740991",
+        ),
+        (
+            ("simulate-engine", "--num-gpu-blocks", "99999999999999"),
+            2,
+            "kvatlas simulate-engine: --num-gpu-blocks is '99999999999999'; expected at most 4194304",
+        ),
+        (
+            ("overlap", "--model-id", "", "--tokens", "-"),
+            2,
+            "kvatlas overlap: --model-id is ''; expected text that is not empty",
+        ),
+        (("simulate-engine", "--topic", "\udcff"), 2, "kvatlas: argument '\\udcff' is not UTF-8"),
+        (
+            ("audit", "--deadline", "-1"),
+            2,
+            "kvatlas audit: Invalid value for '--deadline': Input should be greater than or equal to 0 (see kvatlas audit --help)",
         ),
         (
             (*PUBLISH[:3], *PUBLISH[5:]),
@@ -79,6 +122,11 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             ("up", "--engine", "nonsense"),
             2,
             "kvatlas up: --engine is 'nonsense'; expected an address that begins with http:// or https://",
+        ),
+        (
+            ("up", "--engine", "http://127.0.0.1:1", "--engine", "http://127.0.0.1:1,model=m"),
+            2,
+            "kvatlas up: --engine names worker 127-0-0-1-1 twice; expected each once (worker= gives another name)",
         ),
         (
             ("up", "--engine", "http://127.0.0.1:1,color=red"),
@@ -142,6 +190,24 @@ def test_a_publisher_names_an_unreachable_nats(cli: Cli) -> None:
     done = cli(*PUBLISH, "--no-wait", "--nats-url", f"nats://{UNUSED_ADDRESS}")
     assert (done.code, done.out) == (1, "")
     assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
+
+
+def test_a_server_alone_is_no_cluster(cli: Cli, valkey: ServerProcess) -> None:
+    done = cli("workers", "--no-wait", "--redis-url", f"redis+cluster://127.0.0.1:{valkey.port}")
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"kvatlas: Redis at redis\+cluster://.*: .*Cluster mode is not enabled.*\n", done.err)
+
+
+def test_a_model_that_nobody_serves_is_said(cli: Cli, fleet: str) -> None:
+    done = cli("overlap", "--model-id", "nobody", "--tokens", "-", "--json", "--redis-url", fleet, stdin="1 2 3")
+    assert done.code == 0 and json.loads(done.out)["workers"] == []
+    assert done.err == "kvatlas: no worker serves model 'nobody' with tokenizer 'nobody'\n"
+
+
+def test_a_worker_that_nobody_knows_is_not_found_right(cli: Cli, fleet: str, nats: ServerProcess) -> None:
+    done = cli("audit", "--worker", "nobody", "--redis-url", fleet, "--nats-url", nats.url)
+    line = "kvatlas: worker 'nobody' holds nothing, and no publisher answers for it\n"
+    assert (done.code, done.out, done.err) == (1, "", line)
 
 
 def test_a_store_of_another_kind_is_one_line(cli: Cli) -> None:

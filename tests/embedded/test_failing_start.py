@@ -65,9 +65,21 @@ async def test_a_server_that_ends_at_start_is_quoted_in_one_line() -> None:
 
 @pytest.mark.parametrize("server", [nats_server, valkey_server])
 async def test_a_given_port_that_is_taken(server: type, taken_port: int) -> None:
-    with pytest.raises(EmbeddedServerError, match=rf"on 127\.0\.0\.1:{taken_port} .*(?i:address already in use)"):
+    with pytest.raises(
+        EmbeddedServerError, match=rf"^\S+ can't listen on 127\.0\.0\.1:{taken_port}: address already in use$"
+    ):
         async with server(port=taken_port):
             pass
+
+
+@pytest.mark.parametrize("server", [nats_server, valkey_server])
+async def test_a_port_on_which_another_server_of_the_kind_answers(server: type) -> None:
+    async with server() as other:
+        with pytest.raises(
+            EmbeddedServerError, match=rf"^\S+ can't listen on .*:{other.port}: address already in use$"
+        ):
+            async with server(port=other.port):
+                pass
 
 
 @pytest.mark.parametrize("kind", [NatsProcess, ValkeyProcess])

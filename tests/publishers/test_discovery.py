@@ -43,7 +43,10 @@ async def test_an_engine_without_events_is_noted_with_what_to_do() -> None:
 
 
 async def test_what_does_not_answer_is_one_line() -> None:
-    with pytest.raises(Unreachable, match=r"engine at http://127\.0\.0\.1:1/v1/models: .*; or give model="):
+    with pytest.raises(
+        Unreachable,
+        match=r"engine at http://127\.0\.0\.1:1/v1/models: .*; start it first, or give endpoint= and model=",
+    ):
         await discover("http://127.0.0.1:1")
 
 

@@ -51,6 +51,8 @@ async def test_the_tokens_of_a_request_can_be_asked_for() -> None:
     [
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "expected a role"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "expected a role"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1]}]}, 400, "expected a role"),
         ("/v1/chat/completions", {"messages": MESSAGES, "model": "other"}, 404, "does not exist"),
         ("/tokenize", {"prompt": [1, 2]}, 400, "prompt"),
         ("/tokenize", {}, 400, "prompt is missing"),
