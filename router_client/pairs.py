@@ -52,8 +52,11 @@ class PairProspects:
 
     def surcharged(self, surcharge: Callable[[list[Prospect]], list[Prospect]]) -> "PairProspects":
         """With what a policy adds to the workers that answer, the same whether they compute the prompt or not."""
-        answering = {one.id: one for one in (*self.decodes, *self.wholes)}
-        added = {one.id: one for one in surcharge(list(answering.values()))}
+        answering = list({one.id: one for one in (*self.decodes, *self.wholes)}.values())
+        result = surcharge(answering)
+        if result is answering:  # nothing was added
+            return self
+        added = {one.id: one for one in result}
 
         def with_added(some: Sequence[Prospect]) -> list[Prospect]:
             return [
