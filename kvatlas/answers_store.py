@@ -14,7 +14,7 @@ def answers_key(pool_id: str) -> str:
     return f"kva:{{pool:{pool_id}}}:answers"
 
 
-async def tell_answers(store: Store, pool_id: str, router_id: str, report: AnswerReport) -> None:
+async def tell_answers(store: Store, router_id: str, pool_id: str, report: AnswerReport) -> None:
     """Replace what this router told before. Raises Unreachable."""
     args = [router_id, KEEP_US, MOST_ROUTERS, report.pack()]
     await pool_call(store, "answered", pool_id, args, keys=[answers_key(pool_id)])

@@ -1,6 +1,6 @@
 """What the router client answers: overlaps, a ranking, a choice; each can explain itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
@@ -229,6 +229,7 @@ class Choice(Chosen):
 
     reservation: Reservation | None = field(default=None, compare=False)
     feedback: Feedback | None = field(default=None, compare=False)
+    answered: Callable[[Usage], None] | None = field(default=None, compare=False)
 
     async def first_token(self) -> None:
         """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
@@ -238,8 +239,11 @@ class Choice(Chosen):
     async def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
         """The request ended well; leaving the block of `route` says the same.
 
-        What the engine said of it and what its caller measured (`AnswerClock`) teach how fast the worker is.
+        What the engine said of it is compared with what was predicted; with what its caller measured (`AnswerClock`) it
+        teaches how fast the worker is.
         """
+        if self.answered is not None and usage is not None:
+            self.answered(usage)
         if self.feedback is not None and usage is not None and timings is not None:
             self.feedback.finished(usage, timings)
         if self.reservation is not None:

@@ -4,12 +4,14 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Self
 
 from opentelemetry.trace import Span
 
+from kvatlas.answers_store import tell_answers
 from kvatlas.cost.learning import LearnedRates
 from kvatlas.fleet import FleetRecord
 from kvatlas.fleet_store import FleetStore
@@ -18,10 +20,11 @@ from kvatlas.index.redis import open_redis_index
 from kvatlas.limits import MISSES_SLO, NO_ROOM
 from kvatlas.request import RequestHints, RequestShape, SelectionResult
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
-from kvatlas.store import open_store
+from kvatlas.store import Store, open_store
 from kvatlas.telemetry import decision_span, describe_decision, observe
 from kvatlas.tiers import Tier
 from router_client.answers import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_to
+from router_client.comparison import AnswerComparison, AnswerTelling
 from router_client.counters import RouterCounters
 from router_client.deciding import Decider
 from router_client.errors import NoWorkers
@@ -63,11 +66,14 @@ class RouterClient:
         *,
         reservations: Reservations | None = None,
         now_us: Callable[[], int] = lambda: time.time_ns() // 1_000,
+        store: Store | None = None,
     ) -> None:
         """Over an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` makes them from
-        a URL. Without reservations it books in this process, so that it knows of its own choices alone."""
+        a URL. Without reservations it books in this process, so that it knows of its own choices alone. `store`: where it
+        tells what it counts of answers."""
         self.settings = settings or RouterSettings()
         self.counters = RouterCounters()
+        self.answers = AnswerComparison()
         self._index = index
         booked = reservations or MemoryReservations(now_us)
         self._learner = RateLearner(booked, self.settings, self.counters)
@@ -75,6 +81,8 @@ class RouterClient:
             fleet, self.settings.fleet_max_age_ms, self.settings.rules, profile=self._learner.profile
         )
         self._leases = Leases(booked, self.counters, self.settings.booking.lease_s, self.settings.router_id)
+        tell = partial(tell_answers, store, self._leases.router_id) if store is not None else None
+        self._telling = AnswerTelling(self.answers, tell) if tell is not None else None
         self._decider = Decider(index, self._fleet, booked, self._leases, self.settings, self.counters, now_us)
 
     @classmethod
@@ -95,9 +103,9 @@ class RouterClient:
         store = await open_store(redis_url, wait=wait, on_wait=on_wait)
         try:
             index = await open_redis_index(store, writer=False)
-            client = cls(index, FleetStore(store), settings, reservations=RedisReservations(store))
+            client = cls(index, FleetStore(store), settings, reservations=RedisReservations(store), store=store)
             async with client:
-                with observe("router", client.counters):
+                with observe("router", client.counters), observe("answers", client.answers.counts):
                     yield client
         finally:
             await store.close()
@@ -105,6 +113,8 @@ class RouterClient:
     async def __aenter__(self) -> Self:
         self._leases.start()
         self._learner.start()
+        if self._telling is not None:
+            self._telling.start()
         return self
 
     async def __aexit__(
@@ -112,6 +122,8 @@ class RouterClient:
     ) -> None:
         await self._leases.stop()
         await self._learner.stop()
+        if self._telling is not None:
+            await self._telling.stop()
         await self._decider.patience.close()
         await self._fleet.close()
 
@@ -227,6 +239,7 @@ class RouterClient:
                 decision.would_be,
                 decision.reservation,
                 self._learner.feedback(prompt.scope.pool_id, decision.results, decision.result),
+                partial(self.answers.answered, prompt, decision.result, decision.basis),
             )
             _describe(span, choice, decision.pool)
             if span.is_recording():
@@ -260,6 +273,7 @@ class RouterClient:
                     decision.why,
                     reservation=booked,
                     feedback=self._learner.feedback(prompt.scope.pool_id, results, result) if learns else None,
+                    answered=partial(self.answers.answered, prompt, result, decision.basis) if learns else None,
                 )
 
             answers, prompts = (*decision.booked, None, None)[:2]

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from secrets import token_hex
+from socket import gethostname
 
 from kvatlas.reservations import Outcome, Reservations
 from router_client.counters import RouterCounters
@@ -27,7 +28,7 @@ class Leases:
     def __init__(
         self, reservations: Reservations, counters: RouterCounters, lease_s: float, router_id: str | None = None
     ) -> None:
-        self.router_id = router_id or f"router-{token_hex(8)}"
+        self.router_id = router_id or f"{gethostname()}-{token_hex(6)}"
         self.lease_us = round(lease_s * 1e6)
         self._lease_s = lease_s
         self._reservations = reservations

@@ -93,7 +93,7 @@ class RouterSettings:
     `fleet_max_age_ms`: how long a pool's records are kept. `deadline_ms`: how long a decision may wait for the store
     before it falls open (None: as long as it takes). `load_only`: the index is not asked at all. `follow`: another policy
     decides, and what would have been chosen is only recorded. `seed`: another one breaks ties otherwise. `router_id`
-    names this router's lease; absent: made at random.
+    names this router's lease; absent: the host's name and something random.
 
     `limits`: who is left out for want of room or time. `pairs`: when another worker computes the prompt. `select`: which
     workers may get requests at all; a request may narrow it further (`Prompt.select`). `session_us`: what it costs to

@@ -17,6 +17,7 @@ from kvatlas.fleet import FleetRecord
 from kvatlas.identity import Scope
 from router_client.answers import Choice, Chosen, PromptOverlap, Ranking
 from router_client.client import Request, RouterClient
+from router_client.comparison import AnswerComparison
 from router_client.counters import RouterCounters
 from router_client.errors import ClientClosed
 from router_client.loop_thread import LoopThread
@@ -138,6 +139,10 @@ class SyncRouterClient:
     @property
     def counters(self) -> RouterCounters:
         return self._client.counters
+
+    @property
+    def answers(self) -> AnswerComparison:
+        return self._client.answers
 
     @property
     def load_only(self) -> bool:

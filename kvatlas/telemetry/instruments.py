@@ -335,7 +335,7 @@ PROXY = {
     **_by(PROXY_HELD, "change", held="booked", held_done="done", held_expired="expired"),
 }
 
-# ---------------------------------------------------------------- tokens: router_client.tokens.comparison.TokenCounters
+# ---------------------------------------------------------------- tokens: router_client.tokens.counters.TokenCounters
 
 TOKENIZED = _counter("tokens.requests", "{request}", "Requests by how their token ids were found, or why not")
 TOKENIZE_TIME = _counter("tokens.time", "us", "Time spent waiting for token ids, summed over requests")

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.identity import Scope as IdentityScope
 from kvatlas.request import Fallbacks, RequestHints
+from router_client.comparison import AnswerComparison
 from router_client.errors import NoWorkers
 from router_client.prompt import Prompt
 from router_client.proxy.catalogue import Catalogue
@@ -30,7 +31,7 @@ from router_client.proxy.picking import Booked
 from router_client.proxy.reading import ReadRequest, RequestReader, UnknownModel
 from router_client.proxy.upstream import Question
 from router_client.timings import Timings
-from router_client.tokens.comparison import TokenComparison
+from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import Api, TextRequest, parse_object
 from router_client.tokens.usage import Usage
 
@@ -46,13 +47,15 @@ class ProxyApplication:
         held: HeldRoutes,
         reader: RequestReader,
         catalogue: Catalogue,
-        comparison: TokenComparison,
+        answers: AnswerComparison,
+        tokens: TokenCounters,
         counters: ProxyCounters,
     ) -> None:
         self._held = held
         self._reader = reader
         self._catalogue = catalogue
-        self._comparison = comparison
+        self._answers = answers
+        self._tokens = tokens
         self._counters = counters
         self.asgi = Starlette(
             routes=[
@@ -83,9 +86,9 @@ class ProxyApplication:
                 "workers": await self._catalogue.routable(),
                 "held": len(self._held),
                 "proxy": asdict(self._counters),
-                "tokens": asdict(self._comparison.counters),
-                "answers": asdict(self._comparison.answers),
-                "findings": self._comparison.findings(),
+                "tokens": asdict(self._tokens),
+                "answers": asdict(self._answers.counts),
+                "findings": [*self._answers.findings(), *self._tokens.findings()],
             }
         )
 

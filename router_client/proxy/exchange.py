@@ -17,14 +17,13 @@ import httpx
 from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Send
 
-from kvatlas.answers import Prediction
 from kvatlas.errors import InvalidValue, Unreachable
 from router_client.errors import NoWorkers
 from router_client.prompt import Prompt
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import RawHeaders, decision, for_client, for_engine
-from router_client.proxy.picking import BY_INDEX, Booked, Picker
+from router_client.proxy.picking import Booked, Picker
 from router_client.proxy.reading import ReadRequest, RequestReader, UnknownModel
 from router_client.proxy.tracing import describe_answer, describe_try, handed_on, request_span
 from router_client.proxy.upstream import (
@@ -38,7 +37,6 @@ from router_client.proxy.upstream import (
     ask,
 )
 from router_client.timings import Timings
-from router_client.tokens.comparison import TokenComparison
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.usage import Usage
 
@@ -81,7 +79,6 @@ class Exchanges:
         picker: Picker,
         reader: RequestReader,
         client: httpx.AsyncClient,
-        comparison: TokenComparison,
         counters: ProxyCounters,
         settings: ExchangeSettings | None = None,
     ) -> None:
@@ -89,7 +86,6 @@ class Exchanges:
         self._picker = picker
         self._reader = reader
         self._client = client
-        self._comparison = comparison
         self._counters = counters
         self._settings = settings or ExchangeSettings()
         self._shunned: dict[str, float] = {}
@@ -206,8 +202,7 @@ class Exchanges:
         await _tell(booked.first_token())
         told = decision(booked, attempt=attempt, prompt_tokens=read.prompt_tokens)
         if isinstance(answer, WholeAnswer):
-            usage = _usage_of(answer)
-            self._compare(incoming.request, read, booked, usage)
+            usage = _of_one(incoming.request, _usage_of(answer))
             await _tell(booked.finish(usage, _timings(incoming.request, answer, usage)))
             await _send_whole(incoming.send, answer, (told,))
             return
@@ -223,8 +218,8 @@ class Exchanges:
             event = b"data: " + json.dumps(_error(502, "BadGatewayError", str(error))).encode() + b"\n\n"
             await incoming.send({"type": "http.response.body", "body": event})
             raise
-        self._compare(incoming.request, read, booked, stream.usage)
-        await _tell(booked.finish(stream.usage, _timings(incoming.request, answer, stream.usage)))
+        usage = _of_one(incoming.request, stream.usage)
+        await _tell(booked.finish(usage, _timings(incoming.request, answer, usage)))
 
     async def _pass_stream(self, send: Send, answer: StreamedAnswer, stream: EventStream) -> None:
         async for chunk in answer.chunks():
@@ -234,17 +229,6 @@ class Exchanges:
 
     def _hides_usage(self, request: TextRequest) -> bool:
         return self._settings.ask_usage and request.streamed and not request.wants_usage
-
-    def _compare(self, request: TextRequest, read: ReadRequest, booked: Booked, usage: Usage | None) -> None:
-        if usage is None or request.prompts > 1:
-            return
-        predicted = Prediction(
-            read.prompt_tokens,
-            booked.predicted_cached_tokens,
-            booked.unconfirmed_tokens,
-            by_index=booked.mode in BY_INDEX,
-        )
-        self._comparison.add(read.prompt.scope.pool_id, predicted, usage)
 
     async def _refuse(self, incoming: Incoming, span: Span, status: int, kind: str, line: str) -> None:
         describe_answer(span, status, None)
@@ -305,6 +289,11 @@ def _with_usage(request: TextRequest, body: bytes) -> bytes:
         return _ASK_USAGE + body[at:]
     told: dict[str, Any] = {**request.body, "stream_options": {**(options or {}), "include_usage": True}}
     return json.dumps(told).encode()
+
+
+def _of_one(request: TextRequest, usage: Usage | None) -> Usage | None:
+    """A usage that is of the prompt that was routed: nothing can be compared with, or learned from, one of several."""
+    return usage if request.prompts == 1 else None
 
 
 def _timings(request: TextRequest, answer: Answer, usage: Usage | None) -> Timings | None:

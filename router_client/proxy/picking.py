@@ -5,13 +5,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from router_client.client import RouterClient
-from router_client.fail_open import Basis
 from router_client.prompt import Prompt
 from router_client.timings import Timings
 from router_client.tokens.usage import Usage
-
-BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
-"""Modes in which the index was asked."""
 
 
 class Booked(Protocol):

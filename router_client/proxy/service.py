@@ -4,8 +4,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from secrets import token_hex
-from socket import gethostname
 
 import anyio
 import httpx
@@ -29,9 +27,8 @@ from router_client.proxy.picking import ClientPicker
 from router_client.proxy.reading import ReadingSettings, RequestReader
 from router_client.settings import LearningSettings, RoundRobin, RouterSettings
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
-from router_client.tokens.comparison import TokenComparison
+from router_client.tokens.counters import TokenCounters
 from router_client.tokens.engine import EngineTokenizer
-from router_client.tokens.telling import keep_telling
 from router_client.tokens.tokenizer import ThreadedTokenizer, Tokenizer
 
 _log = logging.getLogger("router_client.proxy")
@@ -68,33 +65,29 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         stack.push_async_callback(store.close)
         engines = await stack.enter_async_context(_engine_client(settings.engine_timeout_s))
         asking = await stack.enter_async_context(_engine_client(ASK_S))
-        counters, comparison = ProxyCounters(), TokenComparison()
+        counters, tokens = ProxyCounters(), TokenCounters()
         fleet = FleetStore(store)
         catalogue = Catalogue(fleet.all, asking, tenant_id=settings.tenant_id)
-        tokenizer = await _tokenizer(settings, stack, catalogue, asking, comparison)
+        tokenizer = await _tokenizer(settings, stack, catalogue, asking, tokens)
         reading = ReadingSettings(settings.output_tokens, settings.salt_is_tenant)
         reader = RequestReader(catalogue, tokenizer, ChainMemory(), reading)
-        router_id = f"{gethostname()}-{token_hex(4)}"
-        router = await stack.enter_async_context(await _router(settings, store, router_id))
+        router = await stack.enter_async_context(await _router(settings, store))
         picker = ClientPicker(router)
         attempts = ExchangeSettings(settings.max_attempts, settings.ask_usage)
-        exchanges = Exchanges(picker, reader, engines, comparison, counters, attempts)
+        exchanges = Exchanges(picker, reader, engines, counters, attempts)
         held = HeldRoutes(picker, counters, held_s=settings.held_s)
         stack.push_async_callback(held.close)
         stack.enter_context(observe("router", router.counters))
         stack.enter_context(observe("proxy", counters))
-        stack.enter_context(observe("tokens", comparison.counters))
-        stack.enter_context(observe("answers", comparison.answers))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(keep_telling, store, router_id, comparison)
-            yield ProxyApplication(exchanges, held, reader, catalogue, comparison, counters)
-            tasks.cancel_scope.cancel()
+        stack.enter_context(observe("tokens", tokens))
+        stack.enter_context(observe("answers", router.answers.counts))
+        yield ProxyApplication(exchanges, held, reader, catalogue, router.answers, tokens, counters)
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):
             await stack.aclose()
 
 
-async def _router(settings: ProxySettings, store: Store, router_id: str) -> RouterClient:
+async def _router(settings: ProxySettings, store: Store) -> RouterClient:
     index = await open_redis_index(store, writer=False)
     profile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
     return RouterClient(
@@ -105,10 +98,10 @@ async def _router(settings: ProxySettings, store: Store, router_id: str) -> Rout
             deadline_ms=settings.decision_deadline_ms,
             load_only=settings.load_only,
             learning=LearningSettings(on=settings.learn),
-            router_id=router_id,
             follow=RoundRobin() if settings.follow == "round_robin" else None,
         ),
         reservations=RedisReservations(store),
+        store=store,
     )
 
 
@@ -117,7 +110,7 @@ async def _tokenizer(
     stack: AsyncExitStack,
     catalogue: Catalogue,
     client: httpx.AsyncClient,
-    comparison: TokenComparison,
+    counters: TokenCounters,
 ) -> BudgetedTokenizer | None:
     chosen: Tokenizer
     if settings.tokenizer == "none":
@@ -130,7 +123,7 @@ async def _tokenizer(
         chosen = threads = ThreadedTokenizer(LocalTokenizer.from_folder(settings.tokenizer).encode)
         stack.callback(threads.close)
     budget = TokenizerBudget(settings.tokenizer_deadline_ms)
-    budgeted = BudgetedTokenizer(chosen, budget, comparison.counters)
+    budgeted = BudgetedTokenizer(chosen, budget, counters)
     stack.push_async_callback(budgeted.aclose)
     return budgeted
 

@@ -6,14 +6,13 @@
     local.py          a Hugging Face tokenizer and its chat template (extra `tokenizer`)
     engine.py         the engine's own `/tokenize` (extra `router`)
     usage.py          what engines say of tokens in their answers
-    comparison.py     their prompt and cached tokens beside ours
-    telling.py        the same, told to the store
+    counters.py       how requests came by their token ids
 
 Importing this package needs the plain install alone; `local` and `engine` are imported by name.
 """
 
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
-from router_client.tokens.comparison import TokenComparison, TokenCounters
+from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import Api, TextRequest
 from router_client.tokens.tokenizer import AwaitedTokenizer, CannotTokenize, ThreadedTokenizer, Tokenizer, Why
 from router_client.tokens.usage import Usage
@@ -25,7 +24,6 @@ __all__ = [
     "CannotTokenize",
     "TextRequest",
     "ThreadedTokenizer",
-    "TokenComparison",
     "TokenCounters",
     "Tokenizer",
     "TokenizerBudget",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvatlas.errors import InvalidValue, KvatlasError
-from router_client.tokens.comparison import TokenCounters
+from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.tokenizer import CannotTokenize, Tokenizer, Why, packed
 

@@ -10,8 +10,8 @@ import anyio
 import httpx
 
 from kvatlas.answers import Deviation, Prediction, deviation
+from router_client.comparison import BY_INDEX
 from router_client.proxy.headers import DECISION_HEADER
-from router_client.proxy.picking import BY_INDEX
 from simulator.workload import Conversation, Session, Turn, Workload
 
 

@@ -147,11 +147,11 @@ async def test_a_pool_of_one_role(system: Installation) -> None:
 async def test_what_routers_find_wrong_is_found_here_too(system: Installation) -> None:
     await open_redis_index(system.store, writer=True)
     await system.writes(record("w"))
-    await tell_answers(system.store, POOL, "good", AnswerReport(counts=AnswerCounts(prompts_equal=3, cached_equal=3)))
+    await tell_answers(system.store, "good", POOL, AnswerReport(counts=AnswerCounts(prompts_equal=3, cached_equal=3)))
     wrong = AnswerReport(
         counts=AnswerCounts(prompts_equal=1, prompts_differ=2), example="12 tokens where it counted 10"
     )
-    await tell_answers(system.store, POOL, "bad", wrong)
+    await tell_answers(system.store, "bad", POOL, wrong)
     bad, good = await system.said("routers.answers")
     assert good.level is Level.OK and "router good" in good.line and "100.0%" in good.line
     assert bad.level is Level.WARNING and "2 of 3 prompts differ" in bad.line and "--tokenizer engine" in bad.advice

@@ -140,7 +140,8 @@ def test_the_client_has_the_same_calls_and_one_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "twin", "less"), [(Choice, SyncChoice, {"reservation", "feedback"}), (PairChoice, SyncPairChoice, set())]
+    ("choice", "twin", "less"),
+    [(Choice, SyncChoice, {"reservation", "feedback", "answered"}), (PairChoice, SyncPairChoice, set())],
 )
 def test_a_choice_has_the_same_calls(choice: type, twin: type, less: set[str]) -> None:
     assert public(twin) == public(choice) - less

@@ -3,7 +3,8 @@
 import pytest
 
 from kvatlas.answers import ENOUGH_ANSWERS, AnswerReport, Deviation, Prediction, deviation
-from router_client.tokens import TokenComparison, Usage
+from router_client.comparison import AnswerComparison
+from router_client.tokens import Usage
 
 KNOWN = Prediction(100, cached_tokens=80, unconfirmed_tokens=32)
 
@@ -26,7 +27,7 @@ def test_a_deviation_has_one_reason(predicted: Prediction, prompt: int, cached: 
 
 
 def test_answers_are_counted_in_all_and_by_pool() -> None:
-    comparison = TokenComparison()
+    comparison = AnswerComparison()
     assert comparison.findings() == [] and comparison.reports() == {}
     usage = Usage.of({"usage": {"prompt_tokens": 100, "completion_tokens": 1}})
     assert usage is not None and Usage.of({"usage": None}) is None and Usage.of([]) is None
@@ -36,7 +37,7 @@ def test_answers_are_counted_in_all_and_by_pool() -> None:
     comparison.add("a", KNOWN, Usage(100, 1, 80))
     comparison.add("b", KNOWN, Usage(102, 1, 0))
     comparison.add("b", Prediction(None), Usage(100, 1, 9))
-    counts = comparison.answers
+    counts = comparison.counts
     assert (counts.prompts_equal, counts.prompts_differ, counts.cached_untold) == (2, 1, 1)
     assert (counts.cached_equal, counts.by_deviation[Deviation.OTHER_TOKENS]) == (1, 1)
     assert (counts.predicted_tokens, counts.cached_tokens) == (160, 80)
@@ -48,7 +49,7 @@ def test_answers_are_counted_in_all_and_by_pool() -> None:
 
 
 def test_many_wrong_predictions_are_a_finding_that_names_the_reason() -> None:
-    comparison = TokenComparison()
+    comparison = AnswerComparison()
     for number in range(ENOUGH_ANSWERS):
         comparison.add("a", KNOWN, Usage(100, 1, 0 if number % 10 == 0 else 80))
     (finding,) = comparison.findings()
