@@ -18,15 +18,17 @@ from kvatlas.reservations import Reservations
 from router_client.counters import RouterCounters
 from router_client.fail_open import FAILING
 from router_client.ranking import IN_FLIGHT, Ranked
+from router_client.rate_metrics import RateMetrics
 from router_client.settings import RouterSettings
 from router_client.timings import Timings
 from router_client.tokens.usage import Usage
 
 FIRST_READ_S = 1.0
 CLOSE_S = 1.0
-MOST_NOTED = 10_000
+MOST_NOTED = 512
+"""The last so many requests are looked at in one turn, which takes 0.1 ms each: rates change slowly."""
 MOST_A_WORKER = 64
-"""Of each worker so many requests are looked at in one turn: more would not be known better, only later."""
+"""Of them so many of one worker."""
 WITHOUT_A_BREAK = 8
 """Estimates made before other tasks get their turn; each takes 0.3 ms."""
 
@@ -43,6 +45,7 @@ class PoolRates:
         self._told: Mapping[str, Evidence] = {}
         self._untold: dict[str, Evidence] = {}
         self._estimates: dict[str, Estimate] = {}
+        self._shown: dict[str, Estimate] = {}
 
     def add(self, request: Finished) -> bool:
         """Learn from a request; False where it says nothing."""
@@ -66,17 +69,21 @@ class PoolRates:
 
     async def hear(self, told: Mapping[str, Evidence]) -> None:
         """What all routers told so far."""
-        changed = [worker_id for worker_id, evidence in told.items() if evidence != self._told.get(worker_id)]
-        gone = self.learned.keys() - told.keys()
         self._told = told
+        gone = self.learned.keys() - told.keys()
         for worker_id in gone:
-            del self.learned[worker_id]
+            del self.learned[worker_id], self._shown[worker_id]
         for worker_id in self._estimates.keys() - told.keys() - self._untold.keys():
             del self._estimates[worker_id]
-        for number, worker_id in enumerate(changed):
-            self.learned[worker_id] = learned_of(self._estimate(worker_id), self._rates(worker_id))
-            if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
-                await asyncio.sleep(0)
+        changed = 0
+        for worker_id in told:
+            estimate = self._estimate(worker_id)
+            if estimate is not self._shown.get(worker_id):
+                self._shown[worker_id] = estimate
+                self.learned[worker_id] = learned_of(estimate, self._rates(worker_id))
+                changed += 1
+                if changed % WITHOUT_A_BREAK == 0:
+                    await asyncio.sleep(0)
         if changed or gone:
             self.profile = with_learned(self._configured, self.learned)
 
@@ -104,6 +111,7 @@ class RateLearner:
         self._pools: dict[str, PoolRates] = {}
         self._noted: deque[tuple[str, Finished]] = deque(maxlen=MOST_NOTED)
         self._last: dict[str, Ranked] = {}
+        self._metrics = RateMetrics()
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -165,6 +173,7 @@ class RateLearner:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._task = None
+        self._metrics.close()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self._add_noted()
@@ -182,6 +191,7 @@ class RateLearner:
                     async with asyncio.timeout(max(self._settings.every_s, FIRST_READ_S)):
                         await self._tell(pool_id, rates)
                         await rates.hear(await self._reservations.learned(pool_id))
+                    self._metrics.show(pool_id, rates.learned)
                 except FAILING as error:
                     _log.warning("learned rates of pool %s not shared: %s", pool_id, error)
 

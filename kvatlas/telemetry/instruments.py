@@ -315,6 +315,22 @@ ROUTER = {
     **_is(OVERLAP_BLOCKS, "overlap_blocks"),
 }
 
+# ---------------------------------------------------------------- rates: kvatlas.cost.learning.LearnedRates
+
+RATE_REQUESTS = _gauge("router.rates.requests", "{request}", "Requests that a worker's rates were learned from")
+PREFILL_RATE = _gauge("router.rates.prefill", "us", "Learned: time to compute a prompt token")
+STEP_RATE = _gauge("router.rates.step", "us", "Learned: time of a decode step, without what each request adds")
+OVERHEAD = _gauge("router.rates.overhead", "us", "Learned: time before a first token besides its prefill")
+RATE_ERROR = _gauge("router.rates.error", "1", "How far off expected times were lately, relative")
+
+RATES = {
+    **_is(RATE_REQUESTS, "requests"),
+    **_is(PREFILL_RATE, "rates.prefill_us_per_token"),
+    **_is(STEP_RATE, "rates.tpot_base_us"),
+    **_is(OVERHEAD, "overhead_us"),
+    **_by(RATE_ERROR, "of", first_error="first token", next_error="next token"),
+}
+
 # ---------------------------------------------------------------- proxy: router_client.proxy.counters.ProxyCounters
 
 PROXY_REQUESTS = _counter("proxy.requests", "{request}", "Requests for which a worker was to be found")
@@ -385,6 +401,7 @@ INSTRUMENTS: dict[str, dict[str, Reading]] = {
     "replica": REPLICA,
     "index": INDEX,
     "router": ROUTER,
+    "rates": RATES,
     "proxy": PROXY,
     "tokens": TOKENS,
     "answers": ANSWERS,

@@ -12,6 +12,8 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from indexer.counters import IndexerCounters
 from indexer.gauges import ReplicaGauges
 from kvatlas.answers import AnswerCounts
+from kvatlas.cost import EngineRates
+from kvatlas.cost.learning import LearnedRates
 from kvatlas.errors import InvalidValue
 from kvatlas.residency import IndexMetrics
 from kvatlas.telemetry import INSTRUMENTS, observation, observe
@@ -116,6 +118,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("indexer", IndexerCounters()),
         ("replica", ReplicaGauges()),
         ("router", RouterCounters()),
+        ("rates", LearnedRates(1, EngineRates(), 2.0, 0.1, 0.2)),
         ("proxy", ProxyCounters()),
         ("tokens", TokenCounters()),
         ("answers", AnswerCounts()),
