@@ -55,16 +55,16 @@ def test_workers_as_a_table_has_a_line_a_worker(cli: Cli, fleet: str) -> None:
 
 
 def test_rates_are_the_defaults_until_something_is_learned(cli: Cli, fleet: str) -> None:
-    asyncio.run(_teach(fleet, "w1", Finished(Plan("w1", 1_000, 10), 1_000, 10, 0, ttft_us=200_000, tpot_us=14_000)))
+    asyncio.run(_teach(fleet, "w2", Finished(Plan("w2", 1_000, 10), 1_000, 10, 0, ttft_us=200_000, tpot_us=14_000)))
     done = cli("rates", "--json", "--redis-url", fleet)
     assert (done.code, done.err) == (0, "")
     found = {entry["worker"]: entry for entry in json.loads(done.out)}
-    assert {id: entry["requests"] for id, entry in found.items()} == {"w1": 20, "w2": 0}
-    assert found["w1"]["rates"]["prefill_us_per_token"] > 100
-    assert found["w2"]["rates"]["prefill_us_per_token"] == pytest.approx(40)
+    assert {id: entry["requests"] for id, entry in found.items()} == {"w1": 0, "w2": 20}
+    assert found["w2"]["rates"]["prefill_us_per_token"] > 100
+    assert found["w1"]["rates"]["prefill_us_per_token"] == pytest.approx(40)
     table = cli("rates", "--redis-url", fleet)
     assert table.code == 0 and "2 workers" in table.out
-    assert "25 / 50 / 200 / 1250" in next(line for line in table.out.splitlines() if "w2" in line)
+    assert "25 / 50 / 200 / 1250" in next(line for line in table.out.splitlines() if "w1" in line)
 
 
 async def _teach(url: str, worker_id: str, request: Finished) -> None:
