@@ -111,6 +111,15 @@ def test_route_picks_the_worker_with_the_prefix_from_stdin(cli: Cli, fleet: str)
     assert table.code == 0 and table.out.startswith("w1 at http://w1:8000")
 
 
+def test_route_of_a_pair_without_prefill_workers_is_of_one_worker(cli: Cli, fleet: str) -> None:
+    words = ["route", "--pd", "--tokens", "-", "--model-id", "m", "--redis-url", fleet]
+    done = cli(*words, "--json", stdin=json.dumps(TOKENS * 2))
+    assert (done.code, done.err) == (0, "")
+    answer = json.loads(done.out)
+    assert (answer["prefill"], answer["decode"]["worker"], answer["otherwise"]) == (None, "w1", None)
+    assert cli(*words, stdin=json.dumps(TOKENS)).out.startswith("no separate prefill: w1 at http://w1:8000")
+
+
 def test_output_that_nobody_reads_any_more_is_no_traceback(fleet: str) -> None:
     process = child("export", "--redis-url", fleet)
     assert process.stdout is not None and process.stderr is not None
