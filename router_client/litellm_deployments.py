@@ -4,10 +4,12 @@ A deployment is a dictionary with `model_name`, `litellm_params` and `model_info
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 from kvatlas.fleet import FleetRecord
 from router_client.answers import RANK_HEADER
+from router_client.timings import Timings
 from router_client.tokens.text_request import Api, TextRequest
 from router_client.tokens.usage import Usage
 
@@ -81,6 +83,14 @@ def told_usage(callback_kwargs: Mapping[str, Any], response: Any) -> Usage | Non
     if usage is None or (callback_kwargs.get("stream") and not options.get("include_usage")):
         return None
     return Usage.of({"usage": usage.model_dump()})
+
+
+def told_timings(callback_kwargs: Mapping[str, Any]) -> Timings | None:
+    """How long a stream's first token took; None for an answer that came whole."""
+    sent, first = callback_kwargs.get("api_call_start_time"), callback_kwargs.get("completion_start_time")
+    if not callback_kwargs.get("stream") or not isinstance(sent, datetime) or not isinstance(first, datetime):
+        return None
+    return Timings(ttft_us=(first - sent) / timedelta(microseconds=1))
 
 
 def _root(url: str) -> str:

@@ -44,12 +44,14 @@ from router_client.litellm_deployments import (
     put_headers,
     read_request,
     reservation_of,
+    told_timings,
     told_usage,
 )
 from router_client.proxy.held_routes import HELD_S, HeldRoutes
 from router_client.proxy.picking import ClientPicker
 from router_client.selector import Selector
 from router_client.sync import SyncRouterClient
+from router_client.timings import Timings
 from router_client.tokens.budget import BudgetedTokenizer
 from router_client.tokens.reading import PromptReader, ReadingSettings
 from router_client.tokens.text_request import Api
@@ -244,11 +246,12 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
 
     def log_success_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:
         """A whole answer, or the end of a stream. What LiteLLM's cache answered no engine has computed."""
-        self._ended(kwargs, told_usage(kwargs, response_obj), well=not kwargs.get("cache_hit"))
+        usage, timings = told_usage(kwargs, response_obj), told_timings(kwargs)
+        self._ended(kwargs, usage, timings, well=not kwargs.get("cache_hit"))
 
     def log_failure_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:
         """No answer, or half of one."""
-        self._ended(kwargs, None, well=False)
+        self._ended(kwargs, None, None, well=False)
 
     async def async_log_stream_event(
         self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any
@@ -265,10 +268,10 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
     ) -> None:
         self.log_failure_event(kwargs, response_obj, start_time, end_time)
 
-    def _ended(self, kwargs: dict[str, Any], usage: Usage | None, *, well: bool) -> None:
+    def _ended(self, kwargs: dict[str, Any], usage: Usage | None, timings: Timings | None, *, well: bool) -> None:
         info = reservation_of(kwargs)
         if info is not None:
-            self._tell(self._done, info[RESERVATION], usage, well)
+            self._tell(self._done, info[RESERVATION], usage, timings, well)
 
     def _tell(
         self, told: Callable[Concatenate[RouterClient, P], Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
@@ -288,8 +291,10 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
     async def _first_token(self, _: RouterClient, held_id: str) -> None:
         await self._held.first_token(held_id)
 
-    async def _done(self, _: RouterClient, held_id: str, usage: Usage | None, well: bool) -> None:
-        self._held.done(held_id, usage, well=well)
+    async def _done(
+        self, _: RouterClient, held_id: str, usage: Usage | None, timings: Timings | None, well: bool
+    ) -> None:
+        self._held.done(held_id, usage, timings, well=well)
 
 
 def _arguments(asked: _Asked) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """LiteLLM's deployments and requests in the words of kvatlas."""
 
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from router_client import Timings
 from router_client.litellm_deployments import (
     by_engine_model,
     by_worker,
@@ -12,6 +14,7 @@ from router_client.litellm_deployments import (
     put_headers,
     read_request,
     reservation_of,
+    told_timings,
     told_usage,
 )
 from router_client.tokens import Api, Usage
@@ -84,3 +87,11 @@ def test_what_litellm_estimates_is_no_usage_of_the_engine() -> None:
     assert told_usage({}, answer) == told_usage({"stream": True, **asked}, answer) == Usage(5, 2)
     assert told_usage({"stream": True}, answer) is None
     assert told_usage({}, SimpleNamespace()) is None
+
+
+def test_a_streams_first_token_is_timed_from_the_call_of_the_engine() -> None:
+    sent = datetime(2026, 1, 1, tzinfo=UTC)
+    told = {"api_call_start_time": sent, "completion_start_time": sent + timedelta(milliseconds=30)}
+    assert told_timings({"stream": True, **told}) == Timings(ttft_us=30_000)
+    assert told_timings(told) is None
+    assert told_timings({"stream": True}) is None
