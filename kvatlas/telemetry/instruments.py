@@ -343,7 +343,15 @@ PROXY_HELD = _counter("proxy.held", "{booking}", "Workers booked over HTTP, by w
 
 PROXY = {
     **_is(PROXY_REQUESTS, "requests"),
-    **_by(PROXY_ENDS, "end", answered="answered", gave_up="gave_up", gone="client_gone", broken="engine_gone"),
+    **_by(
+        PROXY_ENDS,
+        "end",
+        answered="answered",
+        gave_up="gave_up",
+        shed="shed",
+        gone="client_gone",
+        broken="engine_gone",
+    ),
     **_by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
     **_is(PROXY_UNTOKENIZED, "untokenized"),
     **_is(PROXY_SENT, "sent"),

@@ -22,12 +22,14 @@ from kvatlas.identity import Scope as IdentityScope
 from kvatlas.request import Fallbacks, RequestHints
 from router_client.comparison import AnswerComparison
 from router_client.errors import NoWorkers
+from router_client.limits import Advice
+from router_client.pair_choice import PairChoice
 from router_client.prompt import Prompt
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.exchange import Exchanges, Incoming, send_error
 from router_client.proxy.held_routes import HeldRoutes, TooManyHeld
-from router_client.proxy.picking import Booked
+from router_client.proxy.picking import Booked, Shed
 from router_client.proxy.reading import ReadRequest, RequestReader, UnknownModel
 from router_client.proxy.upstream import Question
 from router_client.timings import Timings
@@ -50,13 +52,17 @@ class ProxyApplication:
         answers: AnswerComparison,
         tokens: TokenCounters,
         counters: ProxyCounters,
+        *,
+        sheds: bool = False,
     ) -> None:
+        """`sheds`: refuse a request where that is the advice."""
         self._held = held
         self._reader = reader
         self._catalogue = catalogue
         self._answers = answers
         self._tokens = tokens
         self._counters = counters
+        self._sheds = sheds
         self.asgi = Starlette(
             routes=[
                 *(Route(api.value, _Completions(api, exchanges), methods=["POST"]) for api in Api),
@@ -96,14 +102,22 @@ class ProxyApplication:
         """Pick and book a worker for a request that somebody else sends.
 
         The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`.
-        `avoid`: workers not to be picked.
+        `avoid`: workers not to be picked. `pd`: true, to get the worker that computes the prompt too, where that is
+        another one.
         """
         body = parse_object(await _body(request))
+        pd = body.pop("pd", False)
+        if not isinstance(pd, bool):
+            raise InvalidValue(f"pd is {pd!r:.80}; expected true or false")
         avoid = body.pop("avoid", [])
         if not isinstance(avoid, list) or not all(isinstance(one, str) for one in avoid):
             raise InvalidValue(f"avoid is {avoid!r:.80}; expected a list of worker ids")
         read = await self._read(body)
-        held_id, booked = await self._held.route(read.prompt, frozenset(avoid))
+        held_id, booked = await self._held.route(read.prompt, frozenset(avoid), pd=pd)
+        if self._sheds and booked.advice == Advice.SHED:
+            self._held.done(held_id, None, well=False)
+            self._counters.shed += 1
+            raise Shed(booked.retry_after_s)
         return JSONResponse(_told(held_id, booked, read))
 
     async def _read(self, body: dict[str, Any]) -> ReadRequest:
@@ -175,8 +189,9 @@ def _one_line(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
             return JSONResponse({"error": str(error)}, status_code=404)
         except InvalidValue as error:
             return JSONResponse({"error": str(error)}, status_code=400)
-        except (NoWorkers, Unreachable, TooManyHeld) as error:
-            return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": "1"})
+        except (NoWorkers, Unreachable, TooManyHeld, Shed) as error:
+            retry_after_s = error.retry_after_s if isinstance(error, Shed) else 1
+            return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": str(retry_after_s)})
 
     return handled
 
@@ -199,5 +214,15 @@ def _told(held_id: str, booked: Booked, read: ReadRequest) -> dict[str, Any]:
         "unconfirmed_tokens": booked.unconfirmed_tokens,
         "score_us": booked.score_us,
         "by": booked.mode,
+        "advice": booked.advice,
         "explanation": booked.explain(),
+        **({"prefill": _partner(booked)} if isinstance(booked, PairChoice) else {}),
     }
+
+
+def _partner(pair: PairChoice) -> dict[str, Any] | None:
+    """Where the prompt is to be computed; None where the other worker does."""
+    prefill = pair.prefill
+    if prefill is None:
+        return None
+    return {"worker": prefill.worker_id, "url": prefill.url, "headers": dict(prefill.headers)}

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -19,11 +19,12 @@ from starlette.types import Message, Receive, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
 from router_client.errors import NoWorkers
+from router_client.limits import Advice
 from router_client.prompt import Prompt
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import RawHeaders, decision, for_client, for_engine
-from router_client.proxy.picking import Booked, Picker
+from router_client.proxy.picking import Booked, Picker, Shed
 from router_client.proxy.reading import ReadRequest, RequestReader, UnknownModel
 from router_client.proxy.tracing import describe_answer, describe_try, handed_on, request_span
 from router_client.proxy.upstream import (
@@ -49,10 +50,12 @@ _ASK_USAGE = b'{"stream_options":{"include_usage":true},'
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """`most_attempts`: workers tried for one request. `ask_usage`: let streams tell their usage to the proxy."""
+    """`most_attempts`: workers tried for one request. `ask_usage`: let streams tell their usage to the proxy. `sheds`:
+    refuse a request where that is the advice."""
 
     most_attempts: int = 4
     ask_usage: bool = True
+    sheds: bool = False
 
 
 @dataclass(slots=True)
@@ -68,7 +71,14 @@ class Incoming:
 
     @property
     def request_id(self) -> str | None:
-        return next((value.decode("latin-1") for name, value in self.headers if name == b"x-request-id"), None)
+        return self._header(b"x-request-id")
+
+    @property
+    def session_id(self) -> str | None:
+        return self._header(b"x-session-id")
+
+    def _header(self, name: bytes) -> str | None:
+        return next((value.decode("latin-1") for header, value in self.headers if header == name and value), None)
 
 
 class Exchanges:
@@ -121,6 +131,8 @@ class Exchanges:
                 return
             if read.prompt_tokens is None:
                 self._counters.untokenized += 1
+            if (session_id := incoming.session_id) is not None:
+                read = replace(read, prompt=replace(read.prompt, session_id=session_id))
             await self._try_workers(incoming, read, span)
 
     async def _try_workers(self, incoming: Incoming, read: ReadRequest, span: Span) -> None:
@@ -133,6 +145,8 @@ class Exchanges:
             try:
                 async with self._booked(read.prompt, tried) as booked:
                     worker_id = booked.worker_id
+                    if self._settings.sheds and attempt == 1 and booked.advice == Advice.SHED:
+                        raise Shed(booked.retry_after_s)
                     async with self._asked(incoming, booked) as answer:
                         describe_try(span, worker_id=worker_id, attempt=attempt, status=answer.status)
                         describe_answer(span, answer.status, worker_id)
@@ -149,6 +163,11 @@ class Exchanges:
                 self._shunned[worker_id] = time.monotonic() + SHUN_S
                 _log.warning("worker %s: %s; trying another", worker_id, line)
                 describe_try(span, worker_id=worker_id, attempt=attempt, status=None, note=line)
+            except Shed as shed:
+                self._counters.shed += 1
+                describe_answer(span, 503, None)
+                await send_error(incoming.send, 503, "ServiceUnavailableError", str(shed), shed.retry_after_s)
+                return
             except EngineLost:
                 return  # told already; the booking ended as failed
             except (NoWorkers, Unreachable) as error:
@@ -249,11 +268,11 @@ class _Leaving:
         return left
 
 
-async def send_error(send: Send, status: int, kind: str, line: str) -> None:
+async def send_error(send: Send, status: int, kind: str, line: str, retry_after_s: int = 1) -> None:
     """An error as OpenAI's API words it."""
     headers = [(b"content-type", b"application/json")]
     if status == 503:
-        headers.append((b"retry-after", b"1"))
+        headers.append((b"retry-after", str(retry_after_s).encode()))
     await _send_whole(send, WholeAnswer(status, headers, json.dumps(_error(status, kind, line)).encode()), ())
 
 
@@ -298,7 +317,7 @@ def _of_one(request: TextRequest, usage: Usage | None) -> Usage | None:
 
 def _timings(request: TextRequest, answer: Answer, usage: Usage | None) -> Timings | None:
     """None where its tokens are of several answers."""
-    if usage is None or request.prompts > 1 or request.choices > 1:
+    if usage is None or request.choices > 1:
         return None
     return answer.clock.timings(usage.completion_tokens)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from router_client.limits import Advice
 from router_client.proxy.picking import Booked
 
 DECISION_HEADER = "X-KVAtlas-Decision"
@@ -46,7 +47,8 @@ def decision(booked: Booked, *, attempt: int, prompt_tokens: int | None) -> tupl
 
     `cached`: tokens that its engine should find cached; `unconfirmed`: those of them that no event has confirmed, absent
     where all are; `prompt`: the prompt's tokens, absent where they are not known; `attempt`: 1 for the first worker tried;
-    `by`: how it was found; `cost-us`: what was expected.
+    `by`: how it was found; `cost-us`: what was expected; `advice`: `queue` or `shed`, absent where an engine has room and
+    meets the SLO.
     """
     parts = [f'"{booked.worker_id}"', f"cached={booked.predicted_cached_tokens}"]
     if booked.unconfirmed_tokens:
@@ -54,6 +56,8 @@ def decision(booked: Booked, *, attempt: int, prompt_tokens: int | None) -> tupl
     if prompt_tokens is not None:
         parts.append(f"prompt={prompt_tokens}")
     parts += [f"attempt={attempt}", f"by={booked.mode}", f"cost-us={booked.score_us}"]
+    if booked.advice != Advice.GO:
+        parts.append(f"advice={booked.advice}")
     return DECISION_HEADER.lower().encode(), ";".join(parts).encode()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 from uuid import uuid4
@@ -58,14 +58,19 @@ class HeldRoutes:
     def __len__(self) -> int:
         return len(self._held)
 
-    async def route(self, prompt: Prompt, avoid: frozenset[str] = frozenset()) -> tuple[str, Booked]:
-        """A worker, and the id to end its booking with. Raises what the picker raises, and TooManyHeld."""
+    async def route(
+        self, prompt: Prompt, avoid: frozenset[str] = frozenset(), *, pd: bool = False
+    ) -> tuple[str, Booked]:
+        """A worker, and the id to end its booking with; `pd`: a `PairChoice`. Raises what the picker raises, and
+        TooManyHeld."""
         if len(self._held) >= self._most:
             raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /v1/done for each")
+        entered: AbstractAsyncContextManager[Booked]
+        entered = self._picker.route_pd(prompt, avoid) if pd else self._picker.route(prompt, avoid)
         held_id = uuid4().hex
         held = _Held(asyncio.get_running_loop().create_future())
         self._held[held_id] = held
-        task = asyncio.ensure_future(self._hold(held_id, held, prompt, avoid))
+        task = asyncio.ensure_future(self._hold(held_id, held, entered))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
@@ -105,11 +110,11 @@ class HeldRoutes:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _hold(self, held_id: str, held: _Held, prompt: Prompt, avoid: frozenset[str]) -> None:
+    async def _hold(self, held_id: str, held: _Held, entered: AbstractAsyncContextManager[Booked]) -> None:
         try:
             async with AsyncExitStack() as stack:
                 try:
-                    booked = await stack.enter_async_context(self._picker.route(prompt, avoid))
+                    booked = await stack.enter_async_context(entered)
                 except KvatlasError as error:
                     if not held.booked.done():  # the asker may have given up
                         held.booked.set_exception(error)

@@ -4,10 +4,20 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
+from kvatlas.errors import KvatlasError
 from router_client.client import RouterClient
+from router_client.pair_choice import PairChoice
 from router_client.prompt import Prompt
 from router_client.timings import Timings
 from router_client.tokens.usage import Usage
+
+
+class Shed(KvatlasError):
+    """Every engine would miss the SLO by far: the request is refused, and what was booked for it is given back."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__("every engine would miss the SLO by far; try again later")
+        self.retry_after_s = retry_after_s
 
 
 class Booked(Protocol):
@@ -31,6 +41,16 @@ class Booked(Protocol):
     @property
     def mode(self) -> str:
         """How it was found: `cost`, or what stood in for it."""
+        ...
+
+    @property
+    def advice(self) -> str:
+        """`go`; or `queue` or `shed` where every engine is full or would miss the SLO."""
+        ...
+
+    @property
+    def retry_after_s(self) -> int:
+        """When a request that is not sent should come again."""
         ...
 
     def explain(self) -> str: ...
@@ -58,6 +78,10 @@ class Picker(Protocol):
         """
         ...
 
+    def route_pd(self, prompt: Prompt, avoid: Collection[str] = ()) -> AbstractAsyncContextManager[PairChoice]:
+        """The same of the workers that compute prompt and answer."""
+        ...
+
 
 class ClientPicker:
     """Over a router client."""
@@ -70,3 +94,7 @@ class ClientPicker:
         """As `Picker.route`."""
         async with self._client.route(prompt, avoid=avoid) as choice:
             yield choice
+
+    def route_pd(self, prompt: Prompt, avoid: Collection[str] = ()) -> AbstractAsyncContextManager[PairChoice]:
+        """As `Picker.route_pd`."""
+        return self._client.route_pd(prompt, avoid=avoid)

@@ -12,6 +12,7 @@ from kvatlas.cost import EngineProfile, QuillcacheProfile
 from kvatlas.fleet_store import FleetStore
 from kvatlas.http_serving import listen, serve, url_of
 from kvatlas.index.redis import open_redis_index
+from kvatlas.request import Slo
 from kvatlas.reservations import RedisReservations
 from kvatlas.settings import ProxySettings
 from kvatlas.store import Store, open_store
@@ -25,7 +26,8 @@ from router_client.proxy.exchange import Exchanges, ExchangeSettings
 from router_client.proxy.held_routes import HeldRoutes
 from router_client.proxy.picking import ClientPicker
 from router_client.proxy.reading import ReadingSettings, RequestReader
-from router_client.settings import LearningSettings, RoundRobin, RouterSettings
+from router_client.selector import Selector
+from router_client.settings import LearningSettings, LimitSettings, RoundRobin, RouterSettings, SloMode
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.counters import TokenCounters
 from router_client.tokens.engine import EngineTokenizer
@@ -69,11 +71,12 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         fleet = FleetStore(store)
         catalogue = Catalogue(fleet.all, asking, tenant_id=settings.tenant_id)
         tokenizer = await _tokenizer(settings, stack, catalogue, asking, tokens)
-        reading = ReadingSettings(settings.output_tokens, settings.salt_is_tenant)
+        slo = Slo(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
+        reading = ReadingSettings(settings.output_tokens, settings.salt_is_tenant, slo)
         reader = RequestReader(catalogue, tokenizer, ChainMemory(), reading)
         router = await stack.enter_async_context(await _router(settings, store))
         picker = ClientPicker(router)
-        attempts = ExchangeSettings(settings.max_attempts, settings.ask_usage)
+        attempts = ExchangeSettings(settings.max_attempts, settings.ask_usage, settings.shed)
         exchanges = Exchanges(picker, reader, engines, counters, attempts)
         held = HeldRoutes(picker, counters, held_s=settings.held_s)
         stack.push_async_callback(held.close)
@@ -81,7 +84,9 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         stack.enter_context(observe("proxy", counters))
         stack.enter_context(observe("tokens", tokens))
         stack.enter_context(observe("answers", router.answers.counts))
-        yield ProxyApplication(exchanges, held, reader, catalogue, router.answers, tokens, counters)
+        yield ProxyApplication(
+            exchanges, held, reader, catalogue, router.answers, tokens, counters, sheds=settings.shed
+        )
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):
             await stack.aclose()
@@ -99,10 +104,19 @@ async def _router(settings: ProxySettings, store: Store) -> RouterClient:
             load_only=settings.load_only,
             learning=LearningSettings(on=settings.learn),
             follow=RoundRobin() if settings.follow == "round_robin" else None,
+            limits=LimitSettings(slo=SloMode(settings.slo)),
+            select=_select(settings),
+            session_us=settings.session_ms * 1_000,
+            temperature=settings.temperature,
         ),
         reservations=RedisReservations(store),
         store=store,
     )
+
+
+def _select(settings: ProxySettings) -> Selector | None:
+    labels, allow, deny = settings.select_labels, settings.allow_workers or None, settings.deny_workers
+    return Selector(labels, allow, deny) if labels or allow or deny else None
 
 
 async def _tokenizer(
