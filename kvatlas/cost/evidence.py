@@ -62,10 +62,9 @@ MEMORY: Final = 256.0
 FIRST_MEMORY: Final = 32.0
 """The same at first. It grows with the requests, so that those that were judged while little was known fade soon."""
 ERRORS_MEMORY: Final = 32.0
-"""The same for the usual error, which has to follow while the estimate settles."""
+"""The same for the usual error, always: it has to follow while the estimate settles."""
 PRIOR_WEIGHT: Final = 0.002
-"""What the configured rates and likenesses weigh, in requests; the first ones weigh less against them
-(`_prior_weight`)."""
+"""What the configured rates and likenesses weigh, in requests; more at first (`_prior_weight`)."""
 HUBER: Final = 1.7
 """In mean absolute errors: 1.345 standard deviations of normal noise."""
 FIRST_ERROR: Final = 0.5
@@ -137,7 +136,7 @@ class Evidence:
                         break
                     sums[_A_AT + i * (i + 1) // 2 + j] += weight * z * other
         memory = min(max(before.requests, FIRST_MEMORY), MEMORY)
-        return cls(1, 1 - 1 / memory, 1 - 1 / min(memory, ERRORS_MEMORY), tuple(sums))
+        return cls(1, 1 - 1 / memory, 1 - 1 / ERRORS_MEMORY, tuple(sums))
 
     def then(self, newer: "Evidence") -> "Evidence":
         """Both. The store's twin of this line is `pool_functions/learn.lua`."""
@@ -161,7 +160,7 @@ class Estimate:
 
     @classmethod
     def of(cls, evidence: Evidence, prior: Vector) -> "Estimate":
-        """`prior`: the configured rates, in times of the units; one that is configured as 0 stays 0. About 0.3 ms."""
+        """`prior`: the configured rates, in times of the units; one that is configured as 0 stays 0. 0.1 to 0.3 ms."""
         sums = evidence.sums
         errors = tuple(
             (sums[2 * kind] + FIRST_ERROR * FIRST_ERROR_ROWS) / (sums[2 * kind + 1] + FIRST_ERROR_ROWS) for kind in Kind

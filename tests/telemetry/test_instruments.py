@@ -22,6 +22,7 @@ from publishers.counters import PublisherCounters
 from publishers.ledger_counters import LedgerCounters
 from router_client import RouterCounters
 from router_client.proxy.counters import ProxyCounters
+from router_client.rate_metrics import RateMetrics
 from router_client.tokens import TokenCounters
 
 if TYPE_CHECKING:
@@ -96,6 +97,20 @@ def test_sources_with_equal_attributes_add_up_and_others_stay_apart(reader: InMe
     found = read(reader)
     assert found[("kvatlas.test.seen", (("kind", "good"), ("worker", "w1")))] == 11
     assert found[("kvatlas.test.seen", (("kind", "good"), ("worker", "w2")))] == 5
+
+
+def test_learned_rates_are_series_of_each_worker_while_it_is_there(reader: InMemoryMetricReader) -> None:
+    shown = RateMetrics()
+    rates = {
+        id: LearnedRates(9, EngineRates(prefill_us_per_token=us), 0.0, 0.1, 0.1) for id, us in (("a", 20), ("b", 30))
+    }
+    shown.show("pool", rates)
+    prefill = {dict(key)["worker"]: us for (name, key), us in read(reader).items() if name.endswith(".prefill")}
+    assert prefill == {"a": 20, "b": 30}
+    shown.show("pool", {"b": rates["b"]})
+    assert {dict(key)["worker"] for _, key in read(reader)} == {"b"}
+    shown.close()
+    assert not read(reader)
 
 
 def test_an_unknown_group_is_refused() -> None:
