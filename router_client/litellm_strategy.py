@@ -161,6 +161,9 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         asked = _Asked(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
         if messages and request_kwargs is not None:
+            found = await self._router.async_pre_routing_hook(**_arguments(asked))  # plugins say who may get it
+            if found is not None:
+                asked = replace(asked, model=found.model, messages=found.messages)
             healthy = await self._healthy(asked)
             if isinstance(healthy, dict):
                 return healthy
@@ -180,10 +183,10 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         specific_deployment: bool | None = False,
         request_kwargs: dict[str, Any] | None = None,
     ) -> Deployment:
-        """The same for calls without `await`."""
+        """The same for calls without `await`. LiteLLM refuses these where it has routing plugins."""
         asked = _Asked(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
-        if messages and request_kwargs is not None:
+        if messages and request_kwargs is not None and not self._router.routing_plugins:
             with suppress(ClientClosed):
                 healthy = self._client.submit(lambda _: self._healthy(asked)).result()
                 chosen = healthy if isinstance(healthy, dict) else self._choice(healthy, asked).result()

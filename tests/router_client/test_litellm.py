@@ -204,6 +204,23 @@ async def test_a_deployment_that_cools_down_is_not_chosen(
         await lite.nothing_is_left(9)
 
 
+class Refusing:
+    """A routing plugin that lets nobody have the request."""
+
+    async def run(self, context: Any) -> Any:
+        context.candidate_models = []
+        return context
+
+
+async def test_plugins_say_who_may_get_a_request(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, ONE) as fleet, asked(fleet, valkey_url, None, plugins=[Refusing()]) as lite:
+        with pytest.raises(ValueError, match="No deployments left after routing-plugin"):
+            await lite.router.acompletion(**CHAT)
+        with pytest.raises(ValueError, match="routing-plugin pipeline"):
+            await asyncio.to_thread(lite.router.completion, **CHAT)
+        assert lite.routing.counters.held == 0
+
+
 async def test_a_retry_leaves_no_booking_of_the_first_try(
     store: Store, valkey_url: str, tokenizer: BudgetedTokenizer
 ) -> None:
