@@ -214,6 +214,10 @@ class PublishSettings(Settings):
     partitions: Slices = Field(default=64, description="Slices of the stream, as the store is laid out.")
     set_semantics: bool = Field(default=False, description="The engine announces hits again: don't count references.")
     salt_is_tenant: bool = Field(default=False, description="Take an event's cache salt as its tenant.")
+    distrust_poison: bool = Field(
+        default=False,
+        description="Give up what was held when an event can't be read that may have been a removal.",
+    )
     eagle: bool = Field(
         default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."
     )

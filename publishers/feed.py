@@ -1,7 +1,8 @@
 """Follows one engine's KV events over ZMQ (thin: what they mean is in continuity, engines and ledger).
 
 Nothing stops it: a payload that can't be understood is counted, kept as a dead letter, and passed over. It may have said that
-blocks are gone, so what was held before it is given up (`publishers.mistrust`); so too for an event of an unknown kind.
+blocks are gone: where that is asked for (`distrust_poison`), what was held before it is given up (`publishers.mistrust`); so
+too for an event of an unknown kind.
 """
 
 import logging
@@ -43,13 +44,16 @@ log = logging.getLogger("kvatlas.publisher")
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
-    """Where an engine's sockets are. `bind`: the engine connects to the event socket, so it is bound here."""
+    """Where an engine's sockets are. `bind`: the engine connects to the event socket, so it is bound here.
+
+    `distrust_poison`: see `publishers.mistrust`."""
 
     engine: EngineKind
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
     bind: bool = False
+    distrust_poison: bool = False
     first_silence_s: float = FIRST_SILENCE_S
     replay_silence_s: float = 2.0
 
@@ -81,7 +85,7 @@ class Feed:
         self._on_alive = on_alive
         self._complaints = Complaints(log, f"worker {worker_id}: ")
         self._aside = PoisonAside()
-        self._mistrust = Mistrust()
+        self._mistrust = Mistrust() if settings.distrust_poison else None
         self._seen_poison: deque[bytes] = deque(maxlen=256)
         self._decoded: tuple[bytes, EngineBatch] | None = None
         self._context = context
@@ -240,14 +244,14 @@ class Feed:
         now_s = monotonic()
         if batch is None or batch.lost:
             self._counters.feed_lost += 1
-            if self._mistrust.lost(now_s):
+            if self._mistrust is not None and self._mistrust.lost(now_s):
                 self._complaints.say(
                     "lost", f"feed message {seq} may have taken blocks away: what was held is given up, telling it anew"
                 )
                 self._on_empty()
         if batch is None:
             return
-        if self._mistrust.listening(now_s):
+        if self._mistrust is None or self._mistrust.listening(now_s):
             self._on_batch(batch)
         else:
             self._counters.feed_unheard += 1

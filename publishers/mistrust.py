@@ -1,8 +1,10 @@
 """What to do when the engine may have taken blocks away and nobody could read it (pure; times are the caller's seconds).
 
 A payload that can't be understood, or an event of a kind that nobody knows, may have been a removal. To claim less is safe, to
-claim a block that is gone is not: what was held is given up, and told anew from nothing. Each time costs the index a new
-incarnation, so it is rationed: an engine that goes on like that is not listened to for a while, and claims nothing.
+claim a block that is gone is not. Where the operator wants that strictly (`--distrust-poison`), what was held is given up, and
+told anew from nothing. By default it is not: one bad payload would cost all that a worker holds, and an engine that tells a
+new kind of event would hardly be counted on. Each time costs the index a new incarnation, so it is rationed: an engine that
+goes on like that is not listened to for a while, and claims nothing.
 """
 
 BURST = 8

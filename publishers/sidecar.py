@@ -91,6 +91,7 @@ class EngineSidecar:
             replay_endpoint=of_rank(settings.replay_endpoint, rank) if settings.replay_endpoint else None,
             topic=settings.topic,
             bind=settings.bind,
+            distrust_poison=settings.distrust_poison,
         )
         self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
         letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None

@@ -172,11 +172,15 @@ async def test_a_restarted_engine_is_told_anew(client: Client, nats_url: str) ->
         assert publisher.telling.outbox.incarnation > before
 
 
+@pytest.mark.parametrize("distrusted", [False, True])
 async def test_bad_payloads_are_counted_and_kept_and_never_stop_the_feed(
-    client: Client, nats_url: str, tmp_path: Path
+    client: Client, nats_url: str, tmp_path: Path, distrusted: bool
 ) -> None:
     _, payloads = recording("vllm-0.33.0")
-    async with FakeEngine() as engine, sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
+    async with (
+        FakeEngine() as engine,
+        sidecar(engine, nats_url, state_dir=tmp_path, distrust_poison=distrusted) as publisher,
+    ):
         await engine.send(*payloads[:40])
         await engine.raw(b"", engine.next_seq.to_bytes(8, "big"), b"\xc1garbage")  # a foreign sender takes our next seq
         await engine.raw(b"", engine.next_seq.to_bytes(8, "big"), payloads[40][:30])
@@ -188,21 +192,22 @@ async def test_bad_payloads_are_counted_and_kept_and_never_stop_the_feed(
         await engine.send(*payloads[80:90])
         await engine.send(b"\x92\x01\xc1")  # the engine's own, malformed
         await engine.send(*payloads[90:])
-        # either of the engine's own may have taken blocks away: what was held before the last of them is not claimed
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[90:]))
+        # either of the engine's own may have taken blocks away: then what was held before the last of them is not claimed
+        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[90:] if distrusted else payloads))
         assert publisher.counters.poison == 7
         assert publisher.counters.poison_malformed == 3
         assert publisher.counters.poison_oversized == 1
         assert publisher.counters.poison_frames == 3
         assert publisher.counters.feed_started_over == 0
         assert publisher.counters.feed_lost == 2
+        assert (publisher.counters.snapshots > 1) is distrusted
     letters = (tmp_path / "w.dead-letters.jsonl").read_text().splitlines()
     assert len(letters) == 7
 
 
 async def test_poison_without_end_is_no_storm_of_incarnations_and_claims_nothing(client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
-    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+    async with FakeEngine() as engine, sidecar(engine, nats_url, distrust_poison=True) as publisher:
         await engine.send(*payloads[:40])
         for at in range(60):
             await engine.send(payloads[40 + at], b"\xc1 no. %d" % at)
@@ -214,12 +219,15 @@ async def test_poison_without_end_is_no_storm_of_incarnations_and_claims_nothing
         assert sum((await (await read_stream(client)).index.digest("w") or [1])[::3]) == 0
 
 
-async def test_an_event_of_an_unknown_kind_may_have_taken_blocks_away(client: Client, nats_url: str) -> None:
+@pytest.mark.parametrize("distrusted", [False, True])
+async def test_an_event_of_an_unknown_kind_may_have_taken_blocks_away(
+    client: Client, nats_url: str, distrusted: bool
+) -> None:
     _, payloads = recording("vllm-0.33.0")
     strange = msgpack.packb([1.0, [{"type": "BlocksMoved", "from": "GPU"}], 0])
-    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+    async with FakeEngine() as engine, sidecar(engine, nats_url, distrust_poison=distrusted) as publisher:
         await engine.send(*payloads[:40], strange, *payloads[40:])
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[40:]))
+        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[40:] if distrusted else payloads))
         assert (publisher.counters.feed_lost, publisher.counters.skipped_events) == (1, 1)
 
 
