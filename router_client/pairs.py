@@ -107,7 +107,7 @@ def pair_prospects(
         if short and serves_whole(whole.candidate.endpoint):
             continue
         nearness = [_nearness(whole.candidate, reach) for reach in reaches]
-        answers = {near: _answer(prompt, whole, near, profile) for near in nearness if near is not None}
+        answers = {near: _answer(prompt, whole, near, profile) for near in (True, False) if near in nearness}
         if answers:
             decodes.append(next(iter(answers.values())))
             prices_us.append([None if near is None else answers[near].base.score_us for near in nearness])
