@@ -23,7 +23,7 @@ however late, it pulls no more than one that was slightly late. The usual error 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import mul
@@ -137,6 +137,16 @@ class Evidence:
                     sums[_A_AT + i * (i + 1) // 2 + j] += weight * z * other
         memory = min(max(before.requests, FIRST_MEMORY), MEMORY)
         return cls(1, 1 - 1 / memory, 1 - 1 / ERRORS_MEMORY, tuple(sums))
+
+    @classmethod
+    def together(cls, every: Iterable["Evidence"]) -> "Evidence":
+        """Of several workers, as if they were one."""
+        listed = list(every)
+        if not listed:
+            return cls()
+        return cls(
+            sum(one.requests for one in listed), sums=tuple(map(sum, zip(*(one.sums for one in listed), strict=True)))
+        )
 
     def then(self, newer: "Evidence") -> "Evidence":
         """Both. The store's twin of this line is `pool_functions/learn.lua`."""

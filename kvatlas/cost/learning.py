@@ -184,6 +184,20 @@ def learned_of(estimate: Estimate, configured: EngineRates) -> LearnedRates:
     )
 
 
+def of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
+    """What a worker is taken for of which nothing is known: as fast as the pool's others were learned to be, and as fast as
+    configured where they are slower. Dearer than those that are known it would never get a request, nor be known."""
+    learned = learned_of(estimate_of(pool, configured), configured).rates
+    return replace(
+        configured,
+        prefill_us_per_token=min(learned.prefill_us_per_token, configured.prefill_us_per_token),
+        attention_us_per_token_pair=min(learned.attention_us_per_token_pair, configured.attention_us_per_token_pair),
+        tpot_base_us=min(learned.tpot_base_us, configured.tpot_base_us),
+        tpot_us_per_running=min(learned.tpot_us_per_running, configured.tpot_us_per_running),
+        tpot_us_per_kv_token=min(learned.tpot_us_per_kv_token, configured.tpot_us_per_kv_token),
+    )
+
+
 def with_learned(profile: EngineProfile, learned: Mapping[str, LearnedRates]) -> EngineProfile:
     """The profile with learned rates for these workers."""
     return replace(profile, by_worker={**profile.by_worker, **{id: one.rates for id, one in learned.items()}})

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from kvatlas.cost import EngineProfile, EngineRates, Load, Piece, Plan, ReadRate
 from kvatlas.cost.evidence import LEAST_FACTOR, MAY_VANISH, MOST_FACTOR, RATES, Estimate, Evidence, Kind, Rate, Row
-from kvatlas.cost.learning import Finished, LearnedRates, estimate_of, learned_of, prior_of, rows_of, with_learned
+from kvatlas.cost.learning import (
+    Finished,
+    LearnedRates,
+    estimate_of,
+    learned_of,
+    of_unknown,
+    prior_of,
+    rows_of,
+    with_learned,
+)
 from kvatlas.errors import InvalidValue
 from kvatlas.tiers import Tier
 
@@ -94,6 +103,20 @@ def test_before_any_evidence_rates_are_as_configured() -> None:
         if isinstance(value, ReadRate):
             value, expected = (value.setup_us, value.us_per_mib), (expected.setup_us, expected.us_per_mib)
         assert value == pytest.approx(expected), name
+
+
+@pytest.mark.parametrize("times", [0.25, 4.0])
+def test_a_worker_of_which_nothing_is_known_is_not_dearer_than_the_others(times: float) -> None:
+    prefill = {name: times * getattr(DEFAULT, name) for name in ("prefill_us_per_token", "attention_us_per_token_pair")}
+    decode = {
+        f"tpot_{name}": times * getattr(DEFAULT, f"tpot_{name}")
+        for name in ("base_us", "us_per_running", "us_per_kv_token")
+    }
+    true = replace(DEFAULT, **prefill, **decode)
+    known = [learn(true_request(true, random) for _ in range(200)) for random in map(Random, (1, 2))]
+    found = of_unknown(Evidence.together(known), DEFAULT)
+    assert furthest_off(found, true if times < 1 else DEFAULT) < 0.1
+    assert furthest_off(of_unknown(Evidence.together([]), DEFAULT), DEFAULT) < 1e-9
 
 
 @settings(max_examples=40, derandomize=True)
