@@ -6,7 +6,7 @@ by themselves under load, up to a limit that keeps one call short (others wait f
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, time_ns
 
 import anyio
@@ -38,11 +38,12 @@ class Applier:
         index: ResidencyIndex,
         counters: IndexerCounters,
         *,
-        on_applied: Callable[[Applied, str | None], None] | None = None,
+        on_applied: Callable[[Applied, Mapping[str, str]], None] | None = None,
         on_refused: Callable[[int, RawMessage, InvalidValue], None] | None = None,
     ) -> None:
-        """`on_applied` gets each call's outcome, and its span's W3C traceparent where one is recorded; `on_refused` a
-        partition and its message that the index refuses for ever."""
+        """`on_applied` gets each call's outcome, and its span's W3C traceparent for each worker that it applied a traced
+        batch of (not for one that only told a checkpoint); `on_refused` a partition and its message that the index refuses
+        for ever."""
         self.shard = shard
         self._index = index
         self._counters = counters
@@ -98,7 +99,7 @@ class Applier:
 
     async def _apply(self, taken: list[Taken]) -> None:
         for one in taken:
-            for headers in one.headers:
+            for _, headers in one.traced:
                 self._links.add(headers)
         messages = sum(len(one.batch.messages) for one in taken)
         with apply_span(self._links.take(), shard=self.shard, partitions=len(taken), messages=messages):
@@ -118,8 +119,9 @@ class Applier:
                 oldest_us = one.batch.messages[0][4]
                 self._counters.event_lag.add((now_us - oldest_us) / 1_000, len(one.batch.messages))
         if self._on_applied is not None:
+            traces = {} if traceparent is None else {worker: traceparent for one in taken for worker, _ in one.traced}
             for applied in outcomes:
-                self._on_applied(applied, traceparent)
+                self._on_applied(applied, traces)
 
     async def _call(self, batches: Sequence[PartitionBatch]) -> list[Applied]:
         try:

@@ -31,7 +31,8 @@ class Taken:
     entries: int
     size_bytes: int
     made_room: bool
-    headers: Sequence[Mapping[str, str]]
+    traced: Sequence[tuple[str, Mapping[str, str]]]
+    """(worker, headers) of each message that carries a trace context."""
 
 
 class PartitionFeed:
@@ -120,14 +121,14 @@ class PartitionFeed:
         messages = [raw for raw, _, _, _ in part if raw is not None]
         before = self._position
         self._position = Position(before.creation_us, delivery.stream_seq)
-        headers = [parents for _, _, _, parents in part if parents is not None]
+        traced = [(raw[1], parents) for raw, _, _, parents in part if parents is not None and raw is not None]
         return Taken(
             self,
             PartitionBatch(self.partition, messages, self._position, before.seq),
             len(part),
             size,
             was_full and not self.full,
-            headers,
+            traced,
         )
 
     def applied(self, batch: PartitionBatch) -> None:

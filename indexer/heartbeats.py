@@ -64,7 +64,7 @@ class Heartbeats:
         self._ticked_s = clock()
         self._forgetting = Forgetting(forget_after_s)
         self.traces: dict[str, str] = {}
-        """W3C traceparent of the last applied batch by worker, where this replica traces."""
+        """W3C traceparent of the last applied batch that an engine's batch led to, by worker, where this replica traces."""
 
     def adopt(self) -> None:
         """Partitions were taken: the workers that the fleet store knows of them are to be judged too."""

@@ -235,11 +235,9 @@ class Replica:
             partition = self._partition_of[worker_id] = partition_of(worker_id, self._index.partitions)
         return partition
 
-    def _on_applied(self, applied: Applied, traceparent: str | None) -> None:
+    def _on_applied(self, applied: Applied, traces: Mapping[str, str]) -> None:
         self._repair.on_applied(applied)
-        if traceparent is not None:
-            for record in applied.records:
-                self._heartbeats.traces[record.worker_id] = traceparent
+        self._heartbeats.traces.update(traces)
 
     def _on_refused(self, partition: int, message: RawMessage, error: InvalidValue) -> None:
         subject = events_subject(message[1], self._index.partitions)

@@ -154,7 +154,8 @@ class FleetRecord(WireRecord):
     """One worker in its pool, as the owner last wrote it: what routers read.
 
     `load_age_us`: how old the load sample was when it was heard, by the worker's own clock; absent: not told.
-    `trace`: the W3C traceparent of the worker's last applied batch, where the indexer traces (`kvatlas.telemetry`).
+    `trace`: the W3C traceparent of the last applied batch that one of its engine's led to, where both trace
+    (`kvatlas.telemetry`).
     """
 
     endpoint: EngineEndpoint

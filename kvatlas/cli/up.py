@@ -18,7 +18,7 @@ from kvatlas.errors import SettingsError
 from kvatlas.fleet import EngineKind
 from kvatlas.identity import rank_worker_id
 from kvatlas.redact import without_password
-from kvatlas.settings import IndexerSettings, PublishSettings, UpSettings
+from kvatlas.settings import IndexerSettings, PublishSettings, UpSettings, flag_of, variable_of
 
 if TYPE_CHECKING:
     from indexer.replica import Replica
@@ -88,6 +88,9 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
         else:
             state_dir = settings.state_dir
             state_dir.mkdir(parents=True, exist_ok=True)
+        for name, url in (("nats_url", settings.nats_url), ("redis_url", settings.redis_url)):
+            if url is not None:
+                tell(f"{flag_of(name)} (or {variable_of(name)}) is {without_password(url)}: none is started here")
         nats_url = settings.nats_url or await _embedded_nats(stack, settings, state_dir)
         redis_url = settings.redis_url or await _embedded_valkey(stack, settings, state_dir, keep=not temporary)
         servers = {"nats_url": nats_url, "redis_url": redis_url, "wait": settings.wait}

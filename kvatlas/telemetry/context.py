@@ -3,7 +3,7 @@
     send kvatlas.events.{partition}.{worker}      PRODUCER  one for each batch that a publisher flushes
     process kvatlas.events.{partition}.{worker}   CONSUMER  one for each batch that an indexer applies; links to sends
     route | rank | overlap                        INTERNAL  one for each question to the router client; links to the
-                                                            picked worker's last applied batch
+                                                            picked worker's last applied batch that has such a link
 
 A span costs some 15 us and 64 links 100 us more, hence one span a batch and at most MAX_LINKS links. OpenTelemetry has
 no conventions for NATS: names, kinds and attributes follow its general ones for messaging. The context travels as W3C

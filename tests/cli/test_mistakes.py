@@ -90,7 +90,8 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("audit", "--deadline", "-1"),
             2,
-            "kvatlas audit: Invalid value for '--deadline': Input should be greater than or equal to 0 (see kvatlas audit --help)",
+            "kvatlas audit: Invalid value for '--deadline': Input should be greater than or equal to 0 "
+            "(see kvatlas audit --help)",
         ),
         (
             (*PUBLISH[:3], *PUBLISH[5:]),
@@ -184,6 +185,14 @@ def test_an_unreachable_nats_is_named(cli: Cli, valkey: ServerProcess) -> None:
     done = cli("indexer", "--no-wait", "--redis-url", valkey.url, "--nats-url", f"nats://{UNUSED_ADDRESS}")
     assert done.code == 1 and done.out == ""
     assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
+
+
+def test_up_says_which_server_it_does_not_start(cli: Cli) -> None:
+    """Its own output, put into a shell's environment, is what it would wait for when it is started there again."""
+    done = cli("up", "--no-wait", KVATLAS_REDIS_URL=f"redis://{UNUSED_ADDRESS}")
+    said, failed = done.err.splitlines()
+    assert said == f"kvatlas: --redis-url (or KVATLAS_REDIS_URL) is redis://{UNUSED_ADDRESS}: none is started here"
+    assert done.code == 1 and failed.startswith(f"kvatlas: Redis at redis://{UNUSED_ADDRESS}: ")
 
 
 def test_a_publisher_names_an_unreachable_nats(cli: Cli) -> None:
