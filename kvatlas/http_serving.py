@@ -36,10 +36,13 @@ async def serve(
     application: Starlette,
     listener: socket.socket,
     *,
-    grace_s: int = 0,
+    grace_s: int = 1,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until cancelled, then let open answers end for at most `grace_s`. Started when it accepts."""
+    """Serve until cancelled, then let open answers end for at most `grace_s`. Started when it accepts.
+
+    With a grace of 0 uvicorn says that it cancelled tasks also where there are none.
+    """
     config = uvicorn.Config(
         application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
     )
