@@ -17,6 +17,8 @@ help: ## this list
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "kvatlas needs Python 3.11 or later with venv and pip; none found" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "kvatlas needs Python 3.11 or later with venv and pip; $(PYTHON) is not" >&2; exit 1; }
 	@rm -rf .venv
 	@$(PYTHON) -m venv .venv
 	@echo "Installing pinned versions into .venv: a minute or two"

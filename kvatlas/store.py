@@ -119,7 +119,7 @@ async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], No
             return store
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
             await store.close()
-            raise Unreachable(f"{store.name}: {error}") from error
+            raise Unreachable(f"{store.name}: {reason(error)}") from error
         except (RedisError, *UNREACHABLE) as error:
             await store.close()
             line = f"{store.name}: {reason(error)}"
@@ -135,6 +135,8 @@ def reason(error: BaseException) -> str:
     """One line of what a client library says."""
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
         return "no answer in time"
+    if isinstance(error, AuthenticationError) and "HELLO must be called" in str(error):
+        return "it asks for credentials; expected them in the URL"
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 

@@ -25,7 +25,7 @@ def library() -> str:
 
 
 async def read_layout(store: Store) -> tuple[int, int] | None:
-    """(partitions, shards); None for a store without a layout. Raises LayoutMismatch for another version."""
+    """(partitions, shards); None for a store without a layout. Raises LayoutMismatch for another version, or none of ours."""
     found = {key.decode(): value.decode() for key, value in (await store.client.hgetall(LAYOUT)).items()}
     if not found:
         return None
@@ -33,7 +33,13 @@ async def read_layout(store: Store) -> tuple[int, int] | None:
         raise LayoutMismatch(
             f"{store.name}: layout version {found.get('version')}; this kvatlas expects {LAYOUT_VERSION}"
         )
-    return int(found["partitions"]), int(found["shards"])
+    partitions, shards = found.get("partitions", ""), found.get("shards", "")
+    if not (partitions.isdecimal() and shards.isdecimal() and int(shards) and int(partitions) % int(shards) == 0):
+        raise LayoutMismatch(
+            f"{store.name}: layout of {partitions!r} partitions and {shards!r} shards; expected numbers, one a divisor of "
+            "the other: somebody else wrote there"
+        )
+    return int(partitions), int(shards)
 
 
 async def layout_id(store: Store) -> bytes | None:

@@ -245,6 +245,27 @@ def test_another_layout_version_is_refused(cli: Cli, words: tuple[str, ...]) -> 
         assert (done.code, done.err) == (1, f"kvatlas: Redis at {server.url}: {line}\n")
 
 
+def test_a_layout_that_is_none_is_refused(cli: Cli) -> None:
+    with ValkeyProcess() as server:
+        with Redis.from_url(server.url) as client:
+            client.hset(LAYOUT, mapping={"version": LAYOUT_VERSION, "partitions": "many", "shards": 1})
+        done = cli("export", "--redis-url", server.url)
+        assert done.code == 1 and done.err.count("\n") == 1
+        assert done.err.startswith(
+            f"kvatlas: Redis at {server.url}: layout of 'many' partitions and '1' shards; expected"
+        )
+
+
+def test_a_store_that_asks_for_a_password_is_told_so(cli: Cli) -> None:
+    with ValkeyProcess(password="secret") as server:
+        address = f"redis://127.0.0.1:{server.port}"
+        done = cli("workers", "--redis-url", address)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"kvatlas: Redis at {address}: it asks for credentials; expected them in the URL\n"
+        done = cli("workers", "--redis-url", f"redis://:wrong@127.0.0.1:{server.port}")
+        assert (done.code, done.err.count("\n")) == (1, 1) and "wrong" not in done.err
+
+
 def test_an_evicting_store_is_refused(cli: Cli) -> None:
     with ValkeyProcess(settings={"maxmemory-policy": "allkeys-lru"}) as server:
         done = cli("indexer", "--redis-url", server.url)
