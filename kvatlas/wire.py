@@ -72,7 +72,7 @@ def decode_raw(payload: bytes) -> RawMessage:
     try:
         raw = msgpack.unpackb(payload, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise WireError(f"not msgpack ({type(error).__name__}: {error})") from error
+        raise WireError(f"not msgpack ({str(error) or type(error).__name__})") from error
     if not isinstance(raw, list) or not raw:
         raise WireError(f"message is {type(raw).__name__}; expected an array")
     if raw[0] != VERSION:

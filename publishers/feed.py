@@ -255,6 +255,11 @@ class Feed:
             self._on_batch(batch)
         else:
             self._counters.feed_unheard += 1
+            self._complaints.say(
+                "unheard",
+                f"feed message {seq} is not listened to, after so much that could not be read: the worker claims nothing "
+                "for a while",
+            )
 
     def _understood(self, seq: int, payload: bytes) -> EngineBatch | None:
         if self._decoded is not None and self._decoded[0] is payload:

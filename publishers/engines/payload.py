@@ -39,7 +39,7 @@ def decode(
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         reason = " ".join(str(error).split())
         raise EngineEventError(
-            f"payload of {len(payload)} bytes is not msgpack: {type(error).__name__} {reason:.80}"
+            f"payload of {len(payload)} bytes is not msgpack: {type(error).__name__} {reason:.80}".rstrip()
         ) from error
     if isinstance(outer, dict):
         outer = [outer.get("ts"), outer.get("events"), outer.get("data_parallel_rank")]

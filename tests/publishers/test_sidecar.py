@@ -205,7 +205,9 @@ async def test_bad_payloads_are_counted_and_kept_and_never_stop_the_feed(
     assert len(letters) == 7
 
 
-async def test_poison_without_end_is_no_storm_of_incarnations_and_claims_nothing(client: Client, nats_url: str) -> None:
+async def test_poison_without_end_is_no_storm_of_incarnations_and_claims_nothing(
+    client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine, sidecar(engine, nats_url, distrust_poison=True) as publisher:
         await engine.send(*payloads[:40])
@@ -217,6 +219,7 @@ async def test_poison_without_end_is_no_storm_of_incarnations_and_claims_nothing
         assert publisher.counters.snapshots <= 1 + BURST
         assert publisher.ledger.digest.blocks == 0
         assert sum((await (await read_stream(client)).index.digest("w") or [1])[::3]) == 0
+    assert sum("is not listened to" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("distrusted", [False, True])
