@@ -34,7 +34,7 @@ def parse_tokens(text: str) -> list[int]:
     if text.lstrip().startswith("["):
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the second for what is nested without end
             raise InvalidValue(f"not a JSON array: {error}") from error
         parts = list(enumerate(found))
     else:

@@ -166,6 +166,12 @@ def test_wrong_tokens(cli: Cli, text: str, line: str) -> None:
     assert (done.code, done.out, done.err) == (1, "", f"kvatlas: --tokens stdin: {line}\n")
 
 
+def test_tokens_nested_without_end_are_one_line(cli: Cli) -> None:
+    done = cli(*ROUTE, stdin="[" * 100_000)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert done.err.startswith("kvatlas: --tokens stdin: not a JSON array: maximum recursion depth exceeded")
+
+
 def test_a_token_file_that_is_not_there_or_not_text(cli: Cli, tmp_path: Path) -> None:
     done = cli("route", "--model-id", "m", "--tokens", "/nosuch/file")
     assert (done.code, done.err) == (1, "kvatlas: --tokens /nosuch/file: No such file or directory\n")
