@@ -92,7 +92,7 @@ def _call(call: Any) -> Any:
         return call
     try:
         decoded = json.loads(arguments) if arguments else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValue(f"tool call arguments are {arguments!r:.80}; expected JSON") from error
     return {**call, "function": {**function, "arguments": decoded}}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.errors import SettingsError
+from kvatlas.errors import InvalidValue, SettingsError
 from router_client.tokens import Api, CannotTokenize, TextRequest, Why
 from router_client.tokens.chat_template import ChatTemplate
 from router_client.tokens.local import LocalTokenizer
@@ -86,6 +86,14 @@ def test_a_template_gets_tools_documents_and_the_requests_own_arguments() -> Non
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
     asked = chat([{"role": "assistant", "content": None, "tool_calls": [call]}], tools=[{"name": "wéather"}])
     assert template.render(asked) == '[{"name": "wéather"}]Zürich'
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000])
+def test_tool_call_arguments_that_are_no_json_are_said(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    template = ChatTemplate({"default": "{{ messages[0].tool_calls }}"})
+    with pytest.raises(InvalidValue, match="tool call arguments are .*; expected JSON"):
+        template.render(chat([{"role": "assistant", "content": None, "tool_calls": [call]}]))
 
 
 def test_content_is_text_or_parts_as_the_template_walks_through_it() -> None:
