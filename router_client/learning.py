@@ -8,11 +8,10 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from kvatlas.cost import CostProfile, EngineProfile, EngineRates
 from kvatlas.cost.evidence import Estimate, Evidence
-from kvatlas.cost.learning import Finished, LearnedRates, estimate_of, learned_of, of_unknown, rows_of, with_learned
+from kvatlas.cost.learning import Finished, LearnedRates, estimate_of, learned_of, rows_of, with_learned
 from kvatlas.cost.plan import Load
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Reservations
@@ -86,8 +85,7 @@ class PoolRates:
                 if changed % WITHOUT_A_BREAK == 0:
                     await asyncio.sleep(0)
         if changed or gone:
-            unknown = of_unknown(Evidence.together(told.values()), self._configured.rates)
-            self.profile = with_learned(replace(self._configured, rates=unknown), self.learned)
+            self.profile = with_learned(self._configured, self.learned, Evidence.together(told.values()))
 
     def _estimate(self, worker_id: str) -> Estimate:
         """By all that is known here; made anew when that has grown enough to matter."""

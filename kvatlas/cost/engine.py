@@ -89,6 +89,10 @@ class EngineRates:
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         return self.prefill_us_per_token * new_tokens + self.attention_us_per_token_pair * pairs
 
+    def tpot_us(self, running: int, kv_tokens: int) -> float:
+        """From one token to the next, with so many requests running that hold so many KV tokens."""
+        return self.tpot_base_us + self.tpot_us_per_running * running + self.tpot_us_per_kv_token * kv_tokens
+
     def read_us(self, piece: Piece) -> float:
         """Reading one piece; nothing for what is at hand."""
         if piece.at_hand:

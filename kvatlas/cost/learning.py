@@ -25,6 +25,13 @@ MOST_QUEUED: Final = 0.5
 """Requests that met more queued tokens than this part of their own say nothing of the prefill: how far the queue's first had
 got is not known."""
 LONGEST_US: Final = 3.6e9
+
+ALIKE: Final = 0.1
+"""Workers within this of the middle of their times are taken for equal: rates are not known better, and whichever seemed a
+little faster would get most of the requests."""
+USUAL_PREFILL: Final = (1_024, 1_024)
+USUAL_DECODE: Final = (8, 16_384)
+"""New and cached tokens, running requests and KV tokens, at which workers are compared."""
 _USUAL_PIECE_BYTES: Final = 16 * MIB_BYTES
 _RATE_OF: Final = {
     Tier.HBM: Rate.REMOTE_HBM,  # read from another worker's
@@ -187,20 +194,45 @@ def learned_of(estimate: Estimate, configured: EngineRates) -> LearnedRates:
 def of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
     """What a worker is taken for of which nothing is known: as fast as the pool's others were learned to be, and as fast as
     configured where they are slower. Dearer than those that are known it would never get a request, nor be known."""
-    learned = learned_of(estimate_of(pool, configured), configured).rates
+    usual = learned_of(estimate_of(pool, configured), configured).rates
     return replace(
         configured,
-        prefill_us_per_token=min(learned.prefill_us_per_token, configured.prefill_us_per_token),
-        attention_us_per_token_pair=min(learned.attention_us_per_token_pair, configured.attention_us_per_token_pair),
-        tpot_base_us=min(learned.tpot_base_us, configured.tpot_base_us),
-        tpot_us_per_running=min(learned.tpot_us_per_running, configured.tpot_us_per_running),
-        tpot_us_per_kv_token=min(learned.tpot_us_per_kv_token, configured.tpot_us_per_kv_token),
+        prefill_us_per_token=min(usual.prefill_us_per_token, configured.prefill_us_per_token),
+        attention_us_per_token_pair=min(usual.attention_us_per_token_pair, configured.attention_us_per_token_pair),
+        tpot_base_us=min(usual.tpot_base_us, configured.tpot_base_us),
+        tpot_us_per_running=min(usual.tpot_us_per_running, configured.tpot_us_per_running),
+        tpot_us_per_kv_token=min(usual.tpot_us_per_kv_token, configured.tpot_us_per_kv_token),
     )
 
 
-def with_learned(profile: EngineProfile, learned: Mapping[str, LearnedRates]) -> EngineProfile:
-    """The profile with learned rates for these workers."""
-    return replace(profile, by_worker={**profile.by_worker, **{id: one.rates for id, one in learned.items()}})
+def with_learned(profile: EngineProfile, learned: Mapping[str, LearnedRates], pool: Evidence) -> EngineProfile:
+    """The profile with what was learned of these workers, which is the evidence of `pool`. Those that are alike (see ALIKE)
+    in prefill, or in decoding, have the same rates there."""
+    prefill = _alike({id: one.rates.prefill_us(*USUAL_PREFILL) for id, one in learned.items()})
+    decode = _alike({id: one.rates.tpot_us(*USUAL_DECODE) for id, one in learned.items()})
+    by_worker = {}
+    for id, one in learned.items():
+        computing, decoding = learned[prefill[id]].rates, learned[decode[id]].rates
+        by_worker[id] = replace(
+            one.rates,
+            prefill_us_per_token=computing.prefill_us_per_token,
+            attention_us_per_token_pair=computing.attention_us_per_token_pair,
+            tpot_base_us=decoding.tpot_base_us,
+            tpot_us_per_running=decoding.tpot_us_per_running,
+            tpot_us_per_kv_token=decoding.tpot_us_per_kv_token,
+        )
+    unknown = of_unknown(pool, profile.rates)
+    return replace(profile, rates=unknown, by_worker={**profile.by_worker, **by_worker})
+
+
+def _alike(times_us: Mapping[str, float]) -> Mapping[str, str]:
+    """For each worker the one that stands for it: the middle one of those that are alike."""
+    groups: list[list[str]] = []
+    for id in sorted(times_us, key=lambda id: (times_us[id], id)):
+        if not groups or times_us[id] > times_us[groups[-1][0]] * (1 + ALIKE) / (1 - ALIKE):
+            groups.append([])
+        groups[-1].append(id)
+    return {id: group[len(group) // 2] for group in groups for id in group}
 
 
 def _piece_us(rate: ReadRate) -> float:

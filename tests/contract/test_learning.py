@@ -119,6 +119,22 @@ def test_a_worker_of_which_nothing_is_known_is_not_dearer_than_the_others(times:
     assert furthest_off(of_unknown(Evidence.together([]), DEFAULT), DEFAULT) < 1e-9
 
 
+def test_workers_that_are_hardly_different_cost_the_same_and_others_do_not() -> None:
+    slow = replace(DEFAULT, prefill_us_per_token=2 * DEFAULT.prefill_us_per_token)
+    evidence = {
+        f"{name}{seed}": learn(true_request(true, Random(seed)) for _ in range(100))
+        for name, true in (("like", DEFAULT), ("slow", slow))
+        for seed in range(1, 5 if name == "like" else 2)
+    }
+    known = {id: learned(one, DEFAULT) for id, one in evidence.items()}
+    profile = with_learned(EngineProfile(), known, Evidence.together(evidence.values()))
+    prices = {id: profile.price(IDLE._replace(worker_id=id)) for id in known}
+    assert len({known[id].rates for id in known}) == 5
+    assert len({prices[id].score_us for id in known if id != "slow1"}) == 1
+    assert prices["slow1"].ttft_us == pytest.approx(2 * (prices["like1"].ttft_us or 0), rel=0.2)
+    assert prices["slow1"].tpot_us == prices["like1"].tpot_us
+
+
 @settings(max_examples=40, derandomize=True)
 @given(rates, st.integers(0, 2**32))
 def test_200_requests_teach_rates_within_10_percent(true: EngineRates, seed: int) -> None:
@@ -280,7 +296,8 @@ def test_the_load_of_a_request_is_the_mean_of_that_at_its_start_and_its_end() ->
 def test_learned_rates_price_their_worker_alone() -> None:
     other = EngineRates(prefill_us_per_token=1)
     profile = EngineProfile(by_worker={"b": other})
-    found = with_learned(profile, {"a": learned(learn(iter([GOOD])))})
+    evidence = learn(iter([GOOD]))
+    found = with_learned(profile, {"a": learned(evidence)}, evidence)
     assert found.by_worker["b"] == other
     for worker_id in ("a", "b", "c"):
         plan = IDLE._replace(worker_id=worker_id)
