@@ -57,6 +57,13 @@ def expectation(error: ErrorDetails) -> str:
     return f"expected {said[0].lower()}{said[1:]}"
 
 
+def mistake(where: str, error: ErrorDetails) -> str:
+    """One of a ValidationError's errors in one line; `where` names the field."""
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} is {error['input']!r:.80}; {expectation(error)}"
+
+
 def _plain(number: float) -> str:
     """Without a fraction that is none: pydantic tells a float's limits as floats."""
     return str(int(number)) if number == int(number) else str(number)

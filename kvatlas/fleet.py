@@ -7,7 +7,7 @@ import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from kvatlas.bounds import Count as Count
-from kvatlas.bounds import Positive, expectation
+from kvatlas.bounds import Positive, mistake
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
 
@@ -32,8 +32,7 @@ class WireRecord(BaseModel):
             first = error.errors()[0]
             path = ".".join(str(part) for part in first["loc"])
             where = f" field {path}" if path else ""
-            line = f"{cls.__name__}{where} is {first['input']!r:.80}; {expectation(first)}"
-            raise InvalidValue(line) from error
+            raise InvalidValue(mistake(f"{cls.__name__}{where}", first)) from error
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise InvalidValue(f"not a {cls.__name__}: {str(error) or type(error).__name__}") from error
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from kvatlas.bounds import Count, OutputTokens, Positive, expectation
+from kvatlas.bounds import Count, OutputTokens, Positive, mistake
 from kvatlas.cost.plan import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
@@ -100,8 +100,7 @@ class RequestHints(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "request hints"
-            line = f"request field {where} is {first['input']!r:.80}; {expectation(first)}"
-            raise InvalidValue(line) from error
+            raise InvalidValue(mistake(f"request field {where}", first)) from error
 
     def scope(self, fallbacks: Fallbacks) -> Scope:
         """The request's identity scope. Raises InvalidValue where neither side names a model."""
