@@ -97,12 +97,13 @@ class RouterClient:
     ) -> AsyncIterator["RouterClient"]:
         """`async with RouterClient.open(url) as router`: a client over the store that the indexer writes.
 
-        `wait`: try an unreachable store again with back-off, telling `on_wait` each time. Raises Unreachable (without
-        `wait`), InvalidValue for the URL, LayoutMismatch where the store was laid out by another version or not yet.
+        `wait`: try an unreachable store, or one that no indexer has laid out yet, again with back-off, telling `on_wait`
+        each time. Raises Unreachable (without `wait`), InvalidValue for the URL, LayoutMismatch where the store was laid
+        out by another version, or (without `wait`) not yet.
         """
         store = await open_store(redis_url, wait=wait, on_wait=on_wait)
         try:
-            index = await open_redis_index(store, writer=False)
+            index = await open_redis_index(store, writer=False, wait=wait, on_wait=on_wait)
             client = cls(index, FleetStore(store), settings, reservations=RedisReservations(store), store=store)
             async with client:
                 with observe("router", client.counters), observe("answers", client.answers.counts):

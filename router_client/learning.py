@@ -15,6 +15,7 @@ from kvatlas.cost.learning import Finished, LearnedRates, estimate_of, learned_o
 from kvatlas.cost.plan import Load
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Reservations
+from kvatlas.store import reason
 from router_client.counters import RouterCounters
 from router_client.fail_open import FAILING
 from router_client.ranking import IN_FLIGHT, Ranked
@@ -131,7 +132,7 @@ class RateLearner:
                 async with asyncio.timeout(FIRST_READ_S):
                     await rates.hear(await self._reservations.learned(pool_id))
             except FAILING as error:
-                _log.warning("learned rates of pool %s not read: %s; prices are as configured", pool_id, error)
+                _log.warning("learned rates of pool %s not read: %s; prices are as configured", pool_id, reason(error))
         return rates.profile
 
     def feedback(self, pool_id: str, results: Sequence[SelectionResult], chosen: SelectionResult) -> "Feedback | None":
@@ -180,7 +181,7 @@ class RateLearner:
                 for pool_id, rates in self._pools.items():
                     await self._tell(pool_id, rates)
         except FAILING as error:
-            _log.warning("what was learned last is lost: %s", error)
+            _log.warning("what was learned last is lost: %s", reason(error))
 
     async def _run(self) -> None:
         while not self._stopping:  # Python 3.11's wait_for, inside redis-py, may swallow the cancellation
@@ -193,7 +194,7 @@ class RateLearner:
                         await rates.hear(await self._reservations.learned(pool_id))
                     self._metrics.show(pool_id, rates.learned)
                 except FAILING as error:
-                    _log.warning("learned rates of pool %s not shared: %s", pool_id, error)
+                    _log.warning("learned rates of pool %s not shared: %s", pool_id, reason(error))
 
     async def _add_noted(self) -> None:
         noted, self._noted = self._noted, deque(maxlen=MOST_NOTED)

@@ -3,6 +3,7 @@
 Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -29,7 +30,7 @@ from kvatlas.index.redis_sweep import Sweep
 from kvatlas.index.scope_registry import FRESH_S, ScopeRegistry
 from kvatlas.index.verify import differences
 from kvatlas.residency import IndexMetrics, Overlap, Residency, ShardRuns
-from kvatlas.store import UNREACHABLE, Store, reason
+from kvatlas.store import FIRST_WAIT_S, LONGEST_WAIT_S, UNREACHABLE, Store, reason
 from kvatlas.tiers import FLAG_PINNED, tiers_of
 
 REUSE_MS = 10 * 60 * 1000
@@ -48,12 +49,15 @@ async def open_redis_index(
     side_index: bool = False,
     writer: bool,
     reuse_ms: int = REUSE_MS,
+    wait: bool = False,
+    on_wait: Callable[[str], None] | None = None,
 ) -> "RedisIndex":
     """The index in this store.
 
     A writer loads the functions and makes the layout, or checks it; a reader only reads it. `side_index` keeps which
-    block follows which, for `children`; every writer of a store must agree on it. Raises LayoutMismatch (for a reader
-    also where there is no layout yet), UnsuitableStore, Unreachable.
+    block follows which, for `children`; every writer of a store must agree on it. With `wait` a reader looks again, with
+    back-off, while no writer has made the layout, and tells `on_wait` each time. Raises LayoutMismatch (without `wait` also
+    where there is no layout yet), UnsuitableStore, Unreachable.
     """
     try:
         if writer:
@@ -61,9 +65,15 @@ async def open_redis_index(
             layout = await make_layout(store, partitions, shards)
             await store.load_functions(library())
         else:
-            found = await read_layout(store)
-            if found is None:
-                raise LayoutMismatch(f"{store.name}: no index there yet; start an indexer first")
+            pause_s = FIRST_WAIT_S
+            while (found := await read_layout(store)) is None:
+                line = f"{store.name}: no index there yet; start an indexer first"
+                if not wait:
+                    raise LayoutMismatch(line)
+                if on_wait is not None:
+                    on_wait(f"{line}; looking again in {pause_s:g} s")
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, LONGEST_WAIT_S)
             layout = found
     except UNREACHABLE as error:
         raise Unreachable(f"{store.name}: {reason(error)}") from error

@@ -93,7 +93,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
 
 
 async def _router(settings: ProxySettings, store: Store) -> RouterClient:
-    index = await open_redis_index(store, writer=False)
+    index = await open_redis_index(store, writer=False, wait=settings.wait, on_wait=_say)
     profile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
     return RouterClient(
         index,

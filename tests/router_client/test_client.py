@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import anyio
 import pytest
 
 from kvatlas.cost import QuillcacheProfile
@@ -28,6 +29,7 @@ from router_client import (
 )
 from router_client.fleet import CachedFleet
 from tests.router_client.pools import SCOPE, CountingFleet, hold, pool, worker
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -191,6 +193,22 @@ async def test_a_store_without_an_index_is_one_clear_line(store: Store, valkey_u
     with pytest.raises(LayoutMismatch, match="start an indexer"):
         async with RouterClient.open(valkey_url, wait=False):
             pass
+
+
+async def test_a_router_that_starts_before_the_first_indexer_waits_for_it(store: Store, valkey_url: str) -> None:
+    opened, told = anyio.Event(), list[str]()
+
+    async def open_router() -> None:
+        async with RouterClient.open(valkey_url, on_wait=told.append):
+            opened.set()
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(open_router)
+            await until(lambda: told, what="the router waits")
+            assert "start an indexer first; looking again in 0.25 s" in told[0]
+            await open_redis_index(store, writer=True)
+            await opened.wait()
 
 
 @pytest.mark.parametrize(
