@@ -11,6 +11,8 @@ from kvatlas.cli.logs import log_to_stderr
 from kvatlas.settings import ProcessSettings
 from kvatlas.telemetry import setup_telemetry
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
 
 def run_service(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
     """Run what goes on until it is stopped. SIGINT and SIGTERM cancel it; when it has cleaned up, that is success."""
@@ -50,13 +52,16 @@ async def _until_stopped(body: Coroutine[Any, Any, None]) -> bool:
         stopped = True
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPPING:
         loop.add_signal_handler(number, stop)
     try:
         await task
     except asyncio.CancelledError:
         if not stopped:
             raise
+    finally:
+        for number in STOPPING:  # a closed loop would go on catching them, for a caller in the same process
+            loop.remove_signal_handler(number)
     return not stopped
 
 
