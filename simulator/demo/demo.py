@@ -78,8 +78,8 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
     console = Console(stderr=True)
     workload = generate(settings.workload)
     console.print(
-        f"starting NATS, Valkey, {settings.indexers} indexers, {settings.engines} simulated engines with their sidecars, "
-        f"a router for each policy",
+        f"starting NATS, Valkey, {settings.indexers} indexers, {settings.engines} simulated engines with sidecars, "
+        f"{len(ROUTERS)} routers"
     )
     flags = ["--num-gpu-blocks", str(settings.num_gpu_blocks), "--speed-up", str(settings.speed_up)]
     fleet_settings = FleetSettings(MODEL, settings.engines, settings.indexers, flags, ROUTERS)
@@ -88,7 +88,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
             await watch.until_routable(len(fleet.engines))
             console.print(
                 f"{workload.requests} requests of {len(workload.sessions)} conversations, "
-                f"{settings.workload.system_prompts} system prompts; engines run {settings.speed_up:g} times as fast"
+                f"{settings.workload.system_prompts} system prompts; engines at {settings.speed_up:g} x speed"
             )
             phases = await _phases(console, settings, workload, fleet.routers, watch)
     picture(phases, settings.picture)
@@ -105,9 +105,9 @@ async def _phases(
     phases = []
     columns = (
         TextColumn("{task.description:12}"),
-        BarColumn(),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
-        TextColumn("requests  hit rate {task.fields[hits]:>6}  mean TTFT {task.fields[ttft]:>8}"),
+        TextColumn("hit rate {task.fields[hits]:>6}  mean TTFT {task.fields[ttft]:>8}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
