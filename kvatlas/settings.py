@@ -7,6 +7,7 @@ line makes its flags from these classes (`kvatlas.cli.flags`), so the three spel
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -186,7 +187,7 @@ class IndexerSettings(Settings):
 
 
 class PublishSettings(Settings):
-    """One publisher for one engine rank."""
+    """One publisher process: for one engine, or for all ranks of one."""
 
     engine: EngineKind = Field(description="Kind of engine: vllm, sglang, ...")
     events: bool = Field(
@@ -204,6 +205,9 @@ class PublishSettings(Settings):
     block_size: Positive | None = Field(default=None, description="Tokens a block; default: as the events say.")
     block_bytes: Count = Field(default=0, description="Bytes of KV cache a block; 0: not known.")
     dp_rank: Count | None = Field(default=None, description="Data-parallel rank: ports count up, worker is W-dpN.")
+    dp_size: int | None = Field(
+        default=None, ge=1, le=1024, description="Serve ranks 0 to N-1 in this process, each as with --dp-rank."
+    )
     state_dir: Path | None = Field(default=None, description="Folder for the saved ledger and dead letters.")
     outbox_bytes: Positive = Field(
         default=64 << 20, description="Bytes of messages kept while NATS is away; beyond, a snapshot follows."
@@ -236,7 +240,16 @@ class PublishSettings(Settings):
             raise SettingsError(_missing("endpoint", "the engine's event socket, or --no-events"))
         if not settings.events and settings.engine_url is None:
             raise SettingsError(_missing("engine_url", "the engine's HTTP address: all that is known with --no-events"))
+        if settings.dp_rank is not None and settings.dp_size is not None:
+            raise SettingsError("--dp-rank and --dp-size are both given; expected one rank, or how many there are")
         return settings
+
+    @property
+    def ranks(self) -> Sequence[Self]:
+        """The settings of each rank that the process serves; these alone, where it serves one."""
+        if self.dp_size is None:
+            return [self]
+        return [self.model_copy(update={"dp_rank": rank, "dp_size": None}) for rank in range(self.dp_size)]
 
 
 class PromptSettings(Settings):

@@ -1,4 +1,4 @@
-"""`kvatlas publish`: the publisher of one engine rank, as a sidecar."""
+"""`kvatlas publish`: the publisher of one engine, or of all its ranks, as a sidecar."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ def publish(settings: PublishSettings) -> None:
     """Follow one engine's KV events and tell the fleet's index what it holds."""
     from publishers.sidecar import run_sidecar  # needs the extra
 
-    run_service("publisher", settings, run_sidecar(settings, ready=_ready))
+    run_service("publisher", settings, run_sidecar(settings.ranks, ready=_ready))
 
 
 def _ready(publishers: "Sequence[Publisher]") -> None:

@@ -123,3 +123,7 @@ def test_an_indexer_and_a_sidecar_of_their_own(cli: Cli, engine: tuple[str, str,
             line_of(indexer, "indexer second is ready")
             line_of(sidecar, "worker w2 is published")
             check_questions(cli, told["redis_url"], "w2", url)
+        silent = ["--engine", "vllm", "--no-events", "--engine-url", url, "--worker-id", "w3", "--model-id", "m"]
+        with running("publish", *silent, "--dp-size", "2", **variables) as sidecar:
+            line_of(sidecar, "worker w3-dp0 is published")
+            line_of(sidecar, "worker w3-dp1 is published")

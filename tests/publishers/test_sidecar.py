@@ -343,6 +343,22 @@ async def test_a_rank_is_a_worker_of_its_own_on_ports_counted_up(client: Client,
             assert publisher.worker_id == "w-dp3"
 
 
+def test_all_ranks_of_an_engine_are_served_as_one_each(nats_url: str) -> None:
+    flags = {
+        "engine": "vllm",
+        "endpoint": "tcp://127.0.0.1:5557",
+        "worker_id": "w",
+        "model_id": "m",
+        "nats_url": nats_url,
+    }
+    together = PublishSettings.load(**flags, dp_size=3)
+    assert together.ranks == [PublishSettings.load(**flags, dp_rank=rank) for rank in range(3)]
+    alone = PublishSettings.load(**flags)
+    assert alone.ranks == [alone]
+    with pytest.raises(SettingsError, match="expected one rank, or how many there are"):
+        PublishSettings.load(**flags, dp_rank=0, dp_size=2)
+
+
 async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     alive = await client.subscribe(alive_subject("w"))
