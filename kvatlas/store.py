@@ -16,6 +16,7 @@ from redis.exceptions import (
     BusyLoadingError,
     ClusterError,
     NoPermissionError,
+    OutOfMemoryError,
     ReadOnlyError,
     RedisClusterException,
     RedisError,
@@ -89,14 +90,27 @@ class Store:
             await self.client.connection_pool.disconnect(inuse_connections=False)
 
     async def load_functions(self, code: str) -> None:
-        """Load a function library, replacing an older one, on every primary."""
+        """Load a function library, replacing an older one, on every primary. Raises Unreachable, also where the store has
+        no room for one that it does not have yet."""
         try:
             if self.is_cluster:
                 await self.client.execute_command("FUNCTION LOAD", "REPLACE", code, target_nodes=RedisCluster.PRIMARIES)
             else:
                 await self.client.execute_command("FUNCTION LOAD", "REPLACE", code)
+        except OutOfMemoryError as error:
+            if not await self._has_functions(code):
+                line = f"{self.name}: it is out of memory (maxmemory), and its functions can't be loaded"
+                raise Unreachable(line) from error
         except UNREACHABLE as error:
             raise Unreachable(f"{self.name}: {reason(error)}") from error
+
+    async def _has_functions(self, code: str) -> bool:
+        """Is this very library loaded? In a cluster nobody knows of every primary."""
+        if self.is_cluster:
+            return False
+        name = code.partition("\n")[0].rpartition("name=")[2]
+        found = await self.client.execute_command("FUNCTION LIST", "LIBRARYNAME", name, "WITHCODE")
+        return any(code.encode() in library for library in found)
 
     async def close(self) -> None:
         if self._lines is not None:

@@ -161,3 +161,19 @@ async def test_a_read_only_store_is_one_line(valkey: EmbeddedServer, index: Redi
         assert not isinstance(caught.value, ReadOnlyError)
     finally:
         await store.close()
+
+
+async def test_an_indexer_starts_over_a_store_without_room_that_has_its_functions() -> None:
+    async with valkey_server() as server:
+        store = await open_store(server.url, wait=False)
+        try:
+            await open_redis_index(store, writer=True)
+            await store.client.config_set("maxmemory", "1")
+            await open_redis_index(store, writer=True)
+            await store.client.config_set("maxmemory", "0")
+            await store.client.execute_command("FUNCTION FLUSH")
+            await store.client.config_set("maxmemory", "1")
+            with pytest.raises(Unreachable, match="out of memory"):
+                await open_redis_index(store, writer=True)
+        finally:
+            await store.close()
