@@ -11,6 +11,7 @@ from kvatlas.fleet import FleetRecord
 from router_client.fleet import EMPTY_GRACE_S, LastKnown
 from router_client.proxy.catalogue import FLEET_AGE_S, Catalogue
 from tests.router_client.proxy.engines import MODEL, SCOPE, record
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -39,14 +40,14 @@ async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None
     async with httpx.AsyncClient() as client, asyncio.TaskGroup() as tasks:
         catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
         first = [tasks.create_task(catalogue.scope_of(MODEL)) for _ in range(3)]
-        await asyncio.sleep(0)
+        await until(lambda: fleet.asked == 1, deadline_s=10, what="the fleet to be asked for")
         fleet.open.set()
         assert [await each for each in first] == [SCOPE] * 3 and fleet.asked == 1
         fleet.now_s += 2 * FLEET_AGE_S
         fleet.open.clear()
         slow = tasks.create_task(catalogue.scope_of(MODEL))
-        await asyncio.sleep(0)
-        assert await catalogue.scope_of(MODEL) == SCOPE and fleet.asked == 2
+        await until(lambda: fleet.asked == 2, deadline_s=10, what="the fleet to be asked for again")
+        assert await catalogue.scope_of(MODEL) == SCOPE
         fleet.open.set()
         assert await slow == SCOPE
 
