@@ -15,6 +15,7 @@ from kvatlas.bus import connect_nats, ensure_stream
 from kvatlas.fleet_store import FleetStore
 from kvatlas.http_serving import listen, serve, url_of
 from kvatlas.index.redis import open_redis_index
+from kvatlas.reaching import reached
 from kvatlas.settings import IndexerSettings
 from kvatlas.store import open_store
 from kvatlas.telemetry import observe
@@ -47,12 +48,15 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
                 shards=settings.shards,
                 side_index=settings.side_index,
                 writer=True,
+                wait=settings.wait,
+                on_wait=log.warning,
             )
             client = await connect_nats(
                 settings.nats_url, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning
             )
             try:
-                await ensure_stream(client, stream_settings(settings))
+                stream = stream_settings(settings)
+                await reached(lambda: ensure_stream(client, stream), wait=settings.wait, on_wait=log.warning)
                 replica = Replica(settings, client, index, FleetStore(store))
                 with observe("indexer", replica.counters), _rare_collections():
                     async with anyio.create_task_group() as group:

@@ -1,6 +1,5 @@
 """NATS: connecting with clear errors, and the event stream."""
 
-import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,18 +7,19 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from nats.aio.client import Client
+from nats.errors import ConnectionClosedError, ConnectionReconnectingError, NoServersError, StaleConnectionError
 from nats.errors import Error as NatsError
-from nats.errors import NoServersError
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
-from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.errors import KvatlasError, Refused, Unreachable
+from kvatlas.reaching import reached
 from kvatlas.redact import without_password
 from kvatlas.subjects import ALL_EVENTS, STREAM
 from kvatlas.wire import MAX_MESSAGE_BYTES
 
-FIRST_WAIT_S = 0.25
-LONGEST_WAIT_S = 5.0
+_TEMPORARILY_UNAVAILABLE = 10008
+"""JetStream's error code while its servers elect a leader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +47,24 @@ async def connect_nats(
     """A connected client that reconnects for ever.
 
     With `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time.
-    Raises Unreachable, naming the address: at once without `wait`, and always for wrong credentials or a wrong URL.
+    Raises Unreachable, naming the address, at once without `wait`; Refused for wrong credentials or a wrong URL.
     """
-    pause_s = FIRST_WAIT_S
-    while True:
+
+    async def attempt() -> Client:
         try:
             return await _connect_once(url, name)
         except (NatsError, OSError, TimeoutError, ValueError) as error:
-            line = f"NATS at {without_password(url)}: {_reason(error)}"
-            if not wait or isinstance(error, ValueError) or "authorization" in str(error).lower():
-                raise Unreachable(line) from error
-            if on_wait is not None:
-                on_wait(f"{line}; trying again in {pause_s:g} s")
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, LONGEST_WAIT_S)
+            refused = isinstance(error, ValueError) or "authorization" in str(error).lower()
+            raise (Refused if refused else Unreachable)(f"NATS at {without_password(url)}: {_reason(error)}") from error
+
+    return await reached(attempt, wait=wait, on_wait=on_wait)
 
 
 async def ensure_stream(client: Client, settings: StreamSettings) -> None:
     """The event stream exists afterwards; one that is there already is left as its operator made it.
 
-    Raises KvatlasError where the server refuses, or the stream of that name holds other subjects.
+    Raises Unreachable where the server does not answer now, KvatlasError where it refuses, or the stream of that name
+    holds other subjects.
     """
     jetstream = client.jetstream()
     config = StreamConfig(
@@ -88,7 +86,7 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
             await jetstream.add_stream(config)
             return
     except (APIError, NatsError, TimeoutError) as error:
-        raise KvatlasError(f"stream {STREAM} can't be made: {_reason(error)}") from error
+        raise (Unreachable if _passes(error) else KvatlasError)(f"stream {STREAM}: {_reason(error)}") from error
     if found.config.subjects != [ALL_EVENTS]:
         raise KvatlasError(f"stream {STREAM} holds subjects {found.config.subjects}; expected {[ALL_EVENTS]}")
 
@@ -157,6 +155,13 @@ async def _connect_once(url: str, name: str) -> Client:
 
 async def _quiet(_: Exception) -> None:
     """nats-py prints each connection error with its traceback by default; what we act on is the client's state."""
+
+
+def _passes(error: BaseException) -> bool:
+    """May the same request be answered a little later?"""
+    if isinstance(error, APIError):
+        return error.err_code == _TEMPORARILY_UNAVAILABLE
+    return isinstance(error, (TimeoutError, ConnectionClosedError, ConnectionReconnectingError, StaleConnectionError))
 
 
 def _reason(error: BaseException) -> str:

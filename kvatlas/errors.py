@@ -6,8 +6,10 @@ KvatlasError                    one clear line: what was wrong, with which value
  |   |- WireError               bytes on the bus are not a message of ours, or of another version
  |   `- EngineEventError        an engine's payload or event can't be understood
  |- SettingsError               a flag or environment variable is wrong
- |- Unreachable                 a server does not answer or refuses our credentials
+ |- Unreachable                 a server does not answer, or can't do its work now
+ |   `- Refused                 it does not accept our credentials or address
  |- LayoutMismatch              the store was laid out by another version or with other P, S
+ |   `- NoIndexYet              no indexer has laid it out yet
  |- UnsuitableStore             the store's configuration would lose data (an evicting policy, a read-only replica)
  `- NotSupported                this index was opened without what the call needs
 """
@@ -38,11 +40,19 @@ class SettingsError(KvatlasError):
 
 
 class Unreachable(KvatlasError):
-    """A server does not answer at its address, or refuses our credentials."""
+    """A server does not answer at its address, or can't do its work now."""
+
+
+class Refused(Unreachable):
+    """A server does not accept our credentials, or its address can't be one: waiting does not help."""
 
 
 class LayoutMismatch(KvatlasError):
     """The store was laid out by another version, or with another number of partitions or shards."""
+
+
+class NoIndexYet(LayoutMismatch):
+    """No indexer has laid the store out yet."""
 
 
 class UnsuitableStore(KvatlasError):

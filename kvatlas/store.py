@@ -24,13 +24,12 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.errors import InvalidValue, Refused, Unreachable
 from kvatlas.lines import Lines
+from kvatlas.reaching import reached
 from kvatlas.redact import without_password
 
 CLUSTER_SCHEME = "redis+cluster"
-FIRST_WAIT_S = 0.25
-LONGEST_WAIT_S = 5.0
 CALL_TIMEOUT_S = 5.0
 
 UNREACHABLE = (
@@ -90,17 +89,16 @@ class Store:
             await self.client.connection_pool.disconnect(inuse_connections=False)
 
     async def load_functions(self, code: str) -> None:
-        """Load a function library, replacing an older one, on every primary. Raises Unreachable, also where the store has
-        no room for one that it does not have yet."""
+        """Load a function library, replacing an older one, on every primary. Raises Unreachable; OutOfMemoryError where the
+        store has no room for one that it does not have yet."""
         try:
             if self.is_cluster:
                 await self.client.execute_command("FUNCTION LOAD", "REPLACE", code, target_nodes=RedisCluster.PRIMARIES)
             else:
                 await self.client.execute_command("FUNCTION LOAD", "REPLACE", code)
-        except OutOfMemoryError as error:
+        except OutOfMemoryError:
             if not await self._has_functions(code):
-                line = f"{self.name}: it is out of memory (maxmemory), and its functions can't be loaded"
-                raise Unreachable(line) from error
+                raise
         except UNREACHABLE as error:
             raise Unreachable(f"{self.name}: {reason(error)}") from error
 
@@ -123,26 +121,22 @@ async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], No
 
     `url`: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` (any node of a cluster). With `wait` an unreachable
     server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises Unreachable, naming
-    the address: at once without `wait`, and always for wrong credentials; InvalidValue for another URL.
+    the address: at once without `wait`; Refused for wrong credentials; InvalidValue for another URL.
     """
-    pause_s = FIRST_WAIT_S
-    while True:
-        store = Store(_client(url), url)
-        try:
-            await store.client.ping()
-            return store
-        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-            await store.close()
-            raise Unreachable(f"{store.name}: {reason(error)}") from error
-        except (RedisError, *UNREACHABLE) as error:
-            await store.close()
-            line = f"{store.name}: {reason(error)}"
-            if not wait:
-                raise Unreachable(line) from error
-            if on_wait is not None:
-                on_wait(f"{line}; trying again in {pause_s:g} s")
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, LONGEST_WAIT_S)
+    return await reached(lambda: _opened(url), wait=wait, on_wait=on_wait)
+
+
+async def _opened(url: str) -> Store:
+    store = Store(_client(url), url)
+    try:
+        await store.client.ping()
+        return store
+    except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+        await store.close()
+        raise Refused(f"{store.name}: {reason(error)}") from error
+    except (RedisError, *UNREACHABLE) as error:
+        await store.close()
+        raise Unreachable(f"{store.name}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -13,7 +12,7 @@ import msgpack
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.digest import WORDS
-from kvatlas.errors import LayoutMismatch, NotSupported, Unreachable
+from kvatlas.errors import NoIndexYet, NotSupported, Unreachable
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.apply_call import active_holder, pack_call, records_of, unpack_answer
@@ -29,8 +28,9 @@ from kvatlas.index.redis_scrub import Scrub
 from kvatlas.index.redis_sweep import Sweep
 from kvatlas.index.scope_registry import FRESH_S, ScopeRegistry
 from kvatlas.index.verify import differences
+from kvatlas.reaching import reached
 from kvatlas.residency import IndexMetrics, Overlap, Residency, ShardRuns
-from kvatlas.store import FIRST_WAIT_S, LONGEST_WAIT_S, UNREACHABLE, Store, reason
+from kvatlas.store import UNREACHABLE, Store, reason
 from kvatlas.tiers import FLAG_PINNED, tiers_of
 
 REUSE_MS = 10 * 60 * 1000
@@ -55,28 +55,27 @@ async def open_redis_index(
     """The index in this store.
 
     A writer loads the functions and makes the layout, or checks it; a reader only reads it. `side_index` keeps which
-    block follows which, for `children`; every writer of a store must agree on it. With `wait` a reader looks again, with
-    back-off, while no writer has made the layout, and tells `on_wait` each time. Raises LayoutMismatch (without `wait` also
-    where there is no layout yet), UnsuitableStore, Unreachable.
+    block follows which, for `children`; every writer of a store must agree on it. Raises LayoutMismatch, UnsuitableStore;
+    Unreachable (also where a store without room has to be laid out) and, for a reader, NoIndexYet: with `wait` these are
+    tried again with back-off, and `on_wait` is told each time.
     """
-    try:
-        if writer:
+
+    async def attempt() -> tuple[int, int]:
+        try:
+            if not writer:
+                if (found := await read_layout(store)) is None:
+                    raise NoIndexYet(f"{store.name}: no index there yet; start an indexer first")
+                return found
             await check_suitable(store)
             layout = await make_layout(store, partitions, shards)
             await store.load_functions(library())
-        else:
-            pause_s = FIRST_WAIT_S
-            while (found := await read_layout(store)) is None:
-                line = f"{store.name}: no index there yet; start an indexer first"
-                if not wait:
-                    raise LayoutMismatch(line)
-                if on_wait is not None:
-                    on_wait(f"{line}; looking again in {pause_s:g} s")
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, LONGEST_WAIT_S)
-            layout = found
-    except UNREACHABLE as error:
-        raise Unreachable(f"{store.name}: {reason(error)}") from error
+            return layout
+        except OutOfMemoryError as error:
+            raise Unreachable(f"{store.name}: it is out of memory (maxmemory), and has to be laid out") from error
+        except UNREACHABLE as error:
+            raise Unreachable(f"{store.name}: {reason(error)}") from error
+
+    layout = await reached(attempt, wait=wait, on_wait=on_wait)
     return RedisIndex(store, *layout, side_index=side_index, writer=writer, reuse_ms=reuse_ms)
 
 

@@ -144,6 +144,7 @@ class Fleet:
         for server in (self.nats_server, self.valkey):
             if not server.is_running:
                 await server.start()
+        await until(self._has_room, deadline_s=20, what="the store has room")
         started = []
         for child in self.children:
             if child.paused:
@@ -153,16 +154,23 @@ class Fleet:
                 started.append(child)
         for child in started:
             await child.ready()
-        await until(self._is_whole, deadline_s=20, what="the store has room and the engines are awake")
+        await until(self._are_awake, deadline_s=20, what="the engines are awake")
 
-    async def _is_whole(self) -> bool:
-        """The store has room and every engine is awake afterwards, if they answer."""
+    async def _has_room(self) -> bool:
+        """It has afterwards, if it answers."""
         try:
             await self.store.client.config_set("maxmemory", 0)
+        except (RedisError, OSError):
+            return False
+        return True
+
+    async def _are_awake(self) -> bool:
+        """They are afterwards, if they answer."""
+        try:
             async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
                 for worker in self.workers:
                     (await client.post(f"{worker.url}/wake_up")).raise_for_status()
-        except (RedisError, OSError, httpx.HTTPError):
+        except httpx.HTTPError:
             return False
         return True
 

@@ -1,5 +1,6 @@
 """A store without memory, without its functions, read-only, or evicting: under a whole replica and its readers."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -175,5 +176,23 @@ async def test_an_indexer_starts_over_a_store_without_room_that_has_its_function
             await store.client.config_set("maxmemory", "1")
             with pytest.raises(Unreachable, match="out of memory"):
                 await open_redis_index(store, writer=True)
+        finally:
+            await store.close()
+
+
+async def test_an_indexer_waits_for_an_empty_store_to_have_room() -> None:
+    async with valkey_server() as server, asyncio.TaskGroup() as tasks:
+        store = await open_store(server.url, wait=False)
+        try:
+            await limit_memory(store, 1)
+            told: list[str] = []
+            opening = tasks.create_task(open_redis_index(store, writer=True, wait=True, on_wait=told.append))
+            await until(lambda: told, what="it is said")
+            assert (
+                told[0]
+                == f"{store.name}: it is out of memory (maxmemory), and has to be laid out; trying again in 0.25 s"
+            )
+            await limit_memory(store, 0)
+            assert (await opening).shards == 1
         finally:
             await store.close()

@@ -1,0 +1,32 @@
+"""Waiting for servers that are not there yet, with back-off: the one place that decides how often to try again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from kvatlas.errors import NoIndexYet, Refused, Unreachable
+
+T = TypeVar("T")
+
+FIRST_WAIT_S = 0.25
+LONGEST_WAIT_S = 5.0
+
+
+async def reached(
+    attempt: Callable[[], Awaitable[T]], *, wait: bool, on_wait: Callable[[str], None] | None = None
+) -> T:
+    """What `attempt` returns. With `wait` it is made again while it raises Unreachable or NoIndexYet, and `on_wait` gets
+    the line for the user each time. Raises what `attempt` raises: these at once without `wait`, Refused always."""
+    pause_s = FIRST_WAIT_S
+    while True:
+        try:
+            return await attempt()
+        except Refused:
+            raise
+        except (Unreachable, NoIndexYet) as error:
+            if not wait:
+                raise
+            if on_wait is not None:
+                on_wait(f"{error}; trying again in {pause_s:g} s")
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 2, LONGEST_WAIT_S)
