@@ -70,7 +70,9 @@ async def discover(
         cards = await _cards(client, url) if model_id is None or kind is None else ()
         if kind is None:
             kind = EngineKind.SGLANG if any(card.get("owned_by") == "sglang" for card in cards) else EngineKind.VLLM
-        model_id = model_id or next(str(card["id"]) for card in cards if not card.get("parent"))
+        listed_models = [str(card["id"]) for card in cards if not card.get("parent")]
+        notes = _unlisted(model_id, listed_models) if model_id is not None else ()
+        model_id = model_id or listed_models[0]
         if kind is EngineKind.SGLANG:
             offer = of_sglang(await _sglang_info(client), model_id, host)
         else:
@@ -78,6 +80,7 @@ async def discover(
             page = await client.get("/metrics")
             offer = of_vllm(listed, page.text if page.status_code == 200 else "", model_id, host)
             offer = replace(offer, kind=kind)
+    offer = replace(offer, notes=[*notes, *offer.notes])
     if not events:
         return replace(offer, sources=())
     offer = await _checked(offer)
@@ -93,6 +96,13 @@ _HOW = {
     EngineKind.VLLM: 'to be exact, start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'',
 }
+
+
+def _unlisted(model_id: str, listed: Sequence[str]) -> Sequence[str]:
+    """A note where the engine says that it serves other models than the one it was given."""
+    if not listed or model_id in listed:
+        return ()
+    return (f"it lists {', '.join(listed)}, not {model_id}: requests that name {model_id} may fail there",)
 
 
 def of_vllm(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:

@@ -75,7 +75,20 @@ def parse_engine(text: str) -> dict[str, str]:
     if host is None:
         raise SettingsError(f"--engine is {text!r}; expected an address that begins with http:// or https://")
     flags.setdefault("worker_id", FREE_WORKER_ID.sub("-", parts.netloc).strip("-")[:64])
+    _check_values(flags)
     return flags
+
+
+def _check_values(flags: dict[str, str]) -> None:
+    """Raises SettingsError in the words of `--engine`: these flags are not what the user wrote."""
+    asked_of_the_engine = {"engine": EngineKind.VLLM, "endpoint": "tcp://127.0.0.1:1", "model_id": "m"}
+    try:
+        PublishSettings.load(**{**asked_of_the_engine, **flags})
+    except SettingsError as error:
+        line = str(error)
+        for key, field in _FLAG_OF_KEY.items():
+            line = line.replace(f"{flag_of(field)} ", f"--engine's {key} ")
+        raise SettingsError(line) from error
 
 
 async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool) -> None:

@@ -135,6 +135,11 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "kvatlas up: --engine has 'color=red'; expected KEY=VALUE with a key of engine, endpoint, replay, worker, "
             "model, tokenizer, tenant, advertise",
         ),
+        (
+            ("up", "--engine", "http://127.0.0.1:1,worker=a.b"),
+            2,
+            "kvatlas up: --engine's worker is 'a.b'; expected 1 to 64 of A-Z a-z 0-9 _ -",
+        ),
     ],
 )
 def test_wrong_words(cli: Cli, words: tuple[str, ...], code: int, line: str) -> None:

@@ -42,6 +42,13 @@ async def test_an_engine_without_events_is_noted_with_what_to_do() -> None:
     assert "publishes no KV events" in note and "--kv-events-config" in note
 
 
+async def test_a_model_that_the_engine_does_not_list_is_noted() -> None:
+    async with running_engine() as (addresses, _):
+        offer = await discover(addresses.base_url, model_id="other")
+    assert offer.model_id == "other"
+    assert offer.notes == ["it lists mock-model, not other: requests that name other may fail there"]
+
+
 async def test_what_does_not_answer_is_one_line() -> None:
     with pytest.raises(
         Unreachable,
