@@ -12,7 +12,7 @@ from nats.errors import Error as NatsError
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
-from kvatlas.errors import KvatlasError, Refused, Unreachable
+from kvatlas.errors import KvatlasError, AccessDenied, Unreachable
 from kvatlas.reaching import reached
 from kvatlas.redact import without_password
 from kvatlas.subjects import ALL_EVENTS, STREAM
@@ -47,7 +47,7 @@ async def connect_nats(
     """A connected client that reconnects for ever.
 
     With `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time.
-    Raises Unreachable, naming the address, at once without `wait`; Refused for wrong credentials or a wrong URL.
+    Raises Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials or a wrong URL.
     """
 
     async def attempt() -> Client:
@@ -55,7 +55,9 @@ async def connect_nats(
             return await _connect_once(url, name)
         except (NatsError, OSError, TimeoutError, ValueError) as error:
             refused = isinstance(error, ValueError) or "authorization" in str(error).lower()
-            raise (Refused if refused else Unreachable)(f"NATS at {without_password(url)}: {_reason(error)}") from error
+            raise (AccessDenied if refused else Unreachable)(
+                f"NATS at {without_password(url)}: {_reason(error)}"
+            ) from error
 
     return await reached(attempt, wait=wait, on_wait=on_wait)
 

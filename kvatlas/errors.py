@@ -7,7 +7,7 @@ KvatlasError                    one clear line: what was wrong, with which value
  |   `- EngineEventError        an engine's payload or event can't be understood
  |- SettingsError               a flag or environment variable is wrong
  |- Unreachable                 a server does not answer, or can't do its work now
- |   `- Refused                 it does not accept our credentials or address
+ |   `- AccessDenied            it does not accept our credentials or address
  |- LayoutMismatch              the store was laid out by another version or with other P, S
  |   `- NoIndexYet              no indexer has laid it out yet
  |- UnsuitableStore             the store's configuration would lose data (an evicting policy, a read-only replica)
@@ -43,7 +43,7 @@ class Unreachable(KvatlasError):
     """A server does not answer at its address, or can't do its work now."""
 
 
-class Refused(Unreachable):
+class AccessDenied(Unreachable):
     """A server does not accept our credentials, or its address can't be one: waiting does not help."""
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvatlas.errors import NoIndexYet, Refused, Unreachable
+from kvatlas.errors import NoIndexYet, AccessDenied, Unreachable
 
 T = TypeVar("T")
 
@@ -16,12 +16,12 @@ async def reached(
     attempt: Callable[[], Awaitable[T]], *, wait: bool, on_wait: Callable[[str], None] | None = None
 ) -> T:
     """What `attempt` returns. With `wait` it is made again while it raises Unreachable or NoIndexYet, and `on_wait` gets
-    the line for the user each time. Raises what `attempt` raises: these at once without `wait`, Refused always."""
+    the line for the user each time. Raises what `attempt` raises: these at once without `wait`, AccessDenied always."""
     pause_s = FIRST_WAIT_S
     while True:
         try:
             return await attempt()
-        except Refused:
+        except AccessDenied:
             raise
         except (Unreachable, NoIndexYet) as error:
             if not wait:

@@ -24,7 +24,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvatlas.errors import InvalidValue, Refused, Unreachable
+from kvatlas.errors import InvalidValue, AccessDenied, Unreachable
 from kvatlas.lines import Lines
 from kvatlas.reaching import reached
 from kvatlas.redact import without_password
@@ -121,7 +121,7 @@ async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], No
 
     `url`: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` (any node of a cluster). With `wait` an unreachable
     server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises Unreachable, naming
-    the address: at once without `wait`; Refused for wrong credentials; InvalidValue for another URL.
+    the address: at once without `wait`; AccessDenied for wrong credentials; InvalidValue for another URL.
     """
     return await reached(lambda: _opened(url), wait=wait, on_wait=on_wait)
 
@@ -133,7 +133,7 @@ async def _opened(url: str) -> Store:
         return store
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
         await store.close()
-        raise Refused(f"{store.name}: {reason(error)}") from error
+        raise AccessDenied(f"{store.name}: {reason(error)}") from error
     except (RedisError, *UNREACHABLE) as error:
         await store.close()
         raise Unreachable(f"{store.name}: {reason(error)}") from error
