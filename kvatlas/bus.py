@@ -12,7 +12,7 @@ from nats.errors import Error as NatsError
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
-from kvatlas.errors import KvatlasError, AccessDenied, Unreachable
+from kvatlas.errors import AccessDenied, KvatlasError, Unreachable
 from kvatlas.reaching import reached
 from kvatlas.redact import without_password
 from kvatlas.subjects import ALL_EVENTS, STREAM

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvatlas.errors import NoIndexYet, AccessDenied, Unreachable
+from kvatlas.errors import AccessDenied, NoIndexYet, Unreachable
 
 T = TypeVar("T")
 

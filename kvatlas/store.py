@@ -24,7 +24,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvatlas.errors import InvalidValue, AccessDenied, Unreachable
+from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
 from kvatlas.lines import Lines
 from kvatlas.reaching import reached
 from kvatlas.redact import without_password
