@@ -25,7 +25,8 @@ class EngineStored:
     `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks that are
     known by their hash. `extra_keys` has one entry a block, or is None; neither the adapter nor the salt is in it
     (canonical form: `kvatlas.hashing`). `indexable` is False for a group that says nothing of how long a prefix
-    can be reused (anything but full attention): its copies are counted, never announced.
+    can be reused (anything but full attention): its copies are counted, never announced. `salt_inherited`: behind a parent,
+    no salt means the parent's (vLLM tells it with the first block alone; SGLang with every event of its chain).
     """
 
     hashes: Sequence[EngineHash]
@@ -38,6 +39,7 @@ class EngineStored:
     salt: str | None = None
     extra_keys: Sequence[ExtraKeys] | None = None
     indexable: bool = True
+    salt_inherited: bool = True
 
 
 @dataclass(frozen=True, slots=True)

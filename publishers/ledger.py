@@ -6,7 +6,7 @@ engine hash the block it stands for (`publishers.lineage`). A batch is folded in
 prefix-closed residency (`publishers.announcement`).
 
 Left out, counted, and still referenced, so that a later removal finds its count:
-- blocks whose parent is unknown (never re-rooted), or known only in another scope;
+- blocks whose parent is unknown, or known only in another scope: never re-rooted, and placed when it becomes known;
 - blocks that can't be hashed: token ids beyond 32 bits, tokens that are not a full block each;
 - blocks of another size than the engine's (partial blocks);
 - offload placeholders of a hash that is not known. Of a known one they are copies of its block, in any scope.
@@ -64,6 +64,7 @@ class Ledger:
         self.holdings: dict[tuple[Tier, int], Holding] = {}
         self._indexed: list[Holding] = []
         self._touched: list[Block] = []
+        self._shared_gone: list[tuple[EngineHash, Holding]] = []
         self._start_lineages()
 
     def _start_lineages(self) -> None:
@@ -103,6 +104,8 @@ class Ledger:
         cleared = False
         forgot_all = False
         for event in batch.events:
+            if self._shared_gone and not isinstance(event, EngineRemoved):
+                self._remove_shared()
             if isinstance(event, EngineStored):
                 if event.block_size != self.block_size and self._learn_block_size(event):
                     forgot_all = self._forget_lineages() or forgot_all
@@ -112,6 +115,8 @@ class Ledger:
             else:
                 self._clear(event)
                 cleared = True
+        if self._shared_gone:
+            self._remove_shared()
         events: list[IndexEvent] = [Cleared()] if forgot_all else []
         if self._touched:
             touched, self._touched = self._touched, []
@@ -151,7 +156,7 @@ class Ledger:
             holding = self._new_holding(event.tier, event.group, event.indexable)
         chain = self._place(event) if holding.indexable and hashes else None
         if chain is None:
-            self._store_by_name(holding, hashes)
+            self._store_by_name(holding, event)
             return
         counts, unit, touched = holding.counts, holding.unit, self._touched
         known, evicted, twins = self.lineages.known, self.lineages.evicted, self.lineages.twins
@@ -165,6 +170,10 @@ class Ledger:
             if owner is None:
                 known[name] = block
                 block.names += 1
+                if count and not event.salt_inherited:  # the copies left out before may be another salt's
+                    self._twins.begin(name, block)
+                    self._twins.store(name, block, holding, counting)
+                    continue
                 if not alone:
                     self._enter_tiers(name, block)
                     continue
@@ -183,6 +192,24 @@ class Ledger:
             if not block.touched:
                 block.touched = True
                 touched.append(block)
+        if self.lineages.unplaced:
+            self._place_behind(hashes)
+
+    def _place_behind(self, names: Sequence[EngineHash]) -> None:
+        """These hashes are known: what was stored behind them before belongs behind them, whatever is still held of it."""
+        lineages, found = self.lineages, list(names)
+        for name in found:  # it grows
+            for event in lineages.unplaced.take(name):
+                chain = self._place(event)
+                if chain is None:
+                    continue
+                for child, block in zip(event.hashes, chain, strict=True):
+                    if child not in lineages.known:
+                        lineages.known[child] = block
+                        block.names += 1
+                        self._enter_tiers(child, block)
+                        found.append(child)
+                lineages.drop(chain[-1])
 
     def _place(self, event: EngineStored) -> list[Block] | None:
         """The blocks that an event's hashes stand for by its tokens and its parent, None (counted) where they can't be told."""
@@ -204,8 +231,10 @@ class Ledger:
                 if namespace.root_salt is not None:
                     keys = with_root_salt(keys, namespace.root_salt)
             else:
-                parent = lineages.parent(event.parent, event.adapter, event.salt)
+                parent = lineages.meant(event.parent, event)
                 if parent is None:
+                    if event.salt_inherited:  # else what is left of its copies then may be another salt's
+                        lineages.unplaced.keep(event)
                     counters.unknown_parent += len(hashes)
                     return None
                 namespace = parent.namespace
@@ -216,20 +245,29 @@ class Ledger:
             return None
         return lineages.chain(namespace, parent, packed)
 
-    def _store_by_name(self, holding: Holding, hashes: Sequence[EngineHash]) -> None:
-        """Count copies of blocks that the event does not place; those known by their hash are held then."""
-        counts = holding.counts
-        for name in hashes:
+    def _store_by_name(self, holding: Holding, event: EngineStored) -> None:
+        """Count copies of blocks that the event does not place; those known by their hash are held then: a placeholder's in
+        any scope, else in the event's own."""
+        counts, lineages, counting = holding.counts, self.lineages, not self.settings.set_semantics
+        placeholder = not event.token_ids
+        for name in event.hashes:
             count = counts.get(name, 0)
-            counts[name] = 1 if self.settings.set_semantics else count + 1
-            if not holding.indexable:
+            counts[name] = count + 1 if counting else 1
+            owner = lineages.known.get(name)
+            if not holding.indexable or owner is None:
                 continue
-            if name in self.lineages.twins:
-                self._twins.store_any(name, holding)
-            elif not count and holding.in_all(name) and (block := self.lineages.known.get(name)):
-                self.lineages.evicted.pop(name, None)
-                block.copies += holding.unit
-                self._touch(block)
+            block = owner if placeholder else lineages.meant(name, event)
+            if block is not owner and name not in lineages.twins:
+                self._twins.part(name, owner, holding, count)
+            if name in lineages.twins:
+                if placeholder:
+                    self._twins.store_any(name, holding)
+                elif block is not None:
+                    self._twins.store(name, block, holding, counting)
+            elif not count and holding.in_all(name):
+                lineages.evicted.pop(name, None)
+                owner.copies += holding.unit
+                self._touch(owner)
 
     def _remove(self, event: EngineRemoved) -> None:
         hashes = event.hashes
@@ -243,7 +281,6 @@ class Ledger:
         peers = holding.peers
         alone = len(self._indexed) == 1
         indexable = holding.indexable
-        judged: Block | None = None  # of this event's twins: one tree node's blocks go together
         for name in hashes:
             count = counts.get(name)
             if count is None:
@@ -256,7 +293,7 @@ class Ledger:
             if not indexable:
                 continue
             if twins and name in twins:
-                judged = self._twins.remove(name, holding, judged)
+                self._shared_gone.append((name, holding))
                 continue
             if count > 1:
                 continue
@@ -269,6 +306,11 @@ class Ledger:
                 touched.append(block)
             if alone or not self._is_held(name):
                 evicted[name] = None
+
+    def _remove_shared(self) -> None:
+        """A run of removals ended: an engine may tell a chain's parents first, which blocks they were is seen from its end."""
+        self._twins.remove(self._shared_gone)
+        self._shared_gone.clear()
 
     def _clear(self, event: EngineCleared) -> None:
         self.counters.cleared_events += 1

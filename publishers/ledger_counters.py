@@ -20,7 +20,7 @@ class LedgerCounters:
     withdrawn: int = 0
     restored: int = 0
     judged_removals: int = 0
-    """Removals of a hash that stands for several blocks: which one went was judged, not told."""
+    """Removals of a hash that stands for several blocks, any of which may have gone: all of these count as gone."""
     forgotten: int = 0
     """Lineages forgotten because the memory of evictions is bounded."""
     block_size_learned: int = 0

@@ -1,11 +1,12 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
-    [version, identity, block size, namespaces, names, owners, evicted, holdings, twins]
+    [version, identity, block size, namespaces, names, owners, evicted, holdings, twins, unplaced]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
 salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root]. `owners`: for each name the
 position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names, counts]. `twins`:
-[name, [[position of block, [[position of holding, count]]]]]. Usable residency is not saved: it follows.
+[name, [[position of block, [[position of holding, count]]]]]. `unplaced`: [hashes, parent, packed tokens, adapter, salt, extra
+keys]. Usable residency is not saved: it follows.
 """
 
 import sys
@@ -16,13 +17,13 @@ from typing import Any
 import msgpack
 
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineHash
-from kvatlas.hashing import HASH_BYTES
+from kvatlas.events import EngineHash, EngineStored
+from kvatlas.hashing import HASH_BYTES, pack_tokens
 from kvatlas.tiers import Tier
 from publishers.holding import Holding
 from publishers.lineage import Block, Lineages
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class SavedLedger:
     evicted: list[EngineHash]
     holdings: list[SavedHolding]
     twins: list[tuple[EngineHash, list[tuple[int, list[tuple[int, int]]]]]]
+    unplaced: list[EngineStored]
 
     def place(self, lineages: Lineages) -> list[Block]:
         """Make the blocks and their names in empty lineages. Returns the blocks, in the dump's order."""
@@ -64,6 +66,8 @@ class SavedLedger:
             lineages.known[name] = blocks[position]
             blocks[position].names += 1
         lineages.evicted.update(dict.fromkeys(self.evicted))
+        for event in self.unplaced:
+            lineages.unplaced.keep(event)
         return blocks
 
 
@@ -107,6 +111,10 @@ def pack(
                     for one in holdings.values()
                 ],
                 twins,
+                [
+                    [list(one.hashes), one.parent, pack_tokens(one.token_ids), one.adapter, one.salt, one.extra_keys]
+                    for one in lineages.unplaced
+                ],
             ]
         )
     )
@@ -118,7 +126,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
         raw = msgpack.unpackb(dumped)
         if not isinstance(raw, list) or not raw or raw[0] != VERSION:
             raise InvalidValue(f"saved ledger of version {raw[0] if isinstance(raw, list) and raw else raw!r:.40}")
-        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, twins = raw
+        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, twins, unplaced = raw
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
@@ -134,6 +142,10 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             twins=[
                 (name, [(at, [(one, count) for one, count in share]) for at, share in by_block])
                 for name, by_block in twins
+            ],
+            unplaced=[
+                EngineStored(hashes, parent, _integers(tokens), block_size, adapter=adapter, salt=salt, extra_keys=keys)
+                for hashes, parent, tokens, adapter, salt, keys in unplaced
             ],
         )
     except InvalidValue:

@@ -9,15 +9,16 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvatlas.events import EngineHash, ScopeUse
+from kvatlas.events import EngineHash, EngineStored, ScopeUse
 from kvatlas.identity import Scope
+from publishers.unplaced import Unplaced
 
 if TYPE_CHECKING:
     from publishers.twins import TwinCopies
 
 COPIES_BITS = 24
 """`Block.copies` has a field of this many bits for each tier, the device tier lowest: one small integer as a rule."""
-_FIELD = (1 << COPIES_BITS) - 1
+FIELD = (1 << COPIES_BITS) - 1
 
 ORPHAN = -1
 """`Block.told` of a block that is held while one of its ancestors is not."""
@@ -100,7 +101,7 @@ def tiers_held(copies: int) -> int:
     """Flags of the tiers that `Block.copies` has a copy in."""
     flags, flag = 0, 1
     while copies:
-        if copies & _FIELD:
+        if copies & FIELD:
             flags |= flag
         copies >>= COPIES_BITS
         flag <<= 1
@@ -111,7 +112,8 @@ class Lineages:
     """Engine hashes and the blocks they stand for. Decides nothing of residency.
 
     `twins` has the engine hashes that stand for more than one block (an engine that leaves the salt or the adapter out of
-    its hashes); `known` has the first of those. `evicted` are the known hashes that no tier holds, in that order.
+    its hashes); `known` has the first of those. `evicted` are the known hashes that no tier holds, in that order; `unplaced`
+    the stores behind a hash that is not known.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Lineages:
         self._namespaces_of: dict[bytes, int] = {}
         self._perhaps_unused: set[bytes] = set()
         self.known: dict[EngineHash, Block] = {}
+        self.unplaced = Unplaced()
         self.twins: dict[EngineHash, dict[Block, TwinCopies]] = {}
         self.evicted: OrderedDict[EngineHash, None] = (
             OrderedDict()
@@ -153,17 +156,16 @@ class Lineages:
                 self.uses.pop(scope_id, None)
         self._perhaps_unused.clear()
 
-    def parent(self, name: EngineHash, adapter: str | None, salt: str | None) -> Block | None:
-        """The block that a child of (adapter, salt) means by `name`, None where it is not known in that namespace.
-
-        A salt of None matches any: vLLM tells it with the first block alone.
-        """
+    def meant(self, name: EngineHash, event: EngineStored) -> Block | None:
+        """The block that the event means by `name`, its parent's or one of its own; None where it is not known in the
+        event's namespace."""
         block = self.known.get(name)
         if block is None:
             return None
+        any_salt = event.salt is None and event.salt_inherited
         for one in self.twins.get(name, (block,)):
             namespace = one.namespace
-            if namespace.adapter == adapter and (salt is None or namespace.salt == salt):
+            if namespace.adapter == event.adapter and (any_salt or namespace.salt == event.salt):
                 return one
         return None
 
@@ -199,11 +201,12 @@ class Lineages:
             blocks = tuple(self.twins.pop(name, (owner,)))
             for block in blocks:
                 block.names -= 1
-                self._drop(block)
+                self.drop(block)
             forgotten += 1
         return forgotten
 
-    def _drop(self, block: Block | None) -> None:
+    def drop(self, block: Block | None) -> None:
+        """Forget the block, and those above it, as far as nobody names them and nothing descends from them."""
         while block is not None and not block.names and block.children is None:
             namespace = block.namespace
             del namespace.blocks[block.sequence_hash]

@@ -1,7 +1,7 @@
 """Engine hashes that stand for more than one block: an engine that leaves the salt or the adapter out of its hashes.
 
-A removal then names the hash, not the block. The hash's own count stays right; which of its blocks went is judged, and
-counted. Rare, so nothing here is on the path of other hashes.
+A removal then names the hash, not the block. The hash's own count stays right; of its blocks, those count as held that are
+held for certain. Rare, so nothing here is on the path of other hashes.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from kvatlas.events import EngineHash
 from kvatlas.tiers import Tier
 from publishers.ledger_counters import LedgerCounters
-from publishers.lineage import COPIES_BITS, Block, Lineages
+from publishers.lineage import COPIES_BITS, FIELD, Block, Lineages
 
 if TYPE_CHECKING:
     from publishers.holding import Holding
 
 
 class TwinCopies:
-    """One block's share of its hash's copies, and the flags of the tiers that it counts as held in for that."""
+    """Of its hash's copies those that are one block's for certain, and the flags of the tiers that it counts as held in for
+    that."""
 
     __slots__ = ("by_holding", "flags")
 
@@ -52,6 +53,10 @@ class Twins:
                 share.flags |= one.tier.flag
         self._lineages.twins[name] = {owner: share}
 
+    def begin(self, name: EngineHash, block: Block) -> None:
+        """`name` is known for `block` from now on; none of its copies so far is this block's for certain."""
+        self._lineages.twins[name] = {block: TwinCopies()}
+
     def store(self, name: EngineHash, block: Block, holding: "Holding", counting: bool) -> None:
         """A copy of this very block."""
         by_block = self._lineages.twins[name]
@@ -68,35 +73,35 @@ class Twins:
             share.by_holding[holding] = share.by_holding.get(holding, 0) + 1
         self.recount(name)
 
-    def remove(self, name: EngineHash, holding: "Holding", beside: Block | None) -> Block | None:
-        """One copy of the hash went; its count is already less. Returns the block judged to have lost it.
+    def remove(self, gone: "Sequence[tuple[EngineHash, Holding]]") -> None:
+        """One copy of each hash went, all of them one after the other; the hashes' counts are already less.
 
-        Judged, in this order: the block next to `beside` in its chain (an event's removals are of one chain), one that
-        nothing usable descends from (engines evict leaves first), the one known longest.
+        Which block's copy it was is not told. What is certain: a radix tree evicts leaves, so it was none that a child of is
+        held in the device tier (the tiers behind it are emptied in any order). Each of the others may have lost it, so each
+        counts as having lost it: a block that is held may go unannounced until it is stored again, none is claimed that went.
         """
-        left = holding.counts.get(name, 0)
-        by_block = self._lineages.twins[name]
-        chosen: Block | None = None
-        candidates = [block for block, share in by_block.items() if share.by_holding.get(holding)]
-        if left and candidates:
-            if len(candidates) > 1:
+        by_block_of = self._lineages.twins
+        for name, holding in sorted(gone, key=lambda one: -max(block.index for block in by_block_of[one[0]])):
+            left = holding.counts.get(name, 0)
+            by_block = by_block_of[name]
+            held = [block for block, share in by_block.items() if share.by_holding.get(holding)]
+            losers = [block for block in held if not self._has_child(block, holding)] if left else held
+            if left and not losers and sum(by_block[block].by_holding[holding] for block in held) > left:
+                losers = held
+            if len(losers) > 1 and left:
                 self._counters.judged_removals += 1
-            chosen = min(
-                candidates,
-                key=lambda block: (
-                    beside is None or (block.parent is not beside and beside.parent is not block),
-                    any(child.copies for child in block.each_child()),
-                ),
-            )
-            by_block[chosen].by_holding[holding] -= 1
-        for share in by_block.values():
-            held = min(share.by_holding.get(holding, 0), left)
-            if held:
-                share.by_holding[holding] = held
-            else:
-                share.by_holding.pop(holding, None)
-        self.recount(name)
-        return chosen
+            for block in held:
+                share = by_block[block].by_holding
+                share[holding] = min(share[holding] - (block in losers), left)
+                if not share[holding]:
+                    del share[holding]
+            self.recount(name)
+
+    def _has_child(self, block: Block, holding: "Holding") -> bool:
+        """Is a child of the block held for certain in the device tier?"""
+        if holding.tier is not Tier.HBM:
+            return False
+        return any(child.copies & FIELD for child in block.each_child())
 
     def clear(self, cleared: Sequence["Holding"]) -> None:
         """The counts of these holdings are gone."""

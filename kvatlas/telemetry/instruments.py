@@ -136,7 +136,7 @@ LEDGER_BLOCKS = _counter("ledger.blocks", "{block}", "Blocks that the engine sto
 LEDGER_SKIPPED = _counter("ledger.skipped", "{block}", "Blocks that can't be told to the index, by reason")
 LEDGER_HOLES = _counter("ledger.holes", "{block}", "Blocks withdrawn for a missing ancestor, and told again")
 LEDGER_JUDGED = _counter(
-    "ledger.removals.judged", "{block}", "Removals of a hash that stands for several blocks, where one was judged to go"
+    "ledger.removals.judged", "{block}", "Removals of a hash that stands for several blocks, any of which may have gone"
 )
 LEDGER_CLEARED = _counter("ledger.cleared", "{event}", "Times the engine cleared a tier")
 LEDGER_FORGOTTEN = _counter("ledger.forgotten", "{lineage}", "Lineages of evicted blocks forgotten for want of room")

@@ -50,4 +50,5 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         tier=tier,
         adapter=wire.adapter_of(tag, fields),
         salt=wire.text_of(tag, fields, "cache_salt"),
+        salt_inherited=False,
     )

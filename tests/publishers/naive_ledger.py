@@ -36,6 +36,7 @@ class NaiveLedger:
     chains: dict[EngineHash, tuple[bytes, list[bytes]]] = field(
         default_factory=dict
     )  # scope id, hashes from the root on
+    unplaced: list[EngineStored] = field(default_factory=list)
     indexable: dict[tuple[Tier, int], bool] = field(default_factory=dict)
 
     def fold(self, batch: EngineBatch) -> None:
@@ -44,7 +45,11 @@ class NaiveLedger:
                 self.indexable.setdefault((event.tier, event.group), event.indexable)
                 self.counts.update((name, event.tier, event.group) for name in event.hashes)
                 if event.indexable and event.token_ids:
-                    self._learn(event)
+                    self.unplaced.append(event)
+                    before = 0
+                    while before != len(self.unplaced):  # a child may be announced before its parent
+                        before = len(self.unplaced)
+                        self.unplaced = [one for one in self.unplaced if not self._learn(one)]
             elif isinstance(event, EngineRemoved):
                 for name in event.hashes:
                     if self.counts[name, event.tier, event.group]:
@@ -54,7 +59,7 @@ class NaiveLedger:
                     if key[1] in event.tiers:
                         self.counts[key] = 0
 
-    def _learn(self, event: EngineStored) -> None:
+    def _learn(self, event: EngineStored) -> bool:
         keys = event.extra_keys
         if event.parent is None:
             scope_id = Scope("m", "t", event.adapter).scope_id
@@ -63,12 +68,13 @@ class NaiveLedger:
         elif event.parent in self.chains:
             scope_id, above = self.chains[event.parent]
         else:
-            return
+            return False
         parent = int.from_bytes(above[-1], "little") if above else None
         packed = extend_chain(event.token_ids, self.block_size, parent, keys)
         for i, name in enumerate(event.hashes):
             above = [*above, packed[8 * i : 8 * i + 8]]
             self.chains[name] = (scope_id, above)
+        return True
 
     def resident(self) -> set[tuple[Tier, int, EngineHash]]:
         return {(tier, group, name) for (name, tier, group), count in self.counts.items() if count}

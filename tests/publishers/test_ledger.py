@@ -19,6 +19,7 @@ from kvatlas.hashing import extend_chain, pack_hashes
 from kvatlas.identity import Scope
 from kvatlas.tiers import Tier
 from publishers.ledger import Ledger, LedgerSettings
+from publishers.unplaced import Unplaced
 
 SCOPE_ID = Scope("m", "t").scope_id
 TOKENS = list(range(100, 112))  # six blocks of two
@@ -45,6 +46,10 @@ def hashes(first: int, last: int) -> bytes:
 
 def reverse(packed: bytes) -> bytes:
     return b"".join(packed[at : at + 8] for at in range(len(packed) - 8, -1, -8))
+
+
+def hashes_of(event: Stored | Removed) -> list[bytes]:
+    return [event.hashes[at : at + 8] for at in range(0, len(event.hashes), 8)]
 
 
 def held(one: Ledger) -> set[tuple[str, Any]]:
@@ -151,23 +156,38 @@ def test_a_late_child_finds_its_evicted_parents_chain() -> None:
     assert fold(one, store([2], 1, 1)) == [Stored(SCOPE_ID, Tier.HBM, hashes(1, 3), hashes(0, 1), 1)]
 
 
-def test_a_block_of_an_unknown_parent_is_counted_left_out_and_never_re_rooted() -> None:
+def test_a_block_of_an_unknown_parent_is_counted_and_announced_when_its_parent_is() -> None:
     one = ledger()
-    assert fold(one, store([3, 4], 2, 2)) == []
+    assert fold(one, store([4], 3, 3), store([3], 2, 2)) == []
     assert one.counters.unknown_parent == 2
     assert {name for _, _, name in one.resident()} == {3, 4}
-    fold(one, store([1, 2]))
-    assert held(one) == {("hbm", 1), ("hbm", 2)}
-    fold(one, EngineRemoved([3, 4]))
-    assert {name for _, _, name in one.resident()} == {1, 2}
+    one = Ledger.load(one.dump(), one.settings)
+    assert fold(one, store([1, 2])) == [Stored(SCOPE_ID, Tier.HBM, hashes(0, 4), None, 0)]
+    assert fold(one, EngineRemoved([3])) == [Removed(SCOPE_ID, Tier.HBM, reverse(hashes(2, 4)))]
 
 
-def test_a_left_out_block_is_taken_in_when_stored_again_behind_a_known_parent() -> None:
+def test_a_block_that_went_before_its_parent_was_known_is_not_announced_with_it() -> None:
     one = ledger()
-    fold(one, store([3], 2, 2), store([1, 2]))
-    assert fold(one, store([3], 2, 2)) == [Stored(SCOPE_ID, Tier.HBM, hashes(2, 3), hashes(1, 2), 2)]
-    assert fold(one, EngineRemoved([3])) == []  # two copies were stored
-    assert fold(one, EngineRemoved([3])) == [Removed(SCOPE_ID, Tier.HBM, hashes(2, 3))]
+    fold(one, store([3], 2, 2), store([3], 2, 2), EngineRemoved([3]), store([4], 3, 3))
+    fold(one, store([1, 2]))
+    assert held(one) == {("hbm", 1), ("hbm", 2), ("hbm", 3), ("hbm", 4)}
+    assert fold(one, EngineRemoved([3])) == [Removed(SCOPE_ID, Tier.HBM, reverse(hashes(2, 4)))]
+    two = ledger()
+    fold(two, store([3], 2, 2), EngineRemoved([3]), store([1, 2]))
+    assert held(two) == {("hbm", 1), ("hbm", 2)}
+
+
+def test_what_waits_for_unknown_parents_is_bounded_and_never_placed_in_another_scope() -> None:
+    kept = Unplaced(most_tokens=6)
+    for child in (11, 12, 13, 14):
+        kept.keep(store([child], child - 10, 1))
+    assert [event.hashes for event in kept] == [[12], [13], [14]]
+    assert [event.hashes for event in kept.take(2)] == [[12]] and not kept.take(1)
+    one = ledger()
+    fold(one, store([2], 1, 1, adapter="lora"))
+    fold(one, store([1]))
+    assert held(one) == {("hbm", 1)}
+    assert fold(one, store([1], adapter="lora")) != [] and one.announced_blocks == 3
 
 
 def test_a_parent_in_another_adapters_scope_is_unknown() -> None:
@@ -288,12 +308,34 @@ def test_a_hash_that_two_salts_share_stands_for_both_blocks() -> None:
     assert a.hashes != b.hashes and one.announced_blocks == 4
     (more,) = fold(one, store([3], 2, 2, salt="b"))
     assert more.parent == b.hashes[8:]
-    # block 2 of "b" has a child, so the copy that goes is taken for that of "a", and block 1 goes with it
-    assert fold(one, EngineRemoved([2, 1])) == [Removed(SCOPE_ID, Tier.HBM, reverse(a.hashes))]
-    assert one.counters.judged_removals == 2
+    # block 2 of "b" has a child, and leaves go first: the copies that go are those of "a", whatever order they are told in
+    assert fold(one, EngineRemoved([1]), EngineRemoved([2])) == [Removed(SCOPE_ID, Tier.HBM, reverse(a.hashes))]
+    assert one.counters.judged_removals == 0
     assert {name for _, _, name in one.resident()} == {1, 2, 3}
     assert fold(one, EngineRemoved([3, 2, 1])) == [Removed(SCOPE_ID, Tier.HBM, more.hashes + reverse(b.hashes))]
     assert not set(one.resident()) and not one.announced_blocks
+
+
+def test_where_a_removal_may_be_of_several_blocks_none_of_them_is_claimed() -> None:
+    one = ledger()
+    (a,) = fold(one, store([1], salt="a"))
+    (b,) = fold(one, store([1], salt="b"))
+    (gone,) = fold(one, EngineRemoved([1]))
+    assert isinstance(gone, Removed) and sorted(hashes_of(gone)) == sorted([a.hashes, b.hashes])
+    assert one.counters.judged_removals == 1 and {name for _, _, name in one.resident()} == {1}
+    assert fold(one, store([1], salt="a")) == [a]  # two copies, one of "a" for certain
+    assert fold(one, EngineRemoved([1])) == [Removed(a.scope_id, Tier.HBM, a.hashes)]
+    assert fold(one, EngineRemoved([1])) == [] and not set(one.resident())
+
+
+def test_a_child_without_a_salt_follows_the_block_without_one_where_an_engine_tells_it_with_every_event() -> None:
+    one = ledger(salt_is_tenant=True)
+    fold(one, store([1], salt="acme", salt_inherited=False), store([1], salt_inherited=False))
+    (child,) = fold(one, store([2], 1, 1, salt_inherited=False))
+    assert one.uses[child.scope_id].scope.tenant_id == "default"
+    two = ledger(salt_is_tenant=True)
+    fold(two, store([1], salt="acme", salt_inherited=False))
+    assert fold(two, store([2], 1, 1, salt_inherited=False)) == [] and two.counters.unknown_parent == 1
 
 
 def test_a_shared_hash_survives_a_dump_and_is_forgotten_whole() -> None:
@@ -301,9 +343,9 @@ def test_a_shared_hash_survives_a_dump_and_is_forgotten_whole() -> None:
     fold(one, store([1], salt="a"), store([1], salt="b"), store([1], salt="b"))
     one = Ledger.load(one.dump(), one.settings, remembered_evictions=0)
     assert one.announced_blocks == 2
-    fold(one, EngineRemoved([1]), EngineRemoved([1]))
-    assert one.announced_blocks == 1
     fold(one, EngineRemoved([1]))
+    assert one.announced_blocks == 1
+    fold(one, EngineRemoved([1]), EngineRemoved([1]))
     assert one.announced_blocks == 0 and not one.lineages.known and not one.lineages.namespaces
 
 
