@@ -27,6 +27,9 @@ SHORTEST_PAUSE_S = 0.05
 ASLEEP_S = 4.0
 """Longer than rounds are apart, shorter than a worker's silence may be: this process itself stood still."""
 FORGET_AFTER_S = 3600.0
+ADOPT_EVERY_S = 15.0
+"""So soon a record that nobody judges is found: a replica that stood still wrote it of a worker that was retired meanwhile,
+or a failover of the store brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -60,15 +63,15 @@ class Heartbeats:
         self._on_gone = on_gone
         self._clock = clock
         self._urgent = asyncio.Event()
-        self._adopt = False
+        self._adopt_s = clock() + ADOPT_EVERY_S
         self._ticked_s = clock()
         self._forgetting = Forgetting(forget_after_s)
         self.traces: dict[str, str] = {}
         """W3C traceparent of the last applied batch that an engine's batch led to, by worker, where this replica traces."""
 
     def adopt(self) -> None:
-        """Partitions were taken: the workers that the fleet store knows of them are to be judged too."""
-        self._adopt = True
+        """The workers that the fleet store knows of the owned partitions are to be judged too: at once."""
+        self._adopt_s = self._clock()
         self._urgent.set()
 
     def on_records(self, records: Iterable[WorkerRecord]) -> None:
@@ -108,10 +111,13 @@ class Heartbeats:
         if now_s - self._ticked_s > ASLEEP_S:
             self._liveness.slept(now_s - self._ticked_s, now_s)
         self._ticked_s = now_s
-        if self._adopt:
-            known = await self._fleet.all()
-            self._liveness.adopt({w: record for w, record in known.items() if self._owns(w)}, now_s)
-            self._adopt = False
+        if now_s >= self._adopt_s:
+            self._adopt_s = now_s + ADOPT_EVERY_S
+            try:
+                await self._adopt(now_s)
+            except BaseException:
+                self._adopt_s = now_s
+                raise
         held_back = self._liveness.held_back
         retirements = self._liveness.tick(now_s)
         self._counters.workers_lost = self._liveness.lost
@@ -127,6 +133,20 @@ class Heartbeats:
             await self._retire(retirement)
         for worker_id, incarnation in self._forgetting.due(now_s):
             await self._index.forget(worker_id, incarnation)
+
+    async def _adopt(self, now_s: float) -> None:
+        """Judges those that the fleet store knows and this replica does not; takes out what is of another pool now, or can't be
+        understood (one that lives is written again with its next heartbeat)."""
+        entries = await self._fleet.entries(lambda w, pool_id: self._owns(w) and self._liveness.pool_of(w) != pool_id)
+        for worker_id, pool_id, record in entries:
+            pool_now = self._liveness.pool_of(worker_id)
+            if not self._owns(worker_id) or pool_now == pool_id:
+                continue  # its partition was given up, or it was heard, meanwhile
+            if pool_now is None and record is not None:
+                self._liveness.adopt({worker_id: record}, now_s)
+            else:
+                log.info("worker %s is taken out of pool %s", worker_id, pool_id)
+                await self._fleet.forget(worker_id, pool_id)
 
     async def _retire(self, retirement: Retirement) -> None:
         worker_id = retirement.worker_id
@@ -156,6 +176,8 @@ class Heartbeats:
             log.debug("heartbeat not understood: %s", error)
             return
         self._counters.heartbeats += 1
+        if self._liveness.pool_of(worker_id) not in (None, beat.endpoint.pool_id):
+            self.adopt()  # it serves another model now
         self._doubt.hear(worker_id, beat.incarnation, beat.acked_seq, now_s)
         if self._liveness.hear(beat, now_s, time_ns() // 1_000):
             self._urgent.set()

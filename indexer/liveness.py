@@ -75,6 +75,11 @@ class LivenessJudge:
                     record.load_age_us,
                 )
 
+    def pool_of(self, worker_id: str) -> str | None:
+        """The pool of a judged worker; None of any other."""
+        worker = self._workers.get(worker_id)
+        return worker.endpoint.pool_id if worker is not None else None
+
     def held(self, worker_ids: Collection[str], now_s: float) -> None:
         """The owned workers that the index has not retired. Those that nobody was heard of, nor knows as a member of the
         fleet (retired, and a late message brought them back; or their record was lost), are clocked from now on."""
@@ -147,8 +152,10 @@ class LivenessJudge:
         return retirements
 
     def take_changed(self, traces: Mapping[str, str] | None = None) -> dict[str, FleetRecord]:
-        """The records of workers heard or changed since the last call. `traces`: W3C traceparent of the last applied
-        batch by worker."""
+        """The records of workers heard or changed since the last call, and of all that are lost: what another replica
+        heard of one before it stood still, it may have written since. `traces`: W3C traceparent of the last applied batch
+        by worker."""
+        self._changed.update(w for w, worker in self._workers.items() if worker.liveness is Liveness.LOST)
         changed = {worker_id: self._record(worker_id, (traces or {}).get(worker_id)) for worker_id in self._changed}
         self._changed.clear()
         return changed

@@ -204,6 +204,8 @@ class Replica:
             await running.ended.wait()
         self._doubt.forget([worker_id for worker_id in self._doubt.workers if not self._owns(worker_id)])
         self._liveness.forget(lambda worker_id: not self._owns(worker_id))
+        for worker_id in [w for w in self._heartbeats.traces if not self._owns(w)]:
+            del self._heartbeats.traces[worker_id]
         self._grants.forget(lambda worker_id: not self._owns(worker_id))
 
     async def _ensure_stream(self) -> None:

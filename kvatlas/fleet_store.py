@@ -9,12 +9,12 @@ Leases only save work; nothing that must be right depends on them.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from redis.exceptions import ResponseError
 
-from kvatlas.errors import Unreachable
+from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet import FleetRecord
 from kvatlas.pool_calls import pool_call, pool_keys
 from kvatlas.reservations.protocol import WorkerReport
@@ -62,10 +62,7 @@ class FleetStore:
 
     async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
         """The workers of one pool. Raises InvalidValue for a record of an unknown form."""
-        try:
-            found = await self._store.client.hgetall(pool_workers_key(pool_id))
-        except UNREACHABLE as error:
-            raise self._unreachable(error) from error
+        found = await self._packed(pool_id)
         return {worker_id.decode(): FleetRecord.unpack(packed) for worker_id, packed in found.items()}
 
     async def pools(self) -> list[str]:
@@ -81,6 +78,18 @@ class FleetStore:
         for pool_id in await self.pools():
             records.update(await self.pool(pool_id))
         return records
+
+    async def entries(self, which: Callable[[str, str], bool]) -> list[tuple[str, str, FleetRecord | None]]:
+        """Worker, pool and record of the entries that `which` (worker, pool) is true of. No record: it can't be understood."""
+        entries: list[tuple[str, str, FleetRecord | None]] = []
+        for pool_id in await self.pools():
+            for name, packed in (await self._packed(pool_id)).items():
+                if which(worker_id := name.decode(), pool_id):
+                    try:
+                        entries.append((worker_id, pool_id, FleetRecord.unpack(packed)))
+                    except InvalidValue:
+                        entries.append((worker_id, pool_id, None))
+        return entries
 
     async def beat(self, member_id: str, ttl_ms: int) -> list[str]:
         """Say that this replica lives for `ttl_ms` from now; the live members, this one among them, sorted."""
@@ -108,6 +117,12 @@ class FleetStore:
         """Who holds which partition's lease, expired ones left out."""
         flat = await self._fcall("kvatlas_fleet_leases", [LEASES], [])
         return {int(flat[i]): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+
+    async def _packed(self, pool_id: str) -> dict[bytes, bytes]:
+        try:
+            return dict(await self._store.client.hgetall(pool_workers_key(pool_id)))
+        except UNREACHABLE as error:
+            raise self._unreachable(error) from error
 
     async def _workers_of(self, pool_id: str) -> int:
         try:

@@ -1,5 +1,6 @@
 -- Leases of partitions: value "<expiry ms> <member id>".
 
+-- Its member and when it ends; nil where it has expired.
 local function holder_of(value, now)
   if not value then
     return nil
@@ -8,19 +9,23 @@ local function holder_of(value, now)
   if tonumber(expiry) <= now then
     return nil
   end
-  return member
+  return member, tonumber(expiry)
 end
 
--- claim: take or renew what is free, expired or one's own; returns the partitions held.
+-- claim: take or renew what is free, expired or one's own; returns the partitions held. A lease that ends later than one
+-- taken now is of before the clock went back, and ends then.
 -- KEYS: leases   ARGV: member id, ttl ms, partition...
 register('kvatlas_fleet_claim', function(keys, args)
   local now, held = now_ms(), {}
-  local value = string.format('%d %s', now + tonumber(args[2]), args[1])
+  local last = now + tonumber(args[2])
+  local mine = string.format('%d %s', last, args[1])
   for i = 3, #args do
-    local member = holder_of(redis.call('HGET', keys[1], args[i]), now)
+    local member, expiry = holder_of(redis.call('HGET', keys[1], args[i]), now)
     if member == nil or member == args[1] then
-      redis.call('HSET', keys[1], args[i], value)
+      redis.call('HSET', keys[1], args[i], mine)
       held[#held + 1] = args[i]
+    elseif expiry > last then
+      redis.call('HSET', keys[1], args[i], string.format('%d %s', last, member))
     end
   end
   return held

@@ -24,6 +24,8 @@ local INCARNATION, SAMPLED, COVERED, QUEUED, RUNNING, WAITING, KV = 1, 2, 3, 4, 
 local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS = 8, 9, 10, 11
 local ID_BYTES, HASH_BYTES = 16, 8
 local CHUNK = 3500 -- unpack fails from 8,000 values up
+local CLOCK_SLACK_US = 1000000
+local UNUSED_MS = 3600000
 
 local function place(worker, us, id)
   return worker .. '\0' .. string.format('%016d', us) .. id
@@ -44,6 +46,23 @@ local function count(record, reservation, sign)
     record[BOOKED_QUEUED] = record[BOOKED_QUEUED] + sign * reservation[4]
     record[BOOKED_RUNNING] = record[BOOKED_RUNNING] + sign
     record[BOOKED_KV] = record[BOOKED_KV] + sign * reservation[5]
+  end
+end
+
+-- A pool without workers has nobody that would ever take out what its routers still tell: it goes by itself.
+local function keep_shortly(keys)
+  if redis.call('EXISTS', keys[1]) == 0 then
+    for i = 2, #keys do
+      redis.call('PEXPIRE', keys[i], UNUSED_MS)
+    end
+  end
+end
+
+-- Nothing was ever booked or reported: for a store whose clock went back (another server's, or stepped). What is there would
+-- count as fresh until the clock is where it was.
+local function start_anew(keys)
+  for i = LOAD, DEADLINES do
+    redis.call('UNLINK', keys[i])
   end
 end
 

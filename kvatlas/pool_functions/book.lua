@@ -100,6 +100,7 @@ register('kvatlas_pool_book', function(keys, args)
     wanted = start(keys, prefill_id, now) and wanted
   end
   if not wanted then
+    keep_shortly(keys)
     return cmsgpack.pack({ 0, {}, 0, {} })
   end
   local chosen, weighed, met, prefill, judged = weigh(keys, ask, now)
@@ -107,5 +108,6 @@ register('kvatlas_pool_book', function(keys, args)
   if prefill > 0 then
     reserve(keys, prefill_id, router, longest_us, input_tokens, ask, prefill, weighed, met, now)
   end
+  keep_shortly(keys)
   return cmsgpack.pack({ chosen, weighed, prefill, judged })
 end)

@@ -8,6 +8,7 @@ register('kvatlas_pool_beat', function(keys, args)
   purge(keys, now)
   local lived = redis.call('HEXISTS', keys[ROUTERS], args[1])
   redis.call('HSET', keys[ROUTERS], args[1], string.format('%d', now + tonumber(args[2])))
+  keep_shortly(keys)
   return lived
 end)
 

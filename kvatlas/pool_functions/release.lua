@@ -12,6 +12,7 @@ register('kvatlas_pool_release', function(keys, args)
   if outcome == 'called_off' then
     redis.call('HSET', keys[RESERVATIONS], id, cmsgpack.pack({ '', '', 0, 0, 0, 0 }))
     redis.call('ZADD', keys[DEADLINES], string.format('%d', now + tonumber(args[3])), 'r' .. id)
+    keep_shortly(keys)
   end
   return (reservation and reservation[1] ~= '') and 1 or 0
 end)

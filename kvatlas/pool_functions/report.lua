@@ -11,9 +11,18 @@ register('kvatlas_pool_report', function(keys, args)
   for _, told in ipairs(cmsgpack.unpack(args[1])) do
     local worker = told[1]
     if told[2] ~= '' then
+      if redis.call('EXISTS', keys[1]) == 0 then
+        for i = 2, #keys do
+          redis.call('PERSIST', keys[i])
+        end
+      end
       redis.call('HSET', keys[1], worker, told[2])
     end
     local record = get_worker(keys, worker)
+    if record[SAMPLED] > now + CLOCK_SLACK_US then
+      start_anew(keys)
+      record = get_worker(keys, worker)
+    end
     if record[INCARNATION] ~= told[3] then
       if record[INCARNATION] ~= '' then
         drop_worker(keys, worker, now)
@@ -47,5 +56,6 @@ register('kvatlas_pool_forget', function(keys, args)
   redis.call('HDEL', keys[1], args[1])
   redis.call('HDEL', keys[LOAD], args[1])
   redis.call('HDEL', keys[RATES], args[1])
+  keep_shortly(keys)
   return 0
 end)

@@ -25,6 +25,7 @@ from kvatlas.reservations.protocol import (
 from kvatlas.reservations.weigh import Busy, Met, ready_us, weigh
 
 CALLED_OFF_US = 30_000_000
+CLOCK_SLACK_US = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class _Pool:
 
 
 class MemoryReservations:
-    """See `Reservations`. `clock_us` is its own clock: microseconds that never go back."""
+    """See `Reservations`. `clock_us` is its own clock, microseconds."""
 
     hears_fleet = False
 
@@ -167,6 +168,9 @@ class MemoryReservations:
         pool, now = self._purged(pool_id)
         for worker_id, report in reports.items():
             worker = pool.workers.setdefault(worker_id, _Worker())
+            if worker.sampled_us > now + CLOCK_SLACK_US:
+                self._pools[pool_id] = pool = _Pool(rates=pool.rates)
+                worker = pool.workers.setdefault(worker_id, _Worker())
             if worker.incarnation != report.incarnation:
                 if worker.incarnation is not None:
                     self._drop_worker(pool, worker_id, now)

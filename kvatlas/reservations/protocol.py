@@ -206,6 +206,9 @@ class Reservations(Protocol):
     by its release, with its router's lease, with its worker's incarnation, or after its longest time, whichever is first;
     what is ended can be ended again. Nothing predicted outlives the time that it is believed for, a failure of its
     request, or its worker's incarnation.
+
+    Where that clock goes back (another server's, or stepped) all that is booked and predicted ends with the next report: it
+    would count until the clock is where it was.
     """
 
     @property

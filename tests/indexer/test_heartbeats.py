@@ -7,11 +7,12 @@ from nats.aio.client import Client
 
 from indexer.counters import IndexerCounters
 from indexer.doubt import DoubtJudge
-from indexer.heartbeats import FORGET_AFTER_S, Heartbeats
+from indexer.heartbeats import ADOPT_EVERY_S, FORGET_AFTER_S, Heartbeats
 from indexer.liveness import LOST_AFTER_S, RETIRE_AFTER_S, LivenessJudge
 from kvatlas.fleet import Liveness
-from kvatlas.fleet_store import FleetStore
+from kvatlas.fleet_store import FleetStore, pool_workers_key
 from kvatlas.index.memory import MemoryIndex
+from kvatlas.store import Store
 from kvatlas.subjects import alive_subject
 from tests.index.telling import Teller, tell
 from tests.indexer.bus_teller import PARTITIONS, SCOPE, BusTeller, heartbeat
@@ -168,3 +169,67 @@ async def test_an_observer_that_stood_still_takes_its_own_sleep_for_nobodys_sile
     assert (await fleet.all())["w0"].liveness is Liveness.ALIVE
     await watched.later(RETIRE_AFTER_S + 1)
     assert watched.gone == ["w0"]
+
+
+async def test_what_a_replica_that_stood_still_writes_of_a_lost_worker_does_not_stay(
+    watched: Watched, client: Client, fleet: FleetStore
+) -> None:
+    worker = BusTeller(client, "w0", incarnation=5)
+    await tell(watched.index, worker.begin(5))
+    await watched.hear(client, worker)
+    await watched.heartbeats.tick()
+    alive = await fleet.all()
+    await watched.later(LOST_AFTER_S + 1)
+    await fleet.write(alive)
+    await watched.later(1)
+    assert (await fleet.all())["w0"].liveness is Liveness.LOST
+
+
+async def test_a_record_of_a_retired_worker_that_comes_back_is_forgotten_again(
+    watched: Watched, client: Client, fleet: FleetStore
+) -> None:
+    """A failover of the store, or a replica that stood still, brings it back: nobody is heard, nobody judges it."""
+    worker = BusTeller(client, "w0")
+    await watched.hear(client, worker)
+    await watched.heartbeats.tick()
+    alive = await fleet.all()
+    await watched.later(RETIRE_AFTER_S + 1)
+    assert await fleet.all() == {}
+    await fleet.write(alive)
+    await watched.later(ADOPT_EVERY_S + LOST_AFTER_S + 2)
+    assert (await fleet.all())["w0"].liveness is Liveness.LOST
+    await watched.later(RETIRE_AFTER_S)
+    assert await fleet.all() == {}
+
+
+async def test_a_record_that_cant_be_understood_is_taken_out_and_stops_nothing(
+    watched: Watched, client: Client, store: Store, fleet: FleetStore
+) -> None:
+    worker = BusTeller(client, "w0")
+    await watched.hear(client, worker)
+    await watched.heartbeats.tick()
+    [pool_id] = await fleet.pools()
+    await store.client.hset(pool_workers_key(pool_id), "w1", b"garbage")
+    watched.heartbeats.adopt()
+    await watched.heartbeats.tick()
+    assert set(await fleet.all()) == {"w0"}
+
+
+async def test_a_worker_that_serves_another_model_leaves_the_pool_of_the_first(
+    watched: Watched, client: Client, fleet: FleetStore
+) -> None:
+    worker = BusTeller(client, "w0")
+    await watched.hear(client, worker)
+    await watched.heartbeats.tick()
+    [before] = await fleet.pools()
+    other = heartbeat(worker)
+    other = other.model_copy(update={"endpoint": other.endpoint.model_copy(update={"model_id": "other"})})
+    subscription = await watched.heartbeats.listen()
+    heard = watched.counters.heartbeats
+    await client.publish(alive_subject("w0"), other.pack())
+    await until(lambda: watched.counters.heartbeats > heard, what="it is heard")
+    await subscription.unsubscribe()
+    await watched.heartbeats.tick()
+    assert await fleet.pool(before) == {}
+    assert await fleet.pools() == [other.endpoint.pool_id]
+    assert (await fleet.all())["w0"].endpoint.model_id == "other"

@@ -2,7 +2,7 @@
 
 import pickle
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvatlas.errors import Unreachable
@@ -132,6 +132,7 @@ class Fleet:
         await pause()
         self.records.pop(worker_id, None)
 
-    async def all(self) -> dict[str, FleetRecord]:
+    async def entries(self, which: Callable[[str, str], bool]) -> list[tuple[str, str, FleetRecord | None]]:
         await pause()
-        return dict(self.records)
+        named = [(worker_id, record.endpoint.pool_id, record) for worker_id, record in self.records.items()]
+        return [(worker_id, pool_id, record) for worker_id, pool_id, record in named if which(worker_id, pool_id)]

@@ -147,6 +147,19 @@ async def test_a_reservation_that_nobody_releases_ends(reservations: Reservation
     assert await load(reservations, "a") == Load()
 
 
+async def test_a_clock_that_goes_back_freezes_no_load(reservations: Reservations, clock: Clock) -> None:
+    """As that of a replica on another machine, which has become the primary."""
+    await report(reservations, a=Load(9, 9_000, 0, 0), b=Load())
+    assert await book(reservations, 1, TWO) == "b"
+    await clock.pass_us(-3_600 * SECOND_US)
+    await report(reservations, a=Load(1, 20, 0, 0))
+    await report(reservations, b=Load(1, 9_000, 0, 0))
+    weighed = (await reservations.look(POOL, TWO)).weighed
+    assert [(w.load, w.load_known) for w in weighed] == [(Load(1, 20, 0, 0), True), (Load(1, 9_000, 0, 0), True)]
+    assert await book(reservations, 2, TWO) == "a"
+    assert await load(reservations, "a") == Load(2, 1_020, 0, 1_000)
+
+
 async def test_reservations_die_with_their_workers_incarnation(reservations: Reservations) -> None:
     chain = steps(*range(4))
     await report(reservations, incarnation=5, a=None, b=None)

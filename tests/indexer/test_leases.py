@@ -1,0 +1,40 @@
+"""Leases in the store whose clock goes back: another server's, or stepped."""
+
+import pytest
+
+from kvatlas.fleet_store import LEASES, MEMBERS, FleetStore
+from kvatlas.store import Store
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+HOUR_MS = 3_600_000
+TTL_MS = 200
+
+
+async def server_ms(store: Store) -> int:
+    seconds, us = await store.client.time()
+    return int(seconds) * 1000 + int(us) // 1000
+
+
+async def test_leases_of_the_dead_end_although_the_clock_went_back(store: Store, fleet: FleetStore) -> None:
+    ends_ms = await server_ms(store) + HOUR_MS
+    await store.client.hset(LEASES, "3", f"{ends_ms} dead")
+    await store.client.hset(MEMBERS, "dead", ends_ms)
+    assert await fleet.beat("a", TTL_MS) == ["a", "dead"]
+    assert await fleet.claim("a", TTL_MS, [2, 3]) == [2]
+
+    async def takes_over() -> bool:
+        return await fleet.beat("a", TTL_MS) == ["a"] and await fleet.claim("a", TTL_MS, [2, 3]) == [2, 3]
+
+    await until(takes_over, what="member and lease are over")
+
+
+async def test_a_live_members_lease_goes_on_although_the_clock_went_back(store: Store, fleet: FleetStore) -> None:
+    ends_ms = await server_ms(store) + HOUR_MS
+    await store.client.hset(LEASES, "3", f"{ends_ms} b")
+    await store.client.hset(MEMBERS, "b", ends_ms)
+    await fleet.beat("a", HOUR_MS // 2)
+    assert await fleet.claim("a", HOUR_MS // 2, [3]) == []
+    assert await fleet.beat("b", HOUR_MS // 2) == ["a", "b"]
+    assert await fleet.claim("b", HOUR_MS // 2, [3]) == [3]
