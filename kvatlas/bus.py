@@ -10,7 +10,7 @@ from nats.aio.client import Client
 from nats.errors import ConnectionClosedError, ConnectionReconnectingError, NoServersError, StaleConnectionError
 from nats.errors import Error as NatsError
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from kvatlas.errors import AccessDenied, KvatlasError, Unreachable
 from kvatlas.reaching import reached
@@ -54,10 +54,9 @@ async def connect_nats(
         try:
             return await _connect_once(url, name)
         except (NatsError, OSError, TimeoutError, ValueError) as error:
-            refused = isinstance(error, ValueError) or "authorization" in str(error).lower()
-            raise (AccessDenied if refused else Unreachable)(
-                f"NATS at {without_password(url)}: {_reason(error)}"
-            ) from error
+            denied = isinstance(error, ValueError) or "authorization" in str(error).lower()
+            kind = AccessDenied if denied else Unreachable
+            raise kind(f"NATS at {without_password(url)}: {_reason(error)}") from error
 
     return await reached(attempt, wait=wait, on_wait=on_wait)
 
@@ -88,7 +87,8 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
             await jetstream.add_stream(config)
             return
     except (APIError, NatsError, TimeoutError) as error:
-        raise (Unreachable if _passes(error) else KvatlasError)(f"stream {STREAM}: {_reason(error)}") from error
+        kind = Unreachable if _passes(error) else KvatlasError
+        raise kind(f"stream {STREAM} can't be made: {_reason(error)}") from error
     if found.config.subjects != [ALL_EVENTS]:
         raise KvatlasError(f"stream {STREAM} holds subjects {found.config.subjects}; expected {[ALL_EVENTS]}")
 
@@ -169,4 +169,8 @@ def _passes(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    if isinstance(error, ServiceUnavailableError) and error.err_code is None:  # nobody listens on its API
+        return "JetStream is not enabled there (nats-server -js)"
+    if isinstance(error, APIError) and error.description:
+        return error.description
     return str(error).removeprefix("nats: ") or type(error).__name__

@@ -1,0 +1,49 @@
+"""NATS servers that can't keep a stream: one clear line, and no waiting for what does not come."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from anyio.abc import Process
+
+from indexer.service import run_indexer
+from kvatlas.embedded import EmbeddedServer, nats_server, owned_command
+from kvatlas.embedded.binaries import nats_server_binary
+from kvatlas.embedded.port import free_port
+from kvatlas.errors import KvatlasError
+from kvatlas.settings import IndexerSettings
+
+pytestmark = pytest.mark.anyio
+
+ACCOUNT_WITHOUT_JETSTREAM = 'accounts: {A: {users: [{user: "u", password: "p"}]}}, no_auth_user: "u"'
+
+
+@asynccontextmanager
+async def nats_without_jetstream() -> AsyncIterator[str]:
+    port = free_port()
+    command = [str(nats_server_binary()), "-a", "127.0.0.1", "-p", str(port)]
+    process: Process = await anyio.open_process(owned_command(command))
+    try:
+        yield f"nats://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        await process.aclose()
+
+
+async def said_of(nats_url: str, redis_url: str) -> str:
+    with pytest.raises(KvatlasError) as caught:
+        await run_indexer(IndexerSettings.load(nats_url=nats_url, redis_url=redis_url))
+    return str(caught.value)
+
+
+async def test_nats_without_jetstream(valkey: EmbeddedServer) -> None:
+    async with nats_without_jetstream() as url:
+        said = await said_of(url, valkey.url)
+    assert said == "stream KVATLAS_EVENTS can't be made: JetStream is not enabled there (nats-server -js)"
+
+
+async def test_an_account_without_jetstream(valkey: EmbeddedServer) -> None:
+    async with nats_server(config=ACCOUNT_WITHOUT_JETSTREAM) as server:
+        said = await said_of(server.url, valkey.url)
+    assert said == "stream KVATLAS_EVENTS can't be made: JetStream not enabled for account"
