@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvatlas.cost import CostProfile
-from kvatlas.reservations import STEP_BLOCKS, Ask, Offer, StepChain
+from kvatlas.reservations import STEP_BLOCKS, Ask, Offer, OfferKind, StepChain
 from kvatlas.reservations.weigh import worth_us
 from router_client.chain import PromptChain
 from router_client.limits import limits_of
@@ -66,16 +66,18 @@ def _offer(
     silent = not candidate.endpoint.events
     return Offer(
         worker_id=prospect.id,
-        chain=cut.get(block_size),
+        kind=OfferKind(
+            chain=cut.get(block_size),
+            limit_tokens=max(0, limit),
+            lost_tokens=rule.dropped_blocks * block_size,
+            prices=prices,
+            believed_us=round((settings.predicted_s if silent else settings.confirm_s) * 1e6),
+            capacity_steps=_capacity_steps(candidate, settings) if silent else 0,
+        ),
         held_steps=prospect.resident_tokens // (block_size * STEP_BLOCKS),
         cached_tokens=prospect.cached_tokens,
-        limit_tokens=max(0, limit),
-        lost_tokens=rule.dropped_blocks * block_size,
         base_us=base.score_us + prospect.surcharge_us,
         work_us=work_us,
-        prices=prices,
-        believed_us=round((settings.predicted_s if silent else settings.confirm_s) * 1e6),
-        capacity_steps=_capacity_steps(candidate, settings) if silent else 0,
     )
 
 

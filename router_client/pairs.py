@@ -244,8 +244,8 @@ def _answer(prompt: Prompt, prospect: Prospect, near: bool, profile: CostProfile
 
 def _answer_alone(offer: Offer, prospect: Prospect) -> Offer:
     """Nothing is computed of the prompt, and what the answer costs without load is the pair's price."""
-    prices = offer.prices._replace(queued_us=0.0)
-    return offer._replace(chain=None, base_us=float(prospect.surcharge_us), work_us=0.0, prices=prices)
+    kind = offer.kind._replace(chain=None, prices=offer.kind.prices._replace(queued_us=0.0))
+    return offer._replace(kind=kind, base_us=float(prospect.surcharge_us), work_us=0.0)
 
 
 def _with_room_for(limit: Limit, moved: int) -> Limit:

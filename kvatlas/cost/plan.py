@@ -111,7 +111,7 @@ class Prices(NamedTuple):
     """What changes a plan's cost by how much, in microseconds: so that load can be added where the plan is not known.
 
     A queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token whose KV is held by
-    one. n cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2.
+    one. n cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.
     """
 
     queued_us: float
@@ -120,6 +120,7 @@ class Prices(NamedTuple):
     waiting_tokens: int
     token_us: float
     token_squared_us: float = 0.0
+    hit_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

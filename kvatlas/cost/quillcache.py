@@ -92,4 +92,5 @@ class QuillcacheProfile:
         return Cost(self.name, TERMS, us, amounts, sum(us))
 
     def prices(self, plan: Plan) -> Prices:
-        return Prices(self.queue_us_per_token, self.running_decode_us, 0.0, 0, self.prefill_us_per_token)
+        token_us, hit_us = self.prefill_us_per_token, self.hbm_hit_us
+        return Prices(self.queue_us_per_token, self.running_decode_us, 0.0, 0, token_us, hit_us=hit_us)

@@ -2,30 +2,29 @@
 -- KEYS: see _pool.lua
 -- ARGV: id (16 bytes), router id, us of the router's lease, us after which a reservation ends in any case, prompt tokens,
 --   ask (see _weigh.lua), with a pairing: id of the reservation of the worker that computes the prompt alone
--- returns cmsgpack { number of the reserved offer, weighed, number of the one reserved for the prompt alone (0: none), judged };
---   the first number is 0 where the booking was called off before
+-- returns cmsgpack, see _weigh.lua; what is chosen is reserved; { 0 } where the booking was called off before
 
 -- Of an engine that confirms nothing, what was used now is remembered longer; of others, what is confirmed is forgotten.
-local function after_use(keys, offer, met, now)
+local function after_use(keys, worker, held_steps, met, now)
   for _, one in ipairs(met) do
     local id, prediction = one[1], one[2]
-    if prediction[1] == offer[OFFER_WORKER] then
+    if prediction[1] == worker then
       if prediction[7] > 0 then
         redis.call('ZREM', keys[PREDICTED], place(prediction[1], prediction[3], id))
         prediction[3], prediction[4] = now, math.max(prediction[4], now + prediction[5])
         redis.call('ZADD', keys[PREDICTED], 0, place(prediction[1], now, id))
         put_prediction(keys, id, prediction)
-      elseif one[4] and offer[HELD_STEPS] >= one[3] then
+      elseif one[4] and held_steps >= one[3] then
         drop_prediction(keys, id, prediction)
       end
     end
   end
 end
 
-local function predict(keys, id, offer, chain, first, ready, now)
-  local worker, capacity = offer[OFFER_WORKER], offer[CAPACITY]
+-- What a reservation leaves: the steps of a chain from number `first` on.
+local function predict(keys, id, worker, chain, first, ready, believed_us, capacity, now)
   local hashes = string.sub(chain, first * HASH_BYTES + 1)
-  local prediction = { worker, ready, now, ready + offer[BELIEVED_US], offer[BELIEVED_US], first, capacity, hashes }
+  local prediction = { worker, ready, now, ready + believed_us, believed_us, first, capacity, hashes }
   put_prediction(keys, id, prediction)
   local anchor = string.sub(hashes, 1, HASH_BYTES)
   redis.call('HSET', keys[ANCHORS], anchor, (redis.call('HGET', keys[ANCHORS], anchor) or '') .. id)
@@ -57,11 +56,11 @@ local function start(keys, id, now)
   return true
 end
 
--- Reserves the number-th offer.
-local function reserve(keys, id, router, longest_us, input_tokens, ask, number, weighed, met, now)
-  local offer, seen = row(ask[4], number, OFFER_FIELDS), row(weighed, number, WEIGHED_FIELDS)
-  local worker, used, wait_us = offer[OFFER_WORKER], seen[6], seen[7]
-  local cached = used > 0 and used or offer[CACHED]
+-- Reserves the number-th offer. `seen`, `met`: as `weigh` returns them.
+local function reserve(keys, id, router, longest_us, input_tokens, ask, number, seen, met, now)
+  local chains, kinds, offers, at = ask[3], ask[4], ask[5], (number - 1) * OFFER_FIELDS
+  local worker, held, k = offers[at + OFFER_WORKER], offers[at + CACHED], offers[at + KIND] * KIND_FIELDS
+  local cached = seen.used[number] or held
 
   local reservation = { worker, router, now, input_tokens - cached, input_tokens, 1 }
   redis.call('HSET', keys[RESERVATIONS], id, cmsgpack.pack(reservation))
@@ -71,20 +70,20 @@ local function reserve(keys, id, router, longest_us, input_tokens, ask, number, 
   count(record, reservation, 1)
   put_worker(keys, worker, record)
 
-  local chain = ask[3][offer[CHAIN]]
+  local chain = chains[kinds[k + CHAIN]]
   if chain then
-    local steps = offer[HELD_STEPS]
-    for _, one in ipairs(met[offer[CHAIN]] or {}) do
+    local held_steps, mine = offers[at + HELD_STEPS], met[kinds[k + CHAIN]] or {}
+    local steps = held_steps
+    for _, one in ipairs(mine) do
       if one[2][1] == worker then
         steps = math.max(steps, one[3])
       end
     end
-    after_use(keys, offer, met[offer[CHAIN]] or {}, now)
+    after_use(keys, worker, held_steps, mine, now)
     if steps * HASH_BYTES < #chain[2] then
-      local backlog_us = offer[QUEUED_US] * (seen[1] + seen[3] * offer[WAITING_TOKENS])
-      local work_us = offer[WORK] - (worth(offer, 0, cached) - worth(offer, 0, offer[CACHED]))
-      local ready = now + math.ceil(backlog_us + wait_us + math.max(0, work_us))
-      predict(keys, id, offer, chain[2], steps, ready, now)
+      local work_us = offers[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, held))
+      local ready = now + math.ceil(seen.backlog_us[number] + (seen.wait_us[number] or 0) + math.max(0, work_us))
+      predict(keys, id, worker, chain[2], steps, ready, kinds[k + BELIEVED_US], kinds[k + CAPACITY], now)
     end
   end
 end
@@ -101,13 +100,13 @@ register('kvatlas_pool_book', function(keys, args)
   end
   if not wanted then
     keep_shortly(keys)
-    return cmsgpack.pack({ 0, {}, 0, {} })
+    return cmsgpack.pack({ 0 })
   end
-  local chosen, weighed, met, prefill, judged = weigh(keys, ask, now)
-  reserve(keys, id, router, longest_us, input_tokens, ask, chosen, weighed, met, now)
-  if prefill > 0 then
-    reserve(keys, prefill_id, router, longest_us, input_tokens, ask, prefill, weighed, met, now)
+  local answer, seen, met = weigh(keys, ask, now)
+  reserve(keys, id, router, longest_us, input_tokens, ask, answer[1], seen, met, now)
+  if answer[2] > 0 then
+    reserve(keys, prefill_id, router, longest_us, input_tokens, ask, answer[2], seen, met, now)
   end
   keep_shortly(keys)
-  return cmsgpack.pack({ chosen, weighed, prefill, judged })
+  return cmsgpack.pack(answer)
 end)

@@ -207,7 +207,7 @@ class MemoryReservations:
             worker = pool.workers.get(worker_id, _Worker())
             known = now - worker.sampled_us < ask.stale_us
             busy[worker_id] = Busy(worker.reported if known else None, Load(running, queued, 0, kv_tokens))
-        chains: dict[str, StepChain] = {o.worker_id: ask.chains[o.chain] for o in ask.offers if o.chain is not None}
+        chains: dict[str, StepChain] = {o.worker_id: ask.chains[o.kind.chain] for o in ask.offers if o.kind.chain is not None}
         met: dict[bytes, int] = {}
         for id, prediction in pool.predictions.items():
             chain = chains.get(prediction.worker_id)
@@ -235,19 +235,20 @@ class MemoryReservations:
         pool.reservations[id] = _Reservation(
             offer.worker_id, booking.router_id, now, now + booking.longest_us, new_tokens, booking.input_tokens
         )
-        if offer.chain is None:
+        kind = offer.kind
+        if kind.chain is None:
             return
         mine = {met_id: steps for met_id, steps in met.items() if pool.predictions[met_id].worker_id == offer.worker_id}
         first = max([offer.held_steps, *mine.values()])
         for met_id in sorted(mine, key=lambda met_id: pool.predictions[met_id].first):
             self._after_use(pool, offer, met_id, mine[met_id], now)
-        hashes = ask.chains[offer.chain].hashes[first * HASH_BYTES :]
+        hashes = ask.chains[kind.chain].hashes[first * HASH_BYTES :]
         if not hashes:
             return
         ready = ready_us(offer, seen, now)
-        ends, capacity = ready + offer.believed_us, offer.capacity_steps
+        ends, capacity = ready + kind.believed_us, kind.capacity_steps
         pool.predictions[id] = _Prediction(
-            offer.worker_id, ready, ends, offer.believed_us, first, capacity, hashes, (now, id)
+            offer.worker_id, ready, ends, kind.believed_us, first, capacity, hashes, (now, id)
         )
         while capacity and _predicted_steps(pool, offer.worker_id) > capacity:
             of_worker = [other for other, p in pool.predictions.items() if p.worker_id == offer.worker_id]

@@ -47,27 +47,36 @@ class StepChain:
         return cls(block_size * STEP_BLOCKS, mixed.to_bytes(len(hashes), "big"))
 
 
-class Offer(NamedTuple):
-    """A worker that may be booked, and what the request would cost there.
+class OfferKind(NamedTuple):
+    """What a request meets on all workers that are alike.
 
-    `chain`: which of the ask's chains is cut as its blocks are; None for none, then nothing is predicted. `held_steps`:
-    those that the index knows of. Of a prefix of n tokens that it is predicted to hold, min(n, `limit_tokens`) -
-    `lost_tokens` can be used. `base_us`: the cost without load, of which `work_us` pass before the first token. What is
-    predicted is believed for `believed_us` after it should be there; on a worker whose events confirm nothing
-    (`capacity_steps` above 0) at most so many steps are.
+    `chain`: which of the ask's chains is cut as their blocks are; None for none, then nothing is predicted. Of a prefix of
+    n tokens that one is predicted to hold, min(n, `limit_tokens`) - `lost_tokens` can be used. What is predicted is
+    believed for `believed_us` after it should be there; on workers whose events confirm nothing (`capacity_steps` above
+    0) at most so many steps are.
     """
 
-    worker_id: str
     chain: int | None
-    held_steps: int
-    cached_tokens: int
     limit_tokens: int
     lost_tokens: int
-    base_us: float
-    work_us: float
     prices: Prices
     believed_us: int
     capacity_steps: int = 0
+
+
+class Offer(NamedTuple):
+    """A worker that may be booked, and what the request would cost there.
+
+    `held_steps`: those that the index knows of, `cached_tokens` in all. `base_us`: the cost without load, of which
+    `work_us` pass before the first token. Offers of one `kind` share the object.
+    """
+
+    worker_id: str
+    kind: OfferKind
+    held_steps: int
+    cached_tokens: int
+    base_us: float
+    work_us: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from struct import Struct
 from typing import Any, overload
 
 import msgpack
@@ -12,10 +13,11 @@ from kvatlas.limits import Limits
 from kvatlas.pool_calls import pool_call, pool_call_ro
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Outcome, Weighed, Weighing, WorkerReport
+from kvatlas.reservations.weigh import Busy, judge
 from kvatlas.store import Store
 
-_WEIGHED_FIELDS = 8
-
+_WORKER = Struct(">9d")
+"""The start of a worker's record, see `pool_functions/_pool.lua`."""
 
 WORKERS_A_CALL = 100
 """Evidence is added up for so many at once, so that others wait for a millisecond at most."""
@@ -30,7 +32,7 @@ class RedisReservations:
         self._store = store
 
     async def look(self, pool_id: str, ask: Ask) -> Weighing:
-        weighing = _weighing(await pool_call_ro(self._store, "look", pool_id, [_packed_ask(ask)]))
+        weighing = _weighing(ask, await pool_call_ro(self._store, "look", pool_id, [_packed_ask(ask)]))
         assert weighing is not None
         return weighing
 
@@ -44,7 +46,7 @@ class RedisReservations:
             _packed_ask(booking.ask),
             *(() if booking.prefill_id is None else (booking.prefill_id,)),
         ]
-        return _weighing(await pool_call(self._store, "book", pool_id, args))
+        return _weighing(booking.ask, await pool_call(self._store, "book", pool_id, args))
 
     async def prefilled(self, pool_id: str, id: bytes) -> bool:
         return bool(await pool_call(self._store, "prefilled", pool_id, [id]))
@@ -116,28 +118,29 @@ def _pack(value: Any) -> bytes:
 
 def _packed_ask(ask: Ask) -> bytes:
     chains = [(cut.step_tokens, cut.hashes) for cut in ask.chains]
+    numbers: dict[int, int] = {}
+    kinds: list[Any] = []
     offers: list[Any] = []
-    for offer in ask.offers:
-        prices = offer.prices
-        offers += (
-            offer.worker_id,
-            0 if offer.chain is None else offer.chain + 1,
-            offer.held_steps,
-            offer.cached_tokens,
-            offer.limit_tokens,
-            offer.lost_tokens,
-            offer.base_us,
-            offer.work_us,
-            prices.queued_us,
-            prices.running_us,
-            prices.kv_us,
-            prices.waiting_tokens,
-            prices.token_us,
-            prices.token_squared_us,
-            offer.believed_us,
-            offer.capacity_steps,
-        )
-    told: list[Any] = [ask.stale_us, ask.again_factor, chains, offers]
+    for worker_id, kind, held_steps, cached_tokens, base_us, work_us in ask.offers:
+        if (number := numbers.get(id(kind))) is None:
+            number = numbers[id(kind)] = len(numbers)
+            prices = kind.prices
+            kinds += (
+                0 if kind.chain is None else kind.chain + 1,
+                kind.limit_tokens,
+                kind.lost_tokens,
+                prices.queued_us,
+                prices.running_us,
+                prices.kv_us,
+                prices.waiting_tokens,
+                prices.token_us,
+                prices.token_squared_us,
+                prices.hit_us,
+                kind.believed_us,
+                kind.capacity_steps,
+            )
+        offers += (worker_id, number, held_steps, cached_tokens, base_us, work_us)
+    told: list[Any] = [ask.stale_us, ask.again_factor, chains, kinds, offers]
     if ask.limits is not None or ask.pairing is not None:
         told.append(0 if ask.limits is None else _packed_limits(ask.limits))
     if (pairing := ask.pairing) is not None:
@@ -152,12 +155,26 @@ def _packed_limits(limits: Limits) -> tuple[Any, ...]:
 
 
 class _Rows(Sequence[Weighed]):
-    """Rows of the store's answer (see `_weigh.lua`), each made when somebody looks at it: a router reads one of hundreds."""
+    """What each offer was judged by, worked out as the store did when somebody looks at it: a router reads one of hundreds.
 
-    def __init__(self, flat: list[Any], judged: list[Any]) -> None:
-        """`judged` is empty where no limits are gone over."""
-        self._flat = flat
-        self._judged = judged
+    `records`: each offer's worker as the store keeps it (`_pool.lua`).
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        now_us: int,
+        mean: Load,
+        in_flight: int,
+        best: Mapping[str, tuple[int, int]],
+        records: Sequence[bytes],
+    ) -> None:
+        self._ask = ask
+        self._now_us = now_us
+        self._mean = mean
+        self._in_flight = in_flight
+        self._best = best
+        self._records = records
 
     @overload
     def __getitem__(self, index: int) -> Weighed: ...
@@ -168,7 +185,7 @@ class _Rows(Sequence[Weighed]):
         return self._row(numbers) if isinstance(numbers, int) else [self._row(number) for number in numbers]
 
     def __len__(self) -> int:
-        return len(self._flat) // _WEIGHED_FIELDS
+        return len(self._records)
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -176,12 +193,23 @@ class _Rows(Sequence[Weighed]):
     __hash__ = None  # type: ignore[assignment]
 
     def _row(self, number: int) -> Weighed:
-        at = number * _WEIGHED_FIELDS
-        queued, running, waiting, kv_tokens, known, used, wait_us, again = self._flat[at : at + _WEIGHED_FIELDS]
-        judged = self._judged[2 * number : 2 * number + 2]
-        return Weighed(Load(running, queued, waiting, kv_tokens), bool(known), used, wait_us, again, *judged)
+        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv = map(
+            int, _WORKER.unpack_from(self._records[number])
+        )
+        known = self._now_us - sampled_us < self._ask.stale_us
+        busy = Busy(
+            Load(running, queued, waiting, kv) if known else None, Load(more_running, more_queued, 0, more_kv)
+        )
+        prediction = self._best.get(self._ask.offers[number].worker_id)
+        return judge(self._ask, number, busy, self._mean, prediction, self._in_flight, self._now_us)[1]
 
 
-def _weighing(answer: bytes) -> Weighing | None:
-    chosen, rows, prefill, judged = msgpack.unpackb(answer)
-    return Weighing(chosen - 1, _Rows(rows, judged), prefill - 1 if prefill else None) if chosen else None
+def _weighing(ask: Ask, answer: bytes) -> Weighing | None:
+    chosen, *rest = msgpack.unpackb(answer, raw=True)
+    if not chosen:
+        return None
+    prefill, now_us, mean, in_flight, predictions, records = rest
+    queued, running, waiting, kv_tokens = mean or (0, 0, 0, 0)
+    best = {worker_id.decode(): (tokens, ready_us) for worker_id, tokens, ready_us in predictions}
+    rows = _Rows(ask, now_us, Load(running, queued, waiting, kv_tokens), in_flight, best, records)
+    return Weighing(chosen - 1, rows, prefill - 1 if prefill else None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvatlas.cost.plan import Load, Prices, mean_load
 from kvatlas.limits import Limit, Limits, Over, level
 from kvatlas.reservations.pairing import choose_pair
-from kvatlas.reservations.protocol import Ask, Offer, Weighed, Weighing
+from kvatlas.reservations.protocol import Ask, Offer, OfferKind, Weighed, Weighing
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def weigh(ask: Ask, busy: Mapping[str, Busy], met: Sequence[Met], now_us: int) -
     best: dict[str, tuple[int, int]] = {}
     for one in met:
         offer = offers[one.worker_id]
-        assert offer.chain is not None
-        tokens = usable_tokens(offer, one.steps * ask.chains[offer.chain].step_tokens)
+        assert offer.kind.chain is not None
+        tokens = usable_tokens(offer.kind, one.steps * ask.chains[offer.kind.chain].step_tokens)
         if one.worker_id not in best or (-tokens, one.ready_us) < (-best[one.worker_id][0], best[one.worker_id][1]):
             best[one.worker_id] = (tokens, one.ready_us)
     in_flight = max((tokens for tokens, ready_us in best.values() if ready_us > now_us), default=0)
@@ -46,7 +46,7 @@ def weigh(ask: Ask, busy: Mapping[str, Busy], met: Sequence[Met], now_us: int) -
     scores: list[tuple[int, float]] = []
     weighed: list[Weighed] = []
     for i, offer in enumerate(ask.offers):
-        score, seen = _score(ask, i, offer, busy[offer.worker_id], mean, best.get(offer.worker_id), in_flight, now_us)
+        score, seen = judge(ask, i, busy[offer.worker_id], mean, best.get(offer.worker_id), in_flight, now_us)
         filters = ask.limits is not None and ask.limits.slo_filters
         scores.append((level(seen.over, slo_filters=filters), score))
         weighed.append(seen)
@@ -56,14 +56,15 @@ def weigh(ask: Ask, busy: Mapping[str, Busy], met: Sequence[Met], now_us: int) -
     return Weighing(min(range(len(scores)), key=scores.__getitem__), weighed)
 
 
-def usable_tokens(offer: Offer, predicted_tokens: int) -> int:
-    """How many tokens of a predicted prefix the worker's engine would reuse."""
-    return max(0, min(predicted_tokens, offer.limit_tokens) - offer.lost_tokens)
+def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:
+    """How many tokens of a predicted prefix a worker's engine would reuse."""
+    return max(0, min(predicted_tokens, kind.limit_tokens) - kind.lost_tokens)
 
 
 def worth_us(prices: Prices, tokens: int) -> float:
     """What holding so many tokens saves."""
-    return prices.token_us * tokens + prices.token_squared_us * tokens * tokens
+    us = prices.token_us * tokens + prices.token_squared_us * tokens * tokens
+    return us - prices.hit_us if tokens > 0 else us
 
 
 def backlog_us(prices: Prices, load: Load) -> float:
@@ -73,22 +74,21 @@ def backlog_us(prices: Prices, load: Load) -> float:
 
 def ready_us(offer: Offer, seen: Weighed, now_us: int) -> int:
     """When the prefill of a request should end that goes to the offered worker now."""
-    cached = seen.predicted_tokens or offer.cached_tokens
-    work_us = offer.work_us - (worth_us(offer.prices, cached) - worth_us(offer.prices, offer.cached_tokens))
-    return now_us + math.ceil(backlog_us(offer.prices, seen.load) + seen.wait_us + max(0, work_us))
+    prices, cached = offer.kind.prices, seen.predicted_tokens or offer.cached_tokens
+    work_us = offer.work_us - (worth_us(prices, cached) - worth_us(prices, offer.cached_tokens))
+    return now_us + math.ceil(backlog_us(prices, seen.load) + seen.wait_us + max(0, work_us))
 
 
-def _score(
-    ask: Ask,
-    i: int,
-    offer: Offer,
-    busy: Busy,
-    mean: Load,
-    prediction: tuple[int, int] | None,
-    in_flight: int,
-    now_us: int,
+def judge(
+    ask: Ask, i: int, busy: Busy, mean: Load, prediction: tuple[int, int] | None, in_flight: int, now_us: int
 ) -> tuple[float, Weighed]:
-    prices = offer.prices
+    """The cost of the i-th offer, and what it is judged by.
+
+    `mean` stands in for a load that is not known. `prediction`: of its worker the best one, the tokens that it would use
+    and when they are ready. `in_flight`: the most tokens that an offered worker is computing now.
+    """
+    offer = ask.offers[i]
+    prices = offer.kind.prices
     load = (mean if busy.reported is None else busy.reported) + busy.booked
     backlog = backlog_us(prices, load)
     load_us = prices.running_us * load.running_decodes + prices.kv_us * load.kv_tokens

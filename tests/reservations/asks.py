@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from kvatlas.cost import Prices
 from kvatlas.pool_calls import FUNCTIONS, pool_library
-from kvatlas.reservations import Ask, Booking, Offer, Reservations, StepChain
+from kvatlas.reservations import Ask, Booking, Offer, OfferKind, Reservations, StepChain
+from kvatlas.reservations.weigh import worth_us
 from kvatlas.store import Store
 
 POOL = "pool"
@@ -69,20 +70,15 @@ def offer(
 ) -> Offer:
     """A worker that holds so many steps, at the cost of computing the rest and decoding."""
     cached = min(held_steps * STEP_TOKENS, input_tokens - 1)
-    saved = prices.token_us * cached + prices.token_squared_us * cached * cached
-    work = prices.token_us * input_tokens + prices.token_squared_us * input_tokens * input_tokens - saved
+    saved = worth_us(prices, cached)
+    work = worth_us(prices, input_tokens) - saved
     return Offer(
         worker_id,
-        chain,
+        OfferKind(chain, input_tokens - 1, lost_tokens, prices, believed_us, capacity_steps),
         held_steps,
         cached,
-        input_tokens - 1,
-        lost_tokens,
         work + 900_000 + extra_us,
         work,
-        prices,
-        believed_us,
-        capacity_steps,
     )
 
 

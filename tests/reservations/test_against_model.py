@@ -30,7 +30,7 @@ from tests.reservations.asks import LEASE_US, POOL, PRICES, SECOND_US, STEP_TOKE
 WORKERS = ["a", "b", "c-1", "c-12"]
 NUMBERS = range(12)
 CHAINS = [steps(*chain) for chain in [(), (1,), (1, 2, 3), (1, 2, 9, 9, 9), (1, 2, 3, 4, 5, 6), (7, 8), (7, 8, 8, 8)]]
-OTHER = Prices(4.0, 1_500.0, 0.3, 0, 45.0)
+OTHER = Prices(4.0, 1_500.0, 0.3, 0, 45.0, hit_us=5.0)
 
 numbers = st.sampled_from(NUMBERS)
 workers = st.sampled_from(WORKERS)

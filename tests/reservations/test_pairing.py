@@ -57,7 +57,7 @@ APART = WHOLE._replace(
     cached_tokens=1_000,
     base_us=WHOLE.base_us - WHOLE.work_us,
     work_us=0.0,
-    prices=PRICES._replace(queued_us=0.0),  # it has not to wait for prompts there
+    kind=WHOLE.kind._replace(prices=PRICES._replace(queued_us=0.0)),  # it has not to wait for prompts there
 )
 
 
