@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, time_ns
 
 import anyio
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from indexer.counters import IndexerCounters
 from indexer.feed import PartitionFeed, Taken
@@ -155,6 +155,7 @@ class Applier:
                 raise
             except (KvatlasError, RedisError) as error:
                 self._counters.store_errors += 1
+                self._counters.store_full += isinstance(error, OutOfMemoryError)
                 log.warning("shard %d is applied again in %g s: %s", self.shard, pause_s, error)
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,7 +1,7 @@
 """Asks publishers for snapshots where the index is in doubt, and grants them leave to send large ones (thin)."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from time import monotonic
 
 import anyio
@@ -56,7 +56,8 @@ class Repair:
         self._on_records = on_records
         self._clock = clock
         self._inbox = client.new_inbox()
-        self._evicting: dict[int, bool] = {}
+        self.evicting: set[int] = set()
+        """The owned shards whose store evicts keys by itself."""
         self.without_room = 0
         """Workers of the owned shards whose blocks the store had no memory for."""
 
@@ -91,9 +92,9 @@ class Repair:
         rooms: dict[int, Room] = {}
         for shard in sorted({partition % self._index.shards for partition in self._owned()}):
             rooms[shard] = await self._index.room(shard)
-            self._heed_room(shard, rooms[shard])
             for record in await self._index.records(shard):
                 records[record.worker_id] = record
+        self._heed_rooms(rooms)
         self._on_records(records.values())
         for record in records.values():
             self._heed(record)
@@ -114,10 +115,11 @@ class Repair:
             if await self._index.position(partition) is None:
                 self._start_over(partition, "the store has no position of it")
 
-    def _heed_room(self, shard: int, room: Room) -> None:
-        if room.evicts and not self._evicting.get(shard):
+    def _heed_rooms(self, rooms: Mapping[int, Room]) -> None:
+        evicting = {shard for shard, room in rooms.items() if room.evicts}
+        for shard in sorted(evicting - self.evicting):
             log.error("shard %d: the store evicts keys by itself now; expected maxmemory-policy noeviction", shard)
-        self._evicting[shard] = room.evicts
+        self.evicting = evicting
 
     def _heed(self, record: WorkerRecord) -> None:
         if record.answering and not record.loading:

@@ -161,6 +161,11 @@ class Replica:
         return self._repair.without_room
 
     @property
+    def shards_evicting(self) -> int:
+        """Owned shards whose store evicts keys by itself: what it evicted is missing in answers."""
+        return len(self._repair.evicting)
+
+    @property
     def retired_holders(self) -> int:
         """Retired holders that still have blocks, in the shards that this replica sweeps."""
         return sum(self._sweeper.left.values())

@@ -51,13 +51,15 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
                 wait=settings.wait,
                 on_wait=log.warning,
             )
+            fleet = FleetStore(store)
+            await reached(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
             client = await connect_nats(
                 settings.nats_url, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning
             )
             try:
                 stream = stream_settings(settings)
                 await reached(lambda: ensure_stream(client, stream), wait=settings.wait, on_wait=log.warning)
-                replica = Replica(settings, client, index, FleetStore(store))
+                replica = Replica(settings, client, index, fleet)
                 with observe("indexer", replica.counters), _rare_collections():
                     async with anyio.create_task_group() as group:
                         if listener is not None:

@@ -16,7 +16,7 @@ from redis.exceptions import ResponseError
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet import FleetRecord
-from kvatlas.pool_calls import pool_call, pool_keys
+from kvatlas.pool_calls import pool_call, pool_keys, pool_library
 from kvatlas.reservations.protocol import WorkerReport
 from kvatlas.reservations.redis import write_reports
 from kvatlas.store import UNREACHABLE, Store, function_library, reason
@@ -34,11 +34,22 @@ def pool_workers_key(pool_id: str) -> str:
     return pool_keys(pool_id)[0]
 
 
+def fleet_library() -> str:
+    """The code of the fleet's functions."""
+    return function_library(LIBRARY, FUNCTIONS, SHARED)
+
+
 class FleetStore:
     """Raises Unreachable from every call where the store does not answer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+
+    async def load_functions(self) -> None:
+        """This version's functions of the fleet and of pools are the store's afterwards. Raises Unreachable, also where there
+        is no room for them."""
+        for code in (fleet_library(), pool_library()):
+            await self._store.load_functions(code)
 
     async def write(self, records: Mapping[str, FleetRecord]) -> None:
         """Write workers' records and report their load. The owner of a worker's partition alone does this."""
@@ -137,7 +148,7 @@ class FleetStore:
             if "Function not found" not in str(error):
                 raise
             # the first call ever, or somebody flushed the functions: loading them again is always right
-            await self._store.load_functions(function_library(LIBRARY, FUNCTIONS, SHARED))
+            await self._store.load_functions(fleet_library())
             return list(await self._store.fcall(function, keys, args) or [])
 
     def _unreachable(self, error: BaseException) -> Unreachable:

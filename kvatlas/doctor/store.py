@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvatlas.doctor.finding import Finding, Level, listed, many
 from kvatlas.doctor.store_facts import LISTPACK, POLICY, ServerFacts
 from kvatlas.errors import LayoutMismatch
-from kvatlas.fleet_store import FUNCTIONS as FLEET_FUNCTIONS
 from kvatlas.fleet_store import LIBRARY as FLEET_LIBRARY
-from kvatlas.fleet_store import SHARED as FLEET_SHARED
+from kvatlas.fleet_store import fleet_library
 from kvatlas.index.layout import LIBRARY as INDEX_LIBRARY
 from kvatlas.index.layout import library, read_layout
 from kvatlas.pool_calls import LIBRARY as POOL_LIBRARY
 from kvatlas.pool_calls import pool_library
-from kvatlas.store import Store, function_library
+from kvatlas.store import Store
 from kvatlas.version import own_version
 
 LEAST_VERSION = 7
@@ -48,8 +47,7 @@ async def layout(store: Store) -> tuple[Finding, tuple[int, int] | None]:
 
 def own_libraries() -> dict[str, str]:
     """The code of this version's functions, by library."""
-    fleet = function_library(FLEET_LIBRARY, FLEET_FUNCTIONS, FLEET_SHARED)
-    return {INDEX_LIBRARY: library(), FLEET_LIBRARY: fleet, POOL_LIBRARY: pool_library()}
+    return {INDEX_LIBRARY: library(), FLEET_LIBRARY: fleet_library(), POOL_LIBRARY: pool_library()}
 
 
 def _version(server: ServerFacts) -> Finding:

@@ -8,7 +8,9 @@ import pytest
 from nats.aio.client import Client
 from redis.exceptions import ReadOnlyError
 
+from indexer.gauges import gauges_of
 from indexer.service import run_indexer
+from kvatlas.doctor.store import own_libraries
 from kvatlas.embedded import EmbeddedServer, valkey_server
 from kvatlas.errors import Unreachable, UnsuitableStore
 from kvatlas.fleet_store import FleetStore
@@ -125,9 +127,42 @@ async def test_a_store_that_evicts_is_refused(nats: EmbeddedServer) -> None:
 async def test_a_store_that_begins_to_evict_is_an_error_in_the_log(
     nats: EmbeddedServer, valkey: EmbeddedServer, store: Store, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_replica(nats.url, valkey.url):
+    async with running_replica(nats.url, valkey.url) as replica:
         await store.client.config_set("maxmemory-policy", "allkeys-lru")
         await until(lambda: any("evicts keys by itself" in one.message for one in caplog.records), what="it is said")
+        assert gauges_of(replica).shards_evicting == 1
+        await store.client.config_set("maxmemory-policy", "noeviction")
+        await until(lambda: not gauges_of(replica).shards_evicting, what="it is over")
+
+
+async def test_without_memory_and_functions_there_is_an_alarm_and_all_is_exact_when_there_is_room(
+    nats: EmbeddedServer, valkey: EmbeddedServer, client: Client, index: RedisIndex, store: Store
+) -> None:
+    worker = BusTeller(client, "w0")
+    async with running_replica(nats.url, valkey.url) as replica, answering(client, [worker]):
+        await worker.start()
+        await worker.store_more()
+        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        await limit_memory(store, 1)
+        await store.client.function_flush()
+        await worker.store_more()
+        await until(lambda: replica.counters.store_full > 0, what="the alarm")
+        await limit_memory(store, 0)
+        await until(lambda: holds_what_was_told(index, worker), deadline_s=30, what="all is applied after all")
+        assert await all_held(index, worker) == all_told(worker)
+
+
+async def test_functions_of_another_version_are_replaced_at_the_start(
+    nats: EmbeddedServer, valkey: EmbeddedServer, store: Store
+) -> None:
+    """A store that keeps its data keeps its functions too."""
+    for name in own_libraries():
+        old = f"#!lua name={name}\nredis.register_function('{name}_old', function() return 1 end)"
+        await store.client.function_load(old)
+    async with running_replica(nats.url, valkey.url):
+        listed = await store.client.execute_command("FUNCTION LIST", "WITHCODE")
+        for code in own_libraries().values():
+            assert any(code.encode() in library for library in listed)
 
 
 async def test_a_read_only_replica_is_refused_and_one_that_becomes_one_is_waited_out(
