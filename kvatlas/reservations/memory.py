@@ -207,7 +207,9 @@ class MemoryReservations:
             worker = pool.workers.get(worker_id, _Worker())
             known = now - worker.sampled_us < ask.stale_us
             busy[worker_id] = Busy(worker.reported if known else None, Load(running, queued, 0, kv_tokens))
-        chains: dict[str, StepChain] = {o.worker_id: ask.chains[o.kind.chain] for o in ask.offers if o.kind.chain is not None}
+        chains: dict[str, StepChain] = {
+            o.worker_id: ask.chains[o.kind.chain] for o in ask.offers if o.kind.chain is not None
+        }
         met: dict[bytes, int] = {}
         for id, prediction in pool.predictions.items():
             chain = chains.get(prediction.worker_id)

@@ -197,9 +197,7 @@ class _Rows(Sequence[Weighed]):
             int, _WORKER.unpack_from(self._records[number])
         )
         known = self._now_us - sampled_us < self._ask.stale_us
-        busy = Busy(
-            Load(running, queued, waiting, kv) if known else None, Load(more_running, more_queued, 0, more_kv)
-        )
+        busy = Busy(Load(running, queued, waiting, kv) if known else None, Load(more_running, more_queued, 0, more_kv))
         prediction = self._best.get(self._ask.offers[number].worker_id)
         return judge(self._ask, number, busy, self._mean, prediction, self._in_flight, self._now_us)[1]
 
