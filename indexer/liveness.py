@@ -152,10 +152,8 @@ class LivenessJudge:
         return retirements
 
     def take_changed(self, traces: Mapping[str, str] | None = None) -> dict[str, FleetRecord]:
-        """The records of workers heard or changed since the last call, and of all that are lost: what another replica
-        heard of one before it stood still, it may have written since. `traces`: W3C traceparent of the last applied batch
-        by worker."""
-        self._changed.update(w for w, worker in self._workers.items() if worker.liveness is Liveness.LOST)
+        """The records of workers heard or changed since the last call. `traces`: W3C traceparent of the last applied
+        batch by worker."""
         changed = {worker_id: self._record(worker_id, (traces or {}).get(worker_id)) for worker_id in self._changed}
         self._changed.clear()
         return changed
@@ -163,6 +161,11 @@ class LivenessJudge:
     def keep_changed(self, worker_ids: Mapping[str, FleetRecord]) -> None:
         """These could not be written: `take_changed` gives them again, as they are then."""
         self._changed.update(worker_id for worker_id in worker_ids if worker_id in self._workers)
+
+    def lost_records(self, traces: Mapping[str, str]) -> dict[str, FleetRecord]:
+        """Of lost workers, which `take_changed` names only once."""
+        lost = [worker_id for worker_id, worker in self._workers.items() if worker.liveness is Liveness.LOST]
+        return {worker_id: self._record(worker_id, traces.get(worker_id)) for worker_id in lost}
 
     @property
     def workers(self) -> dict[str, Liveness]:

@@ -63,6 +63,23 @@ class FleetStore:
         if by_pool:
             await self._fcall("kvatlas_fleet_pools", [POOLS], list(by_pool))
 
+    async def correct(self, records: Mapping[str, FleetRecord]) -> None:
+        """Write workers' records where others are: of one that the pool does not have (any more) none is made."""
+        by_pool: dict[str, list[str]] = {}
+        for worker_id, record in records.items():
+            by_pool.setdefault(record.endpoint.pool_id, []).append(worker_id)
+        wrong: dict[str, FleetRecord] = {}
+        for pool_id, worker_ids in by_pool.items():
+            try:
+                found = await self._store.client.hmget(pool_workers_key(pool_id), worker_ids)
+            except UNREACHABLE as error:
+                raise self._unreachable(error) from error
+            there = {
+                worker_id: packed for worker_id, packed in zip(worker_ids, found, strict=True) if packed is not None
+            }
+            wrong.update({w: records[w] for w, packed in there.items() if packed != records[w].pack()})
+        await self.write(wrong)
+
     async def forget(self, worker_id: str, pool_id: str) -> None:
         """Take a worker out of its pool, with all that is booked on it; a pool without workers is forgotten too."""
         await pool_call(self._store, "forget", pool_id, [worker_id])

@@ -13,7 +13,7 @@ SHAPES = {
     "store, busy": Shape(engines=2, partitions=1, heat=4.0, faults="store silence owner"),
     "feed": Shape(steps=500, faults="feed poison poll restart crash", heat=2.0),
     "feed without polling": Shape(steps=500, faults="feed restart crash", heat=2.0),
-    "bus": Shape(faults="send stream recreate late crash owner request", heat=2.0),
+    "bus": Shape(faults="send stream recreate late slow crash owner request", heat=2.0),
     "damage": Shape(faults="damage send owner crash restart store", heat=2.0),
     "identity": Shape(faults="zombie clock crash wipe silence request late", heat=3.0),
 }

@@ -128,6 +128,10 @@ class Fleet:
         await pause()
         self.records.update(records)
 
+    async def correct(self, records: Mapping[str, FleetRecord]) -> None:
+        there = {worker_id: record for worker_id, record in records.items() if worker_id in self.records}
+        await self.write(there)
+
     async def forget(self, worker_id: str, pool_id: str) -> None:
         await pause()
         self.records.pop(worker_id, None)

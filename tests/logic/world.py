@@ -13,14 +13,17 @@ from tests.logic.owner import Owner
 from tests.logic.store import Fleet, SteppedIndex
 from tests.logic.teller import Publisher, Saved
 
-ALL_FAULTS = (
-    "feed poison poll restart crash send late stream recreate store wipe owner away silence zombie clock request full"
-)
+ALL_FAULTS = "feed poison poll restart crash send late stream recreate store wipe owner away slow silence zombie clock request full"
 
 LAPS = 400
 LAP_S = 0.5
 TICK_S = 3.0
 """Shorter than what an owner takes for its own sleep."""
+SLOW = 0.3
+"""Of the reading that owners do otherwise, in every other stretch of SLOW_S."""
+SLOW_S = 8.0
+SLOW_LAPS = 40
+"""So long owners catch up slowly with what the faults left: what is missing may just be on its way."""
 QUIET_LAPS = 14
 """Longer than a heartbeat of another incarnation is remembered."""
 
@@ -113,7 +116,7 @@ class World:
             (4, f"go back {one.number}", one.go_back),
             (1, f"checkpoint {one.number}", one.checkpoint),
             (6, f"save {one.number}", lambda: self._save(one)),
-            (60, f"read {partition}", lambda: owner.step(f"read {partition}")),
+            (60 * self._pace, f"read {partition}", lambda: owner.step(f"read {partition}")),
             (8, f"heartbeat {one.number}", lambda: self._heartbeat(one)),
             (8, "judge", lambda: owner.step("judge")),
             (12, "beat", lambda: owner.step("beat")),
@@ -123,6 +126,11 @@ class World:
             (2, "a second passes", self._wait),
         ]
         return moves if self.calm else moves + self._faults()
+
+    @property
+    def _pace(self) -> float:
+        """How much of the usual reading is done now."""
+        return SLOW if "slow" in self.on and not self.calm and int(self.now_s / SLOW_S) % 2 else 1.0
 
     def _faults(self) -> list[tuple[float, str, Callable[[], object]]]:
         r, shape = self.random, self.shape
@@ -281,10 +289,12 @@ class World:
                 one.late_ack()
         while self.limbo and (lap > 10 or self.random.random() < 0.3):
             self._land()
+        slow = "slow" in self.on and lap < SLOW_LAPS
         for owner in self.owners:
             for partition in range(self.shape.partitions):
-                for _ in range(20):
-                    owner.finish(f"read {partition}")
+                for _ in range(1 if slow else 20):
+                    if not slow or self.random.random() < SLOW:
+                        owner.finish(f"read {partition}")
             for one in self.publishers:
                 self._heartbeat(one)
             if lap % 2:
