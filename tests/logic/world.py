@@ -13,7 +13,10 @@ from tests.logic.owner import Owner
 from tests.logic.store import Fleet, SteppedIndex
 from tests.logic.teller import Publisher, Saved
 
-ALL_FAULTS = "feed poison poll restart crash send late stream recreate store wipe owner away slow silence zombie clock request full"
+ALL_FAULTS = (
+    "feed poison poll restart crash send late stream recreate store wipe owner away slow silence zombie clock request "
+    "full"
+)
 
 LAPS = 400
 LAP_S = 0.5
