@@ -7,9 +7,10 @@ few held and is compared with all of them that it brings.
     in order                             take
     seq held, same payload               a duplicate: ignored
     seq held, another payload            a restart: start over
-    seq ahead                            a gap: ask replay; the same life without a hole: take, else start over
+    seq ahead                            a gap: ask replay, a few times; the same life without a hole: take, else start over
     nothing held yet, seq above 0        a late joiner: ask replay from 0 and take what leads up to it without a hole
-    silence                              ask replay: a lost last batch is otherwise never seen
+    silence, the connection back         ask replay: a lost last batch is otherwise never seen, nor another life whose
+                                         next seq happens to follow ours
 
 To start over is to forget all that is held (the caller empties its ledger and begins a new incarnation) and go on from
 what is certain: blocks stored before are then not known, and so not announced, which is safe.
@@ -18,8 +19,8 @@ The caller does what a Step says, in this order: empty, take, then ask replay an
 it offers the next message.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgpack
 from xxhash import xxh3_128_digest
@@ -32,8 +33,8 @@ COMPARED_PAYLOADS = 16
 """A replay starts this far back, at most. One would tell another life that is behind ours; more tell one whose next seq
 happened to follow ours, too."""
 SAVED_PAYLOADS = 256
-PROBE_FAILURES = 3
-"""Replays in a row without an end before what is held is given up."""
+REPLAY_TRIES = 3
+"""Replays in a row that lack something before what is held is given up."""
 
 MAX_SEQ = (1 << 64) - 2  # the end marker of a replay has all bits set
 
@@ -135,53 +136,75 @@ class Continuity:
         it drops that first."""
         return self._restart(None, "the engine's process started anew")
 
+    def reconnected(self) -> Step:
+        """The connection was lost, and is back: ask what was missed, and whether it is still the same life."""
+        if self.can_replay or self.last_seq is None:
+            return self.probe()
+        return self._start_over([], "the connection was lost, and there is no replay to tell what was missed")
+
     def replayed(self, answers: Sequence[Batch], complete: bool) -> Step:
-        """The answers to the last replay asked, in the order they came. `complete`: its end marker came too."""
+        """The answers to the last replay asked, in the order they came. `complete`: its end marker came too.
+
+        One that is complete and has no hole is the engine's own word, later than the message that made us ask: a message that
+        it does not have, and that is not older than all it has, is not of this life of the engine.
+        """
         pending, self._pending = self._pending, None
-        if self.last_seq is None:
-            return self._joined(answers, complete, pending)
         seen = dict(answers)
+        whole = complete and (not seen or max(seen) - min(seen) < len(seen))
         last = self.last_seq
+        if last is None:
+            return self._joined(seen, whole, pending)
         other = next(
             (seq for seq, held in self._digests.items() if seq in seen and xxh3_128_digest(seen[seq]) != held), None
         )
         if other is not None:
             return self._restart(pending, f"replay has another payload for seq {other}: another life of the engine")
         if last not in seen:
-            if pending is not None:
-                if complete and answers:
-                    return self._start_over_with(answers, pending, f"replay no longer reaches back to seq {last}")
-                self.counters.replays_failed += 1
-                return self._start_over([pending], f"replay did not fill the gap behind seq {last}")
-            if complete:
+            if not whole:
+                return self._failed(seen, pending, f"replay did not answer to its end behind seq {last}")
+            if pending is None:
                 return self._restart(
                     None, f"replay does not know seq {last}: another life of the engine, or one long ahead"
                 )
-            self.counters.replays_failed += 1
-            self._failures += 1
-            if self._failures < PROBE_FAILURES:
-                return Step(why=f"replay did not answer to its end ({self._failures} of {PROBE_FAILURES})")
-            return self._start_over([], f"replay did not answer to its end {PROBE_FAILURES} times")
+            return self._start_over(_story(seen, whole, pending), f"replay no longer reaches back to seq {last}")
         after: list[Batch] = []
         while (seq := last + 1 + len(after)) in seen:
             after.append((seq, seen[seq]))
         reached = last + len(after)
-        if pending is not None:
-            if reached < pending[0] or seen[pending[0]] != pending[1]:
-                return self._start_over_with(answers, pending, f"replay did not fill the gap behind seq {last}")
-            self.counters.gaps_filled += 1
-        elif complete and max(seen) > reached:
-            return self._start_over_with(answers, None, f"replay has a hole behind seq {reached}")
+        if not whole and reached < (max(seen) if pending is None else pending[0]):
+            return self._failed(seen, pending, f"replay has a hole, or no end, behind seq {reached}", after)
         self._failures = 0
-        return Step(take=self._taken(after))
+        why = ""
+        if pending is not None:
+            if seen.get(pending[0]) == pending[1]:
+                self.counters.gaps_filled += 1
+            else:
+                why = f"replay does not have the message of seq {pending[0]} that came: it is not the engine's"
+        return Step(take=self._taken(after), why=why)
 
     # ---------------------------------------------------------------- what follows
 
-    def _joined(self, answers: Sequence[Batch], complete: bool, pending: Batch | None) -> Step:
+    def _failed(self, seen: Mapping[int, bytes], pending: Batch | None, why: str, after: Sequence[Batch] = ()) -> Step:
+        """A replay lacks something: what it brought in order is taken, and it is asked for again, a few times. Without
+        `pending` and any answer, at the next probe."""
+        failures = self._failures + 1
+        self.counters.replays_failed += 1
+        if failures >= REPLAY_TRIES:
+            return self._start_over(_story(seen, False, pending), f"{why}, {REPLAY_TRIES} times")
+        step = Step(take=self._taken(after))
+        self._failures, self._pending = failures, pending
+        ask_from = self.replay_from if seen or pending is not None else None
+        return replace(step, ask_from=ask_from, why=f"{why} ({failures} of {REPLAY_TRIES})")
+
+    def _joined(self, seen: Mapping[int, bytes], whole: bool, pending: Batch | None) -> Step:
         """Nothing is held: take what leads up to the message that came, or to the replay's end."""
-        if not complete:
+        if not whole:
             self.counters.replays_failed += 1
-        batches = _unbroken_end(answers, pending)
+            if (seen or pending is not None) and self._failures + 1 < REPLAY_TRIES:
+                self._failures, self._pending = self._failures + 1, pending
+                return Step(ask_from=0, why=f"replay did not answer to its end ({self._failures} of {REPLAY_TRIES})")
+        self._failures = 0
+        batches = _story(seen, whole, pending)
         if not batches:
             return Step()
         first = batches[0][0]
@@ -195,9 +218,6 @@ class Continuity:
         self._forget()
         self._pending = pending
         return Step(empty=True, ask_from=0, why=why)
-
-    def _start_over_with(self, answers: Sequence[Batch], pending: Batch | None, why: str) -> Step:
-        return self._start_over(_unbroken_end(answers, pending), why)
 
     def _start_over(self, batches: Sequence[Batch], why: str) -> Step:
         self._forget()
@@ -251,18 +271,18 @@ class Continuity:
         return loaded
 
 
-def _unbroken_end(answers: Sequence[Batch], pending: Batch | None) -> list[Batch]:
-    """The longest part without a hole that has `pending` in it and what follows it; with no pending, that ends the answers.
+def _story(seen: Mapping[int, bytes], whole: bool, pending: Batch | None) -> list[Batch]:
+    """What to begin with: the longest part without a hole that has `pending` in it and what follows it; with no pending, or
+    where it is not the engine's (see `Continuity.replayed`), that ends the answers.
 
     A batch counts as pending's own past only where the replay knows `pending` itself: else it may be another life's.
     """
-    seen = dict(answers)
-    if pending is not None:
-        if seen.get(pending[0]) != pending[1]:
-            return [pending]
+    if pending is not None and seen.get(pending[0]) == pending[1]:
         first = last = pending[0]
         while last + 1 in seen:
             last += 1
+    elif pending is not None and not (whole and seen and pending[0] >= min(seen)):
+        return [pending]
     elif seen:
         first = last = max(seen)
     else:

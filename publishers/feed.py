@@ -70,7 +70,7 @@ class Feed:
         dead_letters: DeadLetters,
         context: zmq.asyncio.Context,
         *,
-        on_batch: Callable[[EngineBatch], None],
+        on_batch: Callable[[EngineBatch], object],
         on_empty: Callable[[], None],
         on_alive: Callable[[], None] = lambda: None,
     ) -> None:
@@ -95,6 +95,10 @@ class Feed:
         self._lost_s = 0.0
         self._restarted = False
         self._probe_now = False
+        self._connection_lost = False
+        self._reconnected = False
+        self.engine_up: Callable[[], bool] = lambda: False
+        """is the engine known to be there, whatever the connection says? Then what it does without it is asked for, too"""
         self.silence_s = settings.first_silence_s
         self.settled = True
         """everything up to the feed's position was handed on"""
@@ -108,7 +112,7 @@ class Feed:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, HELD_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -166,10 +170,17 @@ class Feed:
                 self._restarted = False
                 await self._drop_queued()
                 await self._follow(self.continuity.restarted())
+            elif self._reconnected:
+                self._reconnected = self._probe_now = False
+                await self._drop_queued()
+                await self._follow(self.continuity.reconnected())
+                heard_s, self.silence_s = monotonic(), self._settings.first_silence_s
             elif frames is not None:
                 await self._on_frames(frames)
                 heard_s, self.silence_s = monotonic(), self._settings.first_silence_s
-            elif self._probe_now or (monotonic() - heard_s >= self.silence_s and self._connections > 0):
+            elif self._probe_now or (
+                monotonic() - heard_s >= self.silence_s and (self._connections > 0 or self.engine_up())
+            ):
                 self._probe_now = False
                 await self._follow(self.continuity.probe())
                 heard_s, self.silence_s = monotonic(), min(2 * self.silence_s, LONGEST_SILENCE_S)
@@ -306,10 +317,11 @@ class Feed:
             event = int((await recv_monitor_message(self._monitor))["event"])
             if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
                 self._connections += 1
-                self._probe_now = True  # what was sent meanwhile is asked for, not waited for
-                self._connected_once = True
+                self._probe_now = self._connected_once = True  # what was sent meanwhile is asked for, not waited for
+                self._reconnected, self._connection_lost = self._reconnected or self._connection_lost, False
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections = max(0, self._connections - 1)
+                self._connection_lost = self._connection_lost or not self._connections
                 self._lost_s = monotonic()
             self._tell_alive()
 

@@ -12,6 +12,7 @@ from nats.aio.client import Client
 
 from kvatlas.bus import connect_nats
 from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.fleet import EngineState
 from kvatlas.settings import PublishSettings
 from publishers.continuity import Continuity
 from publishers.dead_letter import DeadLetters
@@ -140,6 +141,7 @@ class EngineSidecar:
             await publisher.poller.poll_once()
             self._check_life(publisher, feed)
             publisher.poller.on_restart = feed.restarted
+            feed.engine_up = lambda: publisher.engine_state is EngineState.UP
         async with publisher:
             await feed.catch_up()
             publisher.begin_telling()

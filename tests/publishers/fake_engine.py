@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +27,15 @@ class FakeEngine:
     """PUB and ROUTER as vLLM has them. `lose` keeps a batch for replay only, as a slow subscriber would have it."""
 
     def __init__(
-        self, *, topic: bytes = b"", buffer: int = 10_000, replay_topic: bool = True, answers: bool = True
+        self,
+        *,
+        topic: bytes = b"",
+        buffer: int = 10_000,
+        replay_topic: bool = True,
+        answers: bool = True,
+        ports: Sequence[int] = (),
     ) -> None:
+        """`ports`: of an engine that was there before."""
         self.topic = topic
         self.next_seq = 0
         self.replays: list[int] = []
@@ -40,7 +48,7 @@ class FakeEngine:
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
-        self._ports: list[int] = []
+        self._ports = list(ports)
 
     @property
     def endpoint(self) -> str:
@@ -50,8 +58,16 @@ class FakeEngine:
     def replay_endpoint(self) -> str:
         return f"tcp://127.0.0.1:{self._ports[1]}"
 
+    @property
+    def ports(self) -> Sequence[int]:
+        return self._ports
+
     async def __aenter__(self) -> Self:
-        self._ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self._pub, self._router)]
+        for socket, port in zip((self._pub, self._router), self._ports, strict=False):
+            socket.bind(f"tcp://127.0.0.1:{port}")
+        self._ports = self._ports or [
+            socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self._pub, self._router)
+        ]
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._answer)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvatlas.errors import InvalidValue
 from publishers.continuity import (
     COMPARED_PAYLOADS,
-    PROBE_FAILURES,
     REMEMBERED_PAYLOADS,
+    REPLAY_TRIES,
     Batch,
     Continuity,
     Step,
@@ -75,23 +75,70 @@ def test_a_gap_may_be_filled_without_the_end_marker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "complete", "taken"),
+    ("answers", "complete"),
     [
-        (payloads(5, 6), True, [(8, b"0:8")]),  # does not reach what came
-        (payloads(5, 6) + payloads(8, 8), True, [(8, b"0:8")]),  # a hole
-        (payloads(5, 6) + payloads(8, 8), False, [(8, b"0:8")]),
-        ([], True, [(8, b"0:8")]),
-        ([], False, [(8, b"0:8")]),
-        (payloads(7, 9), True, payloads(7, 9)),  # no longer reaches back: what leads up to it is taken
-        (payloads(5, 7) + payloads(8, 8, 1), True, [(8, b"0:8")]),  # what came is of another life than the replay
+        (payloads(5, 6) + payloads(8, 8), True),  # a hole
+        (payloads(5, 6) + payloads(8, 8), False),
+        (payloads(5, 6), False),  # does not reach what came
+        (payloads(7, 8), False),  # nor what is held
+        ([], False),
     ],
 )
-def test_a_gap_that_cant_be_filled_starts_over_empty(answers: list[Batch], complete: bool, taken: list[Batch]) -> None:
+def test_a_replay_that_lacks_something_is_asked_again_and_given_up_after_a_few_times(
+    answers: list[Batch], complete: bool
+) -> None:
     feed = at(5)
     feed.offer(8, b"0:8")
+    taken: list[Batch] = []
+    for _ in range(REPLAY_TRIES - 1):
+        step = feed.replayed(answers, complete)
+        taken += step.take
+        assert not step.empty and step.ask_from == 0
+    assert taken == [one for one in answers if one[0] == 6]  # what it brought in order is not lost
     step = feed.replayed(answers, complete)
-    assert step.empty and step.take == taken and step.why
-    assert feed.last_seq == taken[-1][0] and feed.counters.gaps_filled == 0
+    assert step.empty and step.take[-1] == (8, b"0:8") and step.why
+    assert (feed.counters.gaps_filled, feed.counters.replays_failed) == (0, REPLAY_TRIES)
+
+
+def test_a_gap_may_be_filled_by_several_replays_that_each_lack_something() -> None:
+    feed = at(5)
+    feed.offer(9, b"0:9")
+    assert feed.replayed([*payloads(4, 6), *payloads(8, 9)], False).take == payloads(6, 6)
+    assert feed.replayed(payloads(5, 7), False).take == payloads(7, 7)
+    step = feed.replayed(payloads(5, 10), True)
+    assert step == Step(take=payloads(8, 10)) and feed.counters.started_over == 0
+
+
+def test_a_gap_longer_than_the_replay_starts_over_with_what_leads_up_to_what_came() -> None:
+    feed = at(5)
+    feed.offer(8, b"0:8")
+    step = feed.replayed(payloads(7, 9), True)
+    assert step.empty and step.take == payloads(7, 9) and step.why and step.ask_from is None
+
+
+def test_an_engine_without_a_buffer_is_followed_all_the_same() -> None:
+    feed = at(5)
+    feed.offer(8, b"0:8")
+    assert feed.replayed([], True).take == [(8, b"0:8")]
+
+
+@pytest.mark.parametrize("answers", [payloads(5, 6), payloads(5, 9)])
+def test_what_a_whole_replay_does_not_have_is_not_the_engines(answers: list[Batch]) -> None:
+    """Somebody else's message, or one of an earlier life that waited: replay was asked after it came."""
+    feed = at(5)
+    feed.offer(8, b"another's")
+    step = feed.replayed(answers, True)
+    assert not step.empty and step.take == answers[1:] and step.why
+    joining = Continuity()
+    joining.offer(8, b"another's")
+    assert joining.replayed(answers, True).take == answers
+
+
+def test_after_the_connection_was_lost_the_life_is_asked_for() -> None:
+    assert at(5).reconnected() == Step(ask_from=0)
+    step = at(5, can_replay=False).reconnected()
+    assert step.empty and not step.take and step.ask_from is None
+    assert Continuity(can_replay=False).reconnected() == Step()
 
 
 def test_a_gap_in_another_life_asks_again_from_its_beginning() -> None:
@@ -128,6 +175,8 @@ def test_a_late_joiner_takes_the_whole_story_where_the_replay_has_it() -> None:
 def test_a_late_joiner_takes_what_is_left_of_it() -> None:
     feed = Continuity()
     feed.offer(40, b"0:40")
+    for _ in range(REPLAY_TRIES - 1):
+        assert feed.replayed(payloads(30, 33) + payloads(36, 41), True).ask_from == 0
     step = feed.replayed(payloads(30, 33) + payloads(36, 41), True)
     assert step.take == payloads(36, 41) and "seq 36" in step.why
 
@@ -135,6 +184,8 @@ def test_a_late_joiner_takes_what_is_left_of_it() -> None:
 def test_a_late_joiner_without_an_answer_takes_what_came() -> None:
     feed = Continuity()
     feed.offer(4, b"0:4")
+    for _ in range(REPLAY_TRIES - 1):
+        assert feed.replayed([], False).ask_from == 0
     assert feed.replayed([], False).take == [(4, b"0:4")]
     silent = Continuity(can_replay=False)
     assert silent.offer(4, b"0:4").take == [(4, b"0:4")]
@@ -166,12 +217,12 @@ def test_a_probe_that_finds_an_empty_buffer_sees_a_restart() -> None:
 
 def test_probes_without_an_end_are_endured_a_few_times() -> None:
     feed = at(5)
-    for _ in range(PROBE_FAILURES - 1):
+    for _ in range(REPLAY_TRIES - 1):
         feed.probe()
         assert not feed.replayed([], False).empty
     feed.probe()
     step = feed.replayed([], False)
-    assert step.empty and feed.last_seq is None and feed.counters.replays_failed == PROBE_FAILURES
+    assert step.empty and feed.last_seq is None and feed.counters.replays_failed == REPLAY_TRIES
 
 
 def test_a_message_in_order_makes_failed_probes_forgotten() -> None:

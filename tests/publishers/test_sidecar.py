@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import msgpack
 import pytest
+import zmq.asyncio
 from nats.aio.client import Client
 
 from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
@@ -19,7 +20,11 @@ from kvatlas.errors import SettingsError, Unreachable
 from kvatlas.fleet import EngineKind, EngineState, Heartbeat
 from kvatlas.settings import PublishSettings
 from kvatlas.subjects import alive_subject
+from publishers.continuity import Continuity
+from publishers.counters import PublisherCounters
+from publishers.dead_letter import DeadLetters
 from publishers.engines import decode_batch
+from publishers.feed import Feed, FeedSettings
 from publishers.ledger import Ledger, LedgerSettings
 from publishers.mistrust import BURST
 from publishers.publisher import Publisher
@@ -111,6 +116,7 @@ async def test_lost_batches_are_filled_from_replay(client: Client, nats_url: str
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine(topic=b"kv") as engine, sidecar(engine, nats_url, topic="kv") as publisher:
         await engine.send(*payloads[:50])
+        await until(lambda: publisher.counters.engine_batches == 50, what="those before the gap are taken")
         for payload in payloads[50:60]:
             engine.lose(payload)
         await engine.send(*payloads[60:])
@@ -123,6 +129,7 @@ async def test_replay_of_older_engines_has_no_topic_frame(client: Client, nats_u
     _, payloads = recording("vllm-0.11.1-array")
     async with FakeEngine(replay_topic=False) as engine, sidecar(engine, nats_url) as publisher:
         await engine.send(*payloads[:20])
+        await until(lambda: publisher.counters.engine_batches == 20, what="those before the gap are taken")
         engine.lose(payloads[20])
         await engine.send(*payloads[21:])
         await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
@@ -378,6 +385,101 @@ async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(client:
         await until(lambda: _is(state, EngineState.DOWN), what="a heartbeat that says down")
         assert started[0].ledger.digest == folded(EngineKind.VLLM, payloads).digest
         tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def sidecar_over_lives(
+    fields: dict[str, Any], nats_url: str
+) -> AsyncIterator[Callable[[], Awaitable[Publisher]]]:
+    """A sidecar that outlives its engine: what is given starts it, with the settings `fields`."""
+    async with anyio.create_task_group() as tasks:
+
+        async def start() -> Publisher:
+            started: list[Publisher] = []
+            tasks.start_soon(
+                run_sidecar,
+                PublishSettings(worker_id="w", model_id="model", nats_url=nats_url, **fields),
+                started.extend,
+            )
+            await until(lambda: started, what="the sidecar is ready")
+            return started[0]
+
+        yield start
+        tasks.cancel_scope.cancel()
+
+
+async def test_another_life_whose_seq_follows_ours_is_seen_although_the_engine_is_never_silent(
+    client: Client, nats_url: str
+) -> None:
+    _, first = recording("vllm-0.33.0")
+    _, second = recording("vllm-0.22.0-array")
+    fields: dict[str, Any] = {"engine": EngineKind.VLLM}
+    async with sidecar_over_lives(fields, nats_url) as start:
+        async with FakeEngine() as engine:
+            fields |= {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint}
+            publisher = await start()
+            await engine.subscribed()
+            await engine.send(*first[:40])
+            await until(lambda: publisher.counters.engine_batches == 40, what="the first life is taken")
+        async with FakeEngine(ports=engine.ports) as engine:
+            for payload in second[:40]:
+                engine.lose(payload)
+            await engine.subscribed()
+            later = iter(second[40:])
+
+            async def told_anew() -> bool:
+                if (payload := next(later, None)) is not None:
+                    await engine.send(payload)
+                return publisher.counters.feed_restarts == 1
+
+            await until(told_anew, deadline_s=2, what="the other life is seen")
+            await engine.send(*later)
+            await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+
+
+async def test_without_replay_a_lost_connection_gives_up_what_was_held(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    fields: dict[str, Any] = {"engine": EngineKind.VLLM}
+    async with sidecar_over_lives(fields, nats_url) as start:
+        async with FakeEngine() as engine:
+            fields |= {"endpoint": engine.endpoint}
+            publisher = await start()
+            await engine.subscribed()
+            await engine.send(*payloads)
+            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        async with FakeEngine(ports=engine.ports):  # another process, which says nothing
+            await until(lambda: not publisher.ledger.digest.blocks, what="nothing is claimed")
+
+
+async def test_a_feed_that_stays_away_while_the_engine_is_up_gives_up_what_was_held() -> None:
+    _, payloads = recording("vllm-0.33.0")
+    ledger, context = Ledger(LedgerSettings("model", "model")), zmq.asyncio.Context()
+    async with anyio.create_task_group() as tasks:
+        async with FakeEngine() as engine:
+            where = FeedSettings(
+                EngineKind.VLLM, engine.endpoint, engine.replay_endpoint, first_silence_s=0.05, replay_silence_s=0.05
+            )
+            feed = Feed(
+                where,
+                "w",
+                Continuity(),
+                PublisherCounters(),
+                DeadLetters(None, "w"),
+                context,
+                on_batch=ledger.fold,
+                on_empty=ledger.empty,
+            )
+            feed.open()
+            tasks.start_soon(feed.run)
+            await engine.subscribed()
+            await engine.send(*payloads)
+            await until(lambda: ledger.digest == folded(EngineKind.VLLM, payloads).digest, what="all batches folded")
+        assert ledger.announced_blocks
+        feed.engine_up = lambda: True
+        await until(lambda: not ledger.announced_blocks, what="nothing is claimed")
+        tasks.cancel_scope.cancel()
+    feed.close()
+    context.destroy(linger=0)
 
 
 async def _is(state: Callable[[], Awaitable[EngineState]], wanted: EngineState) -> bool:
