@@ -22,7 +22,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.nats_cluster import nats_leader_changes
 from tests.chaos.random_faults import run_random_faults
 from tests.chaos.report import Outcome, as_text
-from tests.chaos.runner import INDEXER_WORDS, run_scenario
+from tests.chaos.runner import INDEXER_WORDS, SCRUB_WORDS, run_scenario
 from tests.chaos.scenarios import SCENARIOS
 from tests.end_to_end.processes import query
 
@@ -45,7 +45,7 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
             failures.append(str(error))
         if not names:
             return told(outcomes, failures)
-    words = INDEXER_WORDS if names else ()
+    words = INDEXER_WORDS if names else SCRUB_WORDS
     async with running_fleet(
         folder, engines=ENGINES, indexers=INDEXERS, seed=seed, indexer_words=words, large=1
     ) as fleet:

@@ -142,7 +142,9 @@ class Fleet:
         for proxy in self.proxies:
             proxy.heal()
         for server in (self.nats_server, self.valkey):
-            if not server.is_running:
+            if server.is_running:
+                server.resume()
+            else:
                 await server.start()
         await until(self._has_room, deadline_s=20, what="the store has room")
         started = []

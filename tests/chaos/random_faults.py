@@ -12,11 +12,12 @@ from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 from redis.exceptions import RedisError
 
-from kvatlas.subjects import STREAM
+from kvatlas.subjects import STREAM, events_subject
 from tests.chaos.chaos import Chaos
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import PARTITIONS, Fleet
 from tests.chaos.report import Outcome
-from tests.chaos.scenarios.store import LITTLE_BYTES, limit_memory
+from tests.chaos.scenarios.bus import deliver_again
+from tests.chaos.scenarios.store import LITTLE_BYTES, damage_by_hand, limit_memory
 
 LONGEST_FAULT_S = 9.0
 LONGEST_ROUND_S = 25.0
@@ -113,6 +114,14 @@ async def kill_redis(fleet: Fleet, rng: random.Random) -> str:
     return "Redis SIGKILL"
 
 
+async def pause_server(fleet: Fleet, rng: random.Random) -> str:
+    server = rng.choice((fleet.nats_server, fleet.valkey))
+    if not server.is_running:
+        return ""
+    server.pause()
+    return f"{server.process.name} SIGSTOP"
+
+
 async def flush_redis(fleet: Fleet, rng: random.Random) -> str:
     try:
         if rng.random() < 0.3:
@@ -138,6 +147,14 @@ async def fill_redis(fleet: Fleet, rng: random.Random) -> str:
     return "Redis out of memory"
 
 
+async def damage_blocks(fleet: Fleet, rng: random.Random) -> str:
+    """Blocks added and removed, flags changed."""
+    try:
+        return "blocks damaged by hand" if await damage_by_hand(fleet.store) else ""
+    except (RedisError, OSError):
+        return ""
+
+
 async def damage_stream(fleet: Fleet, rng: random.Random) -> str:
     jetstream = fleet.nats.jetstream(timeout=1)
     try:
@@ -154,6 +171,23 @@ async def damage_stream(fleet: Fleet, rng: random.Random) -> str:
         return f"stream {what}"
     except (NatsError, JetStreamError, TimeoutError):
         return ""
+
+
+async def deliver_messages_again(fleet: Fleet, rng: random.Random) -> str:
+    try:
+        return await deliver_again(fleet.nats, rng.randint(1, 60), rng)
+    except (NatsError, JetStreamError, TimeoutError):
+        return ""
+
+
+async def poison_stream(fleet: Fleet, rng: random.Random) -> str:
+    worker = rng.choice(fleet.workers)
+    try:
+        subject = events_subject(worker.worker_id, PARTITIONS)
+        await fleet.nats.jetstream(timeout=1).publish(subject, rng.randbytes(rng.randrange(200)))
+    except (NatsError, JetStreamError, TimeoutError):
+        return ""
+    return f"poison in the stream of {worker.worker_id}"
 
 
 async def damage_state(fleet: Fleet, rng: random.Random) -> str:
@@ -181,11 +215,15 @@ FAULTS: dict[Fault, float] = {
     stall_line: 2,
     slow_line: 1,
     flicker_line: 2,
+    pause_server: 1,
     kill_nats: 1,
     kill_redis: 1,
     flush_redis: 1,
     fill_redis: 0.7,
+    damage_blocks: 0.7,
     damage_stream: 1.5,
+    deliver_messages_again: 0.7,
+    poison_stream: 0.7,
     damage_state: 1,
 }
 """By how often, against each other."""

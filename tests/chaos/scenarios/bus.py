@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgpack
 from anyio.to_thread import run_sync
+from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
 from kvatlas.bus import StreamSettings, ensure_stream, stream_info
@@ -167,15 +168,20 @@ async def messages_delivered_twice_and_out_of_order(chaos: Chaos) -> None:
     """Old messages appear in the stream again, shuffled, as from a zombie."""
     fleet = chaos.fleet
     await chaos.moved(20)
-    last = (await stream_info(fleet.nats)).last_seq
-    jetstream = fleet.nats.jetstream()
-    again = [await jetstream.get_msg(STREAM, seq) for seq in range(max(1, last - 60), last)]
-    random.Random(1).shuffle(again)
+    chaos.fault(await deliver_again(fleet.nats, 60, random.Random(1)))
+    await chaos.moved(10)
+
+
+async def deliver_again(nats: Client, most: int, rng: random.Random) -> str:
+    """The stream's last messages once more, shuffled; says so. Raises what NATS raises."""
+    known, jetstream = await stream_info(nats), nats.jetstream(timeout=1)
+    first = max(known.first_seq, known.last_seq - most)
+    again = [await jetstream.get_msg(STREAM, seq) for seq in range(first, known.last_seq)]
+    rng.shuffle(again)
     for message in again:
         assert message.subject is not None and message.data is not None
         await jetstream.publish(message.subject, message.data)
-    chaos.fault(f"{len(again)} messages in the stream once more, shuffled")
-    await chaos.moved(10)
+    return f"{len(again)} messages in the stream once more, shuffled"
 
 
 async def poison_in_the_stream(chaos: Chaos) -> None:

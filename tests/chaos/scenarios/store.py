@@ -128,26 +128,32 @@ async def one_shard_wiped(chaos: Chaos) -> None:
     chaos.fault(f"every key of shard {shard} deleted")
 
 
+async def damage_by_hand(store: Store) -> list[str]:
+    """Of each scope with blocks enough: what was done to it. Raises RedisError."""
+    damaged: list[str] = []
+    async for key in store.client.scan_iter(match="kva:{s*}:blocks:*"):
+        blocks = sorted((await store.client.hgetall(key)).items())
+        if len(blocks) < 10:
+            continue
+        (gone, _), (_, value), (turned, flags) = blocks[1], blocks[4], blocks[7]
+        await store.client.hdel(key, gone)
+        await store.client.hset(key, b"\x00no-such", value)
+        await store.client.hset(key, turned, flags[:3] + bytes([flags[3] ^ Tier.LOCAL_SSD.flag]) + flags[4:])
+        pinned, flags = blocks[9]
+        await store.client.hset(key, pinned, flags[:3] + bytes([flags[3] ^ FLAG_PINNED]) + flags[4:])
+        whats = ("block removed", "block added", "tier flag changed", "pinned flag changed")
+        damaged += [f"{what} by hand" for what in whats]
+    return damaged
+
+
 async def blocks_damaged_by_hand(chaos: Chaos) -> None:
     """No message did it, so no message finds it: the scrub does, and no worker vanishes for it."""
     fleet = chaos.fleet
     await chaos.moved(20)
-    client = fleet.store.client
-    damaged = 0
-    async for key in client.scan_iter(match="kva:{s*}:blocks:*"):
-        blocks = sorted((await client.hgetall(key)).items())
-        if len(blocks) < 10:
-            continue
-        (gone, _), (_, value), (turned, flags) = blocks[1], blocks[4], blocks[7]
-        await client.hdel(key, gone)
-        await client.hset(key, b"\x00no-such", value)
-        await client.hset(key, turned, flags[:3] + bytes([flags[3] ^ Tier.LOCAL_SSD.flag]) + flags[4:])
-        pinned, flags = blocks[9]
-        await client.hset(key, pinned, flags[:3] + bytes([flags[3] ^ FLAG_PINNED]) + flags[4:])
-        for what in ("block removed", "block added", "tier flag changed", "pinned flag changed"):
-            chaos.fault(f"{what} by hand")
-        damaged += 1
+    damaged = await damage_by_hand(fleet.store)
     assert damaged, "there are blocks to damage"
+    for what in damaged:
+        chaos.fault(what)
     index = await open_redis_index(fleet.store, writer=False)
 
     async def incarnations() -> list[int]:
