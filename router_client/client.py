@@ -26,7 +26,7 @@ from kvatlas.tiers import Tier
 from router_client.answers import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_to
 from router_client.comparison import AnswerComparison, AnswerTelling
 from router_client.counters import RouterCounters
-from router_client.deciding import Decider
+from router_client.deciding import Decider, Decision, PairDecision
 from router_client.errors import NoWorkers
 from router_client.fail_open import Basis
 from router_client.fleet import CachedFleet, FleetReader
@@ -154,7 +154,7 @@ class RouterClient:
             found = await look_up(self._index, prompt, pool.groups)
             self.counters.lookups += found.round_trips
             silent = not all(record.endpoint.events for record in pool.records.values())
-            predicted = await self._predicted(prompt) if silent else {}
+            predicted = await self._decider.predicted(prompt, pool, found) if silent else {}
             workers = [self._worker_overlap(prompt, record, found.held, predicted) for record in pool.records.values()]
             workers.sort(key=_nearest)
             describe_decision(span, candidates=len(workers))
@@ -227,22 +227,10 @@ class RouterClient:
             if not decision.results:
                 self.counters.no_workers += 1
                 raise NoWorkers(why_none(prompt, decision.pool.left_out))
-            endpoint = decision.pool.records[decision.worker_id].endpoint
-            choice = Choice(
-                endpoint.id,
-                endpoint.url,
-                headers_to(endpoint),
-                endpoint.role,
-                decision.result,
-                self._ranking(prompt, decision.results, decision.pool.left_out),
-                decision.basis,
-                decision.why,
-                decision.would_be,
-                decision.reservation,
-                self._learner.feedback(prompt.scope.pool_id, decision.results, decision.result),
-                partial(self.answers.answered, prompt, decision.result, decision.basis),
-            )
-            _describe(span, choice, decision.pool)
+            pool = decision.pool
+            ranking = self._ranking(prompt, decision.results, pool.left_out)
+            choice = self._choice(prompt, pool, decision.result, ranking, decision, decision.reservation, learns=True)
+            _describe(span, choice, pool)
             if span.is_recording():
                 span.set_attribute("kvatlas.explanation", json.dumps(choice.explanation(MOST_TRACED)))
         self._count(choice, started_ns)
@@ -259,23 +247,9 @@ class RouterClient:
                 raise NoWorkers(why_none(prompt, pool.unable_to_answer))
 
             def part(result: SelectionResult, results: Ranked, booked: Reservation | None) -> Choice:
-                endpoint = pool.records[result.worker_id].endpoint
                 told = self._ranking(prompt, results, pool.unable)
                 # rates are learned where one worker did everything: who takes how much of a pair's time is not told
-                learns = ranking.prefill is None
-                return Choice(
-                    endpoint.id,
-                    endpoint.url,
-                    headers_to(endpoint),
-                    endpoint.role,
-                    result,
-                    told,
-                    decision.basis,
-                    decision.why,
-                    reservation=booked,
-                    feedback=self._learner.feedback(prompt.scope.pool_id, results, result) if learns else None,
-                    answered=partial(self.answers.answered, prompt, result, decision.basis) if learns else None,
-                )
+                return self._choice(prompt, pool, result, told, decision, booked, learns=ranking.prefill is None)
 
             answers, prompts = (*decision.booked, None, None)[:2]
             prefill = None if ranking.prefill is None else part(ranking.prefill, ranking.prefills, prompts)
@@ -288,6 +262,34 @@ class RouterClient:
         self.counters.pairs += prefill is not None
         self._count(prefill or pair.decode, started_ns)
         return pair
+
+    def _choice(
+        self,
+        prompt: Prompt,
+        pool: Pool,
+        result: SelectionResult,
+        ranking: Ranking,
+        decision: Decision | PairDecision,
+        booked: Reservation | None,
+        *,
+        learns: bool,
+    ) -> Choice:
+        """`learns`: what the request takes is compared with what was predicted, and learned from."""
+        endpoint = pool.records[result.worker_id].endpoint
+        return Choice(
+            endpoint.id,
+            endpoint.url,
+            headers_to(endpoint),
+            endpoint.role,
+            result,
+            ranking,
+            decision.basis,
+            decision.why,
+            decision.would_be,
+            booked,
+            self._learner.feedback(prompt.scope.pool_id, ranking.results, result) if learns else None,
+            partial(self.answers.answered, prompt, result, decision.basis) if learns else None,
+        )
 
     def _ranking(self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str]) -> Ranking:
         return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self.settings.limits.shed_factor)
@@ -312,10 +314,6 @@ class RouterClient:
         if isinstance(request, RequestShape):
             return Prompt.of_shape(request)
         return Prompt.of_hints(request, self.settings.fallbacks)
-
-    async def _predicted(self, prompt: Prompt) -> Mapping[str, int]:
-        """By worker, the tokens that it is predicted to hold."""
-        return {result.worker_id: result.predicted_tokens for result in (await self._decider.rank(prompt)).results}
 
     def _worker_overlap(
         self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix], predicted: Mapping[str, int]

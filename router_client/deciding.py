@@ -1,12 +1,13 @@
 """Deciding: overlap, cost, booking; and what is done instead where the store is slow or away."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Reservations, Weighing
 from router_client.asking import ask_of
-from router_client.booking import Booker, unbooked
+from router_client.booking import Booked, Booker, unbooked
 from router_client.counters import RouterCounters
 from router_client.fail_open import FAILING, Basis, Deadline, Patience
 from router_client.fleet import CachedFleet
@@ -15,11 +16,14 @@ from router_client.lookup import Lookup, OverlapIndex
 from router_client.pairs import PairProspects, PairRanking, pair_prospects
 from router_client.pool import Pool
 from router_client.prompt import Prompt
-from router_client.ranking import Judging, Prospect, Ranked, prospects, rendezvous
+from router_client.prospects import Prospect, prospects, rendezvous
+from router_client.ranking import Judging, Ranked
 from router_client.reservation import Reservation
 from router_client.seeing import Seen, Sight
 from router_client.settings import RouterSettings, SloMode
 from router_client.surcharges import surcharged
+
+T = TypeVar("T")
 
 PREFIX_TOKENS = 1_024
 """Without load and index, prompts go together that share so many tokens at their start."""
@@ -47,13 +51,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PairDecision:
-    """`ranking` None: nobody may get the prompt. `booked`: the reservation of who answers, then that of the prefill."""
+    """`ranking` None: nobody may get the prompt. `booked`: the reservation of who answers, then that of the prefill. No other
+    policy is followed, so there is none that cost would choose instead."""
 
     pool: Pool
     ranking: PairRanking | None
     basis: Basis = Basis.COST
     why: str = ""
     booked: tuple[Reservation, ...] = ()
+    would_be: None = None
 
 
 class Decider:
@@ -84,80 +90,81 @@ class Decider:
         """Every candidate. Raises what the store raises."""
         pool = self._narrowed(await self._fleet.pool(prompt.scope.pool_id), prompt)
         found = await self.sight.look_up(prompt, pool)
-        offered = self._prospects(prompt, pool, found)
-        if not offered:
+        offered, weighing = await self._looked(prompt, pool, found)
+        if weighing is None:
             return Decision(pool, ())
-        ask = self._ask(prompt, pool, offered, found)
-        if self._settings.booking.reservations:
-            weighing = await self._booker.look(prompt.scope.pool_id, ask)
-        else:
-            weighing = unbooked(ask, [prospect.candidate for prospect in offered])
         return self._decision(prompt, Seen(pool, found, Basis.COST, ""), offered, weighing)
+
+    async def predicted(self, prompt: Prompt, pool: Pool, found: Lookup) -> dict[str, int]:
+        """By worker, the tokens that `rank` would predict it to hold beside what was found. Raises what the store raises."""
+        offered, weighing = await self._looked(prompt, self._narrowed(pool, prompt), found)
+        if weighing is None:
+            return {}
+        return {
+            prospect.id: seen.predicted_tokens - prospect.cached_tokens
+            for prospect, seen in zip(offered, weighing.weighed, strict=True)
+            if seen.predicted_tokens
+        }
 
     async def decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> Decision:
         """The worker to use, reserved if asked for.
 
         Within the deadline, whatever the store does. Raises Unreachable where the pool was never read.
         """
-        deadline = Deadline(self._settings.deadline_ms, self.patience)
-        asks = self._booker.allows()
-        pool = self._narrowed(await self.sight.pool(prompt.scope.pool_id, deadline, asks=asks), prompt, avoid)
-        seen = await self.sight.see(prompt, pool, deadline)
+        deadline, asks, seen = await self._seen(prompt, avoid)
+        pool = seen.pool
         offered = self._prospects(prompt, pool, seen.found)
         if not offered:
             return Decision(pool, ())
         followed = self._followed(prompt, pool)
-        ask = self._ask(prompt, pool, offered, seen.found)
+        ask = ask_of(prompt, offered, seen.found.chains, self._settings)
         if not self._settings.booking.reservations:
-            weighing = unbooked(ask, [prospect.candidate for prospect in offered])
-            return self._decision(prompt, seen, offered, weighing, followed)
+            return self._decision(prompt, seen, offered, _unbooked(ask, offered), followed)
         if asks:
-            try:
-                decision = await self._shared(prompt, seen, offered, ask, followed, book, deadline)
-            except FAILING as error:
-                self._booker.failed()
-                seen = replace(seen, why=seen.why or f"reservations: {deadline.why(error)}")
-            else:
-                self._booker.succeeded()
+            answer = self._shared(prompt, seen, offered, ask, followed, book, deadline)
+            decision, failure = await self._answered(answer, deadline)
+            if decision is not None:
                 return decision
+            seen = replace(seen, why=seen.why or failure)
         return self._alone(prompt, seen, offered, ask, followed, book)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairDecision:
         """The workers to use, both reserved in one call if asked for; see `decide`. No other policy is followed."""
-        deadline = Deadline(self._settings.deadline_ms, self.patience)
-        asks = self._booker.allows()
-        pool = self._narrowed(await self.sight.pool(prompt.scope.pool_id, deadline, asks=asks), prompt, avoid)
-        seen = await self.sight.see(prompt, pool, deadline)
-        pairs = self._pairs(prompt, pool, seen.found)
+        deadline, asks, seen = await self._seen(prompt, avoid)
+        pairs = self._pairs(prompt, seen.pool, seen.found)
         if not pairs.possible:
-            return PairDecision(pool, None)
-        ask = pairs.ask(self._ask(prompt, pool, pairs.everyone, seen.found))
-        why = seen.why
-        booked: tuple[Reservation, ...] = ()
+            return PairDecision(seen.pool, None)
+        everyone, why = pairs.everyone, seen.why
+        ask = pairs.ask(ask_of(prompt, everyone, seen.found.chains, self._settings))
+        weighed: Booked | None = None
         if not self._settings.booking.reservations:
-            weighing = unbooked(ask, [prospect.candidate for prospect in pairs.everyone])
-        else:
-            weighing, booked, why = await self._weigh_pair(prompt, ask, asks, book, deadline, why)
-        ranking = PairRanking(prompt, pairs, weighing, pool.profile, judging_of(prompt, self._settings))
-        return PairDecision(pool, ranking, seen.basis, why, booked)
+            weighed = _unbooked(ask, everyone), ()
+        elif asks:
+            weighed, failure = await self._answered(self._weighed(prompt, ask, book, deadline), deadline)
+            why = why or failure
+        if weighed is None:
+            weighing = self._booker.look_alone(prompt.scope.pool_id, ask)
+            weighed = weighing, self._booker.book_alone(prompt, ask) if book else ()
+        ranking = PairRanking(pairs, weighed[0], judging_of(prompt, self._settings))
+        return PairDecision(seen.pool, ranking, seen.basis, why, weighed[1])
 
-    async def _weigh_pair(
-        self, prompt: Prompt, ask: Ask, asks: bool, book: bool, deadline: Deadline, why: str
-    ) -> tuple[Weighing, tuple[Reservation, ...], str]:
-        if asks:
-            try:
-                if book:
-                    weighing, booked = await self._booker.book(prompt, ask, deadline)
-                else:
-                    weighing, booked = await deadline.keep(self._booker.look(prompt.scope.pool_id, ask)), ()
-            except FAILING as error:
-                self._booker.failed()
-                why = why or f"reservations: {deadline.why(error)}"
-            else:
-                self._booker.succeeded()
-                return weighing, booked, why
-        weighing = self._booker.look_alone(prompt.scope.pool_id, ask)
-        return weighing, self._booker.book_alone(prompt, ask) if book else (), why
+    # ------------------------------------------------------------ with the other routers, and alone
+
+    async def _answered(self, answer: Coroutine[Any, Any, T], deadline: Deadline) -> tuple[T | None, str]:
+        """What reservations answer; None, and why, where they do not."""
+        try:
+            found = await answer
+        except FAILING as error:
+            self._booker.failed()
+            return None, f"reservations: {deadline.why(error)}"
+        self._booker.succeeded()
+        return found, ""
+
+    async def _weighed(self, prompt: Prompt, ask: Ask, book: bool, deadline: Deadline) -> Booked:
+        """In one call. Raises what the store raises, and TimeoutError."""
+        if book:
+            return await self._booker.book(prompt, ask, deadline)
+        return await deadline.keep(self._booker.look(prompt.scope.pool_id, ask)), ()
 
     async def _shared(
         self,
@@ -169,15 +176,11 @@ class Decider:
         book: bool,
         deadline: Deadline,
     ) -> Decision:
-        if book and followed is None:
-            weighing, booked = await self._booker.book(prompt, ask, deadline)
-            return replace(self._decision(prompt, seen, offered, weighing), reservation=booked[0])
-        weighing = await deadline.keep(self._booker.look(prompt.scope.pool_id, ask))
+        weighing, booked = await self._weighed(prompt, ask, book and followed is None, deadline)
         decision = self._decision(prompt, seen, offered, weighing, followed)
-        if not book:
-            return decision
-        _, booked = await self._booker.book(prompt, _only(ask, decision.worker_id), deadline)
-        return replace(decision, reservation=booked[0])
+        if book and followed is not None:
+            _, booked = await self._booker.book(prompt, _only(ask, decision.worker_id), deadline)
+        return replace(decision, reservation=booked[0]) if booked else decision
 
     def _alone(
         self, prompt: Prompt, seen: Seen, offered: list[Prospect], ask: Ask, followed: str | None, book: bool
@@ -192,7 +195,24 @@ class Decider:
             return decision
         return replace(decision, reservation=self._booker.book_alone(prompt, _only(ask, decision.worker_id))[0])
 
+    async def _looked(self, prompt: Prompt, pool: Pool, found: Lookup) -> tuple[list[Prospect], Weighing | None]:
+        """Every candidate, and what it is judged by now; None without a candidate. Raises what the store raises."""
+        offered = self._prospects(prompt, pool, found)
+        if not offered:
+            return offered, None
+        ask = ask_of(prompt, offered, found.chains, self._settings)
+        if not self._settings.booking.reservations:
+            return offered, _unbooked(ask, offered)
+        return offered, await self._booker.look(prompt.scope.pool_id, ask)
+
     # ------------------------------------------------------------ pieces
+
+    async def _seen(self, prompt: Prompt, avoid: Collection[str]) -> tuple[Deadline, bool, Seen]:
+        """What is known before load, within a deadline that has begun; and whether reservations may be asked."""
+        deadline = Deadline(self._settings.deadline_ms, self.patience)
+        asks = self._booker.allows()
+        pool = self._narrowed(await self.sight.pool(prompt.scope.pool_id, deadline, asks=asks), prompt, avoid)
+        return deadline, asks, await self.sight.see(prompt, pool, deadline)
 
     def _narrowed(self, pool: Pool, prompt: Prompt, avoid: Collection[str] = ()) -> Pool:
         if avoid:
@@ -204,7 +224,7 @@ class Decider:
 
     def _prospects(self, prompt: Prompt, pool: Pool, found: Lookup) -> list[Prospect]:
         fingerprint = found.fingerprint + self._seed
-        offered = prospects(prompt, pool, found.held, pool.profile, fingerprint=fingerprint)
+        offered = prospects(prompt, pool, found.held, fingerprint=fingerprint)
         return self._surcharged(prompt, offered, fingerprint)
 
     def _surcharged(self, prompt: Prompt, offered: list[Prospect], fingerprint: bytes) -> list[Prospect]:
@@ -232,9 +252,6 @@ class Decider:
         followed = self._settings.follow.choose(prompt, endpoints)
         return followed if any(endpoint.id == followed for endpoint in endpoints) else None
 
-    def _ask(self, prompt: Prompt, pool: Pool, offered: Sequence[Prospect], found: Lookup) -> Ask:
-        return ask_of(prompt, offered, found.chains, pool.profile, self._settings)
-
     def _decision(
         self,
         prompt: Prompt,
@@ -244,7 +261,7 @@ class Decider:
         followed: str | None = None,
     ) -> Decision:
         judging = judging_of(prompt, self._settings)
-        results = Ranked(offered, weighing.weighed, seen.pool.profile, chosen=weighing.chosen, judging=judging)
+        results = Ranked(offered, weighing.weighed, chosen=weighing.chosen, judging=judging)
         best = results[0].worker_id
         if followed is not None:
             return Decision(seen.pool, results, followed, Basis.POLICY, f"cost would choose {best}", best)
@@ -262,6 +279,10 @@ def judging_of(prompt: Prompt, settings: RouterSettings) -> Judging:
     limits = settings.limits
     factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
     return Judging(prompt.slo, settings.booking.again_factor, factor, limits.slo is SloMode.FILTER)
+
+
+def _unbooked(ask: Ask, offered: Sequence[Prospect]) -> Weighing:
+    return unbooked(ask, [prospect.candidate for prospect in offered])
 
 
 def _only(ask: Ask, worker_id: str) -> Ask:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from kvatlas.limits import NOT_TOLD, Limit, Limits
 from kvatlas.request import SelectionResult, Slo
 from router_client.prompt import Prompt
-from router_client.ranking import Prospect
+from router_client.prospects import Prospect
 from router_client.settings import LimitSettings, SloMode
 
 
@@ -16,11 +16,11 @@ def limits_of(prompt: Prompt, found: Sequence[Prospect], settings: LimitSettings
     A profile that predicts no time knows of no SLO.
     """
     each = [p.candidate.limit for p in found] if settings.room else [NOT_TOLD] * len(found)
-    if settings.slo is SloMode.TOLD or not found or found[0].base.ttft_us is None:
+    if settings.slo is SloMode.TOLD or not found or found[0].quote.nothing.ttft_us is None:
         return Limits(each, prompt.input_tokens) if each.count(NOT_TOLD) < len(each) else None
     return Limits(
         [
-            Limit(one.slots, one.kv_tokens, p.plan.output_tokens * (p.base.tpot_us or 0))
+            Limit(one.slots, one.kv_tokens, prompt.output_tokens * (p.quote.nothing.tpot_us or 0))
             for one, p in zip(each, found, strict=True)
         ],
         prompt.input_tokens,

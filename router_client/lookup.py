@@ -37,16 +37,20 @@ class Run(NamedTuple):
     tiers: tuple[Tier, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldPrefix:
-    """How much of a prompt's start one worker holds: its runs, in order. In whole blocks of the worker's own size."""
+class HeldPrefix(NamedTuple):
+    """How much of a prompt's start one worker holds: its runs, in order. In whole blocks of the worker's own size.
+
+    `at_hand`: all of it is in HBM."""
 
     runs: tuple[Run, ...] = ()
     tokens: int = 0
+    at_hand: bool = True
 
     @classmethod
     def of(cls, runs: tuple[Run, ...]) -> "HeldPrefix":
-        return cls(runs, runs[0].tokens if len(runs) == 1 else sum(run.tokens for run in runs))
+        if len(runs) == 1:  # as most are
+            return cls(runs, runs[0].tokens, runs[0].tiers[0] is Tier.HBM)
+        return cls(runs, sum(run.tokens for run in runs), all(run.tiers[0] is Tier.HBM for run in runs))
 
 
 NOTHING = HeldPrefix()
@@ -125,10 +129,10 @@ async def _ask(index: OverlapIndex, scope: Scope, chain: PromptChain, group: Gro
         first_index += len(chunk) // HASH_BYTES
         number += 1
     step_tokens = block_size * granularity
-    equal: dict[tuple[tuple[int, int], ...], HeldPrefix] = {}  # many workers hold the same part of a shared prompt
+    equal: dict[tuple[Any, ...], HeldPrefix] = {}  # many workers hold the same part of a shared prompt
     held: dict[str, HeldPrefix] = {}
     for worker_id, found in runs.items():
-        key = tuple(found)
+        key = found[0] if len(found) == 1 else tuple(found)
         if (prefix := equal.get(key)) is None:
             prefix = equal[key] = HeldPrefix.of(_merged(found, step_tokens))
         held[worker_id] = prefix

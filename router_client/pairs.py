@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from kvatlas.cost.plan import CostProfile, Piece, Plan
+from kvatlas.cost.plan import Piece
 from kvatlas.fleet import EngineEndpoint
 from kvatlas.limits import Limit
 from kvatlas.request import SelectionResult
@@ -20,7 +20,8 @@ from kvatlas.tiers import Tier
 from router_client.lookup import HeldPrefix
 from router_client.pool import Candidate, Pool, serves_whole
 from router_client.prompt import Prompt
-from router_client.ranking import Judging, Prospect, Ranked, kv_bytes_of, prospects
+from router_client.prospects import Prospect, prospects
+from router_client.ranking import Judging, Ranked
 
 _Reach = tuple[frozenset[str], int, str]
 """Prefill workers that the same workers can read from at the same price: transfer groups, block size, locality domain."""
@@ -38,7 +39,7 @@ class PairProspects:
     decodes: Sequence[Prospect]
     wholes: Sequence[Prospect]
     groups: Sequence[int]
-    prices_us: Sequence[Sequence[int | None]]
+    prices_us: Sequence[Sequence[float | None]]
 
     @property
     def everyone(self) -> list[Prospect]:
@@ -80,7 +81,7 @@ class PairProspects:
             for i, prospect in enumerate(self.decodes, start=first):
                 each[i] = _with_room_for(each[i], prospect.transferred)
             limits = replace(limits, of_offers=each)
-        transfers = [[-1.0 if us is None else float(us) for us in prices] for prices in self.prices_us]
+        transfers = [[-1.0 if us is None else us for us in prices] for prices in self.prices_us]
         pairing = Pairing(len(self.prefills), len(self.decodes), self.groups, transfers)
         return replace(ask, offers=offers, limits=limits, pairing=pairing)
 
@@ -94,23 +95,22 @@ def pair_prospects(
     least_new_tokens: int,
 ) -> PairProspects:
     """`least_new_tokens`: a worker that would compute fewer itself gets no prompt computed elsewhere."""
-    profile = pool.profile
     alone = replace(prompt, output_tokens=0)
-    prefills = prospects(alone, pool, held, profile, fingerprint=fingerprint, candidates=pool.prefillers)
-    decoders = prospects(prompt, pool, held, profile, fingerprint=fingerprint, candidates=pool.decoders)
+    prefills = prospects(alone, pool, held, fingerprint=fingerprint, candidates=pool.prefillers)
+    decoders = prospects(prompt, pool, held, fingerprint=fingerprint, candidates=pool.decoders)
     reaches: dict[_Reach, int] = {}
     groups = [reaches.setdefault(_reach(p.candidate), len(reaches)) for p in prefills]
     decodes: list[Prospect] = []
-    prices_us: list[list[int | None]] = []
+    prices_us: list[list[float | None]] = []
     for whole in decoders if prefills else ():
         short = prompt.input_tokens - whole.cached_tokens < least_new_tokens
         if short and serves_whole(whole.candidate.endpoint):
             continue
         nearness = [_nearness(whole.candidate, reach) for reach in reaches]
-        answers = {near: _answer(prompt, whole, near, profile) for near in (True, False) if near in nearness}
+        answers = {near: _answer(whole, near) for near in (True, False) if near in nearness}
         if answers:
             decodes.append(next(iter(answers.values())))
-            prices_us.append([None if near is None else answers[near].base.score_us for near in nearness])
+            prices_us.append([None if near is None else answers[near].base_us for near in nearness])
     wholes = [prospect for prospect in decoders if serves_whole(prospect.candidate.endpoint)]
     return PairProspects(prefills, decodes, wholes, groups, prices_us)
 
@@ -118,13 +118,9 @@ def pair_prospects(
 class PairRanking:
     """What was chosen of a request's pairs, and what else could have been: priced when somebody looks."""
 
-    def __init__(
-        self, prompt: Prompt, found: PairProspects, weighing: Weighing, profile: CostProfile, judging: Judging
-    ) -> None:
-        self._prompt = prompt
+    def __init__(self, found: PairProspects, weighing: Weighing, judging: Judging) -> None:
         self._found = found
         self._weighing = weighing
-        self._profile = profile
         self._judging = judging
         self._first_decode = len(found.prefills)
         self._first_whole = len(found.prefills) + len(found.decodes)
@@ -176,7 +172,7 @@ class PairRanking:
             near = _nearness(prospect.candidate, _reach(source))
             if near is None:
                 continue
-            answer = _answer(self._prompt, prospect, near, self._profile)
+            answer = _answer(prospect, near)
             seen = weighing.weighed[self._first_decode + i]
             load = replace(seen.load, queued_prefill_tokens=0, waiting_requests=0)
             if weighing.prefill is not None and weighing.chosen == self._first_decode + i:
@@ -189,7 +185,7 @@ class PairRanking:
         return self._of(some, self._weighing.weighed[first : first + len(some)], chosen)
 
     def _of(self, some: Sequence[Prospect], weighed: Sequence[Weighed], chosen: int | None) -> Ranked:
-        return Ranked(some, weighed, self._profile, chosen=chosen, judging=self._judging)
+        return Ranked(some, weighed, chosen=chosen, judging=self._judging)
 
 
 class Otherwise(NamedTuple):
@@ -229,17 +225,13 @@ def _nearness(candidate: Candidate, source: _Reach) -> bool | None:
     return domain == candidate.endpoint.locality_domain
 
 
-def _answer(prompt: Prompt, prospect: Prospect, near: bool, profile: CostProfile) -> Prospect:
+def _answer(prospect: Prospect, near: bool) -> Prospect:
     """A worker that computes the answer alone, and reads what it does not hold from a prefill worker."""
-    own = [piece for piece in prospect.plan.pieces if piece.own]
-    held = sum(piece.tokens for piece in own)
-    moved = prompt.input_tokens - held
-    pieces = own
-    if moved:
-        bytes = kv_bytes_of(prompt, prospect.candidate, moved)
-        pieces = [*own, Piece(moved, bytes, Tier.HBM, own=False, same_domain=near)]
-    plan = Plan(prospect.id, prompt.input_tokens, prompt.output_tokens, pieces)
-    return prospect._replace(plan=plan, base=profile.price(plan), usable=held, source=None, transferred=moved)
+    quote, own = prospect.quote, prospect.quote.pieces(prospect.own.runs, 0, prospect.usable)
+    rest = quote.prompt.input_tokens - prospect.usable
+    moved = [Piece(rest, quote.kv_bytes(rest), Tier.HBM, own=False, same_domain=near)] if rest else []
+    base_us, work_us = quote.priced([*own, *moved])
+    return prospect._replace(base_us=base_us, work_us=work_us, moved=moved, source=None)
 
 
 def _answer_alone(offer: Offer, prospect: Prospect) -> Offer:

@@ -1,7 +1,8 @@
 """A pool as ranking needs it: worked out once for each reading of its records, not for each request."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.cost.plan import Load, mean_load
@@ -27,9 +28,12 @@ def may_give(record: FleetRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that may get a prompt. `block_size` 0: it has announced nothing yet. `load`: told, or the pool's mean.
+    """A worker that may get a prompt. `kind`: the same number for workers on which a request meets the same, but for what
+    they hold and their load. `block_size` 0: it has announced nothing yet. `load`: told, or the pool's mean.
     `total_blocks`: of its cache, 0 where it does not tell. `limit`: the room that it has."""
 
+    id: str
+    kind: int
     endpoint: EngineEndpoint
     block_size: int
     rule: ReuseRule
@@ -37,10 +41,6 @@ class Candidate:
     load_known: bool
     total_blocks: int = 0
     limit: Limit = NOT_TOLD
-
-    @property
-    def id(self) -> str:
-        return self.endpoint.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Pool:
     def of(
         cls, records: Mapping[str, FleetRecord], rules: ReuseRules | None = None, profile: CostProfile | None = None
     ) -> "Pool":
-        applying = rules or ReuseRules()
+        candidates = partial(_candidates, rules or ReuseRules(), profile or EngineProfile(), {})
         groups: dict[Group, set[str]] = {}
         givers: list[EngineEndpoint] = []
         by_role: dict[Role, list[FleetRecord]] = {role: [] for role in Role}
@@ -94,12 +94,12 @@ class Pool:
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
         return cls(
             records,
-            _candidates(able, applying),
+            candidates(able),
             dict(sorted({**unable, **others}.items())),
             {k: frozenset(ids) for k, ids in groups.items()},
             tuple(givers),
-            _candidates(by_role[Role.PREFILL], applying),
-            _candidates(decoders, applying),
+            candidates(by_role[Role.PREFILL]),
+            candidates(decoders),
             unable,
             profile or EngineProfile(),
         )
@@ -146,7 +146,10 @@ def serves_whole(worker: EngineEndpoint) -> bool:
     return worker.role is Role.BOTH or worker.kind is not EngineKind.SGLANG
 
 
-def _candidates(records: Sequence[FleetRecord], rules: ReuseRules) -> tuple[Candidate, ...]:
+def _candidates(
+    rules: ReuseRules, profile: CostProfile, kinds: dict[Hashable, int], records: Sequence[FleetRecord]
+) -> tuple[Candidate, ...]:
+    """`kinds`: the numbers of kinds met so far."""
     loads = [Load.of(r.load, r.endpoint.block_size or 1) if r.load else None for r in records]
     mean = mean_load([load for load in loads if load is not None])
     made = []
@@ -155,5 +158,8 @@ def _candidates(records: Sequence[FleetRecord], rules: ReuseRules) -> tuple[Cand
         told = record.load.forward_pass if record.load else ForwardPassMetrics()
         size, blocks = endpoint.block_size or 0, told.total_kv_blocks
         limit = Limit(told.total_request_slots, blocks * size)
-        made.append(Candidate(endpoint, size, rules.of(endpoint), load or mean, load is not None, blocks, limit))
+        rule, id, cache = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
+        alike = (size, rule, endpoint.block_bytes, endpoint.events, cache, profile.alike(id))
+        kind = kinds.setdefault(alike, len(kinds))
+        made.append(Candidate(id, kind, endpoint, size, rule, load or mean, load is not None, blocks, limit))
     return tuple(made)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from math import log
 
 from kvatlas.cost.plan import TermKind
-from router_client.ranking import Prospect, Surcharge, rendezvous
+from router_client.prospects import Prospect, Surcharge, rendezvous
 
 SESSION = TermKind("session", "sessions elsewhere")
 SOFTENING = TermKind("softening", "hundredths drawn")
@@ -44,7 +44,7 @@ def surcharged(
             if id != home:
                 mine.append(Surcharge(SESSION, round(session_us), 1))
     if temperature and found:
-        unit_us = temperature * min(prospect.base.score_us for prospect in found)
+        unit_us = temperature * min(prospect.base_us for prospect in found)
         drawn = {id: gumbel(fingerprint, id) for id in added}
         most = max(drawn.values())
         for id, mine in added.items():

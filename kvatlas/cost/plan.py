@@ -3,7 +3,7 @@
 What is made anew for each worker of each choice is a named tuple: a third of the time that a frozen dataclass takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -200,4 +200,7 @@ class CostProfile(Protocol):
         """The cost of a plan, in whole microseconds."""
 
     def prices(self, plan: Plan) -> Prices:
-        """What load and cached tokens change in the plan's cost; `price` agrees with it up to rounding."""
+        """What load and cached tokens change in the plan's cost; `price` agrees with it up to rounding. Not by its pieces."""
+
+    def alike(self, worker_id: str) -> Hashable:
+        """Equal for workers that are priced alike."""

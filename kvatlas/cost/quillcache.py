@@ -94,3 +94,6 @@ class QuillcacheProfile:
     def prices(self, plan: Plan) -> Prices:
         token_us, hit_us = self.prefill_us_per_token, self.hbm_hit_us
         return Prices(self.queue_us_per_token, self.running_decode_us, 0.0, 0, token_us, hit_us=hit_us)
+
+    def alike(self, worker_id: str) -> None:
+        """All are."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.cost import EngineProfile, QuillcacheProfile
+from kvatlas.cost import QuillcacheProfile
 from kvatlas.fleet import EngineKind, FleetRecord, Role
 from kvatlas.index.memory import MemoryIndex
 from kvatlas.request import DEFAULT_SLO, RequestHints, Slo
@@ -33,7 +33,8 @@ from router_client import (
 )
 from router_client.limits import advise
 from router_client.pool import Pool
-from router_client.ranking import prospects, rank
+from router_client.prospects import prospects
+from router_client.ranking import rank
 from router_client.surcharges import session_worker, surcharged
 from tests.router_client.pools import SCOPE, pool, worker
 
@@ -292,15 +293,15 @@ def test_softened_choices_follow_the_costs() -> None:
     """Held to the softmax that it stands for."""
     records = busy(0, 1_000, 3_000, 20_000)
     whole, asked, temperature = Pool.of(records), prompt(), 0.05
-    costs = {result.worker_id: result.score_us for result in rank(asked, whole, {}, EngineProfile())}
+    costs = {result.worker_id: result.score_us for result in rank(asked, whole, {})}
     drawn: Counter[str] = Counter()
     for number in range(3_000):
         fingerprint = number.to_bytes(8, "little")
-        found = prospects(asked, whole, {}, EngineProfile(), fingerprint=fingerprint)
+        found = prospects(asked, whole, {}, fingerprint=fingerprint)
         soft = surcharged(found, fingerprint, session_id=None, session_us=0.0, temperature=temperature)
         assert min(one.surcharge_us for one in soft) == 0
         drawn[min(soft, key=lambda one: costs[one.id] + one.surcharge_us).id] += 1
-    unit = temperature * min(prospect.base.score_us for prospect in found)
+    unit = temperature * min(prospect.base_us for prospect in found)
     weights = {id: exp(-(cost - min(costs.values())) / unit) for id, cost in costs.items()}
     for id, weight in weights.items():
         assert drawn[id] / 3_000 == pytest.approx(weight / sum(weights.values()), abs=0.03)

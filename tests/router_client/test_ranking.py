@@ -15,8 +15,8 @@ from kvatlas.tiers import Tier
 from router_client import Prompt, SelectionResult
 from router_client.lookup import HeldPrefix, Run
 from router_client.pool import Pool
+from router_client.prospects import rendezvous
 from router_client.ranking import rank as rank_pool
-from router_client.ranking import rendezvous
 from tests.router_client import naive_costs
 from tests.router_client.pools import SCOPE, pool, worker
 
@@ -32,7 +32,7 @@ def rank(
     rules: ReuseRules | None = None,
     fingerprint: bytes = b"",
 ) -> tuple[SelectionResult, ...]:
-    return rank_pool(prompt, Pool.of(workers, rules), held, profile, fingerprint=fingerprint)
+    return rank_pool(prompt, Pool.of(workers, rules, profile), held, fingerprint=fingerprint)
 
 
 def prompt(tokens: int, output: int = 10) -> Prompt:
