@@ -1,7 +1,7 @@
 """Giving back the memory of retired holders, a part of one scope at a time."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from time import monotonic
+from itertools import chain
 from typing import Any
 
 from kvatlas.index.keys import ShardKeys
@@ -9,8 +9,6 @@ from kvatlas.index.redis_answers import scopes_touched
 
 HOLDERS_A_ROUND = 256
 ENTRIES_A_CALL = 1_000
-PROOF_S = 300.0
-"""A scan that took longer proves nothing: a number may be used again after ten minutes."""
 
 Call = Callable[[str, Sequence[str], Sequence[Any]], Awaitable[Any]]
 
@@ -22,26 +20,27 @@ class Sweep:
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:
         self._keys = keys
         self._side_index = side_index
-        self._holders: list[bytes] = []
+        self._holders: dict[bytes, bytes] = {}
+        """Each number's entry in the holders, as it was before the scan."""
         self._scopes: list[bytes] = []
         self._cursor: int | bytes = 0
         self._taken = 0
         self._servers: set[bytes] = set()
-        self._began_s = 0.0
 
     async def run(self, client: Any, call: Call, budget_entries: int) -> int:
         """Go on for about `budget_entries` looked-at entries; how many retired holders are left."""
         k = self._keys
         while True:
             if not self._holders:
-                self._holders = list(await client.srandmember(k.retired, HOLDERS_A_ROUND))
-                if not self._holders:
+                numbers = list(await client.srandmember(k.retired, HOLDERS_A_ROUND))
+                if not numbers:
                     return 0
-                touched = await client.hmget(k.touched, self._holders)
+                entries = await client.hmget(k.holders, numbers)
+                touched = await client.hmget(k.touched, numbers)
+                self._holders = {number: entry or b"" for number, entry in zip(numbers, entries, strict=True)}
                 self._scopes = sorted({scope_id for packed in touched for scope_id in scopes_touched(packed)})
                 self._cursor = self._taken = 0
                 self._servers.clear()
-                self._began_s = monotonic()
             while self._scopes:
                 scope_id = self._scopes[-1]
                 keys = [k.blocks(scope_id), k.retired, k.digests]
@@ -56,10 +55,9 @@ class Sweep:
                 budget_entries -= ENTRIES_A_CALL
                 if budget_entries <= 0:
                     return int(await client.scard(k.retired))
-            quick = monotonic() - self._began_s < PROOF_S
-            proven = int(not self._taken and len(self._servers) <= 1 and quick)
+            proven = int(not self._taken and len(self._servers) <= 1)
             keys = [k.holders, k.retired, k.digests, k.touched, k.free]
-            left = int(await call("kvatlas_release", keys, [proven, *self._holders]))
-            self._holders = []
+            left = int(await call("kvatlas_release", keys, [proven, *chain.from_iterable(self._holders.items())]))
+            self._holders = {}
             if left == 0 or budget_entries <= 0:
                 return left

@@ -9,6 +9,7 @@ from kvatlas.hashing import extend_chain
 from kvatlas.identity import Scope
 from kvatlas.index.redis import RedisIndex, open_redis_index
 from kvatlas.store import Store, open_store
+from tests.index.failover import dumped, restore
 from tests.index.telling import Teller, tell
 
 pytestmark = pytest.mark.anyio
@@ -24,17 +25,6 @@ async def store(fresh_store: str) -> AsyncIterator[Store]:
         yield opened
     finally:
         await opened.close()
-
-
-async def dumped(store: Store) -> dict[bytes, bytes]:
-    return {key: await store.client.dump(key) for key in await store.client.keys("*")}
-
-
-async def restore(store: Store, dump: dict[bytes, bytes]) -> None:
-    """What a failover to a replica that is behind does to the data."""
-    await store.client.flushall()
-    for key, value in dump.items():
-        await store.client.restore(key, 0, value)
 
 
 async def depths(index: RedisIndex) -> dict[str, int]:
