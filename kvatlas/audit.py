@@ -128,8 +128,12 @@ def _judge(
         if reply.scopes is not None:
             told_scopes = {one.scope: one.digest for one in reply.scopes}
             found = differences(told_scopes, counted.scopes)
-            return WorkerAudit(worker_id, Verdict.DIFFERS if found else Verdict.EQUAL, blocks, "", found)
-        same = _total(counted) == reply.digest
+            if found or counted.sound:
+                return WorkerAudit(worker_id, Verdict.DIFFERS if found else Verdict.EQUAL, blocks, "", found)
+            return WorkerAudit(
+                worker_id, Verdict.DIFFERS, blocks, "its blocks are there, but flags or its holder's name are wrong"
+            )
+        same = _total(counted) == reply.digest and counted.sound
         return WorkerAudit(
             worker_id, Verdict.EQUAL if same else Verdict.DIFFERS, blocks, "" if same else "too many scopes"
         )

@@ -13,11 +13,13 @@ from struct import unpack
 
 from kvatlas.errors import InvalidValue
 from kvatlas.hashing import HASH_BYTES
-from kvatlas.tiers import Tier
+from kvatlas.tiers import TIER_MASK, Tier
 
 _MASK = 0xFFFFFFFF
 _MIX_MASK = 0xFFFFF
 WORDS = 3 * len(Tier)
+_FLAG_BITS = tuple(bit for bit in range(8) if not 1 << bit & TIER_MASK)
+FLAG_WORDS = 3 * len(_FLAG_BITS)
 
 
 @lru_cache(maxsize=65_536)
@@ -34,6 +36,30 @@ def sums_of(packed_hashes: bytes) -> tuple[int, int]:
     return sum(halves[0::2]) & _MASK, sum(halves[1::2]) & _MASK
 
 
+def _count(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sign: int) -> None:
+    low, high = sums_of(packed_hashes)
+    mix_low, mix_high = _mix(scope_id)
+    words[at] += sign * len(packed_hashes) // HASH_BYTES
+    words[at + 1] = (words[at + 1] + sign * low * mix_low) & _MASK
+    words[at + 2] = (words[at + 2] + sign * high * mix_high) & _MASK
+
+
+class FlagDigest:
+    """Mutable digest by flag, of those in an entry besides its tiers: which blocks have them. Compared within an index."""
+
+    __slots__ = ("words",)
+
+    def __init__(self) -> None:
+        self.words = [0] * FLAG_WORDS
+        """(count, low sum, high sum) for each flag, lowest bit first."""
+
+    def add(self, scope_id: bytes, flags: int, packed_hashes: bytes, sign: int = 1) -> None:
+        """Count blocks in (sign 1) or out (sign -1) under each of the flags. The caller says each block once."""
+        for i, bit in enumerate(_FLAG_BITS):
+            if flags & 1 << bit:
+                _count(self.words, 3 * i, scope_id, packed_hashes, sign)
+
+
 class Digest:
     """Mutable digest by tier."""
 
@@ -47,12 +73,7 @@ class Digest:
 
     def add(self, scope_id: bytes, tier: Tier, packed_hashes: bytes, sign: int = 1) -> None:
         """Count blocks in (sign 1) or out (sign -1). The caller says each block once: this is a sum, not a set."""
-        low, high = sums_of(packed_hashes)
-        mix_low, mix_high = _mix(scope_id)
-        at = 3 * tier
-        self._words[at] += sign * len(packed_hashes) // HASH_BYTES
-        self._words[at + 1] = (self._words[at + 1] + sign * low * mix_low) & _MASK
-        self._words[at + 2] = (self._words[at + 2] + sign * high * mix_high) & _MASK
+        _count(self._words, 3 * tier, scope_id, packed_hashes, sign)
 
     def count(self, tier: Tier) -> int:
         return self._words[3 * tier]

@@ -70,7 +70,8 @@ class MemoryIndex(DirectWrites):
                 key = one.sequence_hash.to_bytes(HASH_BYTES, "little")
                 digests.setdefault(one.scope, Digest()).add(one.scope.scope_id, one.tier, key)
             scopes = {scope: digest.words for scope, digest in digests.items()}
-            found.append(Recounted(worker_id, record.incarnation, record.seq, False, scopes))
+            sound = self._shard_of(worker_id).sound(worker_id)
+            found.append(Recounted(worker_id, record.incarnation, record.seq, False, scopes, sound))
         return found
 
     def overlap_now(self, scope: Scope, hashes: bytes) -> Overlap:

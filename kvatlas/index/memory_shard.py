@@ -9,10 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas import wire
-from kvatlas.digest import Digest
+from kvatlas.digest import Digest, FlagDigest
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.index.gallop import STRIDE, gallop, walk
-from kvatlas.index.holders import MAX_HOLDER, flags_in, number_bytes, with_entry, without_entry, without_holder
+from kvatlas.index.holders import (
+    MAX_HOLDER,
+    find_entry,
+    flags_in,
+    number_bytes,
+    with_entry,
+    without_entry,
+    without_holder,
+)
 from kvatlas.index.protocol import Applied, PartitionBatch, Position, Scrubbed, WorkerRecord
 from kvatlas.residency import HOLDER_ENTRY_BYTES, ShardRuns
 from kvatlas.tiers import TIER_MASK, Tier, tiers_of
@@ -56,13 +64,13 @@ class Counts:
 
 @dataclass(slots=True)
 class Holder:
-    """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes); `flags` is what it was told
-    besides tiers, of some of its blocks."""
+    """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes); `flags` are told besides
+    tiers."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)
     touched: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    flags: int = 0
+    flags: FlagDigest = field(default_factory=FlagDigest)
 
 
 class MemoryShard:
@@ -212,8 +220,8 @@ class MemoryShard:
                 self.counts.bytes_written += len(key) + len(new)
                 if not flags_in(old, number) & tier.flag:
                     changed.append(key)
+                self.holders[holder].flags.add(scope_id, flags & ~flags_in(old, number), key)
         self.counts.stored += len(changed)
-        self.holders[holder].flags |= flags
         self.holders[holder].digest.add(scope_id, tier, b"".join(changed))
 
     def _remove(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes) -> None:
@@ -225,6 +233,7 @@ class MemoryShard:
             if new == old:
                 continue
             changed.append(key)
+            self.holders[holder].flags.add(scope_id, flags_in(old, number) & ~flags_in(new, number), key, -1)
             self._replace(scope_id, key, new)
             if new:
                 self.counts.bytes_written += len(key) + len(new)
@@ -318,7 +327,7 @@ class MemoryShard:
 
     def scrub(self, partitions: Collection[int] | None = None) -> Scrubbed:
         """See `ResidencyIndex.scrub`."""
-        counted = {holder: Digest() for holder in self.active}
+        counted = {holder: (Digest(), FlagDigest()) for holder in self.active}
         strange: set[int] = set()
         strays = 0
         for scope_id, blocks in self.blocks.items():
@@ -329,8 +338,9 @@ class MemoryShard:
                     if holder in counted:
                         self.holders[holder].touched.setdefault(scope_id, (0, 0))  # where a sweep must look
                         for tier in tiers_of(flags):
-                            counted[holder].add(scope_id, tier, key)
-                        if not flags & TIER_MASK or flags & ~TIER_MASK & ~self.holders[holder].flags:
+                            counted[holder][0].add(scope_id, tier, key)
+                        counted[holder][1].add(scope_id, flags, key)
+                        if not flags & TIER_MASK:
                             strange.add(holder)
                     elif holder not in self.holders:
                         strays += 1
@@ -343,10 +353,24 @@ class MemoryShard:
         damaged = []
         for worker_id, record in answering.items():
             right = self.active.get(record.active) == worker_id and record.active not in strange
-            if not right or counted[record.active] != self.holders[record.active].digest:
+            mine = self.holders[record.active]
+            tiers, told_flags = counted[record.active]
+            if not right or tiers != mine.digest or told_flags.words != mine.flags.words:
                 record.bad = True
                 damaged.append(worker_id)
         return Scrubbed(len(answering), damaged, strays, 0, True)
+
+    def sound(self, worker_id: str) -> bool:
+        """See `Recounted`. The worker has an active holder."""
+        holder, flags = self.workers[worker_id].active, FlagDigest()
+        number = number_bytes(holder)
+        for scope_id, blocks in self.blocks.items():
+            for key, value in blocks.items():
+                if find_entry(value, number)[1]:
+                    if not flags_in(value, number) & TIER_MASK:
+                        return False
+                    flags.add(scope_id, flags_in(value, number), key)
+        return self.active.get(holder) == worker_id and flags.words == self.holders[holder].flags.words
 
     # ------------------------------------------------------------ positions
 

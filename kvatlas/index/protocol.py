@@ -105,7 +105,8 @@ class Scrubbed:
 class Recounted:
     """What the blocks themselves say that a worker holds: its active holder's digest words by scope.
 
-    As of (incarnation, seq); `moved`: the worker went on while it was counted, and the counts say nothing.
+    As of (incarnation, seq); `moved`: the worker went on while it was counted, and the counts say nothing. `sound`: every
+    entry is in some tier, has the flags that were told, and its holder is known as the worker's.
     """
 
     worker_id: str
@@ -113,6 +114,7 @@ class Recounted:
     seq: int
     moved: bool
     scopes: Mapping[Scope, Sequence[int]]
+    sound: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +209,7 @@ class ResidencyIndex(Protocol):
 
         What is found is damage that no message did: it is counted, and the worker is `bad` (it answers on, until a new
         incarnation has come). A worker that goes on meanwhile is followed only by the index that its messages are applied
-        through. Flags besides the tiers are in no digest: what
-        is found is a flag that the worker never told of."""
+        through."""
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
         """Counts what these workers hold from the blocks, not from digests; those that don't answer are left out. Reads

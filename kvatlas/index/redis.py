@@ -330,7 +330,7 @@ class RedisIndex(DirectWrites):
                     if one.state is not None:
                         scopes = {await self._scope(scope_id): d.words for scope_id, d in one.by_scope.items()}
                         incarnation = int.from_bytes(one.state[0], "big")
-                        found.append(Recounted(one.worker_id, incarnation, one.state[1], one.moved, scopes))
+                        found.append(Recounted(one.worker_id, incarnation, one.state[1], one.moved, scopes, one.sound))
         return found
 
     async def _scopes_known(self) -> list[bytes]:

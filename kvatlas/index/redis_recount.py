@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 
-from kvatlas.digest import WORDS, Digest
+from kvatlas.digest import FLAG_WORDS, WORDS, Digest, FlagDigest
 from kvatlas.hashing import HASH_BYTES
 from kvatlas.index.keys import ShardKeys
 from kvatlas.index.protocol import PartitionBatch
@@ -32,18 +32,19 @@ _FOUND = "8sBB"
 class Counted:
     """One worker. `state`: when the pass began, None without an active holder; `moved`: it went on meanwhile in a way that
     can't be followed, and the count says nothing. `digest` is the stored one, `said` whether the holder's own entries are
-    right, `flags` what it was told besides tiers (of some of its blocks)."""
+    right, `flags` the stored digest of the flags besides tiers."""
 
     worker_id: str
     state: State | None = None
     digest: Sequence[int] = ()
     said: bool = True
-    flags: int = 0
+    flags: Sequence[int] = ()
     strange: bool = False
-    """An entry is none, or has flags that nobody told of."""
+    """An entry is in no tier."""
     moved: bool = False
     went_on: bool = False
     total: Digest = field(default_factory=Digest)
+    total_flags: FlagDigest = field(default_factory=FlagDigest)
     by_scope: dict[bytes, Digest] = field(default_factory=dict)
     found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
     """By scope: hash -> flags."""
@@ -53,7 +54,12 @@ class Counted:
 
     @property
     def wrong(self) -> bool:
-        return not self.said or self.strange or self.total.words != list(self.digest)
+        return not self.sound or self.total.words != list(self.digest)
+
+    @property
+    def sound(self) -> bool:
+        """See `Recounted`."""
+        return self.said and not self.strange and self.total_flags.words == list(self.flags)
 
     def see(self, state: Sequence[Any], *, first: bool) -> None:
         now = (state[0], state[1], state[2]) if state else None
@@ -64,7 +70,7 @@ class Counted:
         else:
             self.went_on = self.went_on or now[1] != self.state[1]
             self.digest, self.said = state[3][:WORDS], bool(state[4])
-            self.flags = sum(state[3][WORDS:])
+            self.flags = state[3][WORDS:] or [0] * FLAG_WORDS
 
     def notice(self, raw: RawMessage) -> None:
         self.told.add((raw[2], raw[3]))
@@ -101,11 +107,11 @@ class Counted:
 
     def add_up(self) -> None:
         """Digests of what was found."""
-        foreign = 0xFF & ~TIER_MASK & ~self.flags
         for scope_id, found in self.found.items():
             by_tier: dict[Tier, list[bytes]] = {}
             for key, flags in found.items():
-                self.strange = self.strange or not flags & TIER_MASK or bool(flags & foreign)
+                self.strange = self.strange or not flags & TIER_MASK
+                self.total_flags.add(scope_id, flags, key)
                 for tier in tiers_of(flags):
                     by_tier.setdefault(tier, []).append(key)
             for tier, hashes in by_tier.items():

@@ -15,7 +15,7 @@ from kvatlas.hashing import extend_chain
 from kvatlas.identity import Scope
 from kvatlas.index.redis import RedisIndex, open_redis_index
 from kvatlas.store import open_store
-from kvatlas.tiers import Tier
+from kvatlas.tiers import FLAG_PINNED, Tier
 from publishers.publisher import Publisher
 from publishers.worker_settings import PublisherSettings
 from tests.cli.conftest import child_environment
@@ -99,6 +99,15 @@ async def test_an_index_as_told_then_damaged(system: System) -> None:
         found = [(one["adapter_id"], one["tier"], one["told"], one["held"]) for one in printed[1]["differences"]]
         assert found == [(None, "hbm", 30, 29), ("lora", "hbm", 5, 4), ("lora", "local_ssd", 0, 1)]
         assert (await system.audit("--worker", "w0"))[0] == 0
+
+        damage = Damage(system.index, "w0")
+        await damage.change_flags(SCOPE, key(3), Tier.HBM.flag | Tier.CPU_DRAM.flag | FLAG_PINNED)
+        code, printed, _ = await system.audit("--worker", "w0")
+        assert (code, verdicts(printed), printed[0]["differences"]) == (1, {"w0": "differs"}, [])
+        assert "flags" in printed[0]["note"]
+        await damage.change_flags(SCOPE, key(3), Tier.HBM.flag | Tier.CPU_DRAM.flag)
+        await system.index._store.client.hdel(damage.keys.active, await damage.number())  # routers see nothing of it
+        assert (await system.audit("--worker", "w0"))[0] == 1
 
 
 async def test_a_worker_that_nobody_speaks_for(system: System) -> None:

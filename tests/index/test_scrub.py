@@ -107,6 +107,28 @@ async def test_a_flag_that_was_told_is_no_damage_and_others_are(index: Residency
     assert (await whole_round(index)).damaged == ["w"]
 
 
+async def test_a_told_flag_that_moved_to_another_block_or_went_is_damage(index: ResidencyIndex) -> None:
+    use = ScopeUse(SCOPE, 4)
+    await index.put(use, "w", Tier.HBM, CHAIN[:160], pinned=True)
+    await index.put(use, "w", Tier.CPU_DRAM, CHAIN[:240])
+    await index.put(use, "w", Tier.CPU_DRAM, CHAIN[:80], pinned=True)  # they are pinned already
+    await index.remove(SCOPE, "w", Tier.HBM, CHAIN[:160])  # it stays with the other copy
+    await index.put(use, "v", Tier.HBM, CHAIN[:80], pinned=True)
+    await index.remove(SCOPE, "v", Tier.HBM, CHAIN[:80])
+    await index.put(use, "v", Tier.HBM, CHAIN[:80])  # it went with its last copy
+    assert await whole_round(index) == Scrubbed(2, [], 0, 0, True)
+    damage = Damage(index, "w")
+    await damage.change_flags(SCOPE, block(3), Tier.CPU_DRAM.flag)
+    assert (await whole_round(index)).damaged == ["w"]
+    await damage.change_flags(SCOPE, block(25), Tier.CPU_DRAM.flag | FLAG_PINNED)
+    assert (await whole_round(index)).damaged == ["w"]
+    await damage.change_flags(SCOPE, block(3), Tier.CPU_DRAM.flag | FLAG_PINNED)
+    await damage.change_flags(SCOPE, block(25), Tier.CPU_DRAM.flag)
+    assert await whole_round(index) == Scrubbed(2, [], 0, 0, True)
+    await Damage(index, "v").change_flags(SCOPE, block(3), Tier.HBM.flag | FLAG_PINNED)
+    assert (await whole_round(index)).damaged == ["v"]
+
+
 async def test_values_that_are_no_holders_values_are_found(index: ResidencyIndex, told: dict[str, Teller]) -> None:
     if not isinstance(index, RedisIndex):
         return
@@ -207,6 +229,8 @@ async def test_only_workers_of_the_partitions_asked_for(index: ResidencyIndex, t
 
 async def test_a_recount_says_what_blocks_say_by_scope(index: ResidencyIndex, told: dict[str, Teller]) -> None:
     await Damage(index, "b").take(SCOPE, block(7))
+    await Damage(index, "c").change_flags(SCOPE, block(30), Tier.HBM.flag | FLAG_PINNED)
+    assert [one.sound for one in await index.recount(["a", "b", "c"])] == [True, True, False]
     found = {one.worker_id: one for one in await index.recount(["a", "b", "nobody"])}
     assert sorted(found) == ["a", "b"]
     assert (found["a"].incarnation, found["a"].seq, found["a"].moved) == (1, 3, False)

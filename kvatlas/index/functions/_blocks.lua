@@ -85,8 +85,8 @@ local function sums(packed)
   return low, high
 end
 
--- Counts blocks of one scope, given by how many they are and their sums, into (sign 1) or out of (sign -1) a holder's digest:
--- see kvatlas/digest.py.
+-- Counts blocks of one scope, given by how many they are and their sums, into (sign 1) or out of (sign -1) a holder's digest,
+-- under a tier or a flag (by its bit): see kvatlas/digest.py.
 local function count_sums(digest, tier, count, low, high, scope, sign)
   local at = 3 * tier + 1
   digest[at] = digest[at] + sign * count
@@ -98,6 +98,22 @@ end
 local function count_blocks(digest, tier, packed, scope, sign)
   local low, high = sums(packed)
   count_sums(digest, tier, #packed / 8, low, high, scope, sign)
+end
+
+-- Which flags besides the tiers differ between a holder's entries in two values?
+local function flags_changed(old, new, holder)
+  local was, is = old and find_entry(old, holder), new and find_entry(new, holder)
+  return bit.band(bit.bxor(was and string.byte(old, was + 3) or 0, is and string.byte(new, is + 3) or 0), FLAG_MASK)
+end
+
+-- flagged: {bit of a flag -> {hash...}}; the hash's entry has these flags now, or has them no longer.
+local function note_flags(flagged, flags, hash)
+  for flag = 5, 7 do
+    if bit.band(flags, 2 ^ flag) ~= 0 then
+      flagged[flag] = flagged[flag] or {}
+      table.insert(flagged[flag], hash)
+    end
+  end
 end
 
 -- The hashes each once.
@@ -124,8 +140,9 @@ local function change_blocks(op, packed, low, high, several)
   end
   local holder, store, flags, tier_bit = op.holder, op.store, op.flags, 2 ^ op.tier
   local blocks, side = op.scope.blocks, op.scope.side
-  local known_new, known_changed = {}, {}
+  local known_new, known_changed, known_flags = {}, {}, {}
   local changed, c, bytes = {}, 0, 0
+  local flagged = #op.digest > DIGEST_WORDS and {} -- few holders were ever told of flags
   for first = 1, #hashes, CHUNK do
     local last = math.min(first + CHUNK - 1, #hashes)
     local values = redis.call('HMGET', blocks, unpack(hashes, first, last))
@@ -141,6 +158,7 @@ local function change_blocks(op, packed, low, high, several)
           new, known_changed[value] = value_without(value, holder, tier_bit)
         end
         known_new[value] = new
+        known_flags[value] = flagged and flags_changed(value, new, holder)
       end
       if new ~= value then
         if new then
@@ -151,6 +169,9 @@ local function change_blocks(op, packed, low, high, several)
           m = m + 1
           gone[m] = hash
         end
+      end
+      if flagged and known_flags[value] ~= 0 then
+        note_flags(flagged, known_flags[value], hash)
       end
       if known_changed[value] then
         c = c + 1
@@ -173,6 +194,9 @@ local function change_blocks(op, packed, low, high, several)
     count_sums(op.digest, op.tier, c, low, high, op.scope, store and 1 or -1)
   elseif c > 0 then
     count_blocks(op.digest, op.tier, table.concat(changed), op.scope, store and 1 or -1)
+  end
+  for flag, those in pairs(flagged or {}) do
+    count_blocks(op.digest, flag, table.concat(those), op.scope, store and 1 or -1)
   end
   return c, bytes
 end

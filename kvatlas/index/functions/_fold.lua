@@ -68,7 +68,9 @@ local function queue(self, holder, event, store)
     touch(self, holder, scope_id)
     if flags ~= 0 then
       local digest = self.pending.op.digest
-      digest[TOLD_FLAGS] = bit.bor(digest[TOLD_FLAGS] or 0, flags)
+      for i = #digest + 1, ALL_WORDS do
+        digest[i] = 0
+      end
     end
   end
 end
@@ -85,7 +87,7 @@ local function remember_parents(self, event)
 end
 
 local function same_digest(a, b)
-  for i = 1, 15 do
+  for i = 1, DIGEST_WORDS do
     if a[i] ~= b[i] then
       return false
     end

@@ -7,7 +7,7 @@
 --   retired             SET   3-byte numbers of the retired holders
 --   free                LIST  3-byte number and freed ms of numbers to use again, first freed first
 --   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat; then, where it was ever
---                             told of flags besides the tiers, these
+--                             told of flags besides the tiers, by flag
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
 --   workers             HASH  worker id -> cmsgpack record (below)
 --   partitions          HASH  partition -> "<stream creation us> <stream seq>"
@@ -19,7 +19,8 @@
 local CODE = { stored = 1, removed = 2, cleared = 3, begin = 4, chunk = 5, ending = 6, checkpoint = 7 }
 local TIER_MASK = 31
 local MAX_HOLDER = 16777215
-local TOLD_FLAGS = 16 -- behind a digest's 15 words
+local FLAG_MASK = 224
+local DIGEST_WORDS, ALL_WORDS = 15, 24 -- of the tiers; with those of the flags
 local CHUNK = 3500 -- unpack fails from 8,000 values up; HSET takes two a block
 local TWO32 = 4294967296
 
