@@ -29,6 +29,7 @@ class ReplicaGauges:
     workers_lost: int = 0
     workers_in_doubt: int = 0
     workers_without_room: int = 0
+    shards_out_of_memory: int = 0
     shards_evicting: int = 0
     retired_holders: int = 0
     granted_snapshot_bytes: int = 0
@@ -44,6 +45,7 @@ def gauges_of(replica: Replica) -> ReplicaGauges:
         workers_lost=liveness[Liveness.LOST],
         workers_in_doubt=len(replica.doubts),
         workers_without_room=replica.workers_without_room,
+        shards_out_of_memory=replica.shards_out_of_memory,
         shards_evicting=replica.shards_evicting,
         retired_holders=replica.retired_holders,
         granted_snapshot_bytes=replica.granted_bytes,

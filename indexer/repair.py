@@ -58,6 +58,8 @@ class Repair:
         self._inbox = client.new_inbox()
         self.evicting: set[int] = set()
         """The owned shards whose store evicts keys by itself."""
+        self.out_of_memory: set[int] = set()
+        """The owned shards whose store has no memory left."""
         self.without_room = 0
         """Workers of the owned shards whose blocks the store had no memory for."""
 
@@ -120,6 +122,7 @@ class Repair:
         for shard in sorted(evicting - self.evicting):
             log.error("shard %d: the store evicts keys by itself now; expected maxmemory-policy noeviction", shard)
         self.evicting = evicting
+        self.out_of_memory = {shard for shard, room in rooms.items() if room.free <= 0}
 
     def _heed(self, record: WorkerRecord) -> None:
         if record.answering and not record.loading:

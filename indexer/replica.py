@@ -161,6 +161,11 @@ class Replica:
         return self._repair.without_room
 
     @property
+    def shards_out_of_memory(self) -> int:
+        """Owned shards whose store has no memory left."""
+        return len(self._repair.out_of_memory)
+
+    @property
     def shards_evicting(self) -> int:
         """Owned shards whose store evicts keys by itself: what it evicted is missing in answers."""
         return len(self._repair.evicting)

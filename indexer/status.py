@@ -37,6 +37,7 @@ def status_of(replica: Replica) -> dict[str, Any]:
         "workers": {worker_id: liveness.value for worker_id, liveness in sorted(workers.items())},
         "workers_in_doubt": {worker_id: doubt.value for worker_id, doubt in sorted(replica.doubts.items())},
         "workers_without_room": replica.workers_without_room,
+        "shards_out_of_memory": replica.shards_out_of_memory,
         "shards_evicting": replica.shards_evicting,
         "retired_holders": replica.retired_holders,
         "granted_snapshot_bytes": replica.granted_bytes,

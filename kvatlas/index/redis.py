@@ -71,7 +71,7 @@ async def open_redis_index(
             await store.load_functions(library())
             return layout
         except OutOfMemoryError as error:
-            raise Unreachable(f"{store.name}: it is out of memory (maxmemory), and has to be laid out") from error
+            raise Unreachable(_no_room_for_layout(store)) from error
         except UNREACHABLE as error:
             raise Unreachable(f"{store.name}: {reason(error)}") from error
 
@@ -287,6 +287,8 @@ class RedisIndex(DirectWrites):
             if lately and (found != self._layout_id or await self._store.client.hlen(SCOPES) < lately):
                 await self._registry.register_again()
             self._layout_id = found
+        except OutOfMemoryError as error:
+            raise Unreachable(_no_room_for_layout(self._store)) from error
         except UNREACHABLE as error:
             raise Unreachable(f"{self._store.name}: {reason(error)}") from error
 
@@ -366,6 +368,10 @@ class RedisIndex(DirectWrites):
 
     def _keys_of(self, worker_id: str) -> ShardKeys:
         return self._keys[shard_of(partition_of(worker_id, self.partitions), self.shards)]
+
+
+def _no_room_for_layout(store: Store) -> str:
+    return f"{store.name}: it is out of memory (maxmemory), and has to be laid out"
 
 
 def _residencies(scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int) -> list[Residency]:

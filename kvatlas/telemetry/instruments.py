@@ -242,6 +242,9 @@ MESSAGES_PENDING = _gauge("indexer.pending", "{message}", "Messages of owned par
 WORKERS = _gauge("indexer.workers", "{worker}", "Workers of owned partitions, by liveness")
 IN_DOUBT = _gauge("indexer.workers.in_doubt", "{worker}", "Workers of owned partitions whose residency is in doubt")
 WITHOUT_ROOM = _gauge("indexer.workers.without_room", "{worker}", "Workers left out because the store is out of memory")
+OUT_OF_MEMORY = _gauge(
+    "indexer.store.out_of_memory", "{shard}", "Owned shards whose store has no memory left: an alarm"
+)
 EVICTING = _gauge("indexer.store.evicting", "{shard}", "Owned shards whose store evicts keys by itself: an alarm")
 RETIRED_HOLDERS = _gauge("indexer.holders.retired", "{holder}", "Retired holders that are not swept yet")
 GRANTED_BYTES = _gauge("indexer.grants.bytes", "By", "Bytes of snapshots that publishers may send now")
@@ -252,6 +255,7 @@ REPLICA = {
     **_by(WORKERS, "liveness", workers_alive="alive", workers_lost="lost"),
     **_is(IN_DOUBT, "workers_in_doubt"),
     **_is(WITHOUT_ROOM, "workers_without_room"),
+    **_is(OUT_OF_MEMORY, "shards_out_of_memory"),
     **_is(EVICTING, "shards_evicting"),
     **_is(RETIRED_HOLDERS, "retired_holders"),
     **_is(GRANTED_BYTES, "granted_snapshot_bytes"),

@@ -68,6 +68,7 @@ async def test_without_memory_removals_and_sweeps_go_on_and_all_is_exact_again_w
         assert await all_held(index, growing, late) == {"w1": {}, "w2": {}}
         await until(lambda: replica.retired_holders == 0 and replica.counters.sweeps > 0, what="memory is given back")
         await until(lambda: replica.workers_without_room == 2, what="it is told")
+        assert gauges_of(replica).shards_out_of_memory == 1
         assert replica.counters.store_full > 0
         assert any("out of memory" in record.message for record in caplog.records if record.levelno == logging.ERROR)
         beats = replica.counters.fleet_writes
@@ -83,6 +84,31 @@ async def test_without_memory_removals_and_sweeps_go_on_and_all_is_exact_again_w
         await until(exact, deadline_s=30, what="snapshots have come")
         assert calm.incarnation == 1
         await until(lambda: replica.workers_without_room == 0, what="nobody is left out")
+        assert gauges_of(replica).shards_out_of_memory == 0
+
+
+async def test_a_store_that_is_emptied_and_has_no_room_to_be_laid_out_again_is_an_alarm_and_one_clear_line(
+    nats: EmbeddedServer,
+    valkey: EmbeddedServer,
+    client: Client,
+    index: RedisIndex,
+    store: Store,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = BusTeller(client, "w0")
+    caplog.set_level(logging.INFO)
+    async with running_replica(nats.url, valkey.url) as replica, answering(client, [worker]):
+        await worker.start()
+        await worker.store_more()
+        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        await limit_memory(store, 1)
+        await store.client.flushall()
+        line = "it is out of memory (maxmemory), and has to be laid out"
+        await until(lambda: any(line in one.message for one in caplog.records), what="it is said")
+        await until(lambda: gauges_of(replica).shards_out_of_memory == 1, what="the alarm")
+        await limit_memory(store, 0)
+        await until(lambda: holds_what_was_told(index, worker), deadline_s=30, what="its snapshot has come")
+        assert await all_held(index, worker) == all_told(worker)
 
 
 async def test_functions_that_were_flushed_are_loaded_again(
