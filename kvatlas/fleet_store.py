@@ -44,6 +44,8 @@ class FleetStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._read: dict[str, dict[bytes, tuple[bytes, FleetRecord]]] = {}
+        """By pool, what was read last: records change once a second, are read more often, and cost 30 us to unpack."""
 
     async def load_functions(self) -> None:
         """This version's functions of the fleet and of pools are the store's afterwards. Raises Unreachable, also where there
@@ -90,8 +92,15 @@ class FleetStore:
 
     async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
         """The workers of one pool. Raises InvalidValue for a record of an unknown form."""
-        found = await self._packed(pool_id)
-        return {worker_id.decode(): FleetRecord.unpack(packed) for worker_id, packed in found.items()}
+        found, before = await self._packed(pool_id), self._read.get(pool_id, {})
+        now: dict[bytes, tuple[bytes, FleetRecord]] = {}
+        for worker_id, packed in found.items():
+            known = before.get(worker_id)
+            if known is None or known[0] != packed:
+                known = packed, FleetRecord.unpack(packed)
+            now[worker_id] = known
+        self._read[pool_id] = now
+        return {worker_id.decode(): record for worker_id, (_, record) in now.items()}
 
     async def pools(self) -> list[str]:
         """Every pool that has workers."""

@@ -78,6 +78,7 @@ def scope_from_canonical(canonical: bytes) -> Scope:
     return Scope(model_id, tokenizer_id, adapter_id, tenant_id)
 
 
+@lru_cache(maxsize=65_536)
 def pool_id(model_id: str, tokenizer_id: str) -> str:
     """16 hex digits: the 8-byte BLAKE2b of the canonical msgpack [model_id, tokenizer_id]."""
     return blake2b(msgpack.packb([model_id, tokenizer_id]), digest_size=8).hexdigest()

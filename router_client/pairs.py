@@ -174,7 +174,7 @@ class PairRanking:
                 continue
             answer = _answer(prospect, near)
             seen = weighing.weighed[self._first_decode + i]
-            load = replace(seen.load, queued_prefill_tokens=0, waiting_requests=0)
+            load = seen.load._replace(queued_prefill_tokens=0, waiting_requests=0)
             if weighing.prefill is not None and weighing.chosen == self._first_decode + i:
                 chosen = len(made)
             made.append(answer._replace(source=source.id))

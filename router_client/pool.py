@@ -91,15 +91,16 @@ class Pool:
             for record in by_role[role]
             if record.endpoint.id not in wanted
         }
+        whole = candidates(able)
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
         return cls(
             records,
-            candidates(able),
+            whole,
             dict(sorted({**unable, **others}.items())),
             {k: frozenset(ids) for k, ids in groups.items()},
             tuple(givers),
             candidates(by_role[Role.PREFILL]),
-            candidates(decoders),
+            whole if decoders == able else candidates(decoders),
             unable,
             profile or EngineProfile(),
         )

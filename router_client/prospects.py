@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvatlas.cost.plan import Cost, CostProfile, Piece, Plan, Prices, TermKind
+from kvatlas.cost.plan import Cost, CostProfile, Load, Piece, Plan, Prices, TermKind
 from kvatlas.fleet import EngineEndpoint
 from kvatlas.reservations.weigh import worth_us
 from kvatlas.tiers import Tier
@@ -89,13 +89,9 @@ class Quote:
             known = self.at_hand[own.tokens] = usable, self.base_us - saved_us, self.work_us - saved_us
         return known
 
-    def plan(self, pieces: Sequence[Piece]) -> Plan:
-        """Reading these, and computing the rest."""
-        return Plan(self.example.id, self.prompt.input_tokens, self.prompt.output_tokens, pieces)
-
     def priced(self, pieces: Sequence[Piece]) -> tuple[float, float]:
-        """Base and work of `plan`."""
-        cost = self.profile.price(self.plan(pieces))
+        """Base and work of reading these, and computing the rest."""
+        cost = self.profile.price(Plan(self.example.id, self.prompt.input_tokens, self.prompt.output_tokens, pieces))
         if cost.ttft_us is None:
             return cost.score_us, self.work_us - worth_us(self.prices, sum(piece.tokens for piece in pieces))
         return cost.score_us, cost.ttft_us
@@ -147,11 +143,13 @@ class Prospect(NamedTuple):
     def cached_tokens(self) -> int:
         return self.usable + self.transferred
 
-    @property
-    def plan(self) -> Plan:
-        """What is priced."""
-        pieces = [*self.quote.pieces(self.own.runs, 0, self.usable), *self.moved]
-        return self.quote.plan(pieces)._replace(worker_id=self.candidate.id)
+    def plan(self, load: Load, predicted_tokens: int) -> Plan:
+        """What it would do under load, with so many more tokens in its HBM by then."""
+        quote = self.quote
+        pieces = [*quote.pieces(self.own.runs, 0, self.usable), *self.moved]
+        if predicted_tokens:
+            pieces.append(Piece(predicted_tokens, 0, Tier.HBM))
+        return Plan(self.candidate.id, quote.prompt.input_tokens, quote.prompt.output_tokens, pieces, load)
 
 
 def rendezvous(fingerprint: bytes, worker_id: str) -> int:

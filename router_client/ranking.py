@@ -8,12 +8,11 @@ that changes while they decide.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
-from kvatlas.cost.plan import Load, Piece, TermKind
+from kvatlas.cost.plan import Load, TermKind
 from kvatlas.limits import NO_ROOM, Over, level
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Weighed
 from kvatlas.reservations.weigh import worth_us
-from kvatlas.tiers import Tier
 from router_client.lookup import HeldPrefix
 from router_client.pool import Pool
 from router_client.prompt import Prompt
@@ -105,10 +104,9 @@ class Ranked(Sequence[SelectionResult]):
 
 
 def _result(found: Prospect, seen: Weighed, judging: Judging) -> SelectionResult:
-    plan, quote, cached, predicted = found.plan._replace(load=seen.load), found.quote, found.cached_tokens, 0
-    if seen.predicted_tokens:
-        predicted = seen.predicted_tokens - cached
-        plan = plan._replace(pieces=[*plan.pieces, Piece(predicted, 0, Tier.HBM)])
+    quote, cached = found.quote, found.cached_tokens
+    predicted = seen.predicted_tokens - cached if seen.predicted_tokens else 0
+    plan = found.plan(seen.load, predicted)
     cost = quote.profile.price(plan)
     if seen.wait_us:
         cost = cost.plus(IN_FLIGHT, seen.wait_us, predicted, delays=True)

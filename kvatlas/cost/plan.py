@@ -42,8 +42,7 @@ class Piece(NamedTuple):
         return max(1, -(-self.bytes // MIB_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """How busy a worker is, as far as cost needs it.
 
     `waiting_requests`: those whose tokens `queued_prefill_tokens` leaves out, because the engine does not tell them.
@@ -66,7 +65,7 @@ class Load:
             kv_tokens=forward.active_kv_blocks * block_size,
         )
 
-    def __add__(self, other: "Load") -> "Load":
+    def __add__(self, other: "Load") -> "Load":  # type: ignore[override]  # loads add up, they are not joined
         return Load(
             self.running_decodes + other.running_decodes,
             self.queued_prefill_tokens + other.queued_prefill_tokens,

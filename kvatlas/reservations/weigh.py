@@ -6,6 +6,7 @@ Both compute with the same operations in the same order, so that their floats ar
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvatlas.cost.plan import Load, Prices, mean_load
 from kvatlas.limits import Limit, Limits, Over, level
@@ -13,8 +14,7 @@ from kvatlas.reservations.pairing import choose_pair
 from kvatlas.reservations.protocol import Ask, Offer, OfferKind, Weighed, Weighing
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
+class Busy(NamedTuple):
     """A worker's load: `reported` where it is known, and what was `booked` since."""
 
     reported: Load | None

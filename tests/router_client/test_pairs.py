@@ -219,7 +219,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
             if not set(it.transfer_groups or ("",)) & set(me.transfer_groups or ("",)):
                 continue
             pieces = [*own(id), *piece(id, tokens - usable(id), own=False, same_domain=near(id, other))]
-            answer = profile.price(Plan(id, tokens, 100, pieces, replace(told(id), queued_prefill_tokens=0)))
+            answer = profile.price(Plan(id, tokens, 100, pieces, told(id)._replace(queued_prefill_tokens=0)))
             costs.append(whole(other, 0) + answer.score_us)
     return costs
 
