@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from time import monotonic
 
 import anyio
@@ -162,7 +163,9 @@ class Feed:
 
     async def _receive(self) -> None:
         heard_s = monotonic()
-        while True:
+        for received in count(1):
+            if received % BATCHES_AT_ONCE == 0:  # what waits already is received without a task switch
+                await anyio.lowlevel.checkpoint()
             frames: list[bytes] | None = None
             with anyio.move_on_after(LOOK_S):
                 frames = await self._socket.recv_multipart()

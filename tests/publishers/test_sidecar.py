@@ -3,12 +3,14 @@
 import random
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgpack
 import pytest
 import zmq.asyncio
@@ -17,6 +19,7 @@ from nats.aio.client import Client
 from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
 from kvatlas.embedded import nats_server
 from kvatlas.errors import SettingsError, Unreachable
+from kvatlas.events import EngineBatch
 from kvatlas.fleet import EngineKind, EngineState, Heartbeat
 from kvatlas.settings import PublishSettings
 from kvatlas.subjects import alive_subject
@@ -24,7 +27,7 @@ from publishers.continuity import Continuity
 from publishers.counters import PublisherCounters
 from publishers.dead_letter import DeadLetters
 from publishers.engines import decode_batch
-from publishers.feed import Feed, FeedSettings
+from publishers.feed import BATCHES_AT_ONCE, Feed, FeedSettings
 from publishers.ledger import Ledger, LedgerSettings
 from publishers.mistrust import BURST
 from publishers.publisher import Publisher
@@ -451,25 +454,55 @@ async def test_without_replay_a_lost_connection_gives_up_what_was_held(client: C
             await until(lambda: not publisher.ledger.digest.blocks, what="nothing is claimed")
 
 
+@contextmanager
+def open_feed(
+    engine: FakeEngine, on_batch: Callable[[EngineBatch], object], on_empty: Callable[[], None] = lambda: None
+) -> Iterator[Feed]:
+    """A feed alone, impatient."""
+    where = FeedSettings(
+        EngineKind.VLLM, engine.endpoint, engine.replay_endpoint, first_silence_s=0.05, replay_silence_s=0.05
+    )
+    context = zmq.asyncio.Context()
+    letters = DeadLetters(None, "w")
+    feed = Feed(where, "w", Continuity(), PublisherCounters(), letters, context, on_batch=on_batch, on_empty=on_empty)
+    feed.open()
+    try:
+        yield feed
+    finally:
+        feed.close()
+        context.destroy(linger=0)
+
+
+async def test_while_messages_wait_the_others_have_their_turn() -> None:
+    """Else what was taken is never folded, and heartbeats and acknowledgements wait."""
+    _, payloads = recording("vllm-0.33.0")
+    turns = 0
+    taken_in: list[int] = []
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    async with FakeEngine() as engine:
+        with open_feed(engine, lambda _: taken_in.append(turns)) as feed:
+            await engine.subscribed()
+            await engine.send(*payloads * 4)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(take_turns)
+                tasks.start_soon(feed.run)
+                await until(lambda: len(taken_in) == 4 * len(payloads), what="all batches taken")
+                tasks.cancel_scope.cancel()
+    assert max(Counter(taken_in).values()) <= BATCHES_AT_ONCE
+
+
 async def test_a_feed_that_stays_away_while_the_engine_is_up_gives_up_what_was_held() -> None:
     _, payloads = recording("vllm-0.33.0")
-    ledger, context = Ledger(LedgerSettings("model", "model")), zmq.asyncio.Context()
-    async with anyio.create_task_group() as tasks:
+    ledger = Ledger(LedgerSettings("model", "model"))
+    async with anyio.create_task_group() as tasks, AsyncExitStack() as opened:
         async with FakeEngine() as engine:
-            where = FeedSettings(
-                EngineKind.VLLM, engine.endpoint, engine.replay_endpoint, first_silence_s=0.05, replay_silence_s=0.05
-            )
-            feed = Feed(
-                where,
-                "w",
-                Continuity(),
-                PublisherCounters(),
-                DeadLetters(None, "w"),
-                context,
-                on_batch=ledger.fold,
-                on_empty=ledger.empty,
-            )
-            feed.open()
+            feed = opened.enter_context(open_feed(engine, ledger.fold, ledger.empty))
             tasks.start_soon(feed.run)
             await engine.subscribed()
             await engine.send(*payloads)
@@ -478,8 +511,6 @@ async def test_a_feed_that_stays_away_while_the_engine_is_up_gives_up_what_was_h
         feed.engine_up = lambda: True
         await until(lambda: not ledger.announced_blocks, what="nothing is claimed")
         tasks.cancel_scope.cancel()
-    feed.close()
-    context.destroy(linger=0)
 
 
 async def _is(state: Callable[[], Awaitable[EngineState]], wanted: EngineState) -> bool:
