@@ -91,7 +91,10 @@ class Membership:
     async def _round(self) -> None:
         await self._echo.check(ECHO_DEADLINE_S)
         asked_s = monotonic()
-        self.members = await self._fleet.beat(self.member_id, LEASE_MS)
+        forgotten = self.fresh and not await self._fleet.is_member(self.member_id)
+        members = await self._fleet.beat(self.member_id, LEASE_MS)
+        # a store that lost everything knows only those that were quicker: nobody's partitions move for that
+        self.members = sorted({*self.members, *members}) if forgotten else members
         wanted = target_partitions(self.member_id, self.members, self._partitions)
         surplus = sorted(self._held.difference(wanted))
         if surplus:

@@ -134,6 +134,13 @@ class FleetStore:
             member.decode() for member in await self._fcall("kvatlas_fleet_beat", [MEMBERS], [member_id, ttl_ms])
         )
 
+    async def is_member(self, member_id: str) -> bool:
+        """Does the store know this replica, alive or expired?"""
+        try:
+            return bool(await self._store.client.hexists(MEMBERS, member_id))
+        except UNREACHABLE as error:
+            raise self._unreachable(error) from error
+
     async def leave(self, member_id: str) -> None:
         """Give up membership and every lease at once."""
         await self._fcall("kvatlas_fleet_leave", [MEMBERS, LEASES], [member_id])
