@@ -39,7 +39,10 @@ def listens_on(pid: int) -> dict[int, bool]:
     """The process' listening TCP ports; True where it is reached over loopback only."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(descriptor)
+        try:
+            target = os.readlink(descriptor)
+        except FileNotFoundError:  # it was closed meanwhile: no socket that listens
+            continue
         if target.startswith("socket:["):
             inodes.add(target.removeprefix("socket:[").removesuffix("]"))
     found = {}

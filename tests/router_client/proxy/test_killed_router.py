@@ -1,11 +1,11 @@
 """A router process that is killed in mid-answer: what it booked is free again, and so is its request's place at the engine."""
 
 import asyncio
+import struct
 import sys
 
 import anyio
 import httpx
-import msgpack
 import pytest
 
 from kvatlas.fleet_store import FleetStore
@@ -49,8 +49,8 @@ async def test_a_killed_router_frees_what_it_booked(store: Store, valkey_url: st
 
         async def is_free() -> bool:
             await fleet.tell("w1")  # as the indexer does each second
-            running = msgpack.unpackb(await store.client.hget(load, "w1"))[8]
-            return not await store.client.hlen(reservations) and running == 0
+            booked_running = struct.unpack_from(">10d", await store.client.hget(load, "w1"))[7]
+            return not await store.client.hlen(reservations) and booked_running == 0
 
         await until(is_free, deadline_s=20, what="the killed router's booking is gone")
         await until(lambda: requests_are(fleet.clients["w1"], "running", 0), what="the engine gave the request up")
