@@ -13,8 +13,8 @@ from kvatlas.hashing import pack_tokens
 MOST_TOKENS = 1 << 20
 """Kept at four bytes each."""
 
-_Start = tuple[EngineHash, str | None, str | None]
-"""First hash, adapter, salt: of two stores that agree in these, one goes on where the other ends."""
+_Step = tuple[EngineHash | None, EngineHash, str | None, str | None]
+"""Hash before, hash, adapter, salt."""
 
 
 class Unplaced:
@@ -23,34 +23,53 @@ class Unplaced:
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most_tokens = most_tokens
         self._tokens = 0
-        self._behind: OrderedDict[EngineHash, dict[_Start, EngineStored]] = OrderedDict()
+        self._behind: OrderedDict[EngineHash, list[EngineStored]] = OrderedDict()
+        self._steps: set[_Step] = set()
 
     def __bool__(self) -> bool:
         return bool(self._behind)
 
     def __iter__(self) -> Iterator[EngineStored]:
-        return (event for behind in self._behind.values() for event in behind.values())
+        return (event for behind in self._behind.values() for event in behind)
 
     def keep(self, event: EngineStored) -> None:
-        """A store of blocks that follow an unknown one. Raises InvalidValue for token ids beyond 32 bits."""
-        if event.parent is None or not event.hashes:
+        """A store of blocks that follow an unknown one; kept is what goes on from stores that were kept before.
+
+        Raises InvalidValue for token ids beyond 32 bits.
+        """
+        if event.parent is None:
             return
         pack_tokens(event.token_ids)
-        start = event.hashes[0], event.adapter, event.salt
-        behind = self._behind.setdefault(event.parent, {})
-        known = behind.get(start)
-        if known is not None:
-            if len(known.hashes) >= len(event.hashes):
-                return
-            self._tokens -= len(known.token_ids)
-        behind[start] = replace(event, token_ids=array("I", event.token_ids))
-        self._tokens += len(event.token_ids)
+        first = next((i for i, step in enumerate(_steps(event)) if step not in self._steps), None)
+        if first is None:
+            return
+        parent = event.hashes[first - 1] if first else event.parent
+        rest = replace(
+            event,
+            hashes=event.hashes[first:],
+            parent=parent,
+            token_ids=array("I", event.token_ids[first * event.block_size :]),
+            extra_keys=event.extra_keys[first:] if event.extra_keys else None,
+        )
+        self._behind.setdefault(parent, []).append(rest)
+        self._steps.update(_steps(rest))
+        self._tokens += len(rest.token_ids)
         while self._tokens > self._most_tokens:
-            _, oldest = self._behind.popitem(last=False)
-            self._tokens -= sum(len(one.token_ids) for one in oldest.values())
+            self._forget(self._behind.popitem(last=False)[1])
 
     def take(self, parent: EngineHash) -> list[EngineStored]:
         """What was kept behind `parent`, which is known now; it is kept no longer."""
-        behind = list(self._behind.pop(parent, {}).values())
-        self._tokens -= sum(len(event.token_ids) for event in behind)
+        behind = self._behind.pop(parent, [])
+        self._forget(behind)
         return behind
+
+    def _forget(self, events: list[EngineStored]) -> None:
+        for event in events:
+            self._tokens -= len(event.token_ids)
+            self._steps.difference_update(_steps(event))
+
+
+def _steps(event: EngineStored) -> Iterator[_Step]:
+    """Two stores of one step agree in all that leads from the hash before to the hash."""
+    for before, name in zip([event.parent, *event.hashes], event.hashes, strict=False):
+        yield before, name, event.adapter, event.salt

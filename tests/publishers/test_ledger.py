@@ -177,6 +177,25 @@ def test_a_block_that_went_before_its_parent_was_known_is_not_announced_with_it(
     assert held(two) == {("hbm", 1), ("hbm", 2)}
 
 
+def test_what_waits_for_an_unknown_parent_is_kept_once_and_all_that_branches_off_it() -> None:
+    kept = Unplaced()
+    for event in [
+        store([2, 3], 1, 1),
+        store([2, 3, 4], 1, 1),
+        store([2, 5], 1, 1),
+        store([2], 1, 1),
+        store([3, 4], 2, 2),
+    ]:
+        kept.keep(event)
+    assert [(event.parent, event.hashes) for event in kept] == [(1, [2, 3]), (3, [4]), (2, [5])]
+    one = ledger()
+    fold(one, store([2, 3], 1, 1), store([2, 5], 1, 1), store([2, 3, 4], 1, 1), store([1]))
+    assert held(one) == {("hbm", name) for name in (1, 2, 3, 4, 5)}
+    kept.take(1)
+    kept.keep(store([2], 1, 1))
+    assert [event.hashes for event in kept] == [[4], [5], [2]]
+
+
 def test_what_waits_for_unknown_parents_is_bounded_and_never_placed_in_another_scope() -> None:
     kept = Unplaced(most_tokens=6)
     for child in (11, 12, 13, 14):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvatlas.digest import Digest
@@ -98,8 +98,16 @@ def check(
 FEW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+A, B, C, R = (engine_hash((None, None), path, 0) for path in ((0, 0), (0, 0, 0), (0, 0, 1), (0,)))
+BRANCHES_BEFORE_THEIR_ROOT = [
+    EngineBatch([EngineStored([A, B], R, [0, 7, 0, 7], BLOCK_SIZE)]),
+    EngineBatch([EngineStored([A, C], R, [0, 7, 1, 7], BLOCK_SIZE), EngineStored([R], None, [0, 7], BLOCK_SIZE)]),
+]
+
+
 @FEW
 @given(batches([(0, True)]), st.sampled_from([1, 1, 2, 3]), st.integers(0, 30))
+@example(BRANCHES_BEFORE_THEIR_ROOT, 1, 1)
 def test_announces_exactly_the_usable_residency(story: list[EngineBatch], granularity: int, reload_at: int) -> None:
     check(story, granularity, reload_at)
 

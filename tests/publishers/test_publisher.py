@@ -398,7 +398,7 @@ async def test_a_gentle_close_says_draining_with_everything_told(client: Client)
     async with Publisher(SETTINGS, nats=client) as publisher:
         await flushed(publisher)
         await publisher.stored(tokens(64))
-        await publisher.close_gently()
+        await publisher.close_gently(deadline_s=15)
         last = publisher.telling.outbox.next_seq - 1
     beats = []
     while subscription.pending_msgs:
