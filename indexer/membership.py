@@ -55,6 +55,9 @@ class Membership:
         self._held: set[int] = set()
         self._held_until_s = 0.0
         self._wanting = False
+        self._forgotten: list[str] = []
+        """Members of before the store forgot them; they count for as long as a lease lasts."""
+        self._forgotten_until_s = 0.0
 
     @property
     def held(self) -> frozenset[int]:
@@ -91,10 +94,11 @@ class Membership:
     async def _round(self) -> None:
         await self._echo.check(ECHO_DEADLINE_S)
         asked_s = monotonic()
-        forgotten = self.fresh and not await self._fleet.is_member(self.member_id)
+        if self.fresh and not await self._fleet.is_member(self.member_id):
+            # a store that lost everything knows only those that were quicker: nobody's partitions move for that
+            self._forgotten, self._forgotten_until_s = self.members, asked_s + LEASE_MS / 1_000
         members = await self._fleet.beat(self.member_id, LEASE_MS)
-        # a store that lost everything knows only those that were quicker: nobody's partitions move for that
-        self.members = sorted({*self.members, *members}) if forgotten else members
+        self.members = sorted({*members, *self._forgotten}) if asked_s < self._forgotten_until_s else members
         wanted = target_partitions(self.member_id, self.members, self._partitions)
         surplus = sorted(self._held.difference(wanted))
         if surplus:
