@@ -30,8 +30,8 @@ WITHOUT = (
     ("local function count_blocks(digest, tier, packed, scope, sign)\n", "  if true then return end\n"),
     ("local function count_sums(digest, tier, count, low, high, scope, sign)\n", "  if true then return end\n"),
     ("local function same_digest(a, b)\n", "  if true then return true end\n"),
-    ("local function read_digest(key, holder)\n", "  if true then return {} end\n"),
-    ("      for holder, digest in pairs(self.digests) do\n", "        if true then break end\n"),
+    ("local function digest_of(packed)\n", "  if true then return {} end\n"),
+    ("  for holder, digest in pairs(c.digests) do\n", "    if true then break end\n"),
 )
 """(a line of the library, what follows it in the variant)."""
 

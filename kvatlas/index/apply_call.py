@@ -1,7 +1,7 @@
 """The one argument of the store's `apply`: messages grouped by worker, in the form that `functions/apply.lua` reads."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from struct import pack
 from typing import Any, cast
@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgpack
 
 from kvatlas.digest import sums_of
+from kvatlas.hashing import HASH_BYTES
 from kvatlas.index.protocol import Applied, PartitionBatch, WorkerRecord
 from kvatlas.wire import CHUNK, REMOVED, STORED
 
@@ -16,6 +17,9 @@ _COUNTS = ("applied", "duplicates", "stale", "gaps", "refused", "failed_checks",
 
 
 _WITH_HASHES = (STORED, REMOVED, CHUNK)
+
+MOST_TOGETHER = 1_024
+"""Blocks of one scope in a call up to which the store changes those of several workers together."""
 
 
 @dataclass(slots=True)
@@ -40,22 +44,41 @@ class _Group:
             and (event[0] == REMOVED or event[6] == mine[6])
         )
 
-    def packed(self) -> tuple[bytes, int, int, list[list[Any]]]:
+    def join(self) -> None:
+        """Make one event of what all say."""
         if len(self.parts) > 1:
             self.events = [[*self.events[0][:3], b"".join(self.parts), *self.events[0][4:]]]
-        events = [_summed(event) if event[0] in _WITH_HASHES else event for event in self.events]
+
+    def packed(self, repeating: Collection[bytes]) -> tuple[bytes, int, int, list[list[Any]]]:
+        events = [_summed(event, repeating) if event[0] in _WITH_HASHES else event for event in self.events]
         return self.incarnation.to_bytes(8, "big"), self.first_seq, self.last_seq, events
 
 
-def _summed(event: list[Any]) -> list[Any]:
+def _summed(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
     """The event without repetitions (the store's function counts what it is told; a publisher repeats nothing), and with the
     sums of its hashes, which are dearer to make there."""
     packed = event[3]
-    hashes = array("Q", packed)
-    if len(set(hashes)) != len(hashes):
-        packed = array("Q", dict.fromkeys(hashes)).tobytes()
-        event = [*event[:3], packed, *event[4:]]
+    if event[1] in repeating:
+        hashes = array("Q", packed)
+        if len(set(hashes)) != len(hashes):
+            packed = array("Q", dict.fromkeys(hashes)).tobytes()
+            event = [*event[:3], packed, *event[4:]]
     return [*event, *sums_of(packed)]
+
+
+def _repeating(events: Iterable[list[Any]]) -> set[bytes]:
+    """The scopes of which these events may tell a block twice. Where they tell many blocks, nobody looks: the store then changes
+    each worker's in commands of its own, which are long enough."""
+    told: dict[bytes, list[bytes]] = {}
+    for event in events:
+        if event[0] in _WITH_HASHES:
+            told.setdefault(event[1], []).append(event[3])
+    return {scope_id for scope_id, some in told.items() if _may_repeat(b"".join(some))}
+
+
+def _may_repeat(packed_hashes: bytes) -> bool:
+    blocks = len(packed_hashes) // HASH_BYTES
+    return blocks > MOST_TOGETHER or len(set(array("Q", packed_hashes))) != blocks
 
 
 @dataclass(slots=True)
@@ -95,12 +118,17 @@ def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool
                 group.parts.append(events[0][3])
             else:
                 teller.groups.append(_Group(incarnation, seq, seq, events, [events[0][3]] if alike else []))
+    groups = [group for teller in tellers.values() for group in teller.groups]
+    for group in groups:
+        group.join()
+    repeating = _repeating(event for group in groups for event in group.events)
     told = [
-        (worker_id, teller.partition, teller.uses, [group.packed() for group in teller.groups])
+        (worker_id, teller.partition, teller.uses, [group.packed(repeating) for group in teller.groups])
         for worker_id, teller in tellers.items()
     ]
+    scopes = [(scope_id, int(scope_id in repeating)) for scope_id in scope_ids]
     # the store's Lua reads byte strings only in msgpack's older form, where text and bytes are one type
-    return list(scope_ids), msgpack.packb((reuse_ms, list(scope_ids), positions, told), use_bin_type=False)
+    return list(scope_ids), msgpack.packb((reuse_ms, scopes, positions, told), use_bin_type=False)
 
 
 def unpack_answer(answer: bytes) -> tuple[Applied, dict[str, int]]:

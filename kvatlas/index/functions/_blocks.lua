@@ -1,4 +1,4 @@
--- Changing many blocks of one scope for one holder: one HMGET, one HSET, one HDEL for thousands of blocks.
+-- Changing many blocks of one scope: one HMGET, one HSET, one HDEL for hundreds of blocks, of several holders too.
 -- Values repeat, so what becomes of a value is computed once (`known`), and Lua only looks it up a block.
 
 -- The side index: which blocks follow which. side = {children = key, parents = key}.
@@ -129,74 +129,115 @@ local function distinct(hashes)
   return out
 end
 
--- Stores or removes packed blocks, of which apply_call.py gives the sums; returns how many changed and the bytes written.
--- `several`: they are of several events, which may repeat each other; one event repeats nothing.
--- op: {scope, holder, tier, flags, store = true or false, digest}; scope: {blocks = key, mix_low, mix_high, side or nil}
-local function change_blocks(op, packed, low, high, several)
-  local hashes = split(packed)
-  local all = #hashes
-  if several then
-    hashes = distinct(hashes)
+local PART = 512 -- blocks a command; more at a time don't fit into the processor's caches
+
+-- What an operation makes of hashes[first..last], of which values[i - before] is the value: appended to `set`, which is n long,
+-- and `gone`, which is m long. Returns n, m and the bytes to be written.
+local function decide(op, hashes, values, before, first, last, set, n, gone, m)
+  local known, bytes = op.known, 0
+  for i = first, last do
+    local value = values[i - before]
+    local new = known[value]
+    if new == nil then
+      local counts
+      if op.store then
+        new, counts = value_with(value, op.holder, op.tier_bit, op.flags)
+      else
+        new, counts = value_without(value, op.holder, op.tier_bit)
+      end
+      if op.flagged then
+        note_flags(op.flagged, flags_changed(value, new, op.holder), hashes[i])
+      end
+      if not counts then -- the holder has it already, or has not what it should lose
+        op.uncounted = op.uncounted or {}
+        op.uncounted[hashes[i]] = true
+      elseif not op.flagged then
+        known[value] = new
+      end
+    end
+    if not new then
+      if value then
+        m = m + 1
+        gone[m] = hashes[i]
+      end
+    elseif new ~= value then
+      set[n + 1], set[n + 2] = hashes[i], new
+      n = n + 2
+      bytes = bytes + 8 + #new
+    end
   end
-  local holder, store, flags, tier_bit = op.holder, op.store, op.flags, 2 ^ op.tier
-  local blocks, side = op.scope.blocks, op.scope.side
-  local known_new, known_changed, known_flags = {}, {}, {}
-  local changed, c, bytes = {}, 0, 0
-  local flagged = #op.digest > DIGEST_WORDS and {} -- few holders were ever told of flags
-  for first = 1, #hashes, CHUNK do
-    local last = math.min(first + CHUNK - 1, #hashes)
-    local values = redis.call('HMGET', blocks, unpack(hashes, first, last))
-    local set, gone, n, m = {}, {}, 0, 0
-    for i = first, last do
-      local hash = hashes[i]
-      local value = values[i - first + 1]
-      local new = known_new[value]
-      if new == nil then
-        if store then
-          new, known_changed[value] = value_with(value, holder, tier_bit, flags)
-        else
-          new, known_changed[value] = value_without(value, holder, tier_bit)
-        end
-        known_new[value] = new
-        known_flags[value] = flagged and flags_changed(value, new, holder)
+  return n, m, bytes
+end
+
+-- Counts what an operation made of hashes[first..last] into its holder's digest, and returns how many blocks that are.
+local function settle(op, hashes, first, last)
+  local sign = op.store and 1 or -1
+  for flag, those in pairs(op.flagged or {}) do
+    count_blocks(op.digest, flag, table.concat(those), op.scope, sign)
+  end
+  if not op.uncounted and last - first + 1 == op.told then
+    count_sums(op.digest, op.tier, op.told, op.low, op.high, op.scope, sign)
+    return op.told
+  end
+  local changed, c = {}, 0
+  for i = first, last do
+    if not (op.uncounted and op.uncounted[hashes[i]]) then
+      c = c + 1
+      changed[c] = hashes[i]
+    end
+  end
+  if c > 0 then
+    count_blocks(op.digest, op.tier, table.concat(changed), op.scope, sign)
+  end
+  return c
+end
+
+-- Carries out operations on blocks of one scope: several that are all of different blocks, or one.
+-- op: {scope, holder, tier, tier_bit, flags, store = true or false, digest, known = {}, parts = packed blocks,
+--   told = how many, low, high = their sums as apply_call.py gives them}; one part repeats nothing
+-- scope: {blocks = key, mix_low, mix_high, side or nil}; count: see apply.lua
+local function change_blocks(scope, ops, count)
+  local packed, total = {}, 0
+  for _, op in ipairs(ops) do
+    for _, part in ipairs(op.parts) do
+      packed[#packed + 1] = part
+    end
+    total = total + op.told
+    op.last = total
+    op.flagged = #op.digest > DIGEST_WORDS and {} -- few holders were ever told of flags
+  end
+  local hashes = split(table.concat(packed))
+  if #ops == 1 and #packed > 1 then
+    hashes = distinct(hashes)
+    ops[1].last = #hashes
+  end
+  local at, from = 1, 1 -- the operation, and its first hash
+  for first = 1, #hashes, PART do
+    local last = math.min(first + PART - 1, #hashes)
+    local values = redis.call('HMGET', scope.blocks, unpack(hashes, first, last))
+    local set, gone, n, m, i, bytes = {}, {}, 0, 0, first, 0
+    while i <= last do
+      local op = ops[at]
+      local stop = math.min(op.last, last)
+      n, m, bytes = decide(op, hashes, values, first - 1, i, stop, set, n, gone, m)
+      count.bytes = count.bytes + bytes
+      if stop == op.last then
+        local what = op.store and 'stored' or 'removed'
+        count[what] = count[what] + settle(op, hashes, from, stop)
+        at, from = at + 1, stop + 1
       end
-      if new ~= value then
-        if new then
-          set[n + 1], set[n + 2] = hash, new
-          n = n + 2
-          bytes = bytes + 8 + #new
-        else
-          m = m + 1
-          gone[m] = hash
-        end
-      end
-      if flagged and known_flags[value] ~= 0 then
-        note_flags(flagged, known_flags[value], hash)
-      end
-      if known_changed[value] then
-        c = c + 1
-        changed[c] = hash
-      end
+      i = stop + 1
     end
     if n > 0 then
-      redis.call('HSET', blocks, unpack(set, 1, n))
+      redis.call('HSET', scope.blocks, unpack(set, 1, n))
     end
     if m > 0 then
-      redis.call('HDEL', blocks, unpack(gone, 1, m))
-      if side then
-        for i = 1, m do
-          unlink(side, gone[i])
+      redis.call('HDEL', scope.blocks, unpack(gone, 1, m))
+      if scope.side then
+        for j = 1, m do
+          unlink(scope.side, gone[j])
         end
       end
     end
   end
-  if c == all then
-    count_sums(op.digest, op.tier, c, low, high, op.scope, store and 1 or -1)
-  elseif c > 0 then
-    count_blocks(op.digest, op.tier, table.concat(changed), op.scope, store and 1 or -1)
-  end
-  for flag, those in pairs(flagged or {}) do
-    count_blocks(op.digest, flag, table.concat(those), op.scope, store and 1 or -1)
-  end
-  return c, bytes
 end

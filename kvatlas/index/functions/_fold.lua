@@ -1,75 +1,67 @@
 -- The fold of one worker's messages. Its record is read in the same call, never trusted from the caller: a replay, a
 -- zombie, a second owner change nothing.
 
--- self is one worker in the call: {c = the call, worker, record, uses, digests, marks, pending}
+-- self is one worker in the call: {c = the call, worker, record, uses}
+-- c: see apply.lua
 
-local function flush(self)
-  local pending = self.pending
-  if not pending then
-    return
+-- Carries out what is queued, of all workers.
+local function flush(c)
+  for _, scope in pairs(c.scopes) do
+    if scope.queue[1] then
+      change_blocks(scope, scope.queue, c.count)
+      scope.queue = {}
+    end
   end
-  self.pending = nil
-  local packed = pending.n == 1 and pending[1] or table.concat(pending, '', 1, pending.n)
-  local changed, bytes = change_blocks(pending.op, packed, pending.low, pending.high, pending.n > 1)
-  local count = self.c.count
-  if pending.op.store then
-    count.stored = count.stored + changed
-  else
-    count.removed = count.removed + changed
-  end
-  count.bytes = count.bytes + bytes
 end
 
-local function digest_for(self, holder)
-  local digest = self.digests[holder]
+local function digest_for(c, holder)
+  local digest = c.digests[holder]
   if not digest then
-    digest = read_digest(self.c.k.digests, holder)
-    self.digests[holder] = digest
+    digest = digest_of(c.stored_digests[holder])
+    c.digests[holder] = digest
   end
   return digest
 end
 
 -- The holder has blocks of this scope from now on: a sweep must look there.
 local function touch(self, holder, scope_id)
-  local mark = holder .. scope_id
-  if self.marks[mark] then
-    return
-  end
-  self.marks[mark] = true
-  local touched = redis.call('HGET', self.c.k.touched, holder) or ''
+  local touched = self.c.touched[holder] or ''
   local at = string.find(touched, scope_id, 1, true)
   while at and at % 16 ~= 1 do
     at = string.find(touched, scope_id, at + 1, true)
   end
   if not at then
-    redis.call('HSET', self.c.k.touched, holder, touched .. scope_id .. self.uses[scope_id])
+    self.c.touched[holder] = touched .. scope_id .. self.uses[scope_id]
+    self.c.newly_touched[holder] = true
   end
 end
 
+-- Blocks are changed later, those of several workers at once; one operation after the other where two may be of one block.
 local function queue(self, holder, event, store)
   local scope_id, tier, flags = event[2], event[3], store and event[7] or 0
   local low, high = event[store and 8 or 5], event[store and 9 or 6] -- behind the wire's own fields
-  local pending = self.pending
-  if pending then
-    local op = pending.op
-    if op.store == store and op.tier == tier and op.scope_id == scope_id and op.holder == holder and op.flags == flags then
-      local n = pending.n + 1
-      pending[n] = event[4]
-      pending.n, pending.low, pending.high = n, pending.low + low, pending.high + high
+  local scope = self.c.scopes[scope_id]
+  local op = scope.queue[#scope.queue]
+  if op then
+    if op.holder == holder and op.store == store and op.tier == tier and op.flags == flags then
+      op.parts[#op.parts + 1] = event[4]
+      op.told, op.low, op.high = op.told + #event[4] / 8, op.low + low, op.high + high
       return
     end
-    flush(self)
+    if scope.in_order then
+      flush(self.c)
+    end
   end
-  self.pending = { event[4], n = 1, low = low, high = high, op = {
-    scope = self.c.scopes[scope_id], scope_id = scope_id, holder = holder, tier = tier, flags = flags, store = store,
-    digest = digest_for(self, holder),
-  } }
+  op = {
+    scope = scope, holder = holder, tier = tier, tier_bit = 2 ^ tier, flags = flags, store = store, digest = digest_for(self.c, holder),
+    parts = { event[4] }, told = #event[4] / 8, low = low, high = high, known = {},
+  }
+  scope.queue[#scope.queue + 1] = op
   if store then
     touch(self, holder, scope_id)
     if flags ~= 0 then
-      local digest = self.pending.op.digest
-      for i = #digest + 1, ALL_WORDS do
-        digest[i] = 0
+      for i = #op.digest + 1, ALL_WORDS do
+        op.digest[i] = 0
       end
     end
   end
@@ -104,7 +96,6 @@ local function want(record, incarnation, seq)
 end
 
 local function close(self)
-  flush(self)
   close_worker(self.c.k, self.record, self.worker)
 end
 
@@ -154,7 +145,6 @@ act[CODE.removed] = function(self, event)
 end
 
 act[CODE.cleared] = function(self)
-  flush(self)
   local record, k = self.record, self.c.k
   local slot, state = ACTIVE, 'a'
   if record[LOADING] ~= '' then
@@ -166,7 +156,6 @@ act[CODE.cleared] = function(self)
 end
 
 act[CODE.begin] = function(self)
-  flush(self)
   local record, k = self.record, self.c.k
   if record[SEQ] ~= 0 then -- only the first message of an incarnation begins a snapshot
     close(self)
@@ -179,13 +168,13 @@ act[CODE.begin] = function(self)
 end
 
 act[CODE.ending] = function(self, event)
-  flush(self)
+  flush(self.c)
   local record, k = self.record, self.c.k
   if record[LOADING] == '' then
     close(self)
     return false
   end
-  if record[CHUNKS] ~= event[2] or not same_digest(digest_for(self, record[LOADING]), event[3]) then
+  if record[CHUNKS] ~= event[2] or not same_digest(digest_for(self.c, record[LOADING]), event[3]) then
     -- what the last incarnation told goes on answering until the next one is whole
     self.c.count.failed_checks = self.c.count.failed_checks + 1
     retire_holder(k, record[LOADING], self.worker)
@@ -199,10 +188,10 @@ act[CODE.ending] = function(self, event)
 end
 
 act[CODE.checkpoint] = function(self, event)
-  flush(self)
+  flush(self.c)
   local record = self.record
   local holder = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
-  if holder == '' or not same_digest(digest_for(self, holder), event[2]) then
+  if holder == '' or not same_digest(digest_for(self.c, holder), event[2]) then
     self.c.count.failed_checks = self.c.count.failed_checks + 1
     record[BAD] = 1
   end
@@ -223,7 +212,6 @@ local function fold(self, incarnation, first, last, events)
       count.gaps = count.gaps + messages
       return
     end
-    flush(self)
     record[INC], record[BAD], record[CLOSED], record[OOM] = incarnation, 0, 0, 0
     count.applied = count.applied + messages
   else
