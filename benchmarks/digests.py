@@ -2,6 +2,7 @@
 no digests and compares none, in turns on the same server."""
 
 import os
+from statistics import median
 from time import perf_counter
 from unittest.mock import patch
 
@@ -64,18 +65,20 @@ async def measure(store: Store) -> list[Result]:
                 seconds[with_digests].append(await _seconds(index, calls))
             inside[with_digests].append((await store.client.info("commandstats"))["cmdstat_fcall"]["usec"])
         await store.load_functions(library())
-        # the best of several turns: what else runs on the machine only ever adds
-        whole, bare = (min(seconds[which]) for which in (True, False))
-        whole_inside, bare_inside = (min(inside[which]) for which in (True, False))
         blocks = BLOCKS_A_CALL * CALLS
         name = f"{hashes_a_message} hashes a message"
         results += [
-            Result(f"apply with digests and checks, {name}", blocks / whole, "blocks/s"),
-            Result(f"apply without them, {name}", blocks / bare, "blocks/s"),
-            Result(f"cost of digests and checks, {name}", 100 * (whole / bare - 1), "%", LARGEST_COST_PERCENT),
-            Result(f"  in the store's function alone, {name}", 100 * (whole_inside / bare_inside - 1), "%"),
+            Result(f"apply with digests and checks, {name}", blocks / median(seconds[True]), "blocks/s"),
+            Result(f"apply without them, {name}", blocks / median(seconds[False]), "blocks/s"),
+            Result(f"cost of digests and checks, {name}", _cost_percent(seconds), "%", LARGEST_COST_PERCENT),
+            Result(f"  in the store's function alone, {name}", _cost_percent(inside), "%"),
         ]
     return results
+
+
+def _cost_percent(times: dict[bool, list[float]]) -> float:
+    """The median over neighbouring turns, one with and one without: the machine's pace changes from turn to turn."""
+    return 100 * (median(whole / bare for whole, bare in zip(times[True], times[False], strict=True)) - 1)
 
 
 def _no_sums(packed_hashes: bytes) -> tuple[int, int]:

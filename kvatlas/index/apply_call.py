@@ -67,8 +67,8 @@ def _summed(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
 
 
 def _repeating(events: Iterable[list[Any]]) -> set[bytes]:
-    """The scopes of which these events may tell a block twice. Where they tell many blocks, nobody looks: the store then changes
-    each worker's in commands of its own, which are long enough."""
+    """The scopes of which these events may tell a block twice. Where they tell many blocks, nobody looks: the store then
+    changes each worker's in commands of its own, which are long enough."""
     told: dict[bytes, list[bytes]] = {}
     for event in events:
         if event[0] in _WITH_HASHES:
