@@ -1,8 +1,8 @@
 """What one engine holds, and the change of it that is announced.
 
 The ledger counts references by (engine hash, tier, group), since engines announce each physical copy, and keeps for each
-engine hash the block it stands for (`publishers.lineage`). A batch is folded into the change of usable residency
-(`publishers.closure`: prefix-closed, full-attention groups only), told in an order in which every event leaves a
+engine hash the block it stands for (`publishers.placement`, `publishers.lineage`). A batch is folded into the change of usable
+residency (`publishers.closure`: prefix-closed, full-attention groups only), told in an order in which every event leaves a
 prefix-closed residency (`publishers.announcement`).
 
 Left out, counted, and still referenced, so that a later removal finds its count:
@@ -15,7 +15,7 @@ A left-out block is taken in when the engine stores it again in a way that can b
 Everything here under-reports in doubt: a count never exceeds the engine's own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvatlas.digest import Digest
 from kvatlas.errors import InvalidValue
@@ -30,16 +30,15 @@ from kvatlas.events import (
     ScopeUse,
     SnapshotChunk,
 )
-from kvatlas.hashing import extend_chain
 from kvatlas.tiers import Tier
 from publishers import ledger_dump
 from publishers.announcement import Announcement
 from publishers.closure import Closure
-from publishers.extra_keys import with_root_salt
 from publishers.holding import Holding
 from publishers.ledger_counters import LedgerCounters
 from publishers.ledger_settings import LedgerSettings
 from publishers.lineage import Block, Lineages
+from publishers.placement import Placement
 from publishers.twins import TwinCopies, Twins
 
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
@@ -72,6 +71,7 @@ class Ledger:
         self.lineages = Lineages(
             settings.model_id, settings.tokenizer_id, settings.tenant_id, settings.block_bytes, settings.salt_is_tenant
         )
+        self._placement = Placement(self.lineages, self.counters)
         self._twins = Twins(self.lineages, self._indexed, self._touch, self.counters)
         self._closure = Closure()
         self._announcement = Announcement(settings.granularity)
@@ -154,7 +154,7 @@ class Ledger:
         holding = self.holdings.get((event.tier, event.group))
         if holding is None:
             holding = self._new_holding(event.tier, event.group, event.indexable)
-        chain = self._place(event) if holding.indexable and hashes else None
+        chain = self._placement.place(event, self.block_size) if holding.indexable and hashes else None
         if chain is None:
             self._store_by_name(holding, event)
             return
@@ -193,57 +193,8 @@ class Ledger:
                 block.touched = True
                 touched.append(block)
         if self.lineages.unplaced:
-            self._place_behind(hashes)
-
-    def _place_behind(self, names: Sequence[EngineHash]) -> None:
-        """These hashes are known: what was stored behind them before belongs behind them, whatever is still held of it."""
-        lineages, found = self.lineages, list(names)
-        for name in found:  # it grows
-            for event in lineages.unplaced.take(name):
-                chain = self._place(event)
-                if chain is None:
-                    continue
-                for child, block in zip(event.hashes, chain, strict=True):
-                    if child not in lineages.known:
-                        lineages.known[child] = block
-                        block.names += 1
-                        self._enter_tiers(child, block)
-                        found.append(child)
-                lineages.drop(chain[-1])
-
-    def _place(self, event: EngineStored) -> list[Block] | None:
-        """The blocks that an event's hashes stand for by its tokens and its parent, None (counted) where they can't be told."""
-        hashes, lineages, counters = event.hashes, self.lineages, self.counters
-        if not event.token_ids:
-            counters.placeholder_unknown += sum(name not in lineages.known for name in hashes)
-            return None
-        if event.block_size != self.block_size:
-            counters.other_block_size += len(hashes)
-            return None
-        if len(event.token_ids) != len(hashes) * event.block_size:
-            counters.unindexable += len(hashes)
-            return None
-        keys = event.extra_keys
-        parent: Block | None = None
-        try:
-            if event.parent is None:
-                namespace = lineages.namespace(event.adapter, event.salt, event.block_size)
-                if namespace.root_salt is not None:
-                    keys = with_root_salt(keys, namespace.root_salt)
-            else:
-                parent = lineages.meant(event.parent, event)
-                if parent is None:
-                    if event.salt_inherited:  # else what is left of its copies then may be another salt's
-                        lineages.unplaced.keep(event)
-                    counters.unknown_parent += len(hashes)
-                    return None
-                namespace = parent.namespace
-            above = None if parent is None else int.from_bytes(parent.sequence_hash, "little")
-            packed = extend_chain(event.token_ids, event.block_size, above, keys)
-        except InvalidValue:
-            counters.unindexable += len(hashes)
-            return None
-        return lineages.chain(namespace, parent, packed)
+            for name, block in self._placement.place_behind(hashes, self.block_size):
+                self._enter_tiers(name, block)
 
     def _store_by_name(self, holding: Holding, event: EngineStored) -> None:
         """Count copies of blocks that the event does not place; those known by their hash are held then: a placeholder's in

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.anyio
 
 SHORT = (
     "feed_cut_and_filled_from_replay",
-    "feed_cut_while_replay_is_silent",
     "engine_killed_and_restarted",
     "engine_restarted_while_the_sidecar_was_down",
     "sidecar_killed_and_restarted",
@@ -28,7 +27,6 @@ SHORT = (
     "nats_killed_and_restarted",
     "nats_away_longer_than_the_outbox_holds",
     "stream_purged",
-    "stream_emptied_by_its_limits",
     "consumers_deleted",
     "poison_in_the_stream",
     "engine_asleep_behind_a_living_sidecar",

@@ -192,7 +192,7 @@ def test_memory_and_redis_answer_alike(request: pytest.FixtureRequest, server: s
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=6, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -211,7 +211,7 @@ def test_the_store_does_what_the_model_does(request: pytest.FixtureRequest, kind
     run_state_machine_as_test(
         Both,
         settings=settings(
-            max_examples=20,
+            max_examples=14,
             stateful_step_count=25,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
