@@ -93,6 +93,7 @@ class Feed:
         self._connections = 0
         self._connected_once = False
         self._was_alive = False
+        self._said_away = False
         self._lost_s = 0.0
         self._restarted = False
         self._probe_now = False
@@ -127,6 +128,7 @@ class Feed:
         except zmq.ZMQError as error:
             self.close()
             raise Unreachable(f"event socket {settings.endpoint}: {error.strerror or error}") from error
+        self._lost_s = monotonic()
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -332,3 +334,13 @@ class Feed:
         if self.alive != self._was_alive:
             self._was_alive = self.alive
             self._on_alive()
+            if self.alive and self._said_away:
+                self._said_away = False
+                log.info("worker %s: event socket %s is connected", self._worker_id, self._settings.endpoint)
+        if not self.alive and not self._said_away and monotonic() - self._lost_s >= GRACE_S:
+            self._said_away = True  # a wrong address looks like an engine that is not there yet
+            log.warning(
+                "worker %s: event socket %s is not connected: nothing of the engine is heard",
+                self._worker_id,
+                self._settings.endpoint,
+            )

@@ -369,7 +369,9 @@ def test_all_ranks_of_an_engine_are_served_as_one_each(nats_url: str) -> None:
         PublishSettings.load(**flags, dp_rank=0, dp_size=2)
 
 
-async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(client: Client, nats_url: str) -> None:
+async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(
+    client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     _, payloads = recording("vllm-0.33.0")
     alive = await client.subscribe(alive_subject("w"))
 
@@ -386,6 +388,7 @@ async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(client:
             await told_equals(client, started[0], folded(EngineKind.VLLM, payloads))
             await until(lambda: _is(state, EngineState.UP), what="a heartbeat that says up")
         await until(lambda: _is(state, EngineState.DOWN), what="a heartbeat that says down")
+        await until(lambda: any("is not connected" in line for line in caplog.messages), what="a line that says why")
         assert started[0].ledger.digest == folded(EngineKind.VLLM, payloads).digest
         tasks.cancel_scope.cancel()
 
