@@ -22,8 +22,8 @@ USE = ScopeUse(Scope("bench", "bench"), 16)
 WORKERS = 16
 BLOCKS_A_CALL = 8_000
 """As many as an indexer under load puts in one call."""
-CALLS = 12
-ROUNDS = 16
+CALLS = 8
+ROUNDS = 40
 CHECKPOINT_EVERY = 1_000
 LARGEST_COST_PERCENT = 15.0
 
