@@ -1,14 +1,12 @@
 """What the store keeps of a pool whose last worker is gone: nothing that stays."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness
 from kvatlas.fleet_store import FleetStore
 from kvatlas.pool_calls import pool_keys
 from kvatlas.reservations import Booking, Outcome, RedisReservations
-from kvatlas.store import Store, open_store
+from kvatlas.store import Store
 from tests.reservations.asks import LEASE_US, LONGEST_US, ask, id_of, offer
 
 pytestmark = pytest.mark.anyio
@@ -16,15 +14,6 @@ pytestmark = pytest.mark.anyio
 ENDPOINT = EngineEndpoint(id="w", kind=EngineKind.MOCK, model_id="m", tokenizer_id="t")
 RECORD = FleetRecord(endpoint=ENDPOINT, state=EngineState.UP, liveness=Liveness.ALIVE, incarnation=1)
 POOL = ENDPOINT.pool_id
-
-
-@pytest.fixture
-async def store(fresh_store: str) -> AsyncIterator[Store]:
-    opened = await open_store(fresh_store, wait=False)
-    try:
-        yield opened
-    finally:
-        await opened.close()
 
 
 async def for_good(store: Store) -> list[str]:

@@ -9,7 +9,7 @@ from kvatlas.errors import KvatlasError
 from kvatlas.index.redis import open_redis_index
 from kvatlas.subjects import STREAM, control_subject
 from tests.chaos.chaos import Chaos
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import Fleet, Member
 from tests.chaos.scenarios.indexers import AFTER_S, PATIENCE_S, holds_nothing, holds_some, retires_nobody
 from tests.chaos.scenarios.store import LITTLE_BYTES, NO_LIMIT, limit_memory
 
@@ -28,6 +28,15 @@ async def sees_a_snapshot_under_way(fleet: Fleet) -> None:
                 continue  # a store without layout or functions
             if any(record is not None and record.loading for record in records):
                 return
+
+
+async def wakes_as_a_zombie(chaos: Chaos, member: Member) -> None:
+    """A paused indexer goes on when others have taken over and told of what came meanwhile."""
+    await holds_nothing(chaos.fleet, member)
+    await chaos.moved(10)
+    member.child.resume()
+    chaos.healed()
+    await chaos.moved(5)
 
 
 async def redis_out_of_memory_while_indexers_start_and_take_over(chaos: Chaos) -> None:
@@ -98,7 +107,7 @@ async def redis_flushed_in_a_takeover(chaos: Chaos) -> None:
 
 async def worker_restarted_while_its_indexer_is_paused(chaos: Chaos) -> None:
     """The zombie wakes with calls of the engine's former life."""
-    fleet, member, worker = chaos.fleet, chaos.fleet.members[0], chaos.fleet.workers[-1]
+    member, worker = chaos.fleet.members[0], chaos.fleet.workers[-1]
     await chaos.moved(5)
     member.child.pause()
     worker.engine.kill()
@@ -108,11 +117,7 @@ async def worker_restarted_while_its_indexer_is_paused(chaos: Chaos) -> None:
     worker.sidecar.start()
     await worker.sidecar.ready()
     chaos.fault("indexer SIGSTOP; engine and sidecar SIGKILL, started again")
-    await holds_nothing(fleet, member)
-    await chaos.moved(10)
-    member.child.resume()
-    chaos.healed()
-    await chaos.moved(5)
+    await wakes_as_a_zombie(chaos, member)
 
 
 async def nats_with_memory_storage_restarted_while_an_indexer_is_paused(chaos: Chaos) -> None:
@@ -123,11 +128,7 @@ async def nats_with_memory_storage_restarted_while_an_indexer_is_paused(chaos: C
     member.child.pause()
     await fleet.nats_server.restart()
     chaos.fault("indexer SIGSTOP; NATS restarted: its stream in memory is gone")
-    await holds_nothing(fleet, member)
-    await chaos.moved(10)
-    member.child.resume()
-    chaos.healed()
-    await chaos.moved(5)
+    await wakes_as_a_zombie(chaos, member)
 
 
 async def every_indexer_cut_from_nats_for_longer_than_its_patience(chaos: Chaos) -> None:
