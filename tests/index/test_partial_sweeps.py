@@ -23,6 +23,8 @@ SCOPES = [Scope("m", "t"), Scope("m", "t", "lora")]
 HASHES = range(1, 61)
 K = ShardKeys(0)
 STEPS = 120
+UNDISTURBED_SWEEPS = 150
+"""Enough to end every sweep, whatever the steps left."""
 
 
 @pytest.fixture
@@ -134,7 +136,11 @@ async def test_a_number_is_free_only_when_nothing_has_it(stores: list[Store], mo
         [move] = world.rng.choices(moves, [40, 45, 4, 3, 5, 3])
         await move()
         await world.check()
+    for _ in range(UNDISTURBED_SWEEPS):
+        await world.sweep()
+        await world.check()
     assert world.freed
+    assert not await world.stores[0].client.exists(K.retired)
 
 
 async def test_what_a_scan_did_not_find_says_nothing_of_a_number_that_was_given_out_again(stores: list[Store]) -> None:
