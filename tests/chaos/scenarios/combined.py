@@ -6,15 +6,23 @@ from redis.exceptions import RedisError
 from kvatlas.bus import StreamSettings, ensure_stream
 from kvatlas.control import ControlOp, ControlRequest
 from kvatlas.errors import KvatlasError
+from kvatlas.fleet_store import LEASES
 from kvatlas.index.redis import open_redis_index
 from kvatlas.subjects import STREAM, control_subject
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import Fleet, Member
-from tests.chaos.scenarios.indexers import AFTER_S, PATIENCE_S, holds_nothing, holds_some, retires_nobody
-from tests.chaos.scenarios.store import LITTLE_BYTES, NO_LIMIT, limit_memory
+from tests.chaos.scenarios.indexers import (
+    AFTER_S,
+    PATIENCE_S,
+    holds_nothing,
+    retires_nobody,
+    takes_part_again,
+)
+from tests.chaos.scenarios.store import LITTLE_BYTES, gets_room, limit_memory
+from tests.waiting import until
 
 LOADING_S = 10.0
-NEARLY_A_LEASE_S = 2.6
+NEARLY_OVER_MS = 400
 
 
 async def sees_a_snapshot_under_way(fleet: Fleet) -> None:
@@ -47,12 +55,9 @@ async def redis_out_of_memory_while_indexers_start_and_take_over(chaos: Chaos) -
     chaos.fault("indexer SIGKILL, Redis out of memory")
     await holds_nothing(fleet, member)
     await chaos.moved(5)
-    member.child.start()
-    await member.child.ready()
-    await holds_some(fleet, member)
+    await takes_part_again(chaos, member)
     await chaos.moved(5)
-    await limit_memory(fleet.store, NO_LIMIT)
-    chaos.healed()
+    await gets_room(chaos)
 
 
 async def redis_out_of_memory_in_a_snapshot(chaos: Chaos) -> None:
@@ -67,8 +72,7 @@ async def redis_out_of_memory_in_a_snapshot(chaos: Chaos) -> None:
     await limit_memory(fleet.store, LITTLE_BYTES)
     chaos.fault("Redis out of memory in a snapshot")
     await chaos.moved(10)
-    await limit_memory(fleet.store, NO_LIMIT)
-    chaos.healed()
+    await gets_room(chaos)
 
 
 async def redis_out_of_memory_and_its_functions_flushed(chaos: Chaos) -> None:
@@ -79,8 +83,7 @@ async def redis_out_of_memory_and_its_functions_flushed(chaos: Chaos) -> None:
     await fleet.store.client.function_flush()
     chaos.fault("Redis out of memory, FUNCTION FLUSH")
     await chaos.moved(40)
-    await limit_memory(fleet.store, NO_LIMIT)
-    chaos.healed()
+    await gets_room(chaos)
 
 
 async def redis_functions_flushed_in_a_snapshot(chaos: Chaos) -> None:
@@ -92,11 +95,24 @@ async def redis_functions_flushed_in_a_snapshot(chaos: Chaos) -> None:
     chaos.fault("FLUSHALL, and FUNCTION FLUSH in the snapshots that follow")
 
 
+async def its_leases_are_nearly_over(fleet: Fleet, member: Member) -> None:
+    client = fleet.store.client
+
+    async def are_nearly_over() -> bool:
+        now_s, us = await client.time()
+        leases = [lease.split() for lease in await client.hvals(LEASES)]
+        ends_ms = [int(ends) for ends, owner in leases if owner == member.child.name.encode()]
+        left_ms: int = max(ends_ms) - 1_000 * now_s - us // 1_000
+        return left_ms < NEARLY_OVER_MS
+
+    await until(are_nearly_over, what=f"the leases of {member.child.name} are nearly over")
+
+
 async def redis_flushed_in_a_takeover(chaos: Chaos) -> None:
     fleet, member = chaos.fleet, chaos.fleet.members[0]
     await chaos.moved(5)
     member.child.kill()
-    await anyio.sleep(NEARLY_A_LEASE_S)
+    await its_leases_are_nearly_over(fleet, member)
     await fleet.store.client.flushall()
     chaos.fault("indexer SIGKILL, FLUSHALL just before its leases end")
     await holds_nothing(fleet, member)

@@ -32,6 +32,13 @@ async def holds_some(fleet: Fleet, member: Member) -> None:
     await until(has_taken, deadline_s=OVER_S, what=f"{member.child.name} has taken partitions")
 
 
+async def takes_part_again(chaos: Chaos, member: Member) -> None:
+    """An indexer that was killed starts again."""
+    member.child.start()
+    await member.child.ready()
+    await holds_some(chaos.fleet, member)
+
+
 async def indexer_killed(chaos: Chaos) -> None:
     member = chaos.fleet.members[0]
     await chaos.moved(10)
@@ -41,9 +48,7 @@ async def indexer_killed(chaos: Chaos) -> None:
     await holds_nothing(chaos.fleet, member)
     chaos.times_s["its partitions taken over after"] = monotonic() - began_s
     await chaos.moved(5)
-    member.child.start()
-    await member.child.ready()
-    await holds_some(chaos.fleet, member)
+    await takes_part_again(chaos, member)
     chaos.healed()
 
 

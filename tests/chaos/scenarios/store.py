@@ -101,6 +101,11 @@ async def redis_functions_flushed(chaos: Chaos) -> None:
     await chaos.moved(10)
 
 
+async def gets_room(chaos: Chaos) -> None:
+    await limit_memory(chaos.fleet.store, NO_LIMIT)
+    chaos.healed()
+
+
 async def redis_out_of_memory(chaos: Chaos) -> None:
     """Workers whose blocks can't be stored are closed, one after the other, and come back when there is room."""
     fleet = chaos.fleet
@@ -115,8 +120,7 @@ async def redis_out_of_memory(chaos: Chaos) -> None:
 
     await until(are_closed, deadline_s=30, what="every worker that stores is closed")
     await chaos.moved(10)
-    await limit_memory(fleet.store, NO_LIMIT)
-    chaos.healed()
+    await gets_room(chaos)
 
 
 async def one_shard_wiped(chaos: Chaos) -> None:
