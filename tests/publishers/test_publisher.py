@@ -32,14 +32,6 @@ SCOPE = Scope("model", "model")
 
 
 @pytest.fixture
-async def client(fresh_nats: str) -> AsyncIterator[Client]:
-    client = await connect_nats(fresh_nats, name="test")
-    await ensure_stream(client, StreamSettings(storage="memory"))
-    yield client
-    await client.close()
-
-
-@pytest.fixture
 async def own_server() -> AsyncIterator[EmbeddedServer]:
     """A server that the test may restart."""
     async with nats_server() as server:

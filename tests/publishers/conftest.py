@@ -1,0 +1,16 @@
+"""A client of a NATS server with an empty stream."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from nats.aio.client import Client
+
+from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
+
+
+@pytest.fixture
+async def client(fresh_nats: str) -> AsyncIterator[Client]:
+    client = await connect_nats(fresh_nats, name="test")
+    await ensure_stream(client, StreamSettings(storage="memory"))
+    yield client
+    await client.close()

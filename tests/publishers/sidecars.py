@@ -1,0 +1,61 @@
+"""Sidecars of a fake engine, and what must come of what it said."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from nats.aio.client import Client
+
+from kvatlas.fleet import EngineKind
+from kvatlas.settings import PublishSettings
+from publishers.engines import decode_batch
+from publishers.ledger import Ledger, LedgerSettings
+from publishers.publisher import Publisher
+from publishers.sidecar import run_sidecar
+from tests.publishers.fake_engine import FakeEngine
+from tests.publishers.told import read_stream
+from tests.waiting import until
+
+
+def settings(fake: FakeEngine, nats_url: str, **fields: Any) -> PublishSettings:
+    return PublishSettings(
+        **{
+            "engine": EngineKind.VLLM,
+            "endpoint": fake.endpoint,
+            "replay_endpoint": fake.replay_endpoint,
+            "worker_id": "w",
+            "model_id": "model",
+            "nats_url": nats_url,
+            **fields,
+        }
+    )
+
+
+@asynccontextmanager
+async def sidecar(fake: FakeEngine, nats_url: str, **fields: Any) -> AsyncIterator[Publisher]:
+    """A sidecar whose feed is subscribed to the engine."""
+    async with anyio.create_task_group() as tasks:
+        started: list[Publisher] = []
+        tasks.start_soon(run_sidecar, settings(fake, nats_url, **fields), started.extend)
+        await until(lambda: started, what="the sidecar is ready")
+        await fake.subscribed()
+        yield started[0]
+        tasks.cancel_scope.cancel()
+
+
+def folded(kind: EngineKind, payloads: list[bytes], **fields: Any) -> Ledger:
+    """What a publisher that saw all of it announces."""
+    ledger = Ledger(LedgerSettings("model", "model", **fields))
+    for payload in payloads:
+        ledger.fold(decode_batch(kind, payload))
+    return ledger
+
+
+async def told_equals(client: Client, publisher: Publisher, ledger: Ledger) -> None:
+    with anyio.fail_after(20):
+        await until(lambda: publisher.ledger.digest == ledger.digest, what="all batches folded")
+        await publisher.flush()
+    told = await read_stream(client)
+    assert await told.index.digest(publisher.worker_id) == ledger.digest.words
+    assert told.outcomes["failed_checks"] == 0

@@ -1,0 +1,193 @@
+"""Engines and sidecars that go, come back, and are others then."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from nats.aio.client import Client
+
+from kvatlas.fleet import EngineKind, EngineState, Heartbeat
+from kvatlas.settings import PublishSettings
+from kvatlas.subjects import alive_subject
+from publishers.publisher import Publisher
+from publishers.sidecar import run_sidecar
+from tests.publishers.engine_http import engine_http
+from tests.publishers.fake_engine import FakeEngine, recording
+from tests.publishers.sidecars import folded, settings, sidecar, told_equals
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_restarted_engine_is_told_anew(client: Client, nats_url: str) -> None:
+    _, first = recording("vllm-0.33.0")
+    _, second = recording("vllm-0.22.0-array")
+    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+        await engine.send(*first)
+        await until(lambda: publisher.counters.engine_batches == len(first), what="the first life is taken")
+        before = publisher.telling.outbox.incarnation
+        engine.restart()
+        await engine.send(*second)
+        await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+        assert publisher.counters.feed_restarts >= 1
+        assert publisher.telling.outbox.incarnation > before
+
+
+async def test_a_restarted_sidecar_resumes_from_its_saved_state(client: Client, nats_url: str, tmp_path: Path) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine(buffer=60) as engine:
+        async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
+            await engine.send(*payloads[:150])
+            await until(lambda: publisher.counters.engine_batches == 150, what="the first part is taken")
+            before = publisher.telling.outbox.incarnation
+        for payload in payloads[150:]:
+            engine.lose(payload)
+        async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
+            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+            assert publisher.telling.outbox.incarnation > before
+            assert publisher.counters.feed_started_over == 0
+
+
+async def test_the_saved_state_of_another_life_is_not_used(client: Client, nats_url: str, tmp_path: Path) -> None:
+    _, first = recording("vllm-0.33.0")
+    _, second = recording("vllm-0.22.0-array")
+    async with FakeEngine() as engine:
+        async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
+            await engine.send(*first[:100])
+            await until(lambda: publisher.counters.engine_batches == 100, what="the first life is taken")
+        engine.restart()
+        for payload in second:
+            engine.lose(payload)
+        async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
+            await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+
+
+async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(
+    client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    alive = await client.subscribe(alive_subject("w"))
+
+    async def state() -> EngineState:
+        return Heartbeat.unpack((await alive.next_msg(timeout=5)).data).state
+
+    async with anyio.create_task_group() as tasks:
+        started: list[Publisher] = []
+        async with FakeEngine() as engine:
+            tasks.start_soon(run_sidecar, settings(engine, nats_url), started.extend)
+            await until(lambda: started, what="the sidecar is ready")
+            await engine.subscribed()
+            await engine.send(*payloads)
+            await told_equals(client, started[0], folded(EngineKind.VLLM, payloads))
+            await until(lambda: _is(state, EngineState.UP), what="a heartbeat that says up")
+        await until(lambda: _is(state, EngineState.DOWN), what="a heartbeat that says down")
+        await until(lambda: any("is not connected" in line for line in caplog.messages), what="a line that says why")
+        assert started[0].ledger.digest == folded(EngineKind.VLLM, payloads).digest
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def sidecar_over_lives(
+    fields: dict[str, Any], nats_url: str
+) -> AsyncIterator[Callable[[], Awaitable[Publisher]]]:
+    """A sidecar that outlives its engine: what is given starts it, with the settings `fields`."""
+    async with anyio.create_task_group() as tasks:
+
+        async def start() -> Publisher:
+            started: list[Publisher] = []
+            tasks.start_soon(
+                run_sidecar,
+                PublishSettings(worker_id="w", model_id="model", nats_url=nats_url, **fields),
+                started.extend,
+            )
+            await until(lambda: started, what="the sidecar is ready")
+            return started[0]
+
+        yield start
+        tasks.cancel_scope.cancel()
+
+
+async def test_another_life_whose_seq_follows_ours_is_seen_although_the_engine_is_never_silent(
+    client: Client, nats_url: str
+) -> None:
+    _, first = recording("vllm-0.33.0")
+    _, second = recording("vllm-0.22.0-array")
+    fields: dict[str, Any] = {"engine": EngineKind.VLLM}
+    async with sidecar_over_lives(fields, nats_url) as start:
+        async with FakeEngine() as engine:
+            fields |= {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint}
+            publisher = await start()
+            await engine.subscribed()
+            await engine.send(*first[:40])
+            await until(lambda: publisher.counters.engine_batches == 40, what="the first life is taken")
+        async with FakeEngine(ports=engine.ports) as engine:
+            for payload in second[:40]:
+                engine.lose(payload)
+            await engine.subscribed()
+            told = second[:40]
+
+            async def told_anew() -> bool:
+                payload = second[min(len(told), len(second) - 1)]  # never silent: then it would be asked, and found out
+                await engine.send(payload)
+                told.append(payload)
+                return publisher.counters.feed_restarts == 1
+
+            await until(told_anew, what="the other life is seen")
+            left = second[len(told) :]
+            await engine.send(*left)
+            await told_equals(client, publisher, folded(EngineKind.VLLM, told + left))
+
+
+async def test_without_replay_a_lost_connection_gives_up_what_was_held(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    fields: dict[str, Any] = {"engine": EngineKind.VLLM}
+    async with sidecar_over_lives(fields, nats_url) as start:
+        async with FakeEngine() as engine:
+            fields |= {"endpoint": engine.endpoint}
+            publisher = await start()
+            await engine.subscribed()
+            await engine.send(*payloads)
+            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        async with FakeEngine(ports=engine.ports):  # another process, which says nothing
+            await until(lambda: not publisher.ledger.digest.blocks, what="nothing is claimed")
+
+
+async def _is(state: Callable[[], Awaitable[EngineState]], wanted: EngineState) -> bool:
+    return await state() is wanted
+
+
+async def test_another_process_start_time_is_a_restart_of_the_feed(client: Client, nats_url: str) -> None:
+    _, first = recording("vllm-0.33.0")
+    _, second = recording("vllm-0.22.0-array")
+    with engine_http() as http:
+        http.pages = {"/health": (200, ""), "/metrics": (200, "process_start_time_seconds 1000.5\n")}
+        async with FakeEngine() as engine, sidecar(engine, nats_url, engine_url=http.url) as publisher:
+            assert publisher.engine_state is EngineState.UP
+            await engine.send(*first[:100])
+            await until(lambda: publisher.counters.engine_batches == 100, what="the first life is taken")
+            engine.restart()
+            for payload in second:  # the new life goes unheard: its start time tells of it
+                engine.lose(payload)
+            http.pages["/metrics"] = (200, "process_start_time_seconds 2000.5\n")
+            await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+            assert publisher.counters.feed_restarts >= 1
+
+
+async def test_a_saved_state_of_another_process_is_not_used(client: Client, nats_url: str, tmp_path: Path) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    with engine_http() as http:
+        http.pages = {"/health": (200, ""), "/metrics": (200, "process_start_time_seconds 1000.5\n")}
+        async with FakeEngine() as engine:
+            fields = {"engine_url": http.url, "state_dir": tmp_path, "replay_endpoint": engine.replay_endpoint}
+            async with sidecar(engine, nats_url, **fields) as publisher:
+                await engine.send(*payloads)
+                await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+            engine.restart()
+            http.pages["/metrics"] = (200, "process_start_time_seconds 2000.5\n")
+            async with sidecar(engine, nats_url, **fields) as publisher:
+                await until(lambda: publisher.telling.outbox.acked_seq >= 0, what="the new incarnation is told")
+                assert publisher.ledger.digest.blocks == 0
