@@ -4,6 +4,7 @@ WORKDIR /source
 RUN python -m venv /opt/kvatlas
 COPY pyproject.toml constraints.txt ./
 COPY kvatlas ./kvatlas
+COPY kvatlas_cli ./kvatlas_cli
 COPY publishers ./publishers
 COPY indexer ./indexer
 COPY router_client ./router_client

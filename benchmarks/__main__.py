@@ -11,7 +11,7 @@ from benchmarks import digests, hashing, ingest, memory, overlap, rebuild, route
 from benchmarks.children import indexer_process
 from benchmarks.result import Result, show
 from kvatlas.embedded import nats_server, valkey_server
-from kvatlas.store import open_store
+from kvatlas.store.connection import open_store
 
 
 async def _measure() -> list[Result]:

@@ -13,7 +13,7 @@ READY_S = 30
 @asynccontextmanager
 async def indexer_process(nats_url: str, redis_url: str, *flags: str) -> AsyncIterator[None]:
     """A `kvatlas indexer`, ready."""
-    words = ["-m", "kvatlas.cli.main", "indexer", "--nats-url", nats_url, "--redis-url", redis_url, *flags]
+    words = ["-m", "kvatlas_cli.main", "indexer", "--nats-url", nats_url, "--redis-url", redis_url, *flags]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *words, stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()}
     )
@@ -83,5 +83,5 @@ async def child_process(module: str, words: Sequence[str], *, ready_s: float = R
 def telling_process(
     nats_url: str, hashes_a_message: int, messages: int, rate: int = 0
 ) -> AbstractAsyncContextManager[Child]:
-    """A `benchmarks.telling`; it is done when the stream has acknowledged everything."""
-    return child_process("benchmarks.telling", [nats_url, str(hashes_a_message), str(messages), str(rate)])
+    """A `benchmarks.made_up_publisher`; it is done when the stream has acknowledged everything."""
+    return child_process("benchmarks.made_up_publisher", [nats_url, str(hashes_a_message), str(messages), str(rate)])

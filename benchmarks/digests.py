@@ -7,16 +7,16 @@ from time import perf_counter
 from unittest.mock import patch
 
 from benchmarks.result import Result
-from kvatlas import wire
-from kvatlas.digest import Digest, sums_of
+from kvatlas.blocks.digest import Digest, sums_of
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus import wire
 from kvatlas.events import Checkpoint, IndexEvent, Message, Removed, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
 from kvatlas.identity import Scope, partition_of
-from kvatlas.index import apply_call
-from kvatlas.index.layout import library
 from kvatlas.index.protocol import PartitionBatch
-from kvatlas.index.redis import RedisIndex, open_redis_index
-from kvatlas.store import Store
-from kvatlas.tiers import Tier
+from kvatlas.index.redis import apply_call
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.index.redis.layout import library
+from kvatlas.store.connection import Store
 
 USE = ScopeUse(Scope("bench", "bench"), 16)
 WORKERS = 16

@@ -4,7 +4,7 @@ import random
 from time import perf_counter
 
 from benchmarks.result import Result
-from kvatlas.hashing import extend_chain, lazy_chain
+from kvatlas.blocks.hashing import extend_chain, lazy_chain
 
 TOKENS = 32_768
 BLOCK_SIZE = 16

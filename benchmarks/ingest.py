@@ -7,12 +7,13 @@ from time import perf_counter
 import anyio
 
 from benchmarks.children import indexer_process, telling_process
+from benchmarks.made_up_publisher import worker_names
 from benchmarks.result import Result
-from benchmarks.telling import worker_names
-from kvatlas.bus import StreamSettings, connect_nats, ensure_stream, stream_info
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
 from kvatlas.index.protocol import Position, ResidencyIndex
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
 
 RUNS = ((1, 150_000), (16, 60_000), (64, 20_000))
 BUDGET = {1: 100_000, 16: 600_000, 64: 800_000}  # messages/s at 1, blocks/s at 16 and 64

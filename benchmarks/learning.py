@@ -20,14 +20,14 @@ from rich.table import Table
 
 from benchmarks.result import Result
 from kvatlas.cost import EngineRates
-from kvatlas.cost.evidence import Evidence
-from kvatlas.cost.learning import LearnedRates, estimate_of, learned_of
-from kvatlas.fleet_store import FleetStore
+from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_of
+from kvatlas.cost.regression import Evidence
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.reservations import RedisReservations
-from kvatlas.store import open_store
+from kvatlas.store.connection import open_store
 from simulator.demo.processes import FleetSettings, running_fleet
-from simulator.step_cost import StepCost
+from simulator.engine.step_cost import StepCost
 
 MODEL = "learned"
 SCOPE = Scope(MODEL, MODEL)

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks import learning, predictions, proxy, rebuild, route, spread
 from benchmarks.result import show
 from kvatlas.embedded import nats_server, valkey_server
-from kvatlas.store import open_store
+from kvatlas.store.connection import open_store
 
 
 async def _measure(console: Console) -> None:

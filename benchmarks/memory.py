@@ -3,11 +3,11 @@
 import os
 
 from benchmarks.result import Result
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
-from kvatlas.tiers import Tier
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
 
 USE = ScopeUse(Scope("bench", "bench"), 16)
 BLOCKS = 1 << 17

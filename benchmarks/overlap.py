@@ -6,14 +6,14 @@ from functools import partial
 from time import perf_counter
 
 from benchmarks.result import Result, quantile
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.hashing import extend_chain
 from kvatlas.identity import Scope
-from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
-from kvatlas.tiers import Tier
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
 
 SCOPE = Scope("bench", "bench")
 BLOCK_SIZE = 16

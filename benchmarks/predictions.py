@@ -1,7 +1,7 @@
 """How often an engine finds as many prompt tokens cached as the router had predicted: `python -m benchmarks.predictions`.
 
 The whole path, each part a process of its own: conversations over HTTP through `kvatlas router`, simulated engines with a
-real paged cache, their sidecars, indexers. Every answer that deviates is of a category (`kvatlas.answers.Deviation`).
+real paged cache, their sidecars, indexers. Every answer that deviates is of a category (`Deviation`).
 """
 
 import tempfile
@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.result import Result
-from kvatlas.answers import MEANING, Deviation
-from kvatlas.fleet_store import FleetStore
-from kvatlas.store import open_store
-from simulator.demo.driving import Outcome, drive
+from kvatlas.fleet.store import FleetStore
+from kvatlas.predictions.accuracy import MEANING, Deviation
+from kvatlas.store.connection import open_store
+from simulator.demo.driver import Outcome, drive
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet
 from simulator.workload import WorkloadSettings, generate
 

@@ -24,10 +24,10 @@ from rich.table import Table
 
 from benchmarks.result import quantile
 from kvatlas.embedded import valkey_server
-from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
-from kvatlas.fleet_store import FleetStore
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store, open_store
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store, open_store
 
 READY_S = 30
 MODEL = "bench"
@@ -81,13 +81,13 @@ async def measure(store: Store, redis_url: str) -> list[Overhead]:
     await store.client.flushall()
     await open_redis_index(store, writer=True)
     async with AsyncExitStack() as stack:
-        words = ["kvatlas.cli.main", "simulate-engine", "--model", MODEL, "--port", "0", "--speed-up", "1000000"]
+        words = ["kvatlas_cli.main", "simulate-engine", "--model", MODEL, "--port", "0", "--speed-up", "1000000"]
         words += ["--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0"]
         engine = await stack.enter_async_context(_process("the engine", words, r"engine at (\S+);"))
         await FleetStore(store).write({"w1": _record(engine.url)})
         words = ["benchmarks.bare_proxy", engine.url]
         bare = await stack.enter_async_context(_process("a bare proxy", words, r"(http\S+)"))
-        words = ["kvatlas.cli.main", "router", "--port", "0", "--redis-url", redis_url]
+        words = ["kvatlas_cli.main", "router", "--port", "0", "--redis-url", redis_url]
         router = await stack.enter_async_context(_process("kvatlas router", words, r"router at (\S+);"))
         found = []
         for name, prompt in (("text", PROMPT), ("token ids", list(PROMPT.encode()))):

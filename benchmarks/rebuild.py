@@ -20,14 +20,14 @@ from rich.console import Console
 from benchmarks.children import child_process, indexer_process
 from benchmarks.rebuild_fleet import worker_name
 from benchmarks.result import Result, show
-from kvatlas.bus import connect_nats
-from kvatlas.control import GrantReply, GrantRequest
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.control import GrantReply, GrantRequest
+from kvatlas.bus.subjects import ALL_GRANTS, STREAM
 from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.errors import InvalidValue, LayoutMismatch
 from kvatlas.index.protocol import WorkerRecord
-from kvatlas.index.redis import RedisIndex, open_redis_index
-from kvatlas.store import Store, open_store
-from kvatlas.subjects import ALL_GRANTS, STREAM
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.store.connection import Store, open_store
 
 WORKERS = 16
 BLOCKS = 1 << 20

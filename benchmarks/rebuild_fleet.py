@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 
 import uvloop
 
-from kvatlas.bus import connect_nats
+from kvatlas.bus.connection import connect_nats
 from publishers import Publisher, PublisherSettings
 
 BLOCK_SIZE = 16

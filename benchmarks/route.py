@@ -16,10 +16,10 @@ from rich.table import Table
 from benchmarks.children import child_process
 from benchmarks.result import Result, quantile, show
 from benchmarks.route_workload import SCOPE, RouteWorkload
+from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.embedded import valkey_server
-from kvatlas.hashing import HASH_BYTES
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store, open_store
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store, open_store
 from router_client import Prompt, RouterClient, RouterSettings
 
 WORKERS, BLOCKS = 64, 512

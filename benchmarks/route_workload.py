@@ -8,14 +8,14 @@ import os
 import random
 import time
 
+from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
-from kvatlas.fleet_store import FleetStore
-from kvatlas.hashing import HASH_BYTES, extend_chain
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
-from kvatlas.tiers import Tier
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
 from router_client import Prompt
 
 SCOPE = Scope("bench", "bench")

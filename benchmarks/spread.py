@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.result import Result
 from benchmarks.spread_workload import Burst, Spread, burst, simulate, tell_fleet
 from kvatlas.embedded import valkey_server
-from kvatlas.store import Store, open_store
+from kvatlas.store.connection import Store, open_store
 
 REQUESTS = 2_000
 WORKERS = 16

@@ -4,18 +4,18 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
-from kvatlas.fleet_store import FleetStore
-from kvatlas.hashing import extend_chain
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
-from kvatlas.tiers import Tier
-from simulator.block_hash import SeededBlockHasher
-from simulator.engine import EngineCore, SchedulerLimits
-from simulator.generation import GenerationRequest
-from simulator.kv_cache import KVCache
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
+from simulator.cache.block_hash import SeededBlockHasher
+from simulator.cache.kv_cache import KVCache
+from simulator.engine.generation import GenerationRequest
+from simulator.engine.scheduler import EngineCore, SchedulerLimits
 
 SCOPE = Scope("burst", "burst")
 BLOCK_SIZE = 16

@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.result import Result, quantile, show
 from benchmarks.route_workload import RouteWorkload
 from kvatlas.embedded import valkey_server
-from kvatlas.store import Store, open_store
+from kvatlas.store.connection import Store, open_store
 from router_client import RouterClient, RouterSettings, SyncRouterClient
 
 WORKERS, BLOCKS = 64, 512

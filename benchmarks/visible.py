@@ -10,15 +10,15 @@ from time import perf_counter, time_ns
 
 from benchmarks.children import telling_process
 from benchmarks.result import Result, quantile
-from kvatlas import wire
-from kvatlas.bus import connect_nats
-from kvatlas.digest import Digest
+from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus import wire
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.subjects import events_subject
 from kvatlas.events import Message, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
 from kvatlas.identity import Scope
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
-from kvatlas.subjects import events_subject
-from kvatlas.tiers import Tier
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
 
 RATE = 5_000
 SECONDS = 6

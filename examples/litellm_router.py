@@ -12,9 +12,9 @@ import sys
 import litellm
 
 from router_client import SyncRouterClient
-from router_client.litellm_strategy import KvatlasRouting
+from router_client.litellm.strategy import KvatlasRouting
 from router_client.tokens import BudgetedTokenizer, ThreadedTokenizer
-from router_client.tokens.local import LocalTokenizer
+from router_client.tokens.local_tokenizer import LocalTokenizer
 
 TEXT = "The cache holds blocks of tokens; a router asks which worker holds the most of them. " * 60
 

@@ -13,11 +13,11 @@ import anyio
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from indexer.counters import IndexerCounters
-from indexer.feed import PartitionFeed, Taken
+from indexer.partition.queue import PartitionFeed, Taken
+from kvatlas.bus.wire import RawMessage
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.index.protocol import Applied, PartitionBatch, Position, ResidencyIndex
 from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent
-from kvatlas.wire import RawMessage
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024

@@ -8,10 +8,10 @@ import anyio
 from redis.exceptions import RedisError
 
 from indexer.replica import Replica
+from kvatlas.blocks.residency import IndexMetrics
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet import Liveness
+from kvatlas.fleet.records import Liveness
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.residency import IndexMetrics
 from kvatlas.telemetry import metrics_enabled, observe
 
 SAMPLE_S = 10.0

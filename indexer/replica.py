@@ -12,29 +12,29 @@ import msgpack
 from anyio.abc import TaskGroup
 from nats.aio.client import Client
 
-from indexer.admission import Poison, Refused
 from indexer.applier import Applier
+from indexer.cleanup.scope_expiry import UnusedScopes
+from indexer.cleanup.scrub import Scrubber
+from indexer.cleanup.sweeper import Sweeper
 from indexer.counters import IndexerCounters
-from indexer.dead_letters import DeadLetters
-from indexer.doubt import Doubt, DoubtJudge
-from indexer.grants import GrantBudget
-from indexer.heartbeats import Heartbeats
-from indexer.liveness import LivenessJudge
-from indexer.membership import Membership
-from indexer.partition import PartitionReader
-from indexer.repair import Repair
-from indexer.scrub import Scrubber
-from indexer.sweeper import Sweeper
-from indexer.unused_scopes import UnusedScopes
-from kvatlas.bus import StreamSettings, ensure_stream
+from indexer.liveness.heartbeats import Heartbeats
+from indexer.liveness.judge import LivenessJudge
+from indexer.ownership.membership import Membership
+from indexer.partition.admission import Poison, Refused
+from indexer.partition.dead_letters import DeadLetters
+from indexer.partition.reader import PartitionReader
+from indexer.repair.doubt import Doubt, DoubtJudge
+from indexer.repair.grants import GrantBudget
+from indexer.repair.repair import Repair
+from kvatlas.bus.stream import StreamSettings, ensure_stream
+from kvatlas.bus.subjects import events_subject
+from kvatlas.bus.wire import RawMessage
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet import Liveness
-from kvatlas.fleet_store import FleetStore
+from kvatlas.fleet.records import Liveness
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import partition_of, shard_of
 from kvatlas.index.protocol import Applied, ResidencyIndex
 from kvatlas.settings import IndexerSettings
-from kvatlas.subjects import events_subject
-from kvatlas.wire import RawMessage
 
 WORKERS_REMEMBERED = 100_000
 

@@ -11,13 +11,14 @@ from nats.errors import Error as NatsError
 from indexer import gauges
 from indexer.replica import Replica, stream_settings
 from indexer.status import application
-from kvatlas.bus import connect_nats, ensure_stream
-from kvatlas.fleet_store import FleetStore
-from kvatlas.http_serving import listen, serve, url_of
-from kvatlas.index.redis import open_redis_index
-from kvatlas.reaching import reached
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.stream import ensure_stream
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.runtime.http_server import listen, serve, url_of
+from kvatlas.runtime.retry import reached
 from kvatlas.settings import IndexerSettings
-from kvatlas.store import open_store
+from kvatlas.store.connection import open_store
 from kvatlas.telemetry import observe
 
 CLOSE_DEADLINE_S = 2.0

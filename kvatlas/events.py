@@ -1,15 +1,15 @@
 """The two vocabularies of events: what an engine says of its cache, and what a publisher tells the index.
 
 Engine events are what the adapters in `publishers/engines` make of an engine's bytes, in one engine-neutral form for the
-ledger. Index events are what travels on the bus (`kvatlas.wire`).
+ledger. Index events are what travels on the bus (`kvatlas.bus.wire`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvatlas.hashing import ExtraKeys
+from kvatlas.blocks.hashing import ExtraKeys
+from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope
-from kvatlas.tiers import Tier
 
 EngineHash = int | bytes
 """A block's name in one engine: an integer (vLLM unsigned, SGLang signed) or raw digest bytes."""
@@ -24,7 +24,7 @@ class EngineStored:
 
     `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks that are
     known by their hash. `extra_keys` has one entry a block, or is None; neither the adapter nor the salt is in it
-    (canonical form: `kvatlas.hashing`). `indexable` is False for a group that says nothing of how long a prefix
+    (canonical form: `kvatlas.blocks.hashing`). `indexable` is False for a group that says nothing of how long a prefix
     can be reused (anything but full attention): its copies are counted, never announced. `salt_inherited`: behind a parent,
     no salt means the parent's (vLLM tells it with the first block alone; SGLang with every event of its chain).
     """

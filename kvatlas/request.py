@@ -6,13 +6,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from kvatlas.bounds import Count, OutputTokens, Positive, mistake
-from kvatlas.cost.plan import Cost, CostTerm, Plan
+from kvatlas.blocks.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
+from kvatlas.blocks.residency import BlockKey
+from kvatlas.cost.protocol import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
-from kvatlas.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
 from kvatlas.identity import DEFAULT_TENANT, Scope
-from kvatlas.limits import MISSES_SLO, NO_ROOM, NOTHING, Over
-from kvatlas.residency import BlockKey
+from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM, NOTHING, Over
+from kvatlas.validation import Count, OutputTokens, Positive, mistake
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_DECODE_TOKENS = 128

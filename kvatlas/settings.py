@@ -3,7 +3,7 @@
     field `nats_url`  =  flag `--nats-url`  =  variable `KVATLAS_NATS_URL`
 
 A mistake is one line (`SettingsError`) that names the flag or variable, its value and what was expected. The command
-line makes its flags from these classes (`kvatlas.cli.flags`), so the three spellings can't drift apart.
+line makes its flags from these classes (`kvatlas_cli.flags`), so the three spellings can't drift apart.
 """
 
 import re
@@ -15,14 +15,12 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from kvatlas.bounds import Count as Count
-from kvatlas.bounds import OutputTokens, expectation
-from kvatlas.bounds import Positive as Positive
 from kvatlas.errors import InvalidValue, SettingsError
-from kvatlas.fleet import EngineKind, Role
+from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.identity import DEFAULT_TENANT, Scope, check_worker_id
 from kvatlas.redact import without_password
 from kvatlas.request import DEFAULT_DECODE_TOKENS
+from kvatlas.validation import Count, OutputTokens, Positive, expectation
 
 ENV_PREFIX = "KVATLAS_"
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"

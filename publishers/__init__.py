@@ -26,6 +26,6 @@ Invariants
 """
 
 from publishers.publisher import Publisher
-from publishers.worker_settings import PublisherSettings
+from publishers.settings import PublisherSettings
 
 __all__ = ["Publisher", "PublisherSettings"]

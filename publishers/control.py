@@ -7,15 +7,15 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import ConnectionClosedError
 
-from kvatlas.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
-from kvatlas.digest import Digest
+from kvatlas.blocks.digest import Digest
+from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
+from kvatlas.bus.subjects import control_subject
+from kvatlas.bus.subscription import unsubscribe
 from kvatlas.errors import InvalidValue
-from kvatlas.subjects import control_subject
-from publishers.complaints import Complaints
+from kvatlas.runtime.rate_limited_log import Complaints
 from publishers.counters import PublisherCounters
-from publishers.ledger import Ledger
-from publishers.telling import Telling
-from publishers.unsubscribing import unsubscribe
+from publishers.ledger.ledger import Ledger
+from publishers.stream.changelog import Telling
 
 MOST_SCOPES = 1_000
 """A reply with more would not fit a message of the bus."""

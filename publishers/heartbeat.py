@@ -7,10 +7,10 @@ import anyio
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from kvatlas.fleet import EngineEndpoint, EngineState, Heartbeat, WorkerState
-from kvatlas.subjects import alive_subject
+from kvatlas.bus.subjects import alive_subject
+from kvatlas.fleet.records import EngineEndpoint, EngineState, Heartbeat, WorkerState
 from publishers.counters import PublisherCounters
-from publishers.outbox import Outbox
+from publishers.stream.outbox import Outbox
 
 HEARTBEAT_S = 1.0
 

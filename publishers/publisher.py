@@ -20,30 +20,30 @@ from typing import Any, Self
 import anyio
 from nats.aio.client import Client
 
-from kvatlas.bus import connect_nats
-from kvatlas.control import UNGRANTED_SNAPSHOT_BYTES, GrantRequest
+from kvatlas.blocks.hashing import ExtraKeys
+from kvatlas.blocks.tiers import Tier, parse_tier
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.control import UNGRANTED_SNAPSHOT_BYTES, GrantRequest
+from kvatlas.bus.subjects import events_subject
 from kvatlas.errors import InvalidValue
 from kvatlas.events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
-from kvatlas.fleet import EngineState, WorkerState
-from kvatlas.hashing import ExtraKeys
+from kvatlas.fleet.records import EngineState, WorkerState
 from kvatlas.identity import partition_of
-from kvatlas.subjects import events_subject
+from kvatlas.runtime.rate_limited_log import Complaints
+from kvatlas.runtime.wakeup import Waking
 from kvatlas.telemetry import flush_span, inject_headers, observe
-from kvatlas.tiers import Tier, parse_tier
-from publishers.complaints import Complaints
+from publishers.block_names import block_names
 from publishers.control import ControlDesk
 from publishers.counters import PublisherCounters
-from publishers.cutting import block_count
-from publishers.engine_poller import EnginePoller
-from publishers.granting import await_grant
+from publishers.duplicate_publisher import Rivalry
+from publishers.engines.poller import EnginePoller
 from publishers.heartbeat import Pulse, time_us
-from publishers.ledger import Ledger
-from publishers.naming import block_names
-from publishers.rivalry import Rivalry
-from publishers.sender import Sender
-from publishers.telling import Telling, Want
-from publishers.waking import Waking
-from publishers.worker_settings import PublisherSettings
+from publishers.ledger.ledger import Ledger
+from publishers.settings import PublisherSettings
+from publishers.stream.changelog import Telling, Want
+from publishers.stream.grants import await_grant
+from publishers.stream.message_split import block_count
+from publishers.stream.sender import Sender
 
 LINGER_S = 0.005
 CLOSE_S = 2.0

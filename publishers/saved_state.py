@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgpack
 
+from kvatlas.bus.wire import MAX_INCARNATION
 from kvatlas.errors import InvalidValue
-from kvatlas.wire import MAX_INCARNATION
 
 _MAGIC = b"kvatlas-publisher-state\x01"
 _CHECKSUM_BYTES = 16

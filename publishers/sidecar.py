@@ -10,19 +10,19 @@ import anyio.to_thread
 import zmq.asyncio
 from nats.aio.client import Client
 
-from kvatlas.bus import connect_nats
+from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import InvalidValue, SettingsError
-from kvatlas.fleet import EngineState
+from kvatlas.fleet.records import EngineState
 from kvatlas.settings import PublishSettings
-from publishers.continuity import Continuity
-from publishers.dead_letter import DeadLetters
-from publishers.feed import Feed, FeedSettings
-from publishers.ledger import Ledger
+from publishers.eventless_engine import SilentEngine
+from publishers.feed.continuity import Continuity
+from publishers.feed.dead_letters import DeadLetters
+from publishers.feed.endpoints import of_rank
+from publishers.feed.subscriber import Feed, FeedSettings
+from publishers.ledger.ledger import Ledger
 from publishers.publisher import Publisher
 from publishers.saved_state import SavedState, StateFile
-from publishers.silent_engine import SilentEngine
-from publishers.worker_settings import PublisherSettings
-from publishers.zmq_endpoint import of_rank
+from publishers.settings import PublisherSettings
 
 SAVE_EVERY_S = 60.0
 SAVE_SHARE = 200

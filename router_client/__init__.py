@@ -9,24 +9,25 @@ async with RouterClient.open("redis://127.0.0.1:6379") as router:
 `SyncRouterClient` is the same without `async` and `await`.
 """
 
+from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.cost import Cost, CostProfile, CostTerm, EngineProfile, EngineRates, QuillcacheProfile, ReadRate
 from kvatlas.errors import InvalidValue, KvatlasError, LayoutMismatch, Unreachable
 from kvatlas.identity import Scope
-from kvatlas.limits import Over
 from kvatlas.request import Fallbacks, RequestHints, RequestShape, SelectionResult, Slo
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
-from kvatlas.reuse import ReuseRule, ReuseRules
-from router_client.answers import Choice, PromptOverlap, Ranking, WorkerOverlap
+from kvatlas.reservations.limits import Over
 from router_client.client import RouterClient
 from router_client.counters import RouterCounters
+from router_client.decision.fail_open import Basis
+from router_client.decision.fleet_cache import FleetReader, StaticFleet
+from router_client.decision.selector import Selector
 from router_client.errors import ClientClosed, NoWorkers
-from router_client.fail_open import Basis
-from router_client.fleet import FleetReader, StaticFleet
-from router_client.limits import Advice
-from router_client.lookup import OverlapIndex
-from router_client.pair_choice import PairChoice
+from router_client.learning.timings import AnswerClock, Timings
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.overlap import OverlapIndex
+from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
-from router_client.selector import Selector
+from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap
 from router_client.settings import (
     BookingSettings,
     LearningSettings,
@@ -38,7 +39,6 @@ from router_client.settings import (
     SloMode,
 )
 from router_client.sync import SyncChoice, SyncPairChoice, SyncRouterClient
-from router_client.timings import AnswerClock, Timings
 from router_client.tokens.usage import Usage
 
 __all__ = [

@@ -11,34 +11,33 @@ from typing import Self
 
 from opentelemetry.trace import Span
 
-from kvatlas.answers_store import tell_answers
-from kvatlas.cost.learning import LearnedRates
-from kvatlas.fleet import FleetRecord
-from kvatlas.fleet_store import FleetStore
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost.learned_rates import LearnedRates
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.redis import open_redis_index
-from kvatlas.limits import MISSES_SLO, NO_ROOM
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.predictions.store import tell_answers
 from kvatlas.request import RequestHints, RequestShape, SelectionResult
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
-from kvatlas.store import Store, open_store
+from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
+from kvatlas.store.connection import Store, open_store
 from kvatlas.telemetry import decision_span, describe_decision, observe
-from kvatlas.tiers import Tier
-from router_client.answers import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_to
-from router_client.comparison import AnswerComparison, AnswerTelling
+from router_client.booking.leases import Leases
+from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.deciding import Decider, Decision, PairDecision
+from router_client.decision.decider import Decider, Decision, PairDecision
+from router_client.decision.fail_open import Basis
+from router_client.decision.fleet_cache import CachedFleet, FleetReader
 from router_client.errors import NoWorkers
-from router_client.fail_open import Basis
-from router_client.fleet import CachedFleet, FleetReader
-from router_client.learning import RateLearner
-from router_client.leases import Leases
-from router_client.lookup import NOTHING, HeldPrefix, look_up
-from router_client.lookup import OverlapIndex as OverlapIndex
-from router_client.pair_choice import PairChoice
-from router_client.pool import Pool
+from router_client.learning.prediction_accuracy import AnswerComparison, AnswerTelling
+from router_client.learning.rates import RateLearner
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.overlap import NOTHING, HeldPrefix, OverlapIndex, look_up
+from router_client.pricing.pool import Pool
+from router_client.pricing.ranking import Ranked
 from router_client.prompt import Prompt
-from router_client.ranking import Ranked
-from router_client.reservation import Reservation
+from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_to
 from router_client.settings import RouterSettings
 
 Request = Prompt | RequestHints | RequestShape

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from kvatlas.bounds import MAX_OUTPUT_TOKENS
+from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
 from kvatlas.errors import InvalidValue
-from kvatlas.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
 from kvatlas.identity import Scope
 from kvatlas.request import (
     DEFAULT_BLOCK_TOKENS,
@@ -18,8 +17,9 @@ from kvatlas.request import (
     RequestShape,
     Slo,
 )
-from router_client.chain_memory import ChainMemory
-from router_client.selector import Selector
+from kvatlas.validation import MAX_OUTPUT_TOKENS
+from router_client.chain_cache import ChainMemory
+from router_client.decision.selector import Selector
 
 _HASH = re.compile(r"[0-9A-Fa-f]{16}")
 

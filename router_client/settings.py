@@ -6,14 +6,14 @@ from enum import StrEnum
 from math import inf
 from typing import Protocol
 
+from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet import EngineEndpoint
+from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import Fallbacks
-from kvatlas.reuse import ReuseRules
-from router_client.fleet import MAX_AGE_MS
+from router_client.decision.fleet_cache import MAX_AGE_MS
+from router_client.decision.selector import Selector
 from router_client.prompt import Prompt
-from router_client.selector import Selector
 
 
 class Policy(Protocol):
@@ -98,7 +98,7 @@ class RouterSettings:
     `limits`: who is left out for want of room or time. `pairs`: when another worker computes the prompt. `select`: which
     workers may get requests at all; a request may narrow it further (`Prompt.select`). `session_us`: what it costs to
     leave a session's worker; 0: sessions have none. `temperature`: 0 chooses the cheapest; above, dearer ones get requests
-    too (`router_client.surcharges`).
+    too (`router_client.pricing.surcharges`).
     """
 
     profile: CostProfile = field(default_factory=EngineProfile)

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from kvatlas.cost.learning import LearnedRates
-from kvatlas.fleet import FleetRecord
+from kvatlas.cost.learned_rates import LearnedRates
+from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
-from router_client.answers import Choice, Chosen, PromptOverlap, Ranking
 from router_client.client import Request, RouterClient
-from router_client.comparison import AnswerComparison
 from router_client.counters import RouterCounters
 from router_client.errors import ClientClosed
+from router_client.learning.prediction_accuracy import AnswerComparison
+from router_client.learning.timings import Timings
 from router_client.loop_thread import LoopThread
-from router_client.pair_choice import ChosenPair, PairChoice
+from router_client.prefill_decode_result import ChosenPair, PairChoice
+from router_client.results import Choice, Chosen, PromptOverlap, Ranking
 from router_client.settings import RouterSettings
-from router_client.timings import Timings
 from router_client.tokens.usage import Usage
 
 P = ParamSpec("P")

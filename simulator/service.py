@@ -7,11 +7,11 @@ from functools import partial
 
 import anyio
 
-from kvatlas.http_serving import listen, serve, url_of
-from simulator.engine import EngineCore
-from simulator.engine_loop import EngineLoop, NoEvents
-from simulator.kv_cache import KVCache
-from simulator.server import EngineApi
+from kvatlas.runtime.http_server import listen, serve, url_of
+from simulator.cache.kv_cache import KVCache
+from simulator.engine.loop import EngineLoop, NoEvents
+from simulator.engine.scheduler import EngineCore
+from simulator.http.server import EngineApi
 from simulator.settings import EngineSettings
 from simulator.zmq_events import open_feed
 

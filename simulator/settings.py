@@ -2,11 +2,12 @@
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from kvatlas.settings import CommaList, Count, Name, Port, Positive, Settings, ZmqEndpoint
-from simulator.block_hash import SeededBlockHasher
-from simulator.engine import SchedulerLimits
-from simulator.eviction import EvictionPolicy
-from simulator.step_cost import StepCost
+from kvatlas.settings import CommaList, Name, Port, Settings, ZmqEndpoint
+from kvatlas.validation import Count, Positive
+from simulator.cache.block_hash import SeededBlockHasher
+from simulator.cache.eviction import EvictionPolicy
+from simulator.engine.scheduler import SchedulerLimits
+from simulator.engine.step_cost import StepCost
 from simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()

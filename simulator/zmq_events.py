@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from kvatlas.errors import SettingsError
-from simulator.block_changes import BlockChange, BlockRemoved, BlocksStored, GpuCleared, Medium
+from simulator.cache.block_changes import BlockChange, BlockRemoved, BlocksStored, GpuCleared, Medium
 
 _log = logging.getLogger(__name__)
 

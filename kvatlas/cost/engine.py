@@ -19,9 +19,9 @@ Only differences between candidates matter for a choice; the rates may be set fo
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from kvatlas.cost.plan import MIB_BYTES, Cost, Piece, Plan, Prices, TermKind
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost.protocol import MIB_BYTES, Cost, Piece, Plan, Prices, TermKind
 from kvatlas.errors import InvalidValue
-from kvatlas.tiers import Tier
 
 TERMS = (
     TermKind("backlog", "queued tokens"),

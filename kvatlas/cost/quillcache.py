@@ -10,9 +10,9 @@ domain    350 a piece from another locality domain
 
 from dataclasses import dataclass, fields
 
-from kvatlas.cost.plan import Cost, Piece, Plan, Prices, TermKind
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost.protocol import Cost, Piece, Plan, Prices, TermKind
 from kvatlas.errors import InvalidValue
-from kvatlas.tiers import Tier
 
 TERMS = (
     TermKind("prefill", "new tokens"),

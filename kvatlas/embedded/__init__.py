@@ -11,9 +11,9 @@ Invariants:
 - Neither disk nor memory is taken without a limit.
 """
 
-from kvatlas.embedded.owned import owned_command, spawn_owned
-from kvatlas.embedded.process import EmbeddedServerError, ServerProcess
-from kvatlas.embedded.server import EmbeddedCluster, EmbeddedServer, nats_server, valkey_cluster, valkey_server
+from kvatlas.embedded.async_servers import EmbeddedCluster, EmbeddedServer, nats_server, valkey_cluster, valkey_server
+from kvatlas.embedded.child_process import owned_command, spawn_owned
+from kvatlas.embedded.server_process import EmbeddedServerError, ServerProcess
 
 __all__ = [
     "EmbeddedCluster",

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvatlas.embedded.process import EmbeddedServerError
+from kvatlas.embedded.server_process import EmbeddedServerError
 
 
 def nats_server_binary() -> Path:

@@ -8,8 +8,8 @@ from typing import Self
 
 from redis.exceptions import RedisError
 
-from kvatlas.embedded.port import LOOPBACK
-from kvatlas.embedded.process import EmbeddedServerError
+from kvatlas.embedded.free_port import LOOPBACK
+from kvatlas.embedded.server_process import EmbeddedServerError
 from kvatlas.embedded.valkey import ValkeyProcess
 
 SLOTS = 16_384

@@ -7,8 +7,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from kvatlas.embedded.binaries import nats_server_binary
-from kvatlas.embedded.port import LOOPBACK
-from kvatlas.embedded.process import EmbeddedServerError, ServerProcess
+from kvatlas.embedded.free_port import LOOPBACK
+from kvatlas.embedded.server_process import EmbeddedServerError, ServerProcess
 
 MIB = 1 << 20
 _PROBE_TIMEOUT_S = 1.0

@@ -13,8 +13,8 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from kvatlas.embedded.binaries import valkey_server_binary
-from kvatlas.embedded.port import LOOPBACK, free_port
-from kvatlas.embedded.process import ServerProcess
+from kvatlas.embedded.free_port import LOOPBACK, free_port
+from kvatlas.embedded.server_process import ServerProcess
 
 _PROBE_TIMEOUT_S = 1.0
 

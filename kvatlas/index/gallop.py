@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from struct import Struct
 
-from kvatlas.hashing import HASH_BYTES
+from kvatlas.blocks.hashing import HASH_BYTES
 
 STRIDE = 64
 

@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.wire import RawMessage
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
-from kvatlas.residency import IndexMetrics, Overlap, Residency
-from kvatlas.tiers import Tier
-from kvatlas.wire import RawMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvatlas.residency import Overlap
+from kvatlas.blocks.residency import Overlap
 
 
 def differences(galloped: Overlap, walked: Overlap) -> Sequence[tuple[str, int, int]]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from kvatlas.cost.evidence import Evidence
-from kvatlas.cost.plan import Load
-from kvatlas.hashing import HASH_BYTES
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.cost.protocol import Load
+from kvatlas.cost.regression import Evidence
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
     Ask,

@@ -1,4 +1,4 @@
-"""Pairing: which worker computes the prompt and which the answer. The Lua twin is in `kvatlas/pool_functions/_pairing.lua`.
+"""Pairing: which worker computes the prompt and which the answer. The Lua twin is `functions/_pairing.lua`.
 
 The cost of a pair is the prefill's, the transfer's and the decode's. As the transfer depends on the prefill worker's
 group alone, only the cheapest of each group is tried: the work grows with workers, not with their pairs.
@@ -12,7 +12,7 @@ from kvatlas.reservations.protocol import Pairing
 def choose_pair(pairing: Pairing, scores: Sequence[tuple[int, float]]) -> tuple[int | None, int]:
     """The offers that compute the prompt (None: the other one does) and the answer.
 
-    `scores`: of each offer its level (`kvatlas.limits.level`) and cost. Levels of a pair add up, and count before costs.
+    `scores`: of each offer its level (`limits.level`) and cost. Levels of a pair add up, and count before costs.
     Ties go to a worker that does both, then to the first. Every ask has an offer that can be chosen.
     """
     first_both = pairing.prefills + pairing.decodes

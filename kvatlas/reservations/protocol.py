@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from kvatlas.cost.evidence import Evidence
-from kvatlas.cost.plan import Load, Prices
+from kvatlas.blocks.hashing import HASH_BYTES, thin
+from kvatlas.cost.protocol import Load, Prices
+from kvatlas.cost.regression import Evidence
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet import FleetRecord
-from kvatlas.hashing import HASH_BYTES, thin
-from kvatlas.limits import Limits
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.reservations.limits import Limits
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
@@ -143,7 +143,7 @@ class Weighed(NamedTuple):
     `load_known` False: what it reports is unknown or too old, and the mean of the others stands in. `predicted_tokens`
     above 0: it counts as holding so many, after waiting `wait_us` longer than for its backlog. `again_tokens`: those that
     another worker is computing now and this one would compute as well. `over`: limits that it would go over (flags of
-    `kvatlas.limits.Over`), `missed_us` by how much the SLO's.
+    `kvatlas.reservations.limits.Over`), `missed_us` by how much the SLO's.
     """
 
     load: Load

@@ -7,17 +7,17 @@ from typing import Any, overload
 
 import msgpack
 
-from kvatlas.cost.evidence import ERRORS, FORM, Evidence
-from kvatlas.cost.plan import Load
-from kvatlas.limits import Limits
-from kvatlas.pool_calls import pool_call, pool_call_ro
+from kvatlas.cost.protocol import Load
+from kvatlas.cost.regression import ERRORS, FORM, Evidence
+from kvatlas.reservations.limits import Limits
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Outcome, Weighed, Weighing, WorkerReport
+from kvatlas.reservations.redis_calls import pool_call, pool_call_ro
 from kvatlas.reservations.weigh import Busy, judge
-from kvatlas.store import Store
+from kvatlas.store.connection import Store
 
 _WORKER = Struct(">9d")
-"""The start of a worker's record, see `pool_functions/_pool.lua`."""
+"""The start of a worker's record, see `functions/_pool.lua`."""
 
 WORKERS_A_CALL = 100
 """Evidence is added up for so many at once, so that others wait for a millisecond at most."""

@@ -1,4 +1,4 @@
-"""Weighing: which of the offered workers is cheapest. The Lua twin of this file is `kvatlas/pool_functions/_weigh.lua`.
+"""Weighing: which of the offered workers is cheapest. The Lua twin of this file is `kvatlas/reservations/functions/_weigh.lua`.
 
 Both compute with the same operations in the same order, so that their floats are equal.
 """
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvatlas.cost.plan import Load, Prices, mean_load
-from kvatlas.limits import Limit, Limits, Over, level
+from kvatlas.cost.protocol import Load, Prices, mean_load
+from kvatlas.reservations.limits import Limit, Limits, Over, level
 from kvatlas.reservations.pairing import choose_pair
 from kvatlas.reservations.protocol import Ask, Offer, OfferKind, Weighed, Weighing
 

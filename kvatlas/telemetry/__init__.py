@@ -9,7 +9,10 @@ Importing this package needs opentelemetry-api alone. In a process that set up O
 embeds the client), its providers are used and `setup_telemetry` is not called.
 """
 
-from kvatlas.telemetry.context import (
+from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument
+from kvatlas.telemetry.metric_export import Observation, metrics_enabled, observe
+from kvatlas.telemetry.setup import Telemetry, setup_telemetry, telemetry_wanted
+from kvatlas.telemetry.spans import (
     MAX_LINKS,
     LinkCollector,
     apply_span,
@@ -22,9 +25,6 @@ from kvatlas.telemetry.context import (
     link_of,
     tracing_enabled,
 )
-from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument
-from kvatlas.telemetry.observation import Observation, metrics_enabled, observe
-from kvatlas.telemetry.setup import Telemetry, setup_telemetry, telemetry_wanted
 
 __all__ = [
     "INSTRUMENTS",

@@ -321,7 +321,7 @@ ROUTER = {
     **_is(OVERLAP_BLOCKS, "overlap_blocks"),
 }
 
-# ---------------------------------------------------------------- rates: kvatlas.cost.learning.LearnedRates
+# ---------------------------------------------------------------- rates: kvatlas.cost.learned_rates.LearnedRates
 
 RATE_REQUESTS = _gauge("router.rates.requests", "{request}", "Requests that a worker's rates were learned from")
 PREFILL_RATE = _gauge("router.rates.prefill", "us", "Learned: time to compute a prompt token")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from kvatlas.errors import EngineEventError
 from kvatlas.events import EngineBatch
-from kvatlas.fleet import EngineKind
+from kvatlas.fleet.records import EngineKind
 from publishers.engines import sglang, vllm
 from publishers.engines.payload import MAX_PAYLOAD_BYTES
 

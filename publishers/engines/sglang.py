@@ -5,8 +5,8 @@ every event of its chain. `AllBlocksCleared` is a reset of the whole cache: the 
 behind them are taken as cleared too, since the tree that names their blocks is gone.
 """
 
+from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from kvatlas.tiers import Tier, parse_tier
 from publishers.engines import payload as wire
 
 _FIELDS = {

@@ -8,11 +8,11 @@ Decisions where the wire leaves them open:
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
 """
 
+from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from kvatlas.tiers import Tier, parse_tier
 from publishers.engines import payload as wire
-from publishers.extra_keys import split_vllm_keys
+from publishers.engines.extra_keys import split_vllm_keys
 
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 

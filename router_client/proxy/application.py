@@ -20,20 +20,21 @@ from starlette.types import Receive, Scope, Send
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.identity import Scope as IdentityScope
 from kvatlas.request import Fallbacks, RequestHints
-from router_client.comparison import AnswerComparison
+from router_client.decision.held_bookings import HeldRoutes, TooManyHeld
+from router_client.decision.picker import Booked, Shed
 from router_client.errors import NoWorkers
-from router_client.limits import Advice
-from router_client.pair_choice import PairChoice
+from router_client.learning.prediction_accuracy import AnswerComparison
+from router_client.learning.timings import Timings
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.exchange import Exchanges, Incoming, send_error
-from router_client.proxy.held_routes import HeldRoutes, TooManyHeld
-from router_client.proxy.picking import Booked, Shed
-from router_client.proxy.reading import ReadRequest, RequestReader, UnknownModel
+from router_client.proxy.request_reader import RequestReader, UnknownModel
 from router_client.proxy.upstream import Question
-from router_client.timings import Timings
 from router_client.tokens.counters import TokenCounters
+from router_client.tokens.prompt_reader import ReadRequest
 from router_client.tokens.text_request import Api, TextRequest, parse_object
 from router_client.tokens.usage import Usage
 

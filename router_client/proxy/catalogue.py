@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet import FleetRecord
+from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import DEFAULT_TENANT, Scope
-from router_client.fleet import LastKnown
+from router_client.decision.fleet_cache import LastKnown
 from router_client.tokens.text_request import TextRequest
 
 FLEET_AGE_S = 1.0

@@ -18,14 +18,15 @@ from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
+from router_client.decision.picker import Booked, Picker, Shed
 from router_client.errors import NoWorkers
-from router_client.limits import Advice
+from router_client.learning.timings import Timings
+from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import RawHeaders, decision, for_client, for_engine
-from router_client.proxy.picking import Booked, Picker, Shed
-from router_client.proxy.reading import ReadRequest, RequestReader, UnknownModel
+from router_client.proxy.request_reader import RequestReader, UnknownModel
 from router_client.proxy.tracing import describe_answer, describe_try, handed_on, request_span
 from router_client.proxy.upstream import (
     Answer,
@@ -37,7 +38,7 @@ from router_client.proxy.upstream import (
     WholeAnswer,
     ask,
 )
-from router_client.timings import Timings
+from router_client.tokens.prompt_reader import ReadRequest
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.usage import Usage
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from router_client.limits import Advice
-from router_client.proxy.picking import Booked
+from router_client.decision.picker import Booked
+from router_client.pricing.slo import Advice
 
 DECISION_HEADER = "X-KVAtlas-Decision"
 

@@ -9,28 +9,29 @@ import anyio
 import httpx
 
 from kvatlas.cost import EngineProfile, QuillcacheProfile
-from kvatlas.fleet_store import FleetStore
-from kvatlas.http_serving import listen, serve, url_of
-from kvatlas.index.redis import open_redis_index
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import open_redis_index
 from kvatlas.request import Slo
 from kvatlas.reservations import RedisReservations
+from kvatlas.runtime.http_server import listen, serve, url_of
 from kvatlas.settings import ProxySettings
-from kvatlas.store import Store, open_store
+from kvatlas.store.connection import Store, open_store
 from kvatlas.telemetry import observe
-from router_client.chain_memory import ChainMemory
+from router_client.chain_cache import ChainMemory
 from router_client.client import RouterClient
+from router_client.decision.held_bookings import HeldRoutes
+from router_client.decision.picker import ClientPicker
+from router_client.decision.selector import Selector
 from router_client.proxy.application import ProxyApplication
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.exchange import Exchanges, ExchangeSettings
-from router_client.proxy.held_routes import HeldRoutes
-from router_client.proxy.picking import ClientPicker
-from router_client.proxy.reading import ReadingSettings, RequestReader
-from router_client.selector import Selector
+from router_client.proxy.request_reader import RequestReader
 from router_client.settings import LearningSettings, LimitSettings, RoundRobin, RouterSettings, SloMode
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.counters import TokenCounters
-from router_client.tokens.engine import EngineTokenizer
+from router_client.tokens.engine_tokenizer import EngineTokenizer
+from router_client.tokens.prompt_reader import ReadingSettings
 from router_client.tokens.tokenizer import ThreadedTokenizer, Tokenizer
 
 _log = logging.getLogger("router_client.proxy")
@@ -132,7 +133,7 @@ async def _tokenizer(
     if settings.tokenizer == "engine":
         chosen = EngineTokenizer(client, catalogue.engines_of)
     else:
-        from router_client.tokens.local import LocalTokenizer  # needs the extra
+        from router_client.tokens.local_tokenizer import LocalTokenizer
 
         chosen = threads = ThreadedTokenizer(LocalTokenizer.from_folder(settings.tokenizer).encode)
         stack.callback(threads.close)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from kvatlas.errors import KvatlasError
-from router_client.timings import AnswerClock
+from router_client.learning.timings import AnswerClock
 
 FULL = (503,)
 """vLLM and SGLang answer so when their queue is full, or while they stop."""

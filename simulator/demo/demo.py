@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet_store import FleetStore
-from kvatlas.index.redis import open_redis_index
-from kvatlas.settings import Count, Positive, ProcessSettings
-from kvatlas.store import Store, open_store
-from simulator.demo.driving import Outcome, drive
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.settings import ProcessSettings
+from kvatlas.store.connection import Store, open_store
+from kvatlas.validation import Count, Positive
+from simulator.demo.driver import Outcome, drive
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet
 from simulator.demo.report import Phase, picture, table
 from simulator.workload import Workload, WorkloadSettings, generate

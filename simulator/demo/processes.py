@@ -13,8 +13,9 @@ import anyio
 import httpx
 from anyio.abc import Process
 
-from kvatlas.embedded import nats_server, shim, valkey_server
-from kvatlas.embedded.port import LOOPBACK, free_port
+from kvatlas.embedded import die_with_parent as shim
+from kvatlas.embedded import nats_server, valkey_server
+from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas.errors import KvatlasError
 
 START_S = 40.0
@@ -100,7 +101,7 @@ class _Part:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        command = [sys.executable, "-m", "kvatlas.cli.main", *self._words]
+        command = [sys.executable, "-m", "kvatlas_cli.main", *self._words]
         # the shim ends the child with this process, also where that is killed
         shimmed = [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), *command]
         with self._log.open("wb") as log:

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from kvatlas.answers import MEANING, Deviation
-from simulator.demo.driving import Outcome
+from kvatlas.predictions.accuracy import MEANING, Deviation
+from simulator.demo.driver import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from time import monotonic
 
 from nats.errors import Error as NatsError
 
-from kvatlas.index.redis import open_redis_index
+from kvatlas.index.redis.index import open_redis_index
 from tests.chaos.exactness import State
 from tests.chaos.fleet import Fleet, Worker
 from tests.chaos.report import Outcome
-from tests.waiting import until
+from tests.eventually import until
 
 EXACT_S = 60.0
 

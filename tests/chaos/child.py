@@ -8,9 +8,9 @@ from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from kvatlas.embedded.owned import spawn_owned
+from kvatlas.embedded.child_process import spawn_owned
 from tests.end_to_end.processes import ROOT, environment
-from tests.waiting import until
+from tests.eventually import until
 
 START_S = 40.0
 STOP_S = 15.0
@@ -37,7 +37,7 @@ class Child:
         assert not self.is_running, f"{self.name} runs already"
         with self.log.open("ab") as log:
             self._from = log.tell()
-            command = [sys.executable, "-m", "kvatlas.cli.main", *self.words]
+            command = [sys.executable, "-m", "kvatlas_cli.main", *self.words]
             self._popen = spawn_owned(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
 
     async def ready(self) -> None:

@@ -9,17 +9,17 @@ import httpx
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from kvatlas.control import ControlOp, ControlReply, ControlRequest
-from kvatlas.digest import Digest
+from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.tiers import parse_tier
+from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
+from kvatlas.bus.subjects import control_subject
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet import EngineState, Liveness
-from kvatlas.fleet_store import FleetStore
+from kvatlas.fleet.records import EngineState, Liveness
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.redis import open_redis_index
+from kvatlas.index.redis.index import open_redis_index
 from kvatlas.request import hash_text
-from kvatlas.store import Store
-from kvatlas.subjects import control_subject
-from kvatlas.tiers import parse_tier
+from kvatlas.store.connection import Store
 
 LOOK_EVERY_S = 0.1
 

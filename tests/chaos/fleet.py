@@ -10,16 +10,16 @@ import httpx
 from nats.aio.client import Client
 from redis.exceptions import RedisError
 
-from kvatlas.bus import connect_nats
+from kvatlas.bus.connection import connect_nats
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
-from kvatlas.embedded.port import free_port
-from kvatlas.store import Store, open_store
+from kvatlas.embedded.free_port import free_port
+from kvatlas.store.connection import Store, open_store
 from tests.chaos.child import Child
 from tests.chaos.exactness import Checker, Residence, of_export
 from tests.chaos.load import BLOCK, Load
 from tests.chaos.proxy import LOOPBACK, TcpProxy
 from tests.end_to_end.processes import query
-from tests.waiting import until
+from tests.eventually import until
 
 MODEL = "chaos-model"
 ADAPTER = "chaos-adapter"

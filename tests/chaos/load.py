@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import anyio
 import httpx
 
-from tests.waiting import until
+from tests.eventually import until
 
 REQUESTS_PER_S = 25.0
 """Of each engine: faults are what is being tested, not speed."""

@@ -8,16 +8,16 @@ from pathlib import Path
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from kvatlas.bus import connect_nats
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.subjects import STREAM
 from kvatlas.embedded import EmbeddedServer, nats_server
-from kvatlas.embedded.port import free_port
-from kvatlas.subjects import STREAM
+from kvatlas.embedded.free_port import free_port
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import running_fleet
 from tests.chaos.proxy import LOOPBACK
 from tests.chaos.report import Outcome
 from tests.chaos.runner import INDEXER_WORDS
-from tests.waiting import until
+from tests.eventually import until
 
 SERVERS = 3
 

@@ -12,7 +12,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 from redis.exceptions import RedisError
 
-from kvatlas.subjects import STREAM, events_subject
+from kvatlas.bus.subjects import STREAM, events_subject
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, Fleet
 from tests.chaos.report import Outcome

@@ -14,11 +14,11 @@ import httpx
 import pytest
 from anyio.to_thread import run_sync
 
-from kvatlas.fleet_store import FleetStore
+from kvatlas.fleet.store import FleetStore
 from tests.chaos.child import Child
 from tests.chaos.fleet import MODEL, PARTITIONS, Fleet, running_fleet
 from tests.chaos.proxy import LOOPBACK
-from tests.waiting import until
+from tests.eventually import until
 
 pytestmark = pytest.mark.anyio
 

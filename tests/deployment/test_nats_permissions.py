@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 from nats.aio.client import Client
 
-from kvatlas.bus import StreamSettings, ensure_stream, stream_info
+from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
+from kvatlas.bus.subjects import ALL_ALIVE, alive_subject, control_subject, events_subject, grant_subject
 from kvatlas.embedded import EmbeddedServer, nats_server
-from kvatlas.subjects import ALL_ALIVE, alive_subject, control_subject, events_subject, grant_subject
 from tests.deployment.manifests import ROOT
 
 pytestmark = pytest.mark.anyio

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 import typer.main
 
-from kvatlas.cli.app import application
 from kvatlas.settings import ENV_PREFIX, IndexerSettings, ProcessSettings, PublishSettings
+from kvatlas_cli.app import application
 from tests.deployment.manifests import MANIFESTS, ROOT, Deployed, compose, deployed, documents
 
 DEPLOYED = deployed()

@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
 async def service(*words: str, ready: str, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """A command that runs until it is stopped, from the moment that a line of its stderr contains `ready`."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvatlas.cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment(), cwd=cwd
+        sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment(), cwd=cwd
     )
     assert process.stderr is not None
     said: list[str] = []
@@ -48,7 +48,7 @@ async def query(*words: str) -> str:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "kvatlas.cli.main",
+        "kvatlas_cli.main",
         *words,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

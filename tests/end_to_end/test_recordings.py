@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.events import EngineHash, EngineStored
-from kvatlas.fleet import EngineKind
+from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
-from kvatlas.tiers import Tier, parse_tier
 from publishers.engines import decode_batch
-from publishers.ledger import Ledger, LedgerSettings
+from publishers.ledger.ledger import Ledger, LedgerSettings
 from router_client import Prompt, RouterClient
 from tests.end_to_end.processes import query, service
+from tests.eventually import until
 from tests.publishers.fake_engine import RECORDINGS, FakeEngine, recording
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -3,10 +3,11 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.aio.client import Client
 
-from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
-from kvatlas.fleet_store import FleetStore
-from kvatlas.store import Store, open_store
+from kvatlas.fleet.store import FleetStore
+from kvatlas.store.connection import Store, open_store
 
 STREAM = StreamSettings(storage="memory", max_bytes=256 << 20)
 

@@ -8,14 +8,14 @@ import pytest
 
 from indexer.applier import CALL_BYTES, Applier
 from indexer.counters import IndexerCounters
-from indexer.feed import PartitionFeed
+from indexer.partition.queue import PartitionFeed
+from kvatlas.bus.wire import RawMessage
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope, partition_of
-from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import Applied, PartitionBatch, Position
-from kvatlas.wire import RawMessage
-from tests.index.telling import Teller, contents
-from tests.waiting import until
+from tests.eventually import until
+from tests.kvatlas.index.message_source import Teller, contents
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from anyio.abc import Process
 from indexer.service import run_indexer
 from kvatlas.embedded import EmbeddedServer, nats_server, owned_command
 from kvatlas.embedded.binaries import nats_server_binary
-from kvatlas.embedded.port import free_port
+from kvatlas.embedded.free_port import free_port
 from kvatlas.errors import KvatlasError
 from kvatlas.settings import IndexerSettings
 

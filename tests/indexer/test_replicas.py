@@ -14,18 +14,18 @@ from nats.aio.msg import Msg
 
 from indexer.replica import Replica
 from indexer.service import IndexerSettings, run_indexer
-from kvatlas.control import ControlOp, ControlRequest, GrantReply, GrantRequest
+from kvatlas.bus.control import ControlOp, ControlRequest, GrantReply, GrantRequest
+from kvatlas.bus.subjects import control_subject, grant_subject
 from kvatlas.embedded import EmbeddedServer
-from kvatlas.embedded.port import free_port
+from kvatlas.embedded.free_port import free_port
 from kvatlas.errors import LayoutMismatch, SettingsError, Unreachable
-from kvatlas.fleet import Liveness
-from kvatlas.fleet_store import FleetStore
+from kvatlas.fleet.records import Liveness
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import partition_of
-from kvatlas.index.redis import RedisIndex, open_redis_index
-from kvatlas.store import Store, open_store
-from kvatlas.subjects import control_subject, grant_subject
-from tests.indexer.bus_teller import PARTITIONS, BusTeller, all_held, all_told, holds_what_was_told
-from tests.waiting import until
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.store.connection import Store, open_store
+from tests.eventually import until
+from tests.indexer.bus_publisher import PARTITIONS, BusTeller, all_held, all_told, holds_what_was_told
 
 pytestmark = pytest.mark.anyio
 

@@ -10,17 +10,17 @@ from redis.exceptions import ReadOnlyError
 
 from indexer.gauges import gauges_of
 from indexer.service import run_indexer
-from kvatlas.doctor.store import own_libraries
 from kvatlas.embedded import EmbeddedServer, valkey_server
 from kvatlas.errors import Unreachable, UnsuitableStore
-from kvatlas.fleet_store import FleetStore
-from kvatlas.index.redis import RedisIndex, open_redis_index
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import IndexerSettings
-from kvatlas.store import Store, open_store
-from tests.index.telling import split
-from tests.indexer.bus_teller import PARTITIONS, SCOPE, BusTeller, all_held, all_told, holds_what_was_told
-from tests.indexer.running import answering, running_replica
-from tests.waiting import until
+from kvatlas.store.connection import Store, open_store
+from kvatlas_cli.doctor.store import own_libraries
+from tests.eventually import until
+from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusTeller, all_held, all_told, holds_what_was_told
+from tests.indexer.running_replica import answering, running_replica
+from tests.kvatlas.index.message_source import split
 
 pytestmark = pytest.mark.anyio
 

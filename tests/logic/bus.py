@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvatlas.bus import StreamInfo
+from kvatlas.bus.stream import StreamInfo
 
 if TYPE_CHECKING:
     from tests.logic.world import World

@@ -7,10 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from kvatlas.hashing import HASH_BYTES, extend_chain
 from kvatlas.identity import Scope
-from kvatlas.tiers import Tier
 
 if TYPE_CHECKING:
     from tests.logic.world import World

@@ -13,12 +13,12 @@ What each message says is remembered when it is first sent (`told`), and held ag
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvatlas import wire
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.tiers import tiers_of
+from kvatlas.bus import wire
 from kvatlas.events import Checkpoint, Cleared, Message, Removed, SnapshotBegin, SnapshotEnd
-from kvatlas.hashing import HASH_BYTES
-from kvatlas.index.holders import flags_in, number_bytes
-from kvatlas.index.memory_shard import MemoryShard, Record
-from kvatlas.tiers import tiers_of
+from kvatlas.index.holder_entries import flags_in, number_bytes
+from kvatlas.index.memory.shard import MemoryShard, Record
 from tests.logic.engine import ADAPTERS, Told, hash_of, path_with_hash, scope_of
 from tests.logic.teller import Publisher
 

@@ -7,19 +7,19 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from indexer.admission import Admission
 from indexer.counters import IndexerCounters
-from indexer.doubt import DoubtJudge
-from indexer.grants import GrantBudget
-from indexer.heartbeats import Heartbeats
-from indexer.liveness import LivenessJudge
-from indexer.repair import Repair
-from indexer.starting import start_position
-from kvatlas.control import ControlRequest
+from indexer.liveness.heartbeats import Heartbeats
+from indexer.liveness.judge import LivenessJudge
+from indexer.partition.admission import Admission
+from indexer.partition.start_position import start_position
+from indexer.repair.doubt import DoubtJudge
+from indexer.repair.grants import GrantBudget
+from indexer.repair.repair import Repair
+from kvatlas.bus.control import ControlRequest
+from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet import Heartbeat
+from kvatlas.fleet.records import Heartbeat
 from kvatlas.index.protocol import PartitionBatch, Position
-from kvatlas.subjects import alive_subject
 from tests.logic.stepping import Steps, pause
 
 if TYPE_CHECKING:

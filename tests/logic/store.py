@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet import FleetRecord
-from kvatlas.index.memory import MemoryIndex
-from kvatlas.index.memory_shard import MemoryShard
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.memory.shard import MemoryShard
 from kvatlas.index.protocol import Applied, PartitionBatch, Position, Room, Scrubbed, WorkerRecord
 from tests.logic.stepping import pause
 
@@ -119,7 +119,7 @@ class SteppedIndex(MemoryIndex):
 
 
 class Fleet:
-    """The fleet's records (as `kvatlas.fleet_store.FleetStore`)."""
+    """The fleet's records (as `kvatlas.fleet.store.FleetStore`)."""
 
     def __init__(self) -> None:
         self.records: dict[str, FleetRecord] = {}

@@ -4,16 +4,16 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState
-from kvatlas.subjects import events_subject
-from publishers.continuity import Batch, Continuity, Step
+from kvatlas.bus.subjects import events_subject
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState
 from publishers.counters import PublisherCounters
+from publishers.feed.continuity import Batch, Continuity, Step
+from publishers.feed.distrust import Mistrust
 from publishers.heartbeat import Pulse
-from publishers.ledger import Ledger
-from publishers.ledger_settings import LedgerSettings
-from publishers.mistrust import Mistrust
-from publishers.outbox import OutboxLimits
-from publishers.telling import Telling, Want
+from publishers.ledger.ledger import Ledger
+from publishers.ledger.settings import LedgerSettings
+from publishers.stream.changelog import Telling, Want
+from publishers.stream.outbox import OutboxLimits
 from tests.logic.engine import BLOCK_SIZE, Told
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.aio.client import Client
 
-from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.stream import StreamSettings, ensure_stream
 
 
 @pytest.fixture

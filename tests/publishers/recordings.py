@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.events import EngineHash
-from kvatlas.fleet import EngineKind
-from kvatlas.tiers import Tier, parse_tier
+from kvatlas.fleet.records import EngineKind
 
 FOLDER = Path(__file__).parent.parent / "data" / "engine-recordings"
 FILES = sorted(FOLDER.glob("*.jsonl.gz"))

@@ -7,15 +7,15 @@ from typing import Any
 import anyio
 from nats.aio.client import Client
 
-from kvatlas.fleet import EngineKind
+from kvatlas.fleet.records import EngineKind
 from kvatlas.settings import PublishSettings
 from publishers.engines import decode_batch
-from publishers.ledger import Ledger, LedgerSettings
+from publishers.ledger.ledger import Ledger, LedgerSettings
 from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
+from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine
-from tests.publishers.told import read_stream
-from tests.waiting import until
+from tests.publishers.published import read_stream
 
 
 def settings(fake: FakeEngine, nats_url: str, **fields: Any) -> PublishSettings:

@@ -10,15 +10,15 @@ import anyio.lowlevel
 import pytest
 from nats.aio.client import Client
 
-from kvatlas.fleet import EngineKind, EngineState, Heartbeat
+from kvatlas.bus.subjects import alive_subject
+from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
 from kvatlas.settings import PublishSettings
-from kvatlas.subjects import alive_subject
 from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
-from tests.publishers.engine_http import engine_http
+from tests.eventually import until
+from tests.publishers.engines.engine_http import engine_http
 from tests.publishers.fake_engine import FakeEngine, recording
 from tests.publishers.sidecars import folded, settings, sidecar, told_equals
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -10,20 +10,21 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 
-from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
-from kvatlas.control import ControlOp, ControlReply, ControlRequest, GrantReply, GrantRequest
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, GrantReply, GrantRequest
+from kvatlas.bus.stream import StreamSettings, ensure_stream
+from kvatlas.bus.subjects import ALL_EVENTS, STREAM, alive_subject, control_subject, grant_subject
 from kvatlas.embedded import EmbeddedServer, nats_server
 from kvatlas.errors import InvalidValue
 from kvatlas.events import Checkpoint, EngineRemoved, EngineStored, SnapshotBegin, SnapshotEnd
-from kvatlas.fleet import EngineState, Heartbeat
-from kvatlas.hashing import extend_chain
+from kvatlas.fleet.records import EngineState, Heartbeat
 from kvatlas.identity import Scope, partition_of
-from kvatlas.subjects import ALL_EVENTS, STREAM, alive_subject, control_subject, grant_subject
-from kvatlas.tiers import Tier
 from publishers.publisher import Publisher
-from publishers.worker_settings import PublisherSettings
-from tests.publishers.told import PARTITIONS, read_stream
-from tests.waiting import until
+from publishers.settings import PublisherSettings
+from tests.eventually import until
+from tests.publishers.published import PARTITIONS, read_stream
 
 pytestmark = pytest.mark.anyio
 

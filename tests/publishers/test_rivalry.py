@@ -3,16 +3,17 @@
 import anyio
 import pytest
 
-from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
-from kvatlas.control import ControlOp, ControlReply, ControlRequest
-from kvatlas.subjects import control_subject
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
+from kvatlas.bus.stream import StreamSettings, ensure_stream
+from kvatlas.bus.subjects import control_subject
 from publishers.counters import PublisherCounters
-from publishers.ledger import Ledger, LedgerSettings
+from publishers.ledger.ledger import Ledger, LedgerSettings
 from publishers.publisher import Publisher
-from publishers.telling import Telling, Want
-from publishers.worker_settings import PublisherSettings
-from tests.publishers.told import PARTITIONS, read_stream
-from tests.waiting import until
+from publishers.settings import PublisherSettings
+from publishers.stream.changelog import Telling, Want
+from tests.eventually import until
+from tests.publishers.published import PARTITIONS, read_stream
 
 pytestmark = pytest.mark.anyio
 

@@ -11,18 +11,19 @@ import msgpack
 import pytest
 from nats.aio.client import Client
 
-from kvatlas.bus import StreamSettings, connect_nats, ensure_stream
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.embedded import nats_server
 from kvatlas.errors import SettingsError, Unreachable
-from kvatlas.fleet import EngineKind, EngineState
+from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.settings import PublishSettings
-from publishers.mistrust import BURST
+from publishers.feed.distrust import BURST
 from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
+from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine, recording
+from tests.publishers.published import read_stream
 from tests.publishers.sidecars import folded, settings, sidecar, told_equals
-from tests.publishers.told import read_stream
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

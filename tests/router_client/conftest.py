@@ -3,10 +3,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store, open_store
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store, open_store
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, thin
+from kvatlas.blocks.residency import Overlap
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
-from kvatlas.hashing import HASH_BYTES, extend_chain, thin
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.residency import Overlap
-from kvatlas.tiers import Tier
 
 SCOPE = Scope("model", "tokenizer")
 BLOCK_BYTES = 1 << 20

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from kvatlas.fleet import FleetRecord, ForwardPassMetrics, WorkerState
+from kvatlas.fleet.records import FleetRecord, ForwardPassMetrics, WorkerState
 from router_client import AnswerClock, Choice, Prompt, RouterClient, StaticFleet, Timings, Usage
-from simulator.block_hash import SeededBlockHasher
-from simulator.engine import EngineCore, SchedulerLimits
-from simulator.generation import GeneratedToken, GenerationRequest
-from simulator.kv_cache import KVCache
-from simulator.step_cost import StepCost
+from simulator.cache.block_hash import SeededBlockHasher
+from simulator.cache.kv_cache import KVCache
+from simulator.engine.generation import GeneratedToken, GenerationRequest
+from simulator.engine.scheduler import EngineCore, SchedulerLimits
+from simulator.engine.step_cost import StepCost
 from tests.router_client.pools import SCOPE, worker
 
 SAMPLE_US = 1_000_000

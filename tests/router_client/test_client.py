@@ -5,16 +5,16 @@ from typing import Any
 import anyio
 import pytest
 
+from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.cost import QuillcacheProfile
 from kvatlas.embedded.valkey import ValkeyProcess
-from kvatlas.fleet import EngineState, Liveness, Role
-from kvatlas.fleet_store import FleetStore
-from kvatlas.hashing import extend_chain, unpack_hashes
+from kvatlas.fleet.records import EngineState, Liveness, Role
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store, open_store
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store, open_store
 from router_client import (
     Fallbacks,
     InvalidValue,
@@ -27,9 +27,9 @@ from router_client import (
     StaticFleet,
     Unreachable,
 )
-from router_client.fleet import CachedFleet
+from router_client.decision.fleet_cache import CachedFleet
+from tests.eventually import until
 from tests.router_client.pools import SCOPE, CountingFleet, hold, pool, worker
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

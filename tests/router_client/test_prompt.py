@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, unpack_hashes
 from kvatlas.errors import InvalidValue
-from kvatlas.hashing import HASH_BYTES, extend_chain, unpack_hashes
 from kvatlas.request import Fallbacks, RequestHints, RequestShape
 from router_client import Prompt, Slo
-from router_client.chain import FIRST_BLOCKS, GROWTH, PromptChain
+from router_client.prompt_chain import FIRST_BLOCKS, GROWTH, PromptChain
 from tests.router_client.pools import SCOPE
 
 TOKENS = list(range(100))

@@ -19,12 +19,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvatlas.fleet_store import FleetStore
+from kvatlas.blocks.residency import Overlap
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.memory import MemoryIndex
-from kvatlas.index.redis import open_redis_index
-from kvatlas.residency import Overlap
-from kvatlas.store import open_store
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import open_store
 from router_client import (
     Choice,
     ClientClosed,
@@ -40,8 +40,8 @@ from router_client import (
     SyncRouterClient,
     Unreachable,
 )
+from tests.eventually import until_sync
 from tests.router_client.pools import SCOPE, hold, pool, worker
-from tests.waiting import until_sync
 
 TOKENS = list(range(1_000))
 PROMPT = Prompt.of_tokens(SCOPE, TOKENS, id="r-1")
@@ -299,7 +299,7 @@ def test_it_does_not_wait_for_itself() -> None:
 
 FORK = """
 import os
-from kvatlas.index.memory import MemoryIndex
+from kvatlas.index.memory.index import MemoryIndex
 from router_client import ClientClosed, Prompt, RouterClient, Scope, StaticFleet, SyncRouterClient
 
 prompt = Prompt.of_tokens(Scope("m", "t"), [1] * 100)

@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvatlas.fleet import Role
-from kvatlas.index.memory import MemoryIndex
+from kvatlas.fleet.records import Role
+from kvatlas.index.memory.index import MemoryIndex
 from router_client import NoWorkers, PairSettings, Prompt, RouterClient, RouterSettings, StaticFleet
 from tests.router_client.pools import SCOPE, hold, pool, worker
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tests.embedded.process_table import descendants, is_alive
 from tests.end_to_end.processes import environment
-from tests.waiting import until
+from tests.eventually import until
+from tests.kvatlas.embedded.process_table import descendants, is_alive
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ async def _start(folder: Path) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "kvatlas.cli.main",
+        "kvatlas_cli.main",
         "demo",
         "--json",
         *SMALL,

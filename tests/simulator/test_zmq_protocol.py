@@ -9,9 +9,9 @@ import zmq
 import zmq.asyncio
 
 from kvatlas.errors import SettingsError
-from simulator.block_changes import GpuCleared
+from simulator.cache.block_changes import GpuCleared
 from simulator.zmq_events import EventEncoding, FeedSettings, open_feed
-from tests.simulator.running import Batch, fold, listening, replayed, running_engine
+from tests.simulator.running_engine import Batch, fold, listening, replayed, running_engine
 
 pytestmark = pytest.mark.anyio
 

@@ -9,12 +9,12 @@ from anyio.to_thread import run_sync
 from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
-from kvatlas.bus import StreamSettings, ensure_stream, stream_info
-from kvatlas.embedded.process import LOG_FILE
-from kvatlas.subjects import DEAD_STREAM, STREAM, alive_subject, events_subject
+from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
+from kvatlas.bus.subjects import DEAD_STREAM, STREAM, alive_subject, events_subject
+from kvatlas.embedded.server_process import LOG_FILE
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, Fleet
-from tests.waiting import until
+from tests.eventually import until
 
 FEW_BYTES = 8_192
 FLOOD_BYTES = 32_768

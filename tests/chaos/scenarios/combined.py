@@ -3,12 +3,12 @@
 import anyio
 from redis.exceptions import RedisError
 
-from kvatlas.bus import StreamSettings, ensure_stream
-from kvatlas.control import ControlOp, ControlRequest
+from kvatlas.bus.control import ControlOp, ControlRequest
+from kvatlas.bus.stream import StreamSettings, ensure_stream
+from kvatlas.bus.subjects import STREAM, control_subject
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet_store import LEASES
-from kvatlas.index.redis import open_redis_index
-from kvatlas.subjects import STREAM, control_subject
+from kvatlas.fleet.store import LEASES
+from kvatlas.index.redis.index import open_redis_index
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import Fleet, Member
 from tests.chaos.scenarios.indexers import (
@@ -19,7 +19,7 @@ from tests.chaos.scenarios.indexers import (
     takes_part_again,
 )
 from tests.chaos.scenarios.store import LITTLE_BYTES, gets_room, limit_memory
-from tests.waiting import until
+from tests.eventually import until
 
 LOADING_S = 10.0
 NEARLY_OVER_MS = 400

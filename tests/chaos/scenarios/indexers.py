@@ -4,10 +4,10 @@ from time import monotonic
 
 import anyio
 
-from kvatlas.fleet_store import FleetStore
+from kvatlas.fleet.store import FleetStore
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, RETIRE_AFTER_S, Fleet, Member
-from tests.waiting import until
+from tests.eventually import until
 
 OVER_S = 20.0
 PATIENCE_S = RETIRE_AFTER_S + 3.0

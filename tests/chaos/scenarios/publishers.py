@@ -4,10 +4,10 @@ from time import monotonic
 
 import anyio
 
-from kvatlas.index.redis import open_redis_index
+from kvatlas.index.redis.index import open_redis_index
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import Worker
-from tests.waiting import until
+from tests.eventually import until
 
 
 async def feed_cut_and_filled_from_replay(chaos: Chaos) -> None:

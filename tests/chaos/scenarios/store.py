@@ -6,15 +6,15 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 from redis.asyncio import Redis
 
+from kvatlas.blocks.tiers import FLAG_PINNED, Tier
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
-from kvatlas.index.redis import open_redis_index
-from kvatlas.store import Store
-from kvatlas.tiers import FLAG_PINNED, Tier
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet
 from tests.chaos.proxy import LOOPBACK, TcpProxy
-from tests.waiting import until
+from tests.eventually import until
 
 AOF = "appendonlydir"
 LITTLE_BYTES = 100_000

@@ -4,12 +4,12 @@ from time import monotonic
 
 import httpx
 
-from kvatlas.fleet import EngineState, Liveness
-from kvatlas.fleet_store import FleetStore
-from kvatlas.index.redis import open_redis_index
+from kvatlas.fleet.records import EngineState, Liveness
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import open_redis_index
 from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import Fleet, Worker
-from tests.waiting import until
+from tests.eventually import until
 
 
 async def skipped(fleet: Fleet, worker: Worker) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 import anyio
 import httpx
 
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.fleet import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
-from kvatlas.fleet_store import FleetStore
-from kvatlas.hashing import extend_chain
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.redis import RedisIndex, open_redis_index
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import ProxySettings
-from kvatlas.store import Store
-from kvatlas.tiers import Tier
+from kvatlas.store.connection import Store
 from router_client.proxy.service import run_proxy
-from tests.simulator.running import running_engine
+from tests.simulator.running_engine import running_engine
 
 MODEL = "mock-model"
 SCOPE = Scope(MODEL, MODEL)

@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet import FleetRecord
-from router_client.fleet import EMPTY_GRACE_S, LastKnown
+from kvatlas.fleet.records import FleetRecord
+from router_client.decision.fleet_cache import EMPTY_GRACE_S, LastKnown
 from router_client.proxy.catalogue import FLEET_AGE_S, Catalogue
+from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, SCOPE, record
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -8,14 +8,14 @@ import anyio
 import httpx
 import pytest
 
-from kvatlas.fleet_store import FleetStore
+from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import pool_id
-from kvatlas.pool_calls import pool_keys
-from kvatlas.store import Store
-from tests.cli.conftest import child_environment
+from kvatlas.reservations.redis_calls import pool_keys
+from kvatlas.store.connection import Store
+from tests.eventually import until
+from tests.kvatlas_cli.conftest import child_environment
 from tests.router_client.proxy.engines import MODEL, running_fleet
 from tests.router_client.proxy.test_proxy import PROMPT, requests_are
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ async def test_a_killed_router_frees_what_it_booked(store: Store, valkey_url: st
     async with running_fleet(store, {"w1": SLOW}) as fleet:
         words = ["router", "--redis-url", valkey_url, "--port", "0", "--tokenizer", "none"]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvatlas.cli.main", *words, stderr=asyncio.subprocess.PIPE, env=child_environment()
+            sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=child_environment()
         )
         try:
             assert process.stderr is not None

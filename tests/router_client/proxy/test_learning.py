@@ -5,11 +5,11 @@ from typing import Any
 import httpx
 import pytest
 
-from kvatlas.cost.evidence import Evidence, Kind
+from kvatlas.cost.regression import Evidence, Kind
 from kvatlas.reservations import RedisReservations
-from kvatlas.store import Store
+from kvatlas.store.connection import Store
+from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, SCOPE, running_fleet, running_proxy
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -3,11 +3,10 @@
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvatlas.store import Store
+from kvatlas.store.connection import Store
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router_client.proxy.raw_engine import HEAD, chunk, raw_engine
 from tests.router_client.proxy.test_proxy import PROMPT, decision, status
-from tests.telemetry.conftest import spans as spans
 
 pytestmark = pytest.mark.anyio
 

@@ -4,11 +4,11 @@ import anyio
 import pytest
 
 from kvatlas.embedded import valkey_server
-from kvatlas.embedded.port import free_port
-from kvatlas.store import open_store
+from kvatlas.embedded.free_port import free_port
+from kvatlas.store.connection import open_store
+from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router_client.proxy.test_proxy import PROMPT, decision
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

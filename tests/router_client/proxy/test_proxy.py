@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from kvatlas.identity import Scope
-from kvatlas.store import Store
-from simulator.chat_template import render
+from kvatlas.store.connection import Store
+from simulator.http.chat_template import render
+from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router_client.tokens.small_model import save_simulators
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvatlas.fleet import EngineKind, Role
-from kvatlas.fleet_store import FleetStore
-from kvatlas.store import Store
-from router_client.surcharges import session_worker
+from kvatlas.fleet.records import EngineKind, Role
+from kvatlas.fleet.store import FleetStore
+from kvatlas.store.connection import Store
+from router_client.pricing.surcharges import session_worker
+from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, SCOPE, record, running_fleet, running_proxy
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

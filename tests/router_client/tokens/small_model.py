@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from simulator.chat_template import CHAT_TEMPLATE
+from simulator.http.chat_template import CHAT_TEMPLATE
 
 CORPUS = [
     "The cache holds blocks of tokens; a router asks which worker holds the most of them.",

@@ -18,7 +18,7 @@ from router_client.tokens import (
     TokenizerBudget,
     Why,
 )
-from tests.waiting import until
+from tests.eventually import until
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,76 @@
+"""A child process that publishes made-up events through the real outbox and sender, as fast as they go or at a rate.
+
+    python -m benchmarks.made_up_publisher NATS_URL HASHES_A_MESSAGE MESSAGES RATE
+
+Prints `ready`, waits for a line on stdin, publishes, prints `done` when the stream has acknowledged everything.
+"""
+
+import asyncio
+import os
+import sys
+from time import perf_counter, time_ns
+
+import uvloop
+
+from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.subjects import events_subject
+from kvatlas.events import ScopeUse, Stored
+from kvatlas.identity import Scope
+from publishers.counters import PublisherCounters
+from publishers.stream.outbox import Outbox
+from publishers.stream.sender import Sender
+
+PARTITIONS = 64
+WORKERS = 16
+USE = ScopeUse(Scope("bench", "bench"), 16)
+TICK_S = 0.002
+
+
+def worker_names(hashes_a_message: int) -> list[str]:
+    return [f"teller-{hashes_a_message}-{i}" for i in range(WORKERS)]
+
+
+async def tell(nats_url: str, hashes_a_message: int, messages: int, rate: int) -> None:
+    client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
+    scope_id = USE.scope.scope_id
+    uses = {scope_id: USE}
+    tellers = []
+    for worker_id in worker_names(hashes_a_message):
+        outbox = Outbox(worker_id)
+        outbox.begin(time_ns(), [], Digest().words, uses, time_ns() // 1000)
+        sender = Sender(client, outbox, events_subject(worker_id, PARTITIONS), PublisherCounters())
+        await sender.start()
+        tellers.append((outbox, sender))
+    hashes = os.urandom(8 * hashes_a_message * messages)
+    step = 8 * hashes_a_message
+    tasks = [asyncio.create_task(sender.run()) for _, sender in tellers]
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    began = perf_counter()
+    for i in range(messages):
+        outbox, sender = tellers[i % WORKERS]
+        event = Stored(scope_id, Tier.HBM, hashes[i * step : (i + 1) * step])
+        outbox.put([event], uses, time_ns() // 1000)
+        sender.wake()
+        if rate:
+            while perf_counter() - began < i / rate:
+                await asyncio.sleep(TICK_S / 4)
+        elif i % 256 == 255:
+            await asyncio.sleep(0)
+            while outbox.waiting > 4_096:
+                await asyncio.sleep(TICK_S)
+    while any(not outbox.empty for outbox, _ in tellers):
+        await asyncio.sleep(TICK_S)
+    print("done", flush=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for _, sender in tellers:
+        await sender.stop()
+    await client.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(tell(sys.argv[1], *map(int, sys.argv[2:])))

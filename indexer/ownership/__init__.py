@@ -1,0 +1,1 @@
+"""Which replica owns which partition."""

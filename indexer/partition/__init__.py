@@ -1,0 +1,1 @@
+"""Reads one partition of the stream."""

@@ -1,0 +1,1 @@
+"""Doubt about a worker, and the snapshot that ends it."""

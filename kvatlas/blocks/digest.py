@@ -1,0 +1,100 @@
+"""The residency digest: what two parties compare to know that they hold the same set of blocks.
+
+For each tier a count and two additive 32-bit sums, over every (scope, sequence hash) held in that tier: of the low and
+the high half of the hash, each times an odd number of 20 bits that the scope id gives. Additive, so a store or a removal
+changes it without a look at anything else, and a batch costs one multiplication; the scope is mixed in, so a block in the
+wrong scope is seen. (20 bits, because the store's Lua computes in doubles.)
+"""
+
+import sys
+from array import array
+from functools import lru_cache
+from struct import unpack
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.tiers import TIER_MASK, Tier
+from kvatlas.errors import InvalidValue
+
+_MASK = 0xFFFFFFFF
+_MIX_MASK = 0xFFFFF
+WORDS = 3 * len(Tier)
+_FLAG_BITS = tuple(bit for bit in range(8) if not 1 << bit & TIER_MASK)
+FLAG_WORDS = 3 * len(_FLAG_BITS)
+
+
+@lru_cache(maxsize=65_536)
+def _mix(scope_id: bytes) -> tuple[int, int]:
+    low, high = unpack("<II", scope_id)
+    return low & _MIX_MASK | 1, high & _MIX_MASK | 1
+
+
+def sums_of(packed_hashes: bytes) -> tuple[int, int]:
+    """The sums of packed hashes' low and high halves, modulo 2^32."""
+    halves = array("I", packed_hashes)
+    if sys.byteorder == "big":
+        halves.byteswap()
+    return sum(halves[0::2]) & _MASK, sum(halves[1::2]) & _MASK
+
+
+def _count(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sign: int) -> None:
+    low, high = sums_of(packed_hashes)
+    mix_low, mix_high = _mix(scope_id)
+    words[at] += sign * len(packed_hashes) // HASH_BYTES
+    words[at + 1] = (words[at + 1] + sign * low * mix_low) & _MASK
+    words[at + 2] = (words[at + 2] + sign * high * mix_high) & _MASK
+
+
+class FlagDigest:
+    """Mutable digest by flag, of those in an entry besides its tiers: which blocks have them. Compared within an index."""
+
+    __slots__ = ("words",)
+
+    def __init__(self) -> None:
+        self.words = [0] * FLAG_WORDS
+        """(count, low sum, high sum) for each flag, lowest bit first."""
+
+    def add(self, scope_id: bytes, flags: int, packed_hashes: bytes, sign: int = 1) -> None:
+        """Count blocks in (sign 1) or out (sign -1) under each of the flags. The caller says each block once."""
+        for i, bit in enumerate(_FLAG_BITS):
+            if flags & 1 << bit:
+                _count(self.words, 3 * i, scope_id, packed_hashes, sign)
+
+
+class Digest:
+    """Mutable digest by tier."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: list[int] | None = None) -> None:
+        """`words`: 15 integers, (count, low sum, high sum) for each tier in order. Raises InvalidValue for others."""
+        if words is not None and (len(words) != WORDS or any(not isinstance(w, int) or w < 0 for w in words)):
+            raise InvalidValue(f"digest {words!r}; expected {WORDS} non-negative integers")
+        self._words = list(words) if words is not None else [0] * WORDS
+
+    def add(self, scope_id: bytes, tier: Tier, packed_hashes: bytes, sign: int = 1) -> None:
+        """Count blocks in (sign 1) or out (sign -1). The caller says each block once: this is a sum, not a set."""
+        _count(self._words, 3 * tier, scope_id, packed_hashes, sign)
+
+    def count(self, tier: Tier) -> int:
+        return self._words[3 * tier]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks over all tiers; one held in two tiers counts twice."""
+        return sum(self._words[0::3])
+
+    @property
+    def words(self) -> list[int]:
+        """15 integers: (count, low sum, high sum) for each tier in order. A copy."""
+        return list(self._words)
+
+    def copy(self) -> "Digest":
+        return Digest(self._words)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Digest) and self._words == other._words
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        return f"Digest({self._words})"

@@ -1,0 +1,227 @@
+"""What the index says of blocks: keys, residencies, and overlaps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from struct import unpack
+from typing import NamedTuple
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.identity import Scope
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """One block's full name. Hashes are 16 hex digits of the 64-bit hash, or the caller's own text.
+
+    `prefix_hash` is the parent's block hash; of a first block the session id or "root".
+    """
+
+    scope: Scope
+    prefix_hash: str
+    block_hash: str
+    block_index: int
+    token_count: int
+
+    @property
+    def model_id(self) -> str:
+        return self.scope.model_id
+
+    @property
+    def tokenizer_id(self) -> str:
+        return self.scope.tokenizer_id
+
+    @property
+    def adapter_id(self) -> str | None:
+        return self.scope.adapter_id
+
+    @property
+    def tenant_id(self) -> str:
+        return self.scope.tenant_id
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """One block held by one worker in one tier.
+
+    `last_access_ms` and `ref_count` are there only where the engine tells them; `bytes` is 0 where it does not.
+    """
+
+    scope: Scope
+    sequence_hash: int
+    worker_id: str
+    tier: Tier
+    bytes: int = 0
+    last_access_ms: int | None = None
+    ref_count: int | None = None
+    pinned: bool = False
+
+
+HOLDER_ENTRY_BYTES = 4
+"""A holders value is entries of 4 bytes, sorted: the holder's number (24 bits, big-endian), then its flags byte."""
+
+
+class ShardRuns(NamedTuple):
+    """One shard's answer to an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
+
+    `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) count
+    for nothing.
+    """
+
+    values: Sequence[bytes]
+    lengths: Sequence[int]
+    names: Mapping[int, str]
+
+    def depths(self) -> dict[str, int]:
+        """Leading blocks that each active worker holds. Work is per run and per change between runs."""
+        if not self.values:
+            return {}
+        alive = {entry >> 8 for entry in _entries(self.values[0])}
+        depth_of: dict[int, int] = {}
+        before, position = self.values[0], self.lengths[0]
+        for i in range(1, len(self.values)):
+            value = self.values[i]
+            for holder in _lost(before, value) & alive:
+                alive.discard(holder)
+                depth_of[holder] = position
+            before = value
+            position += self.lengths[i]
+        depth_of.update(dict.fromkeys(alive, position))
+        return {self.names[holder]: depth for holder, depth in depth_of.items() if holder in self.names}
+
+    def held(self) -> dict[str, list[tuple[int, int]]]:
+        """Every active worker's (length, flags byte) runs from the prompt's start. Work as in `depths`."""
+        if not self.values:
+            return {}
+        held: dict[str, list[tuple[int, int]]] = {}
+        since = {entry >> 8: (0, entry & 0xFF) for entry in _entries(self.values[0])}  # where current flags began
+        before, position = self.values[0], self.lengths[0]
+        for i in range(1, len(self.values)):
+            value = self.values[i]
+            for old, new in _changes(before, value):
+                # a holder that comes later does not hold the start: it announces another granularity
+                if old is not None and (current := since.pop(old >> 8, None)) is not None:
+                    if old >> 8 in self.names:
+                        held.setdefault(self.names[old >> 8], []).append((position - current[0], current[1]))
+                    if new is not None:
+                        since[new >> 8] = (position, new & 0xFF)
+            before = value
+            position += self.lengths[i]
+        for holder, (start, flags) in since.items():
+            if holder in self.names:
+                held.setdefault(self.names[holder], []).append((position - start, flags))
+        return held
+
+    def flags_of(self, worker_id: str) -> list[tuple[int, int]]:
+        """(length, flags byte) of each run, as far as the worker holds the prompt."""
+        numbers = {number for number, name in self.names.items() if name == worker_id}
+        held: list[tuple[int, int]] = []
+        for value, length in zip(self.values, self.lengths, strict=True):
+            flags = next((entry & 0xFF for entry in _entries(value) if entry >> 8 in numbers), 0)
+            if not flags:
+                break
+            held.append((length, flags))
+        return held
+
+
+def _lost(before: bytes, after: bytes) -> set[int]:
+    """Holders in `before` that are not in `after`."""
+    if (lost := _the_one_lost(before, after)) is not None:
+        return {lost >> 8}
+    return {entry >> 8 for entry in _entries(before)} - {entry >> 8 for entry in _entries(after)}
+
+
+def _the_one_lost(before: bytes, after: bytes) -> int | None:
+    """The entry that `after` lacks, where it is equal to `before` otherwise, as neighbouring runs mostly are."""
+    size = HOLDER_ENTRY_BYTES
+    if len(before) != len(after) + size:
+        return None
+    differing = int.from_bytes(before[: len(after)], "little") ^ int.from_bytes(after, "little")
+    at = ((differing & -differing).bit_length() - 1) // (8 * size) * size if differing else len(after)
+    return int.from_bytes(before[at : at + size], "big") if before[at + size :] == after[at:] else None
+
+
+def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | None]]:
+    """What differs between two holders values, as (entry before or None, entry after or None), one of them at least.
+
+    Bisects for the next difference, since neighbouring runs mostly differ in one entry of hundreds.
+    """
+    if (lost := _the_one_lost(before, after)) is not None:
+        yield lost, None
+        return
+    i = j = 0
+    size = HOLDER_ENTRY_BYTES
+    while i < len(before) or j < len(after):
+        if before[i:] == after[j:]:
+            return
+        equal, unequal = 0, min(len(before) - i, len(after) - j) // size
+        while equal < unequal:
+            middle = (equal + unequal + 1) // 2
+            start, end = equal * size, middle * size
+            if before[i + start : i + end] == after[j + start : j + end]:
+                equal = middle
+            else:
+                unequal = middle - 1
+        i, j = i + equal * size, j + equal * size
+        old = int.from_bytes(before[i : i + size], "big") if i < len(before) else None
+        new = int.from_bytes(after[j : j + size], "big") if j < len(after) else None
+        if old is not None and (new is None or old >> 8 <= new >> 8):
+            i += size
+        else:
+            old = None
+        if new is not None and (old is None or old >> 8 == new >> 8):
+            j += size
+        else:
+            new = None
+        yield old, new
+
+
+def _entries(value: bytes) -> tuple[int, ...]:
+    return unpack(f">{len(value) // HOLDER_ENTRY_BYTES}I", value)
+
+
+class Overlap(NamedTuple):
+    """Who holds how much of a prompt's start; counts are of looked-up blocks (every granularity-th of the chain).
+
+    Depths are exact, because residency is prefix-closed. The tiers of a run are exact at its first and last block.
+    `differences` is filled where verification was asked for: (worker, depth by galloping, depth by a full walk).
+    """
+
+    shards: Sequence[ShardRuns]
+    looked_up: int
+    differences: Sequence[tuple[str, int, int]] = ()
+
+    def depths(self) -> dict[str, int]:
+        """Leading looked-up blocks that each worker holds, in any tier; workers that hold none are absent."""
+        depths: dict[str, int] = {}
+        for shard in self.shards:
+            depths.update(shard.depths())  # a worker lives in one shard
+        return depths
+
+    def held(self) -> dict[str, list[tuple[int, int]]]:
+        """Each worker's (length, flags byte: see `kvatlas.blocks.tiers`) runs from the prompt's start; absent: holds none."""
+        held: dict[str, list[tuple[int, int]]] = {}
+        for shard in self.shards:
+            held.update(shard.held())  # a worker lives in one shard
+        return held
+
+    def flags_of(self, worker_id: str) -> list[tuple[int, int]]:
+        """(length, flags byte: see `kvatlas.blocks.tiers`) of each run, as far as the worker holds the prompt."""
+        for shard in self.shards:
+            if held := shard.flags_of(worker_id):
+                return held
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class IndexMetrics:
+    """Counters since the index was opened, and what it holds now.
+
+    `bytes_written` counts key and value bytes of block entries sent to the store.
+    """
+
+    resident_blocks: int
+    resident_bytes: int
+    puts: int
+    removes: int
+    prefix_scans: int
+    bytes_written: int

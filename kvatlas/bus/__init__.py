@@ -1,0 +1,1 @@
+"""NATS: the connection, the event stream, subjects, and what passes on them."""

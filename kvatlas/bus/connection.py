@@ -1,0 +1,90 @@
+"""NATS: connecting with clear errors."""
+
+from collections.abc import Callable
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.errors import NoServersError
+from nats.js.errors import APIError, ServiceUnavailableError
+
+from kvatlas.errors import AccessDenied, Unreachable
+from kvatlas.redact import without_password
+from kvatlas.runtime.retry import reached
+
+
+async def connect_nats(
+    url: str, *, name: str, wait: bool = True, on_wait: Callable[[str], None] | None = None
+) -> Client:
+    """A connected client that reconnects for ever.
+
+    With `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time.
+    Raises Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials or a wrong URL.
+    """
+
+    async def attempt() -> Client:
+        try:
+            return await _connect_once(url, name)
+        except (NatsError, OSError, TimeoutError, ValueError) as error:
+            denied = isinstance(error, ValueError) or "authorization" in str(error).lower()
+            kind = AccessDenied if denied else Unreachable
+            raise kind(f"NATS at {without_password(url)}: {reason(error)}") from error
+
+    return await reached(attempt, wait=wait, on_wait=on_wait)
+
+
+class _Client(Client):
+    """nats-py, without a fault of its version 2.16: an answer that comes after the flush it is for gave up ends the
+    reader, and nothing is heard any more until the connection is found stale."""
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            self._pongs.pop(0)
+            self._pongs_received += 1
+            self._pings_outstanding = 0
+        else:
+            await super()._process_pong()
+
+
+async def _connect_once(url: str, name: str) -> Client:
+    client = _Client()
+    failures: list[Exception] = []
+
+    async def remember(error: Exception) -> None:
+        """What nats-py met, until it is connected: afterwards it says only that no server is available."""
+        failures.append(error)
+
+    try:
+        # reconnecting is switched on after the first connection: nats-py would otherwise try for ever in silence, and
+        # even without it 60 times
+        await client.connect(
+            url,
+            name=name,
+            allow_reconnect=False,
+            max_reconnect_attempts=1,
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a float is taken
+            connect_timeout=2,
+            ping_interval=5,
+            max_outstanding_pings=2,
+            pending_size=8 * 1024 * 1024,
+            error_cb=remember,
+        )
+    except NoServersError as error:
+        raise (failures[-1] if failures else error) from None
+    client._error_cb = _quiet  # there is no public way to change it
+    client.options["allow_reconnect"] = True
+    client.options["max_reconnect_attempts"] = -1
+    return client
+
+
+async def _quiet(_: Exception) -> None:
+    """nats-py prints each connection error with its traceback by default; what we act on is the client's state."""
+
+
+def reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, ServiceUnavailableError) and error.err_code is None:  # nobody listens on its API
+        return "JetStream is not enabled there (nats-server -js)"
+    if isinstance(error, APIError) and error.description:
+        return error.description
+    return str(error).removeprefix("nats: ") or type(error).__name__

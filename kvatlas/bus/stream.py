@@ -1,0 +1,96 @@
+"""The event stream: how it is kept, and where it stands."""
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from nats.aio.client import Client
+from nats.errors import ConnectionClosedError, ConnectionReconnectingError, StaleConnectionError
+from nats.errors import Error as NatsError
+from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, NotFoundError
+
+from kvatlas.bus.connection import reason
+from kvatlas.bus.subjects import ALL_EVENTS, STREAM
+from kvatlas.bus.wire import MAX_MESSAGE_BYTES
+from kvatlas.errors import KvatlasError, Unreachable
+
+_TEMPORARILY_UNAVAILABLE = 10008
+"""JetStream's error code while its servers elect a leader."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """How the event stream is kept. It is a change log: what it loses is told again by snapshots."""
+
+    replicas: int = 1
+    max_bytes: int = 1 << 30
+    max_age_s: int = 30 * 60
+    storage: Literal["file", "memory"] = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """Where the event stream stands. `creation_us` tells one stream from its successor of the same name."""
+
+    creation_us: int
+    first_seq: int
+    last_seq: int
+
+
+async def ensure_stream(client: Client, settings: StreamSettings) -> None:
+    """The event stream exists afterwards; one that is there already is left as its operator made it.
+
+    Raises Unreachable where the server does not answer now, KvatlasError where it refuses, or the stream of that name
+    holds other subjects.
+    """
+    jetstream = client.jetstream()
+    config = StreamConfig(
+        name=STREAM,
+        subjects=[ALL_EVENTS],
+        retention=RetentionPolicy.LIMITS,
+        max_age=settings.max_age_s,
+        max_bytes=settings.max_bytes,
+        discard=DiscardPolicy.OLD,
+        num_replicas=settings.replicas,
+        storage=StorageType(settings.storage),
+        duplicate_window=0.1,
+        max_msg_size=MAX_MESSAGE_BYTES + 64 * 1024,
+    )
+    try:
+        try:
+            found = await jetstream.stream_info(STREAM)
+        except NotFoundError:
+            await jetstream.add_stream(config)
+            return
+    except (APIError, NatsError, TimeoutError) as error:
+        kind = Unreachable if _passes(error) else KvatlasError
+        raise kind(f"stream {STREAM} can't be made: {reason(error)}") from error
+    if found.config.subjects != [ALL_EVENTS]:
+        raise KvatlasError(f"stream {STREAM} holds subjects {found.config.subjects}; expected {[ALL_EVENTS]}")
+
+
+async def stream_info(client: Client) -> StreamInfo:
+    """Raises NotFoundError where there is no stream, other nats errors where the server does not answer."""
+    # the raw answer: nats-py 2.16's StreamInfo drops the creation time's sub-second part on some versions
+    reply = await client.request(f"$JS.API.STREAM.INFO.{STREAM}", b"", timeout=5)
+    answer = json.loads(reply.data)
+    if "error" in answer:
+        APIError.from_error(answer["error"])  # raises the error that the code stands for
+    state = answer["state"]
+    return StreamInfo(microseconds_of(answer["created"]), int(state["first_seq"]), int(state["last_seq"]))
+
+
+def microseconds_of(rfc3339: str) -> int:
+    """Microseconds since 1970 of an RFC 3339 time with up to nine decimals."""
+    whole, _, fraction = rfc3339.rstrip("Z").partition(".")
+    seconds = int(datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp())
+    return seconds * 1_000_000 + int((fraction + "000000")[:6])
+
+
+def _passes(error: BaseException) -> bool:
+    """May the same request be answered a little later?"""
+    if isinstance(error, APIError):
+        return error.err_code == _TEMPORARILY_UNAVAILABLE
+    return isinstance(error, (TimeoutError, ConnectionClosedError, ConnectionReconnectingError, StaleConnectionError))

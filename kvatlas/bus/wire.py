@@ -1,0 +1,198 @@
+"""The bus message: msgpack `[version, worker_id, incarnation, seq, ts_us, scopes, events]`.
+
+`scopes` maps each scope id used to `[model_id, tokenizer_id, adapter_id, tenant_id, block_size, block_bytes]`. An event is
+an array with its code first; hashes are packed (8 little-endian bytes each), so nothing downstream costs per block:
+
+    [1, scope id, tier, hashes, parent or nil, first index, flags]   stored          [4]                   snapshot begin
+    [2, scope id, tier, hashes]                                     removed         [5, as stored]        snapshot chunk
+    [3]                                                             cleared         [6, chunks, digest]   snapshot end
+                                                                                    [7, digest]           checkpoint
+"""
+
+from typing import Any
+
+import msgpack
+
+from kvatlas.blocks.digest import WORDS
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.tiers import TIER_MASK, Tier
+from kvatlas.errors import InvalidValue, WireError
+from kvatlas.events import (
+    Checkpoint,
+    Cleared,
+    IndexEvent,
+    Message,
+    Removed,
+    ScopeUse,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+    Stored,
+)
+from kvatlas.identity import SCOPE_ID_BYTES, Scope, check_worker_id
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 512 * 1024
+MAX_INCARNATION = (1 << 64) - 1
+MAX_SEQ = (1 << 53) - 1
+
+STORED, REMOVED, CLEARED, BEGIN, CHUNK, END, CHECKPOINT = range(1, 8)
+
+_WITH_HASHES = frozenset((STORED, CHUNK, REMOVED))
+_TIERS = len(Tier)
+
+RawMessage = list[Any]
+"""A message as decoded and checked, in the wire's own arrays: what the indexer hands on without building objects."""
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message. The sender keeps to MAX_MESSAGE_BYTES (see `publishers.stream.outbox`)."""
+    scopes = {
+        scope_id: [
+            use.scope.model_id,
+            use.scope.tokenizer_id,
+            use.scope.adapter_id,
+            use.scope.tenant_id,
+            use.block_size,
+            use.block_bytes,
+        ]
+        for scope_id, use in message.scopes.items()
+    }
+    events = [_event_out(event) for event in message.events]
+    return msgpack.packb([VERSION, message.worker_id, message.incarnation, message.seq, message.ts_us, scopes, events])
+
+
+def decode_raw(payload: bytes) -> RawMessage:
+    """The checked arrays of a message. Raises WireError, naming what is wrong, for anything that is not one.
+
+    Work is per event, never per block.
+    """
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(payload)} bytes; expected at most {MAX_MESSAGE_BYTES}")
+    try:
+        raw = msgpack.unpackb(payload, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack ({str(error) or type(error).__name__})") from error
+    if not isinstance(raw, list) or not raw:
+        raise WireError(f"message is {type(raw).__name__}; expected an array")
+    if raw[0] != VERSION:
+        raise WireError(f"message version {raw[0]!r}; expected {VERSION}")
+    if len(raw) != 7:
+        raise WireError(f"message of {len(raw)} fields; expected 7")
+    _, worker_id, incarnation, seq, ts_us, scopes, events = raw
+    try:
+        check_worker_id(worker_id)
+    except InvalidValue as error:
+        raise WireError(str(error)) from error
+    if type(incarnation) is not int or not 1 <= incarnation <= MAX_INCARNATION:
+        raise WireError(f"incarnation {incarnation!r}; expected 1 to 2^64-1")
+    if type(seq) is not int or not 0 <= seq <= MAX_SEQ:
+        raise WireError(f"seq {seq!r}; expected an integer of 53 bits")
+    if type(ts_us) is not int or ts_us < 0:
+        raise WireError(f"ts_us {ts_us!r}; expected microseconds since 1970")
+    if type(scopes) is not dict or type(events) is not list:
+        raise WireError("scopes and events; expected a map and an array")
+    for event in events:
+        _check_event(event, scopes)
+    return raw
+
+
+def decode(payload: bytes) -> Message:
+    """A message as values. Raises WireError."""
+    return from_raw(decode_raw(payload))
+
+
+def from_raw(raw: RawMessage) -> Message:
+    """A checked raw message as values. Raises WireError for a scope entry that is not one."""
+    _, worker_id, incarnation, seq, ts_us, scopes, events = raw
+    uses = {scope_id: scope_use(scope_id, entry) for scope_id, entry in scopes.items()}
+    return Message(worker_id, incarnation, seq, [_event_in(event) for event in events], uses, ts_us)
+
+
+def to_raw(message: Message) -> RawMessage:
+    """The wire's arrays of a message, checked. Raises WireError."""
+    return decode_raw(encode(message))
+
+
+def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
+    """One entry of the scopes map. Raises WireError unless it is well formed and the id is that of the fields."""
+    if not isinstance(entry, list) or len(entry) != 6:
+        raise WireError(f"scope entry {entry!r}; expected four names, block size, block bytes")
+    block_size, block_bytes = entry[4:]
+    if type(block_size) is not int or block_size < 1 or type(block_bytes) is not int or block_bytes < 0:
+        raise WireError(f"scope entry with block size {block_size!r} and block bytes {block_bytes!r}")
+    try:
+        scope = Scope(*entry[:4])
+    except InvalidValue as error:
+        raise WireError(str(error)) from error
+    if scope.scope_id != scope_id:
+        raise WireError(f"scope id {scope_id!r} is not that of {scope}")
+    return ScopeUse(scope, block_size, block_bytes)
+
+
+def _check_event(event: Any, scopes: dict[Any, Any]) -> None:
+    if type(event) is not list or not event:
+        raise WireError(f"event {event!r:.80}; expected an array")
+    code = event[0]
+    if type(code) is not int:
+        raise WireError(f"event with code {code!r:.80}; expected 1 to 7")
+    if code in _WITH_HASHES:
+        if len(event) != (4 if code == REMOVED else 7):
+            raise WireError(f"event {code} of {len(event)} fields")
+        scope_id, tier, hashes = event[1], event[2], event[3]
+        if type(scope_id) is not bytes or len(scope_id) != SCOPE_ID_BYTES or scope_id not in scopes:
+            raise WireError(f"event of scope {scope_id!r}, which the message does not describe")
+        if type(tier) is not int or not 0 <= tier < _TIERS:
+            raise WireError(f"event of tier {tier!r}; expected 0 to {_TIERS - 1}")
+        if type(hashes) is not bytes or not hashes or len(hashes) % HASH_BYTES:
+            raise WireError("event whose hashes are not packed in 8 bytes each")
+        if code != REMOVED:
+            parent, first_index, flags = event[4], event[5], event[6]
+            if parent is not None and (type(parent) is not bytes or len(parent) != HASH_BYTES):
+                raise WireError(f"event with parent {parent!r}; expected 8 bytes or nil")
+            if type(first_index) is not int or first_index < 0:
+                raise WireError(f"event with first index {first_index!r}")
+            if type(flags) is not int or flags & TIER_MASK or not 0 <= flags <= 255:
+                raise WireError(f"event with flags {flags!r}")
+    elif code in (END, CHECKPOINT):
+        digest = event[-1]
+        if len(event) != (3 if code == END else 2) or type(digest) is not list or len(digest) != WORDS:
+            raise WireError(f"event {code} without a digest of {WORDS} integers")
+        if any(type(word) is not int or not 0 <= word <= MAX_SEQ for word in digest):
+            raise WireError(f"event {code} whose digest is {digest!r}")
+        if code == END and (type(event[1]) is not int or event[1] < 0):
+            raise WireError(f"snapshot end of {event[1]!r} chunks")
+    elif code not in (CLEARED, BEGIN) or len(event) != 1:
+        raise WireError(f"event with code {code!r}; expected 1 to 7")
+
+
+def _event_out(event: IndexEvent) -> list[Any]:
+    match event:
+        case Stored():
+            return [STORED, event.scope_id, int(event.tier), event.hashes, event.parent, event.first_index, event.flags]
+        case SnapshotChunk():
+            return [CHUNK, event.scope_id, int(event.tier), event.hashes, event.parent, event.first_index, event.flags]
+        case Removed():
+            return [REMOVED, event.scope_id, int(event.tier), event.hashes]
+        case Cleared():
+            return [CLEARED]
+        case SnapshotBegin():
+            return [BEGIN]
+        case SnapshotEnd():
+            return [END, event.chunks, list(event.digest)]
+        case Checkpoint():
+            return [CHECKPOINT, list(event.digest)]
+
+
+def _event_in(event: list[Any]) -> IndexEvent:
+    code = event[0]
+    if code in (STORED, CHUNK):
+        kind = Stored if code == STORED else SnapshotChunk
+        return kind(event[1], Tier(event[2]), event[3], event[4], event[5], event[6])
+    if code == REMOVED:
+        return Removed(event[1], Tier(event[2]), event[3])
+    if code == END:
+        return SnapshotEnd(event[1], event[2])
+    if code == CHECKPOINT:
+        return Checkpoint(event[1])
+    return Cleared() if code == CLEARED else SnapshotBegin()

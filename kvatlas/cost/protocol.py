@@ -1,0 +1,205 @@
+"""What a worker would do for a request, and the price of it: the plan a profile prices, and the terms it answers.
+
+What is made anew for each worker of each choice is a named tuple: a third of the time that a frozen dataclass takes.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.fleet.records import WorkerState
+
+MIB_BYTES = 1 << 20
+
+
+class Piece(NamedTuple):
+    """A contiguous run of cached tokens that is read in one go, from one tier of one worker.
+
+    `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or in the candidate's locality
+    domain. `bytes` 0: the size of a block is not known.
+    """
+
+    tokens: int
+    bytes: int
+    tier: Tier
+    own: bool = True
+    same_domain: bool = True
+
+    @property
+    def price_tier(self) -> Tier:
+        """The tier that its price is of: HBM of another worker is remote HBM."""
+        return Tier.REMOTE_HBM if self.tier is Tier.HBM and not self.own else self.tier
+
+    @property
+    def at_hand(self) -> bool:
+        """In the candidate's own HBM: nothing is transferred."""
+        return self.own and self.tier is Tier.HBM
+
+    @property
+    def mib(self) -> int:
+        """Its size in MiB, rounded up, at least 1."""
+        return max(1, -(-self.bytes // MIB_BYTES))
+
+
+class Load(NamedTuple):
+    """How busy a worker is, as far as cost needs it.
+
+    `waiting_requests`: those whose tokens `queued_prefill_tokens` leaves out, because the engine does not tell them.
+    `kv_tokens`: tokens whose KV its running requests hold.
+    """
+
+    running_decodes: int = 0
+    queued_prefill_tokens: int = 0
+    waiting_requests: int = 0
+    kv_tokens: int = 0
+
+    @classmethod
+    def of(cls, state: WorkerState, block_size: int) -> "Load":
+        """A worker's reported state; where it tells no running decodes, its occupied request slots count."""
+        forward = state.forward_pass
+        return cls(
+            running_decodes=state.running_decodes or forward.active_request_slots,
+            queued_prefill_tokens=state.queued_prefill_tokens,
+            waiting_requests=0 if state.queued_prefill_tokens else forward.requests_waiting,
+            kv_tokens=forward.active_kv_blocks * block_size,
+        )
+
+    def __add__(self, other: "Load") -> "Load":  # type: ignore[override]  # loads add up, they are not joined
+        return Load(
+            self.running_decodes + other.running_decodes,
+            self.queued_prefill_tokens + other.queued_prefill_tokens,
+            self.waiting_requests + other.waiting_requests,
+            self.kv_tokens + other.kv_tokens,
+        )
+
+
+def mean_load(loads: Sequence[Load]) -> Load:
+    """The mean of known loads, rounded up: what a worker that tells nothing is taken to have. Idle where none tells."""
+    if not loads:
+        return Load()
+    count = len(loads)
+    return Load(
+        -(-sum(load.running_decodes for load in loads) // count),
+        -(-sum(load.queued_prefill_tokens for load in loads) // count),
+        -(-sum(load.waiting_requests for load in loads) // count),
+        -(-sum(load.kv_tokens for load in loads) // count),
+    )
+
+
+class Plan(NamedTuple):
+    """What one worker would do for one request: read `pieces`, compute the rest of the prompt, then decode."""
+
+    worker_id: str
+    input_tokens: int
+    output_tokens: int
+    pieces: Sequence[Piece] = ()
+    load: Load = Load()
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum([piece.tokens for piece in self.pieces])
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens to compute."""
+        return self.input_tokens - self.cached_tokens
+
+
+class Prices(NamedTuple):
+    """What changes a plan's cost by how much, in microseconds: so that load can be added where the plan is not known.
+
+    A queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token whose KV is held by
+    one. n cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.
+    """
+
+    queued_us: float
+    running_us: float
+    kv_us: float
+    waiting_tokens: int
+    token_us: float
+    token_squared_us: float = 0.0
+    hit_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerm:
+    """One summand of a score: `us` for `amount` of `unit` ("tokens", "MiB", ...)."""
+
+    name: str
+    us: int
+    amount: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.us} us ({self.amount} {self.unit})"
+
+
+@dataclass(frozen=True, slots=True)
+class TermKind:
+    """What a profile's n-th term is called, and what its amount counts."""
+
+    name: str
+    unit: str
+
+
+class Cost(NamedTuple):
+    """A price: its terms and their sum; where the profile predicts them, also the time to the first and each next token.
+
+    The terms are kept as columns and made on demand, because a router prices every worker and reads the terms of few.
+    """
+
+    profile: str
+    kinds: tuple[TermKind, ...]
+    us: tuple[int, ...]
+    amounts: tuple[int, ...]
+    score_us: int
+    ttft_us: int | None = None
+    tpot_us: int | None = None
+
+    @property
+    def terms(self) -> tuple[CostTerm, ...]:
+        """The summands of the score, in the profile's order."""
+        columns = zip(self.kinds, self.us, self.amounts, strict=True)
+        return tuple(CostTerm(kind.name, us, amount, kind.unit) for kind, us, amount in columns)
+
+    def plus(self, kind: TermKind, us: float, amount: int, *, delays: bool = False) -> "Cost":
+        """With one more term. `delays`: it passes before the first token."""
+        more = round(us)
+        ttft_us = self.ttft_us + more if delays and self.ttft_us is not None else self.ttft_us
+        return Cost(
+            self.profile,
+            (*self.kinds, kind),
+            (*self.us, more),
+            (*self.amounts, amount),
+            self.score_us + more,
+            ttft_us,
+            self.tpot_us,
+        )
+
+    def explain(self) -> str:
+        """`<score> us = term + term + ...`, without the terms that are zero."""
+        terms = " + ".join(str(term) for term in self.terms if term.us) or "nothing"
+        return f"{self.score_us} us = {terms}"
+
+
+class CostProfile(Protocol):
+    """A way to price a plan.
+
+    Promises: pure (equal plans, equal costs); the terms are not negative and sum to the score; the same terms in the
+    same order for every plan, so that costs can be compared term by term; fewer new tokens with all else equal never
+    cost more.
+    """
+
+    @property
+    def name(self) -> str:
+        """The profile's name, as users choose it."""
+
+    def price(self, plan: Plan) -> Cost:
+        """The cost of a plan, in whole microseconds."""
+
+    def prices(self, plan: Plan) -> Prices:
+        """What load and cached tokens change in the plan's cost; `price` agrees with it up to rounding. Not by its pieces."""
+
+    def alike(self, worker_id: str) -> Hashable:
+        """Equal for workers that are priced alike."""

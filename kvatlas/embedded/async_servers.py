@@ -1,0 +1,131 @@
+"""The embedded servers for asyncio: the same processes, never blocking the event loop."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import ParamSpec, Self
+
+import anyio
+from anyio.from_thread import check_cancelled
+from anyio.to_thread import run_sync
+
+from kvatlas.embedded.cluster import ClusterProcesses
+from kvatlas.embedded.nats import NatsProcess
+from kvatlas.embedded.server_process import ServerProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+
+P = ParamSpec("P")
+
+
+class EmbeddedServer:
+    """A server process as an async context manager: started on entry, gone on exit, also when cancelled.
+
+    `start`, `stop`, `kill`, `restart` return when the server answers or is gone. See ServerProcess for what each promises
+    and raises.
+    """
+
+    def __init__(self, process: ServerProcess) -> None:
+        self.process = process
+
+    @property
+    def url(self) -> str:
+        """Where clients connect, with credentials if it has any."""
+        return self.process.url
+
+    @property
+    def port(self) -> int:
+        return self.process.port
+
+    @property
+    def pid(self) -> int:
+        """Raises EmbeddedServerError when it is not running."""
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.is_running
+
+    async def start(self) -> None:
+        await run_sync(partial(self.process.start, while_waiting=check_cancelled))
+
+    async def stop(self) -> None:
+        await run_sync(self.process.stop)
+
+    async def kill(self) -> None:
+        await run_sync(self.process.kill)
+
+    async def restart(self) -> None:
+        await run_sync(partial(self.process.restart, while_waiting=check_cancelled))
+
+    def pause(self) -> None:
+        self.process.pause()
+
+    def resume(self) -> None:
+        self.process.resume()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await run_sync(self.process.close)
+
+
+class EmbeddedCluster:
+    """A cluster of primaries as an async context manager; `nodes` can be killed and restarted one by one."""
+
+    def __init__(self, processes: ClusterProcesses) -> None:
+        self._processes = processes
+        self.nodes = [EmbeddedServer(node) for node in processes.nodes]
+
+    @property
+    def url(self) -> str:
+        """`redis+cluster://` with the address of the first node."""
+        return self._processes.url
+
+    async def __aenter__(self) -> Self:
+        try:
+            await run_sync(partial(self._processes.start, while_waiting=check_cancelled))
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await run_sync(self._processes.close)
+
+
+def _on_asyncio(process: Callable[P, ServerProcess]) -> Callable[P, EmbeddedServer]:
+    """The constructor of a process with the same parameters, for asyncio."""
+
+    def made(*args: P.args, **kwargs: P.kwargs) -> EmbeddedServer:
+        return EmbeddedServer(process(*args, **kwargs))
+
+    return made
+
+
+nats_server = _on_asyncio(NatsProcess)
+"""A NATS server with JetStream; parameters as in NatsProcess. Raises EmbeddedServerError if there is no program."""
+
+valkey_server = _on_asyncio(ValkeyProcess)
+"""A Valkey server; parameters as in ValkeyProcess. Raises EmbeddedServerError if there is no program."""
+
+
+def valkey_cluster(
+    *, primaries: int = 3, binary: Path | None = None, settings: Mapping[str, str] = MappingProxyType({})
+) -> EmbeddedCluster:
+    """A cluster of Valkey servers without replicas. Raises EmbeddedServerError if there is no program."""
+    return EmbeddedCluster(ClusterProcesses(primaries=primaries, binary=binary, settings=settings))

@@ -1,0 +1,231 @@
+"""One server process: started, watched, stopped. Blocking, and independent of any event loop."""
+
+import os
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from kvatlas.embedded.child_process import spawn_owned
+from kvatlas.embedded.free_port import LOOPBACK, free_port
+from kvatlas.embedded.temporary_directory import OwnedDirectory
+from kvatlas.errors import KvatlasError
+
+LOG_FILE = "server.log"
+_PROBE_INTERVAL_S = 0.005
+_PORT_TRIES = 5
+_LAST_LINES = 4
+
+
+class EmbeddedServerError(KvatlasError):
+    """An embedded server can't be started, or ended by itself."""
+
+
+class PortTakenError(EmbeddedServerError):
+    """Somebody else listens on the server's port."""
+
+
+def _nothing() -> None:
+    """What a start does while it waits, if nobody asks for more."""
+
+
+class ServerProcess(ABC):
+    """A server program on a loopback port with a directory of its own.
+
+    `port` 0 chooses a free one, which is then kept over restarts. `data_dir` None makes a temporary directory, removed
+    by `close()`; a given one is kept. Methods are not thread-safe against each other.
+    """
+
+    name: str
+    """The program, as messages call it."""
+
+    def __init__(self, binary: Path, *, port: int, data_dir: Path | None, start_deadline_s: float) -> None:
+        if not 0 <= port <= 65535:
+            raise EmbeddedServerError(f"{self.name}: port {port} is not from 0 to 65535")
+        self._binary = binary
+        self._port = port
+        self._chosen_here = port == 0
+        self._given_dir = data_dir
+        self._temporary: OwnedDirectory | None = None
+        self._start_deadline_s = start_deadline_s
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._log_offset = 0
+        self._paused = False
+        self._has_answered = False
+
+    # What a kind of server adds.
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where clients connect, with credentials if it has any."""
+
+    @abstractmethod
+    def _command(self) -> list[str]:
+        """The program's arguments; writes its configuration into `data_dir` first."""
+
+    @abstractmethod
+    def _is_ready(self) -> bool:
+        """Whether this very process answers requests now; False while it doesn't, also if another one answers."""
+
+    def _choose_port(self) -> int:
+        return free_port()
+
+    # What all have.
+
+    @property
+    def port(self) -> int:
+        """The port; 0 until the first start if it was to be chosen."""
+        return self._port
+
+    @property
+    def pid(self) -> int:
+        """The running server's process id. Raises EmbeddedServerError when it is not running."""
+        if self._popen is None or self._popen.poll() is not None:
+            raise EmbeddedServerError(f"{self.name} on port {self._port} is not running")
+        return self._popen.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process exists (it may be paused)."""
+        return self._popen is not None and self._popen.poll() is None
+
+    @property
+    def data_dir(self) -> Path:
+        """The server's directory, which exists."""
+        if self._given_dir is not None:
+            self._given_dir.mkdir(parents=True, exist_ok=True)
+            return self._given_dir
+        if self._temporary is None:
+            self._temporary = OwnedDirectory()
+        return self._temporary.path
+
+    def last_log_lines(self, count: int = _LAST_LINES) -> list[str]:
+        """The newest non-empty lines that the server wrote since its last start."""
+        log = self.data_dir / LOG_FILE
+        if not log.exists():
+            return []
+        with log.open("rb") as lines:
+            lines.seek(self._log_offset)
+            text = lines.read().decode(errors="replace")
+        return [line.strip() for line in text.splitlines() if line.strip()][-count:]
+
+    def start(self, *, while_waiting: Callable[[], object] = _nothing) -> None:
+        """Start and wait until it answers. Does nothing if it runs.
+
+        `while_waiting` is called every few milliseconds until then; what it raises gives the start up. Raises
+        EmbeddedServerError if the program is missing or ends, or if it does not answer in time. However it fails,
+        nothing of it is left running.
+        """
+        if self.is_running:
+            return
+        if not os.access(self._binary, os.X_OK) or not self._binary.is_file():
+            raise EmbeddedServerError(f"{self.name}: {self._binary} is not an executable file")
+        for tries_left in reversed(range(_PORT_TRIES)):
+            if self._chosen_here and self._port == 0:
+                self._port = self._choose_port()
+            try:
+                self._start_once(while_waiting)
+            except PortTakenError:
+                if not self._chosen_here or self._has_answered or tries_left == 0:
+                    raise
+                self._port = 0
+            else:
+                self._has_answered = True
+                return
+
+    def stop(self, *, deadline_s: float = 10.0) -> None:
+        """Ask it to end, wait, and kill it if it hasn't ended in time. Data and port stay for another `start()`."""
+        popen = self._popen
+        if popen is None:
+            return
+        if self._paused:
+            self.resume()
+        popen.terminate()
+        try:
+            popen.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            popen.wait()
+        self._popen = None
+
+    def kill(self) -> None:
+        """End it with SIGKILL, as a crash would, and wait until it is gone. Data and port stay."""
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.wait()
+            self._popen = None
+        self._paused = False
+
+    def restart(self, *, while_waiting: Callable[[], object] = _nothing) -> None:
+        """Stop and start on the same port with the same data."""
+        self.stop()
+        self.start(while_waiting=while_waiting)
+
+    def pause(self) -> None:
+        """Freeze it (SIGSTOP): connections stay open, nothing answers when this returns."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a thread may run on for a moment
+        self._paused = True
+
+    def resume(self) -> None:
+        """Let a paused one go on (SIGCONT)."""
+        if self.is_running:
+            os.kill(self.pid, signal.SIGCONT)
+        self._paused = False
+
+    def close(self) -> None:
+        """Stop it, and remove its directory if that was temporary."""
+        self.stop()
+        if self._temporary is not None:
+            self._temporary.remove()
+            self._temporary = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_once(self, while_waiting: Callable[[], object]) -> None:
+        log = self.data_dir / LOG_FILE
+        command = [str(self._binary.resolve()), *self._command()]
+        self._paused = False
+        with log.open("ab") as output:
+            self._log_offset = output.tell()
+            self._popen = spawn_owned(command, cwd=self.data_dir, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            self._wait_until_ready(self._popen, while_waiting)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_until_ready(self, popen: subprocess.Popen[bytes], while_waiting: Callable[[], object]) -> None:
+        deadline = time.monotonic() + self._start_deadline_s
+        while True:
+            exit_code = popen.poll()
+            if exit_code is not None:
+                lines = self.last_log_lines()
+                if any("address already in use" in line.lower() for line in lines):
+                    raise PortTakenError(f"{self.name} can't listen on {LOOPBACK}:{self._port}: address already in use")
+                said = " | ".join(lines) or "it wrote nothing"
+                raise EmbeddedServerError(
+                    f"{self.name} on {LOOPBACK}:{self._port} ended at start with exit code {exit_code}: {said}"
+                )
+            if self._is_ready():
+                return
+            if time.monotonic() > deadline:
+                said = " | ".join(self.last_log_lines()) or "it wrote nothing"
+                raise EmbeddedServerError(
+                    f"{self.name} on {LOOPBACK}:{self._port} did not answer within {self._start_deadline_s:g} s: {said}"
+                )
+            while_waiting()
+            time.sleep(_PROBE_INTERVAL_S)

@@ -1,0 +1,1 @@
+"""Fleet records: what each worker is and how it is, and where they are stored."""

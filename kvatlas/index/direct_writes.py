@@ -1,0 +1,79 @@
+"""Direct writes: put, remove and clear as messages of an incarnation that this caller tells.
+
+One way in: a direct write is an ordinary message that the fence judges like any other.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.tiers import FLAG_PINNED, Tier
+from kvatlas.bus import wire
+from kvatlas.errors import KvatlasError
+from kvatlas.events import Cleared, IndexEvent, Message, Removed, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
+from kvatlas.identity import Scope, check_worker_id, partition_of, shard_of
+from kvatlas.index.protocol import Applied, PartitionBatch, WorkerRecord
+
+_TRIES = 5
+_HASHES_A_MESSAGE = 32_768
+
+
+class DirectWrites(ABC):
+    """Put, remove and clear for an index that has `apply` and `record`; see `ResidencyIndex` for their promises."""
+
+    partitions: int
+    shards: int
+
+    @abstractmethod
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied: ...
+
+    @abstractmethod
+    async def record(self, worker_id: str) -> WorkerRecord | None: ...
+
+    async def put(
+        self,
+        use: ScopeUse,
+        worker_id: str,
+        tier: Tier,
+        hashes: bytes,
+        *,
+        parent: int | None = None,
+        first_index: int = 0,
+        pinned: bool = False,
+    ) -> None:
+        flags = FLAG_PINNED if pinned else 0
+        before = parent.to_bytes(HASH_BYTES, "little") if parent is not None else None
+        for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
+            part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]
+            event = Stored(use.scope.scope_id, tier, part, before, first_index + first // HASH_BYTES, flags)
+            await self._tell(worker_id, event, use)
+            before = part[-HASH_BYTES:]
+
+    async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
+        use = ScopeUse(scope, 1)
+        for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
+            part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]
+            await self._tell(worker_id, Removed(scope.scope_id, tier, part), use)
+
+    async def clear_worker(self, worker_id: str) -> None:
+        await self._tell(worker_id, Cleared(), None)
+
+    async def _tell(self, worker_id: str, event: IndexEvent, use: ScopeUse | None) -> None:
+        partition = partition_of(check_worker_id(worker_id), self.partitions)
+        uses = {use.scope.scope_id: use} if use is not None else {}
+        for _ in range(_TRIES):
+            record = await self.record(worker_id)
+            events: list[IndexEvent] = [event]
+            if record is None or record.closed or not record.answering:
+                last = record.incarnation if record is not None else 0
+                incarnation, seq = max(last + 1, time.time_ns()), 0
+                events = [SnapshotBegin(), SnapshotEnd(0, Digest().words), event]
+            else:
+                incarnation, seq = record.incarnation, record.seq + 1
+            message = Message(worker_id, incarnation, seq, events, uses, time.time_ns() // 1000)
+            batch = PartitionBatch(partition, [wire.to_raw(message)])
+            if (await self.apply(shard_of(partition, self.shards), [batch])).applied:
+                return
+        raise KvatlasError(f"worker {worker_id}: somebody else tells of it, {_TRIES} direct writes were out of step")

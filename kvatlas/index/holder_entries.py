@@ -1,0 +1,60 @@
+"""Holders values: who holds a block, as entries of 4 bytes (holder number, flags), sorted by number.
+
+Sorted, so that equal holders are equal bytes. The Lua twin of this file is `functions/_blocks.lua`.
+"""
+
+from functools import lru_cache
+
+from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES
+from kvatlas.blocks.tiers import TIER_MASK
+
+NUMBER_BYTES = 3
+MAX_HOLDER = (1 << 24) - 1
+
+
+def number_bytes(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")
+
+
+def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:
+    """(position of the holder's entry, True), or (where it would stand, False)."""
+    for at in range(0, len(value), HOLDER_ENTRY_BYTES):
+        here = value[at : at + NUMBER_BYTES]
+        if here == number:
+            return at, True
+        if here > number:
+            return at, False
+    return len(value), False
+
+
+def flags_in(value: bytes, number: bytes) -> int:
+    """The holder's flags byte; 0 where it has no entry."""
+    at, found = find_entry(value, number)
+    return value[at + NUMBER_BYTES] if found else 0
+
+
+def without_holder(value: bytes, number: bytes) -> bytes:
+    """The value without the holder's entry, in whatever tiers."""
+    at, found = find_entry(value, number)
+    return value[:at] + value[at + HOLDER_ENTRY_BYTES :] if found else value
+
+
+@lru_cache(maxsize=65_536)
+def with_entry(value: bytes, number: bytes, tier_bit: int, flags: int) -> bytes:
+    """The value after a store. Cached, so equal holders are mostly the same object."""
+    at, found = find_entry(value, number)
+    old = value[at + NUMBER_BYTES] if found else 0
+    rest = value[at + HOLDER_ENTRY_BYTES :] if found else value[at:]
+    return value[:at] + number + bytes((old | tier_bit | flags,)) + rest
+
+
+@lru_cache(maxsize=65_536)
+def without_entry(value: bytes, number: bytes, tier_bit: int) -> bytes:
+    """The value after a removal; the entry goes with its last tier."""
+    at, found = find_entry(value, number)
+    if not found or not value[at + NUMBER_BYTES] & tier_bit:
+        return value
+    new = value[at + NUMBER_BYTES] & ~tier_bit
+    if not new & TIER_MASK:
+        return value[:at] + value[at + HOLDER_ENTRY_BYTES :]
+    return value[: at + NUMBER_BYTES] + bytes((new,)) + value[at + HOLDER_ENTRY_BYTES :]

@@ -1,0 +1,1 @@
+"""The residency index in process: the reference model."""

@@ -1,0 +1,166 @@
+"""The residency index in process: the reference model, and the index of routers that need no other."""
+
+from collections.abc import AsyncIterator, Collection, Sequence
+
+from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency
+from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
+from kvatlas.bus.wire import scope_use
+from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.index.direct_writes import DirectWrites
+from kvatlas.index.memory.shard import MemoryShard
+from kvatlas.index.protocol import Applied, PartitionBatch, Position, Recounted, Room, Scrubbed, WorkerRecord
+from kvatlas.index.verify import differences
+
+
+class MemoryIndex(DirectWrites):
+    """A ResidencyIndex in this process; see the protocol for its promises. Its side index is always on."""
+
+    persistent = False
+
+    def __init__(self, partitions: int = 64, shards: int = 1) -> None:
+        self.partitions = partitions
+        self.shards = shards
+        self._shards = [MemoryShard() for _ in range(shards)]
+        self._scopes: dict[bytes, Scope] = {}
+        self._prefix_scans = 0
+
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+        for batch in batches:
+            for raw in batch.messages:
+                for scope_id, entry in raw[5].items():
+                    if scope_id not in self._scopes:
+                        self._scopes[scope_id] = scope_use(scope_id, entry).scope
+        return self._shards[shard].apply(batches)
+
+    async def retire(self, worker_id: str, incarnation: int) -> bool:
+        return self._shard_of(worker_id).retire(worker_id, incarnation)
+
+    async def forget(self, worker_id: str, incarnation: int) -> bool:
+        return self._shard_of(worker_id).forget(worker_id, incarnation)
+
+    async def forget_scopes(self, idle_s: float) -> int:
+        held = {scope_id for shard in self._shards for scope_id in shard.forget_empty_scopes()}
+        unheld = [scope_id for scope_id in self._scopes if scope_id not in held]
+        for scope_id in unheld:
+            del self._scopes[scope_id]
+        return len(unheld)
+
+    async def clear(self) -> None:
+        self._shards = [MemoryShard() for _ in range(self.shards)]
+
+    async def sweep(self, shard: int, budget_blocks: int) -> int:
+        return self._shards[shard].sweep()
+
+    async def room(self, shard: int) -> Room:
+        return Room(0, 0, False)
+
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> Scrubbed:
+        return self._shards[shard].scrub(partitions)
+
+    async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
+        found = []
+        for worker_id in worker_ids:
+            record = self._shard_of(worker_id).workers.get(worker_id)
+            if record is None or record.active < 0:
+                continue
+            digests: dict[Scope, Digest] = {}
+            async for one in self.snapshot(worker_id):
+                key = one.sequence_hash.to_bytes(HASH_BYTES, "little")
+                digests.setdefault(one.scope, Digest()).add(one.scope.scope_id, one.tier, key)
+            scopes = {scope: digest.words for scope, digest in digests.items()}
+            sound = self._shard_of(worker_id).sound(worker_id)
+            found.append(Recounted(worker_id, record.incarnation, record.seq, False, scopes, sound))
+        return found
+
+    def overlap_now(self, scope: Scope, hashes: bytes) -> Overlap:
+        """`overlap` without a task switch, for callers in the same process."""
+        self._prefix_scans += 1
+        scope_id = scope.scope_id
+        return Overlap([shard.overlap(scope_id, hashes) for shard in self._shards], len(hashes) // HASH_BYTES)
+
+    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+        found = self.overlap_now(scope, hashes)
+        if not verify:
+            return found
+        walked = Overlap([s.overlap(scope.scope_id, hashes, stride=0) for s in self._shards], found.looked_up)
+        return Overlap(found.shards, found.looked_up, differences(found, walked))
+
+    async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
+        key = sequence_hash.to_bytes(HASH_BYTES, "little")
+        found = [r for shard in self._shards for r in _residencies(shard, scope, key)]
+        return sorted(found, key=lambda residency: (residency.worker_id, residency.tier))
+
+    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
+        parent = prefix_hash.to_bytes(HASH_BYTES, "little") if prefix_hash is not None else b""
+        held = {
+            int.from_bytes(key, "little")
+            for shard in self._shards
+            for key in shard.children.get(scope.scope_id, {}).get(parent, ())
+            if any(shard.entries(scope.scope_id, key))
+        }
+        return sorted(held)
+
+    async def record(self, worker_id: str) -> WorkerRecord | None:
+        shard = self._shard_of(worker_id)
+        return shard.record(worker_id) if worker_id in shard.workers else None
+
+    async def records(self, shard: int) -> Sequence[WorkerRecord]:
+        return [self._shards[shard].record(worker_id) for worker_id in self._shards[shard].workers]
+
+    async def position(self, partition: int) -> Position | None:
+        return self._shards[shard_of(partition, self.shards)].positions.get(partition)
+
+    async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
+        return self._shards[shard_of(partition, self.shards)].set_position(partition, expected, new)
+
+    async def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
+        for shard in self._shards:
+            for scope_id, blocks in shard.blocks.items():
+                for key in list(blocks):
+                    for residency in _residencies(shard, self._scopes[scope_id], key):
+                        if worker_id in (None, residency.worker_id):
+                            yield residency
+
+    async def digest(self, worker_id: str) -> Sequence[int] | None:
+        shard = self._shard_of(worker_id)
+        record = shard.workers.get(worker_id)
+        return shard.holders[record.active].digest.words if record is not None and record.active >= 0 else None
+
+    async def length(self) -> int:
+        return sum(shard.holders[holder].digest.blocks for shard in self._shards for holder in shard.active)
+
+    async def metrics(self) -> IndexMetrics:
+        resident_bytes = 0
+        for shard in self._shards:
+            for holder in map(shard.holders.__getitem__, shard.active):
+                block_bytes = max((size for _, size in holder.touched.values()), default=0)
+                resident_bytes += holder.digest.blocks * block_bytes
+        counts = [shard.counts for shard in self._shards]
+        return IndexMetrics(
+            resident_blocks=await self.length(),
+            resident_bytes=resident_bytes,
+            puts=sum(count.stored for count in counts),
+            removes=sum(count.removed for count in counts),
+            prefix_scans=self._prefix_scans,
+            bytes_written=sum(count.bytes_written for count in counts),
+        )
+
+    def _shard_of(self, worker_id: str) -> MemoryShard:
+        return self._shards[shard_of(partition_of(worker_id, self.partitions), self.shards)]
+
+
+def _residencies(shard: MemoryShard, scope: Scope, key: bytes) -> list[Residency]:
+    return [
+        Residency(
+            scope,
+            int.from_bytes(key, "little"),
+            shard.active[holder],
+            tier,
+            shard.holders[holder].touched[scope.scope_id][1],
+            pinned=bool(flags & FLAG_PINNED),
+        )
+        for holder, flags in shard.entries(scope.scope_id, key)
+        for tier in tiers_of(flags)
+    ]

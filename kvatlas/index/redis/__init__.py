@@ -1,0 +1,1 @@
+"""The residency index in Redis or Valkey."""

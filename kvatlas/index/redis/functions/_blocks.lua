@@ -1,0 +1,243 @@
+-- Changing many blocks of one scope: one HMGET, one HSET, one HDEL for hundreds of blocks, of several holders too.
+-- Values repeat, so what becomes of a value is computed once (`known`), and Lua only looks it up a block.
+
+-- The side index: which blocks follow which. side = {children = key, parents = key}.
+local function link(side, hash, parent)
+  if redis.call('HSETNX', side.parents, hash, parent) == 1 then
+    redis.call('HSET', side.children, parent, (redis.call('HGET', side.children, parent) or '') .. hash)
+  end
+end
+
+local function unlink(side, hash)
+  local parent = redis.call('HGET', side.parents, hash)
+  if not parent then
+    return
+  end
+  redis.call('HDEL', side.parents, hash)
+  local rest = {}
+  for _, child in ipairs(split(redis.call('HGET', side.children, parent) or '')) do
+    if child ~= hash then
+      rest[#rest + 1] = child
+    end
+  end
+  if #rest == 0 then
+    redis.call('HDEL', side.children, parent)
+  else
+    redis.call('HSET', side.children, parent, table.concat(rest))
+  end
+end
+
+local function value_with(value, holder, tier_bit, flags)
+  if not value then
+    return holder .. string.char(bit.bor(tier_bit, flags)), true
+  end
+  local at, slot = find_entry(value, holder)
+  if not at then
+    return string.sub(value, 1, slot - 1) .. holder .. string.char(bit.bor(tier_bit, flags)) .. string.sub(value, slot), true
+  end
+  local old = string.byte(value, at + 3)
+  local new = bit.bor(old, tier_bit, flags)
+  if new == old then
+    return value, false
+  end
+  return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), bit.band(old, tier_bit) == 0
+end
+
+local function value_without(value, holder, tier_bit)
+  if not value then
+    return value, false
+  end
+  local at = find_entry(value, holder)
+  if not at then
+    return value, false
+  end
+  local old = string.byte(value, at + 3)
+  if bit.band(old, tier_bit) == 0 then
+    return value, false
+  end
+  local new = old - tier_bit
+  if bit.band(new, TIER_MASK) == 0 then
+    local rest = string.sub(value, 1, at - 1) .. string.sub(value, at + 4)
+    return rest ~= '' and rest, true
+  end
+  return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), true
+end
+
+-- The two 32-bit sums of packed hashes' halves (exact: a run of hashes is far below 2^21 blocks).
+local sum_formats = {}
+local function sums(packed)
+  local low, high, count = 0, 0, #packed / 8
+  for first = 0, count - 1, 1024 do
+    local n = math.min(count - first, 1024)
+    local format = sum_formats[n]
+    if not format then
+      format = '<' .. string.rep('I4', 2 * n)
+      if n <= 64 or n == 1024 then
+        sum_formats[n] = format
+      end
+    end
+    local halves = { struct.unpack(format, packed, first * 8 + 1) }
+    for i = 1, 2 * n, 2 do
+      low = low + halves[i]
+      high = high + halves[i + 1]
+    end
+  end
+  return low, high
+end
+
+-- Counts blocks of one scope, given by how many they are and their sums, into (sign 1) or out of (sign -1) a holder's digest,
+-- under a tier or a flag (by its bit): see kvatlas/blocks/digest.py.
+local function count_sums(digest, tier, count, low, high, scope, sign)
+  local at = 3 * tier + 1
+  digest[at] = digest[at] + sign * count
+  digest[at + 1] = (digest[at + 1] + sign * (low % TWO32 * scope.mix_low % TWO32)) % TWO32
+  digest[at + 2] = (digest[at + 2] + sign * (high % TWO32 * scope.mix_high % TWO32)) % TWO32
+end
+
+-- The same for packed blocks.
+local function count_blocks(digest, tier, packed, scope, sign)
+  local low, high = sums(packed)
+  count_sums(digest, tier, #packed / 8, low, high, scope, sign)
+end
+
+-- Which flags besides the tiers differ between a holder's entries in two values?
+local function flags_changed(old, new, holder)
+  local was, is = old and find_entry(old, holder), new and find_entry(new, holder)
+  return bit.band(bit.bxor(was and string.byte(old, was + 3) or 0, is and string.byte(new, is + 3) or 0), FLAG_MASK)
+end
+
+-- flagged: {bit of a flag -> {hash...}}; the hash's entry has these flags now, or has them no longer.
+local function note_flags(flagged, flags, hash)
+  for flag = 5, 7 do
+    if bit.band(flags, 2 ^ flag) ~= 0 then
+      flagged[flag] = flagged[flag] or {}
+      table.insert(flagged[flag], hash)
+    end
+  end
+end
+
+-- The hashes each once.
+local function distinct(hashes)
+  local seen, out, n = {}, {}, 0
+  for i = 1, #hashes do
+    if not seen[hashes[i]] then
+      seen[hashes[i]] = true
+      n = n + 1
+      out[n] = hashes[i]
+    end
+  end
+  return out
+end
+
+local PART = 512 -- blocks a command; more at a time don't fit into the processor's caches
+
+-- What an operation makes of hashes[first..last], of which values[i - before] is the value: appended to `set`, which is n long,
+-- and `gone`, which is m long. Returns n, m and the bytes to be written.
+local function decide(op, hashes, values, before, first, last, set, n, gone, m)
+  local known, bytes = op.known, 0
+  for i = first, last do
+    local value = values[i - before]
+    local new = known[value]
+    if new == nil then
+      local counts
+      if op.store then
+        new, counts = value_with(value, op.holder, op.tier_bit, op.flags)
+      else
+        new, counts = value_without(value, op.holder, op.tier_bit)
+      end
+      if op.flagged then
+        note_flags(op.flagged, flags_changed(value, new, op.holder), hashes[i])
+      end
+      if not counts then -- the holder has it already, or has not what it should lose
+        op.uncounted = op.uncounted or {}
+        op.uncounted[hashes[i]] = true
+      elseif not op.flagged then
+        known[value] = new
+      end
+    end
+    if not new then
+      if value then
+        m = m + 1
+        gone[m] = hashes[i]
+      end
+    elseif new ~= value then
+      set[n + 1], set[n + 2] = hashes[i], new
+      n = n + 2
+      bytes = bytes + 8 + #new
+    end
+  end
+  return n, m, bytes
+end
+
+-- Counts what an operation made of hashes[first..last] into its holder's digest, and returns how many blocks that are.
+local function settle(op, hashes, first, last)
+  local sign = op.store and 1 or -1
+  for flag, those in pairs(op.flagged or {}) do
+    count_blocks(op.digest, flag, table.concat(those), op.scope, sign)
+  end
+  if not op.uncounted and last - first + 1 == op.told then
+    count_sums(op.digest, op.tier, op.told, op.low, op.high, op.scope, sign)
+    return op.told
+  end
+  local changed, c = {}, 0
+  for i = first, last do
+    if not (op.uncounted and op.uncounted[hashes[i]]) then
+      c = c + 1
+      changed[c] = hashes[i]
+    end
+  end
+  if c > 0 then
+    count_blocks(op.digest, op.tier, table.concat(changed), op.scope, sign)
+  end
+  return c
+end
+
+-- Carries out operations on blocks of one scope: several that are all of different blocks, or one.
+-- op: {scope, holder, tier, tier_bit, flags, store = true or false, digest, known = {}, parts = packed blocks,
+--   told = how many, low, high = their sums as apply_call.py gives them}; one part repeats nothing
+-- scope: {blocks = key, mix_low, mix_high, side or nil}; count: see apply.lua
+local function change_blocks(scope, ops, count)
+  local packed, total = {}, 0
+  for _, op in ipairs(ops) do
+    for _, part in ipairs(op.parts) do
+      packed[#packed + 1] = part
+    end
+    total = total + op.told
+    op.last = total
+    op.flagged = #op.digest > DIGEST_WORDS and {} -- few holders were ever told of flags
+  end
+  local hashes = split(table.concat(packed))
+  if #ops == 1 and #packed > 1 then
+    hashes = distinct(hashes)
+    ops[1].last = #hashes
+  end
+  local at, from = 1, 1 -- the operation, and its first hash
+  for first = 1, #hashes, PART do
+    local last = math.min(first + PART - 1, #hashes)
+    local values = redis.call('HMGET', scope.blocks, unpack(hashes, first, last))
+    local set, gone, n, m, i, bytes = {}, {}, 0, 0, first, 0
+    while i <= last do
+      local op = ops[at]
+      local stop = math.min(op.last, last)
+      n, m, bytes = decide(op, hashes, values, first - 1, i, stop, set, n, gone, m)
+      count.bytes = count.bytes + bytes
+      if stop == op.last then
+        local what = op.store and 'stored' or 'removed'
+        count[what] = count[what] + settle(op, hashes, from, stop)
+        at, from = at + 1, stop + 1
+      end
+      i = stop + 1
+    end
+    if n > 0 then
+      redis.call('HSET', scope.blocks, unpack(set, 1, n))
+    end
+    if m > 0 then
+      redis.call('HDEL', scope.blocks, unpack(gone, 1, m))
+      if scope.side then
+        for j = 1, m do
+          unlink(scope.side, gone[j])
+        end
+      end
+    end
+  end
+end

@@ -1,0 +1,87 @@
+"""Opening a store: its layout, its suitability, and the function library."""
+
+from pathlib import Path
+from secrets import token_hex
+
+from redis.exceptions import ResponseError
+
+from kvatlas.errors import LayoutMismatch, UnsuitableStore
+from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION
+from kvatlas.store.connection import Store
+from kvatlas.store.function_library import function_library
+
+LIBRARY = "kvatlas"
+FUNCTIONS = Path(__file__).parent / "functions"
+SHARED = ("_slot", "_holders", "_blocks", "_fold")
+
+_ID = "id"
+
+DEFAULT_PARTITIONS = 64
+DEFAULT_SHARDS = 1
+
+
+def library() -> str:
+    """The code of the index's functions."""
+    return function_library(LIBRARY, FUNCTIONS, SHARED)
+
+
+async def read_layout(store: Store) -> tuple[int, int] | None:
+    """(partitions, shards); None for a store without a layout. Raises LayoutMismatch for another version, or none of ours."""
+    found = {key.decode(): value.decode() for key, value in (await store.client.hgetall(LAYOUT)).items()}
+    if not found:
+        return None
+    if found.get("version") != str(LAYOUT_VERSION):
+        raise LayoutMismatch(
+            f"{store.name}: layout version {found.get('version')}; this kvatlas expects {LAYOUT_VERSION}"
+        )
+    partitions, shards = found.get("partitions", ""), found.get("shards", "")
+    if not (partitions.isdecimal() and shards.isdecimal() and int(shards) and int(partitions) % int(shards) == 0):
+        raise LayoutMismatch(
+            f"{store.name}: layout of {partitions!r} partitions and {shards!r} shards; expected numbers, one a divisor of "
+            "the other: somebody else wrote there"
+        )
+    return int(partitions), int(shards)
+
+
+async def layout_id(store: Store) -> bytes | None:
+    """Tells a layout from one made after the store lost it; None where there is none."""
+    found: bytes | None = await store.client.hget(LAYOUT, _ID)
+    return found
+
+
+async def make_layout(store: Store, partitions: int | None, shards: int | None) -> tuple[int, int]:
+    """(partitions, shards) of the store's layout, made if there is none. Raises LayoutMismatch where it is another."""
+    wanted = (partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS)
+    found = await read_layout(store)
+    if found is None:
+        if wanted[0] % wanted[1]:
+            raise LayoutMismatch(f"{wanted[1]} shards; expected a divisor of {wanted[0]} partitions")
+        async with store.client.pipeline(transaction=True) as pipeline:
+            fields = {"version": LAYOUT_VERSION, "partitions": wanted[0], "shards": wanted[1], _ID: token_hex(8)}
+            for field, value in fields.items():
+                pipeline.hsetnx(LAYOUT, field, value)
+            await pipeline.execute()
+        found = await read_layout(store)
+        assert found is not None
+    if (partitions or found[0], shards or found[1]) != found:
+        raise LayoutMismatch(
+            f"{store.name}: laid out with {found[0]} partitions and {found[1]} shards; asked for {wanted[0]} and {wanted[1]}"
+        )
+    return found
+
+
+async def check_suitable(store: Store) -> None:
+    """Raises UnsuitableStore where the store would evict keys by itself, or is a read-only replica."""
+    try:
+        found = await store.client.config_get("maxmemory-policy")
+    except ResponseError:
+        return  # a managed service may hide CONFIG: `kvatlas doctor` says what it could not check
+    policy = found.get("maxmemory-policy") if isinstance(found, dict) else None
+    if policy is not None and policy != "noeviction":
+        raise UnsuitableStore(
+            f"{store.name}: maxmemory-policy is {policy}; expected noeviction, since an evicted key is a wrong answer"
+        )
+    if not store.is_cluster:
+        role = await store.client.execute_command("ROLE")
+        if role[0] in (b"slave", "slave"):
+            raise UnsuitableStore(f"{store.name} is a replica; expected a primary")

@@ -1,0 +1,161 @@
+"""What engines answered beside what routers had predicted: how an answer deviates, counts of it, what is wrong."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic import Field
+
+from kvatlas.fleet.records import WireRecord
+
+WRONG_SHARE = 0.05
+"""From this share of deviating answers on somebody should look; at moderate load under 0.01 of them deviate."""
+ENOUGH_ANSWERS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a router expected of one answer.
+
+    `prompt_tokens` None: not known. Of `cached_tokens` no event has confirmed `unconfirmed_tokens`: they were being
+    computed, or the worker tells no events. `by_index` False: the index was not asked, or did not answer in time.
+    """
+
+    prompt_tokens: int | None
+    cached_tokens: int = 0
+    unconfirmed_tokens: int = 0
+    by_index: bool = True
+
+
+class Deviation(StrEnum):
+    """Why an engine found another number of prompt tokens cached than predicted; the first that applies.
+
+    `OTHER_TOKENS`: it counts other prompt tokens than the router. `WITHOUT_INDEX`: the choice was made without the index.
+    `NEWER`: it found more, which was stored, or told, after the choice. `UNCONFIRMED`: it found what events had confirmed,
+    not all of the prefix that was in flight or only predicted. `EVICTED`: not even what events had confirmed.
+    """
+
+    NONE = "none"
+    OTHER_TOKENS = "other_tokens"
+    WITHOUT_INDEX = "without_index"
+    NEWER = "newer"
+    UNCONFIRMED = "unconfirmed"
+    EVICTED = "evicted"
+
+
+MEANING: Mapping[Deviation, str] = {
+    Deviation.OTHER_TOKENS: "the engine counts other tokens",
+    Deviation.WITHOUT_INDEX: "chosen without the index",
+    Deviation.NEWER: "stored or told after the choice",
+    Deviation.UNCONFIRMED: "prefix in flight, not there yet",
+    Deviation.EVICTED: "evicted since the choice",
+}
+
+
+def deviation(predicted: Prediction, prompt_tokens: int, cached_tokens: int) -> Deviation:
+    """How an answer with these tokens deviates from its prediction."""
+    if cached_tokens == predicted.cached_tokens:
+        return Deviation.NONE
+    if predicted.prompt_tokens not in (None, prompt_tokens):
+        return Deviation.OTHER_TOKENS
+    if not predicted.by_index:
+        return Deviation.WITHOUT_INDEX
+    if cached_tokens > predicted.cached_tokens:
+        return Deviation.NEWER
+    if cached_tokens >= predicted.cached_tokens - predicted.unconfirmed_tokens:
+        return Deviation.UNCONFIRMED
+    return Deviation.EVICTED
+
+
+@dataclass(slots=True)
+class AnswerCounts:
+    """Plain integers since the router began.
+
+    `prompts_*`: the engine's prompt tokens beside ours. `cached_*`: its cached tokens beside the predicted ones, by
+    `Deviation`; `cached_untold`: it does not tell them. `predicted_tokens` and `cached_tokens` where it does.
+    """
+
+    prompts_equal: int = 0
+    prompts_differ: int = 0
+    cached_equal: int = 0
+    cached_other_tokens: int = 0
+    cached_without_index: int = 0
+    cached_newer: int = 0
+    cached_unconfirmed: int = 0
+    cached_evicted: int = 0
+    cached_untold: int = 0
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def by_deviation(self) -> dict[Deviation, int]:
+        """Answers that deviate."""
+        return {
+            Deviation.OTHER_TOKENS: self.cached_other_tokens,
+            Deviation.WITHOUT_INDEX: self.cached_without_index,
+            Deviation.NEWER: self.cached_newer,
+            Deviation.UNCONFIRMED: self.cached_unconfirmed,
+            Deviation.EVICTED: self.cached_evicted,
+        }
+
+    def add(self, predicted: Prediction, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """Count one answer; `cached_tokens` None: the engine does not tell."""
+        if predicted.prompt_tokens is None:  # nothing was predicted
+            return
+        if predicted.prompt_tokens == prompt_tokens:
+            self.prompts_equal += 1
+        else:
+            self.prompts_differ += 1
+        if cached_tokens is None:
+            self.cached_untold += 1
+            return
+        self.predicted_tokens += predicted.cached_tokens
+        self.cached_tokens += cached_tokens
+        match deviation(predicted, prompt_tokens, cached_tokens):
+            case Deviation.NONE:
+                self.cached_equal += 1
+            case Deviation.OTHER_TOKENS:
+                self.cached_other_tokens += 1
+            case Deviation.WITHOUT_INDEX:
+                self.cached_without_index += 1
+            case Deviation.NEWER:
+                self.cached_newer += 1
+            case Deviation.UNCONFIRMED:
+                self.cached_unconfirmed += 1
+            case Deviation.EVICTED:
+                self.cached_evicted += 1
+
+
+class AnswerReport(WireRecord):
+    """One router's counts of the answers in one pool, and the last prompt whose tokens differed, in words."""
+
+    counts: AnswerCounts = Field(default_factory=AnswerCounts)
+    example: str = ""
+
+    def findings(self) -> list[tuple[str, str]]:
+        """What somebody should look at, and what to do, a pair of lines each; empty where nothing is."""
+        counts, found = self.counts, []
+        if counts.prompts_differ:
+            total = counts.prompts_equal + counts.prompts_differ
+            line = f"the tokenizer is not the engine's: {counts.prompts_differ} of {total} prompts differ"
+            line += f", the last had {self.example}"
+            found.append((line, "check its files and the chat template, or ask the engine (--tokenizer engine)"))
+        deviating = counts.by_deviation
+        told = counts.cached_equal + sum(deviating.values())
+        if counts.cached_untold and not told:
+            advice = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
+            found.append(("engines don't tell cached tokens", advice))
+        deviating.pop(Deviation.OTHER_TOKENS)  # said above
+        if told >= ENOUGH_ANSWERS and sum(deviating.values()) >= WRONG_SHARE * told:
+            parts = ", ".join(f"{MEANING[why]}: {number}" for why, number in deviating.items() if number)
+            line = f"{sum(deviating.values())} of {told} answers had other cached tokens than predicted ({parts})"
+            found.append((line, _ADVICE[max(deviating, key=lambda why: deviating[why])]))
+        return found
+
+
+_ADVICE = {
+    Deviation.WITHOUT_INDEX: "the store answers too late: look at its latency, or raise --decision-deadline-ms",
+    Deviation.NEWER: "events come late: look at the indexers' lag",
+    Deviation.UNCONFIRMED: "prefills take longer than predicted: the engines are overloaded, or priced wrong",
+    Deviation.EVICTED: "engines evict what is about to be used: their caches are too small for this load",
+}

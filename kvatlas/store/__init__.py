@@ -1,0 +1,1 @@
+"""Redis or Valkey: the connection, and server-side functions."""

@@ -1,0 +1,165 @@
+"""Redis or Valkey: connecting with clear errors, and calling server-side functions."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis.asyncio as redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ClusterError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
+from kvatlas.redact import without_password
+from kvatlas.runtime.retry import reached
+from kvatlas.store.redis_connections import Lines
+
+CLUSTER_SCHEME = "redis+cluster"
+CALL_TIMEOUT_S = 5.0
+
+UNREACHABLE = (
+    RedisConnectionError,
+    RedisTimeoutError,
+    BusyLoadingError,
+    ClusterError,
+    RedisClusterException,
+    ConnectionError,
+    TimeoutError,
+    OSError,
+)
+"""What a store that does not answer raises; anything else it raises is an answer."""
+
+
+class Store:
+    """A connection pool to one store, standalone or cluster; safe to share between tasks of one event loop."""
+
+    def __init__(self, client: "redis.Redis | RedisCluster", url: str) -> None:
+        self.client: Any = client  # redis-py types its sync and async answers as unions
+        self.url = url
+        self.name = f"Redis at {without_password(url)}"
+        self._lines = None if isinstance(client, RedisCluster) else Lines(client)
+
+    @property
+    def is_cluster(self) -> bool:
+        return isinstance(self.client, RedisCluster)
+
+    async def fcall(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+        """Call a server-side function. Raises Unreachable, or redis' ResponseError for an error the server answers."""
+        return (await self._call([("FCALL", function, len(keys), *keys, *args)], again=False))[0]
+
+    async def fcall_ro(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+        """Call a read-only server-side function; see `fcall`."""
+        return (await self._call([("FCALL_RO", function, len(keys), *keys, *args)], again=True))[0]
+
+    async def fcall_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+        """Several read-only calls in one pipelined round trip (in a cluster: one to each node); answers in order."""
+        commands = [("FCALL_RO", function, len(keys), *keys, *args) for keys, args in calls]
+        return await self._call(commands, again=True)
+
+    async def _call(self, commands: Sequence[tuple[Any, ...]], *, again: bool) -> list[Any]:
+        try:
+            if self._lines is not None:
+                return await self._lines.call(commands, again=again)
+            return list(await asyncio.gather(*(self.client.execute_command(*command) for command in commands)))
+        except ReadOnlyError as error:
+            # its role has changed: connections made anew may lead to the one that is the primary now
+            await self._drop_idle()
+            raise Unreachable(f"{self.name}: it is a read-only replica; expected a primary") from error
+        except UNREACHABLE as error:
+            raise Unreachable(f"{self.name}: {reason(error)}") from error
+
+    async def _drop_idle(self) -> None:
+        if self._lines is not None:
+            await self._lines.close()
+            await self.client.connection_pool.disconnect(inuse_connections=False)
+
+    async def load_functions(self, code: str) -> None:
+        """Load a function library, replacing an older one, on every primary. Raises Unreachable; OutOfMemoryError where the
+        store has no room for one that it does not have yet."""
+        try:
+            if self.is_cluster:
+                await self.client.execute_command("FUNCTION LOAD", "REPLACE", code, target_nodes=RedisCluster.PRIMARIES)
+            else:
+                await self.client.execute_command("FUNCTION LOAD", "REPLACE", code)
+        except OutOfMemoryError:
+            if not await self._has_functions(code):
+                raise
+        except UNREACHABLE as error:
+            raise Unreachable(f"{self.name}: {reason(error)}") from error
+
+    async def _has_functions(self, code: str) -> bool:
+        """Is this very library loaded? In a cluster nobody knows of every primary."""
+        if self.is_cluster:
+            return False
+        name = code.partition("\n")[0].rpartition("name=")[2]
+        found = await self.client.execute_command("FUNCTION LIST", "LIBRARYNAME", name, "WITHCODE")
+        return any(code.encode() in library for library in found)
+
+    async def close(self) -> None:
+        if self._lines is not None:
+            await self._lines.close()
+        await self.client.aclose()
+
+
+async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None) -> Store:
+    """A store that has answered once.
+
+    `url`: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` (any node of a cluster). With `wait` an unreachable
+    server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises Unreachable, naming
+    the address: at once without `wait`; AccessDenied for wrong credentials; InvalidValue for another URL.
+    """
+    return await reached(lambda: _opened(url), wait=wait, on_wait=on_wait)
+
+
+async def _opened(url: str) -> Store:
+    store = Store(_client(url), url)
+    try:
+        await store.client.ping()
+        return store
+    except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+        await store.close()
+        raise AccessDenied(f"{store.name}: {reason(error)}") from error
+    except (RedisError, *UNREACHABLE) as error:
+        await store.close()
+        raise Unreachable(f"{store.name}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """One line of what a client library says."""
+    if isinstance(error, (RedisTimeoutError, TimeoutError)):
+        return "no answer in time"
+    if isinstance(error, AuthenticationError) and "HELLO must be called" in str(error):
+        return "it asks for credentials; expected them in the URL"
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _client(url: str) -> "redis.Redis | RedisCluster":
+    scheme = urlsplit(url).scheme
+    # no hidden retries: who calls knows whether a second call is right
+    retry = Retry(NoBackoff(), 0)
+    try:
+        if scheme == CLUSTER_SCHEME:
+            return RedisCluster.from_url(
+                "redis" + url.removeprefix(CLUSTER_SCHEME), socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2
+            )
+        if scheme in ("redis", "rediss", "unix"):
+            return redis.Redis.from_url(url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=retry)
+    except ValueError as error:
+        raise InvalidValue(f"Redis URL {without_password(url)!r}: {error}") from error
+    raise InvalidValue(
+        f"Redis URL {without_password(url)!r}; expected redis://, rediss://, unix:// or {CLUSTER_SCHEME}://"
+    )

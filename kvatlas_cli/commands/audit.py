@@ -1,0 +1,105 @@
+"""`kvatlas audit`: every publisher's ledger against the index."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from kvatlas.bus.connection import connect_nats
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.settings import Settings
+from kvatlas.store.connection import open_store
+from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.ledger_audit import WorkerAudit
+from kvatlas_cli.ledger_audit import audit as audit_workers
+from kvatlas_cli.output import count_text, print_json, print_table
+from kvatlas_cli.runner import run_query, tell
+
+
+@with_settings(Settings)
+def audit(
+    settings: Settings,
+    worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
+    deadline: Annotated[
+        float, typer.Option(min=0.0, help="Seconds the index may take to reach what publishers told.")
+    ] = 10.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare what every publisher says it holds with every block in the index; exit code 1 where they differ."""
+    found: list[WorkerAudit] = []
+    run_query("audit", settings, _audit(settings, worker, deadline, found))
+    if as_json:
+        print_json([_jsonable(one) for one in found])
+    else:
+        _print(found)
+    if not all(one.verdict.good for one in found):
+        raise typer.Exit(1)
+
+
+async def _audit(settings: Settings, worker: str | None, deadline_s: float, found: list[WorkerAudit]) -> None:
+    store = await open_store(settings.redis_url, wait=settings.wait, on_wait=tell)
+    try:
+        index = await open_redis_index(store, writer=False)
+        client = await connect_nats(settings.nats_url, name="kvatlas-audit", wait=settings.wait, on_wait=tell)
+        try:
+            if worker is not None:
+                workers = [worker]
+            else:
+                workers = list(await FleetStore(store).all())
+                for shard in range(index.shards):
+                    workers += [record.worker_id for record in await index.records(shard) if record.answering]
+            found += await audit_workers(index, client, workers, deadline_s)
+        finally:
+            await client.close()
+    finally:
+        await store.close()
+    if worker is not None and not found:
+        raise InvalidValue(f"worker {worker!r} holds nothing, and no publisher answers for it")
+
+
+def _print(found: Sequence[WorkerAudit]) -> None:
+    wrong = sum(not one.verdict.good for one in found)
+    rows = [
+        (one.worker_id, one.verdict.value, "-" if one.blocks is None else str(one.blocks), one.note) for one in found
+    ]
+    print_table(
+        f"{count_text(len(found), 'worker')}, {wrong} not as told", ("worker", "verdict", "blocks told", "note"), rows
+    )
+    different = [
+        (one.worker_id, str(each.scope), each.tier.label, str(each.told_blocks), str(each.held_blocks), _what(each))
+        for one in found
+        for each in one.differences
+    ]
+    if different:
+        columns = ("worker", "scope", "tier", "told", "in the index", "")
+        print_table(count_text(len(different), "difference"), columns, different)
+
+
+def _what(difference: Any) -> str:
+    missing = difference.told_blocks - difference.held_blocks
+    if not missing:
+        return "other blocks"
+    return f"{missing} missing" if missing > 0 else f"{-missing} too many"
+
+
+def _jsonable(one: WorkerAudit) -> dict[str, Any]:
+    return {
+        "worker": one.worker_id,
+        "verdict": one.verdict.value,
+        "blocks": one.blocks,
+        "note": one.note,
+        "differences": [
+            {
+                "model_id": each.scope.model_id,
+                "tokenizer_id": each.scope.tokenizer_id,
+                "adapter_id": each.scope.adapter_id,
+                "tenant_id": each.scope.tenant_id,
+                "tier": each.tier.label,
+                "told": each.told_blocks,
+                "held": each.held_blocks,
+            }
+            for each in one.differences
+        ],
+    }

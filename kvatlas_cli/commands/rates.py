@@ -1,0 +1,80 @@
+"""`kvatlas rates`: how fast the workers are, as routers learned it."""
+
+from dataclasses import asdict
+from typing import Any
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost import EngineRates
+from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_of
+from kvatlas.cost.regression import Evidence
+from kvatlas.fleet.store import FleetStore
+from kvatlas.reservations import RedisReservations
+from kvatlas.settings import Settings
+from kvatlas.store.connection import open_store
+from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.output import print_json, print_table
+from kvatlas_cli.runner import run_query, tell
+
+
+@with_settings(Settings)
+def rates(settings: Settings, as_json: JsonFlag = False) -> None:
+    """Show the learned rates of the cost profile `engine`, by worker; the defaults where nothing is learned yet."""
+    run_query("rates", settings, _rates(settings, as_json))
+
+
+async def _rates(settings: Settings, as_json: bool) -> None:
+    store = await open_store(settings.redis_url, wait=settings.wait, on_wait=tell)
+    try:
+        fleet, reservations = FleetStore(store), RedisReservations(store)
+        found: dict[str, LearnedRates] = {}
+        for pool_id in await fleet.pools():
+            evidence = await reservations.learned(pool_id)
+            for worker_id in await fleet.pool(pool_id):
+                found[worker_id] = _learned(evidence.get(worker_id, Evidence()))
+    finally:
+        await store.close()
+    if as_json:
+        print_json([_jsonable(worker_id, found[worker_id]) for worker_id in sorted(found)])
+        return
+    print_table(
+        f"{len(found)} workers; microseconds, and how far off they were lately",
+        (
+            "worker",
+            "requests",
+            "prefill token",
+            "attention pair",
+            "TTFT besides",
+            "TTFT off",
+            "output token",
+            "+ running request",
+            "+ KV token",
+            "TPOT off",
+            "MiB of remote HBM / CPU DRAM / local SSD / object store",
+        ),
+        [_row(worker_id, found[worker_id]) for worker_id in sorted(found)],
+    )
+
+
+def _learned(evidence: Evidence) -> LearnedRates:
+    return learned_of(estimate_of(evidence, EngineRates()), EngineRates())
+
+
+def _row(worker_id: str, learned: LearnedRates) -> tuple[str, ...]:
+    rates = learned.rates
+    return (
+        worker_id,
+        str(learned.requests),
+        f"{rates.prefill_us_per_token:.1f}",
+        f"{rates.attention_us_per_token_pair:.5f}",
+        f"{learned.overhead_us:.0f}",
+        f"{learned.first_error:.0%}" if learned.requests else "-",
+        f"{rates.tpot_base_us:.0f}",
+        f"{rates.tpot_us_per_running:.1f}",
+        f"{rates.tpot_us_per_kv_token:.4f}",
+        f"{learned.next_error:.0%}" if learned.requests else "-",
+        " / ".join(f"{rates.read_rate(tier).us_per_mib:.0f}" for tier in Tier if tier is not Tier.HBM),
+    )
+
+
+def _jsonable(worker_id: str, learned: LearnedRates) -> dict[str, Any]:
+    return {"worker": worker_id, **asdict(learned)}

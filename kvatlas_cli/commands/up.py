@@ -1,0 +1,204 @@
+"""`kvatlas up`: NATS, Valkey and an indexer on this machine's loopback, and sidecars for engines that run already."""
+
+import re
+import tempfile
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import anyio
+import typer
+
+from kvatlas.errors import SettingsError
+from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import rank_worker_id
+from kvatlas.redact import without_password
+from kvatlas.settings import IndexerSettings, PublishSettings, UpSettings, flag_of, variable_of
+from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.output import print_json_line
+from kvatlas_cli.runner import run_service, tell
+
+if TYPE_CHECKING:
+    from indexer.replica import Replica
+
+FREE_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
+
+_FLAG_OF_KEY = {
+    "engine": "engine",
+    "endpoint": "endpoint",
+    "replay": "replay_endpoint",
+    "worker": "worker_id",
+    "model": "model_id",
+    "tokenizer": "tokenizer_id",
+    "tenant": "tenant_id",
+    "advertise": "advertise_url",
+}
+
+EngineFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL[,KEY=VALUE...]",
+        help="An engine that runs already, by its HTTP address; may be repeated. What it is, serves and publishes is asked "
+        "of it; keys say otherwise: engine (vllm, sglang), endpoint (its event socket), replay, worker, model, tokenizer, "
+        "tenant, advertise.",
+    ),
+]
+
+
+@with_settings(UpSettings)
+def up(settings: UpSettings, engine: EngineFlag = None, as_json: JsonFlag = False) -> None:
+    """Start NATS, Valkey and an indexer on loopback, print how to reach them, and stay until stopped."""
+    engines = [parse_engine(text) for text in engine or []]
+    names = [flags["worker_id"] for flags in engines]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"--engine names worker {name} twice; expected each once (worker= gives another name)")
+    run_service("up", settings, _up(settings, engines, as_json))
+
+
+def parse_engine(text: str) -> dict[str, str]:
+    """The publisher's flags that one `--engine` stands for. Raises SettingsError."""
+    url, *pairs = text.split(",")
+    flags = {"engine_url": url.strip()}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or key.strip() not in _FLAG_OF_KEY:
+            raise SettingsError(f"--engine has {pair!r}; expected KEY=VALUE with a key of {', '.join(_FLAG_OF_KEY)}")
+        flags[_FLAG_OF_KEY[key.strip()]] = value.strip()
+    try:
+        parts = urlsplit(flags["engine_url"])
+        host = parts.hostname if parts.scheme in ("http", "https") else None
+    except ValueError:
+        host = None
+    if host is None:
+        raise SettingsError(f"--engine is {text!r}; expected an address that begins with http:// or https://")
+    flags.setdefault("worker_id", FREE_WORKER_ID.sub("-", parts.netloc).strip("-")[:64])
+    _check_values(flags)
+    return flags
+
+
+def _check_values(flags: dict[str, str]) -> None:
+    """Raises SettingsError in the words of `--engine`: these flags are not what the user wrote."""
+    asked_of_the_engine = {"engine": EngineKind.VLLM, "endpoint": "tcp://127.0.0.1:1", "model_id": "m"}
+    try:
+        PublishSettings.load(**{**asked_of_the_engine, **flags})
+    except SettingsError as error:
+        line = str(error)
+        for key, field in _FLAG_OF_KEY.items():
+            line = line.replace(f"{flag_of(field)} ", f"--engine's {key} ")
+        raise SettingsError(line) from error
+
+
+async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool) -> None:
+    from indexer.service import run_indexer  # needs the extra
+
+    async with AsyncExitStack() as stack:
+        temporary = settings.state_dir is None
+        if settings.state_dir is None:
+            state_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvatlas-")))
+        else:
+            state_dir = settings.state_dir
+            state_dir.mkdir(parents=True, exist_ok=True)
+        for name, url in (("nats_url", settings.nats_url), ("redis_url", settings.redis_url)):
+            if url is not None:
+                tell(f"{flag_of(name)} (or {variable_of(name)}) is {without_password(url)}: none is started here")
+        nats_url = settings.nats_url or await _embedded_nats(stack, settings, state_dir)
+        redis_url = settings.redis_url or await _embedded_valkey(stack, settings, state_dir, keep=not temporary)
+        servers = {"nats_url": nats_url, "redis_url": redis_url, "wait": settings.wait}
+        sidecars = [one for flags in engines for one in await _sidecar_settings(flags, servers, state_dir)]
+        indexer_settings = IndexerSettings.load(**servers, status_port=settings.status_port)
+        ready = anyio.Event()
+
+        def on_ready(_: "Replica") -> None:
+            ready.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(run_indexer, indexer_settings, ready=on_ready))
+            await ready.wait()
+            if sidecars:
+                from publishers.sidecar import run_sidecar  # needs the extra
+
+                group.start_soon(run_sidecar, sidecars)
+            _announce(nats_url, redis_url, None if temporary else state_dir, sidecars, as_json)
+
+
+async def _embedded_nats(stack: AsyncExitStack, settings: UpSettings, state_dir: Path) -> str:
+    from kvatlas.embedded import nats_server  # needs the extra
+
+    folder = state_dir / "nats"
+    folder.mkdir(exist_ok=True)
+    return (await stack.enter_async_context(nats_server(port=settings.nats_port, data_dir=folder))).url
+
+
+async def _embedded_valkey(stack: AsyncExitStack, settings: UpSettings, state_dir: Path, *, keep: bool) -> str:
+    from kvatlas.embedded import valkey_server  # needs the extra
+
+    folder = state_dir / "valkey"
+    folder.mkdir(exist_ok=True)
+    server = valkey_server(port=settings.redis_port, data_dir=folder, appendonly=keep)
+    return (await stack.enter_async_context(server)).url
+
+
+async def _sidecar_settings(
+    flags: dict[str, str], servers: dict[str, object], state_dir: Path
+) -> list[PublishSettings]:
+    """A publisher for each rank of an engine, as the engine says, or as the flags do. Raises Unreachable."""
+    from publishers.engines.discovery import discover, shifted
+
+    folder = state_dir / "publishers" / flags["worker_id"]
+    folder.mkdir(parents=True, exist_ok=True)
+    shared: dict[str, Any] = {**servers, "engine": EngineKind.VLLM, **flags, "state_dir": folder}
+    if "endpoint" in flags and "model_id" in flags:
+        return [PublishSettings.load(**shared)]
+    kind = EngineKind(flags["engine"]) if flags.get("engine") in set(EngineKind) else None
+    offer = await discover(
+        flags["engine_url"], model_id=flags.get("model_id"), kind=kind, events="endpoint" not in flags
+    )
+    for note in offer.notes:
+        tell(f"worker {flags['worker_id']}: {note}")
+    shared |= {"block_size": offer.block_size, "eagle": offer.eagle}
+    shared |= {"engine": offer.kind, "model_id": offer.model_id, **flags}
+    if "endpoint" in flags:
+        return [PublishSettings.load(**shared)]
+    if not offer.sources:
+        return [PublishSettings.load(**{**shared, "events": False, "dp_rank": rank}) for rank in offer.ranks]
+    found: list[PublishSettings] = []
+    for source in offer.sources:
+        back = -(source.rank or 0)  # settings name the first rank's ports
+        replay = source.replay_endpoint
+        own = {
+            "endpoint": shifted(source.endpoint, back),
+            "replay_endpoint": shifted(replay, back) if replay else None,
+            "topic": source.topic,
+            "dp_rank": source.rank,
+        }
+        found.append(PublishSettings.load(**{**shared, **own, **flags}))
+    return found
+
+
+def _announce(
+    nats_url: str, redis_url: str, state_dir: Path | None, sidecars: list[PublishSettings], as_json: bool
+) -> None:
+    if as_json:
+        print_json_line(
+            {
+                "nats_url": nats_url,
+                "redis_url": redis_url,
+                "state_dir": None if state_dir is None else str(state_dir),
+                "workers": [_worker_id(sidecar) for sidecar in sidecars],
+            }
+        )
+        return
+    tell(f"up: state in {state_dir if state_dir is not None else 'a temporary folder'}; stop with Ctrl-C")
+    for sidecar in sidecars:
+        engine_url = without_password(sidecar.engine_url or "")
+        events = f"events from {sidecar.endpoint}" if sidecar.events else "no events"
+        tell(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, {events}")
+    print(f"export KVATLAS_NATS_URL={nats_url}\nexport KVATLAS_REDIS_URL={redis_url}", flush=True)
+
+
+def _worker_id(sidecar: PublishSettings) -> str:
+    rank = sidecar.dp_rank
+    return sidecar.worker_id if rank is None else rank_worker_id(sidecar.worker_id, rank)

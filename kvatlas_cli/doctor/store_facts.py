@@ -1,0 +1,92 @@
+"""What the servers of a store say of themselves: a standalone server, or every primary of a cluster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import NoPermissionError, ResponseError
+
+from kvatlas.errors import Unreachable
+from kvatlas.store.connection import UNREACHABLE, Store, reason
+
+POLICY, LISTPACK = "maxmemory-policy", "hash-max-listpack-entries"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """One server. `info`: the sections of INFO as one map. `config` and `libraries` None: it does not let us ask.
+
+    `libraries`: the code of each function library by name. `primary` False: a replica answers.
+    """
+
+    name: str
+    info: Mapping[str, Any]
+    config: Mapping[str, str] | None
+    libraries: Mapping[str, str] | None
+    primary: bool = True
+
+
+async def read_servers(store: Store) -> list[ServerFacts]:
+    """Raises Unreachable."""
+    try:
+        if not store.is_cluster:
+            return [await _read(store, "the store", {})]
+        nodes = store.client.get_primaries()
+        return [await _read(store, f"node {node.name}", {"target_nodes": node}) for node in nodes]
+    except UNREACHABLE as error:
+        raise Unreachable(f"{store.name}: {reason(error)}") from error
+
+
+async def read_time(store: Store) -> int:
+    """The store's clock, microseconds. Raises Unreachable."""
+    where = {"target_nodes": store.client.get_primaries()[0]} if store.is_cluster else {}
+    try:
+        seconds, microseconds = await store.client.execute_command("TIME", **where)
+    except UNREACHABLE as error:
+        raise Unreachable(f"{store.name}: {reason(error)}") from error
+    return int(seconds) * 1_000_000 + int(microseconds)
+
+
+async def _read(store: Store, name: str, where: dict[str, Any]) -> ServerFacts:
+    client = store.client
+    info = await client.execute_command("INFO", **where)
+    return ServerFacts(
+        name,
+        info,
+        await _config(client, where),
+        await _libraries(client, where),
+        primary=str(info.get("role", "master")) == "master",
+    )
+
+
+async def _config(client: Any, where: dict[str, Any]) -> dict[str, str] | None:
+    """None where a managed service hides it."""
+    found: dict[str, str] = {}
+    try:
+        for name in (POLICY, LISTPACK):
+            found.update(_text(await client.execute_command("CONFIG GET", name, **where)))
+    except (ResponseError, NoPermissionError):
+        return None
+    return found
+
+
+async def _libraries(client: Any, where: dict[str, Any]) -> dict[str, str] | None:
+    try:
+        answer = await client.execute_command("FUNCTION LIST", "WITHCODE", "LIBRARYNAME", "kvatlas*", **where)
+    except (ResponseError, NoPermissionError):
+        return None
+    found: dict[str, str] = {}
+    for one in answer or []:
+        library = _text(one)
+        found[library["library_name"]] = library["library_code"]
+    return found
+
+
+def _text(answer: Any) -> dict[str, Any]:
+    """A map, or a flat list of names and values, with text for bytes."""
+    pairs = answer.items() if isinstance(answer, Mapping) else zip(answer[::2], answer[1::2], strict=True)
+    return {_plain(name): _plain(value) for name, value in pairs}
+
+
+def _plain(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,53 @@
+"""A prompt's token ids from a file or stdin."""
+
+import json
+import sys
+from pathlib import Path
+
+from kvatlas.blocks.hashing import MAX_TOKEN_ID
+from kvatlas.errors import InvalidValue
+
+STDIN = "-"
+MAX_DIGITS = 20
+
+
+def read_tokens(source: str) -> list[int]:
+    """Token ids of a file, or of stdin for `-`: see `parse_tokens`. Raises InvalidValue, naming the file."""
+    where = "stdin" if source == STDIN else source
+    try:
+        text = sys.stdin.read() if source == STDIN else Path(source).read_text()
+    except OSError as error:
+        raise InvalidValue(f"--tokens {where}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"--tokens {where}: not text ({error.reason} at byte {error.start})") from error
+    try:
+        return parse_tokens(text)
+    except InvalidValue as error:
+        raise InvalidValue(f"--tokens {where}: {error}") from error
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Token ids of a JSON array, or of integers separated by white space or commas.
+
+    Raises InvalidValue for anything else, for no token at all, and for one outside 0..2^32-1.
+    """
+    if text.lstrip().startswith("["):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:  # the second for what is nested without end
+            raise InvalidValue(f"not a JSON array: {error}") from error
+        parts = list(enumerate(found))
+    else:
+        parts = list(enumerate(text.replace(",", " ").split()))
+    tokens = [_token(index, part) for index, part in parts]
+    if not tokens:
+        raise InvalidValue("no token ids; expected integers separated by white space or commas, or a JSON array")
+    return tokens
+
+
+def _token(index: int, part: object) -> int:
+    is_number = isinstance(part, str) and part.isascii() and part.isdigit() and len(part) <= MAX_DIGITS
+    token = int(part) if isinstance(part, str) and is_number else part
+    if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+        raise InvalidValue(f"token {index} is {part!r:.80}; expected an integer from 0 to {MAX_TOKEN_ID}")
+    return token

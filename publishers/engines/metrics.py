@@ -1,0 +1,207 @@
+"""What an engine's metrics page says of its state and load (pure; `publishers.engines.poller` fetches it).
+
+Names as released: vLLM 0.9 to 0.33 (`vllm:*`), SGLang 0.4.7 to 0.5.23 (`sglang:*`).
+
+`queued_prefill_tokens` is an estimate: engines tell how many requests wait, not how long their prompts are. It is the
+requests waiting times the mean prompt length so far (prompt tokens over finished requests), which counts cached tokens
+as work too: an upper estimate where prefixes are shared.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import EngineKind, ForwardPassMetrics, WorkerState
+
+_PROCESS_START = "process_start_time_seconds"
+_SLEEP = "vllm:engine_sleep_state"
+_CONFIG = "vllm:cache_config_info"
+_SAME_REQUESTS = {"tp_rank", "pp_rank", "moe_ep_rank", "pid"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Where an engine tells what. Several names: the first one that is there counts (others are older)."""
+
+    running: str
+    waiting: str
+    usage: tuple[str, ...]
+    prompt_tokens: str
+    finished: tuple[str, ...]
+    cache_queries: tuple[str, ...] = ()
+    cache_hits: tuple[str, ...] = ()
+    hit_rate: str = ""
+    used_tokens: str = ""
+    total_tokens: str = ""
+    rank_labels: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> set[str]:
+        names = {self.running, self.waiting, self.prompt_tokens, self.hit_rate, self.used_tokens, self.total_tokens}
+        names.update(self.usage, self.finished, self.cache_queries, self.cache_hits)
+        return names - {""} | {_PROCESS_START, _SLEEP, _CONFIG}
+
+
+_VLLM = _Names(
+    running="vllm:num_requests_running",
+    waiting="vllm:num_requests_waiting",
+    usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    prompt_tokens="vllm:prompt_tokens_total",
+    finished=("vllm:request_success_total",),
+    cache_queries=("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+    cache_hits=("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+    rank_labels=("engine",),
+)
+_SGLANG = _Names(
+    running="sglang:num_running_reqs",
+    waiting="sglang:num_queue_reqs",
+    usage=("sglang:token_usage",),
+    prompt_tokens="sglang:prompt_tokens_total",
+    finished=("sglang:num_requests_total",),
+    hit_rate="sglang:cache_hit_rate",
+    used_tokens="sglang:num_used_tokens",
+    total_tokens="sglang:max_total_num_tokens",
+    rank_labels=("dp_rank",),
+)
+_NAMES: Mapping[EngineKind, _Names] = {EngineKind.VLLM: _VLLM, EngineKind.MOCK: _VLLM, EngineKind.SGLANG: _SGLANG}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadContext:
+    """What the metrics page does not tell. `total_request_slots` 0: not known. `block_bytes` 0: not known."""
+
+    worker_id: str
+    kind: EngineKind
+    dp_rank: int | None = None
+    locality_domain: str = ""
+    block_size: int | None = None
+    block_bytes: int = 0
+    total_request_slots: int = 0
+    total_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """One look at an engine's metrics. `process_start_s`: another one is another life of the engine. `block_size`: tokens
+    a block of its cache, where it tells; its events have the last word."""
+
+    load: WorkerState
+    asleep: bool = False
+    process_start_s: float | None = None
+    block_size: int | None = None
+
+
+def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineReading:
+    """An engine's `/metrics` page as its load. Metrics that are not there count as 0.
+
+    Of an instance with several data-parallel ranks only the samples of the context's rank count.
+    Raises InvalidValue for a page that is not in Prometheus' text format, and for an engine kind without metrics.
+    """
+    names = _NAMES.get(context.kind)
+    if names is None:
+        raise InvalidValue(f"engine kind {str(context.kind)!r} has no metrics page that is understood")
+    samples = _Samples(page, names, context.dp_rank)
+    waiting = samples.total(names.waiting)
+    running = samples.total(names.running)
+    usage = min(1.0, max(0.0, samples.first(names.usage)))
+    total_blocks, block_size = _capacity(samples, names, context)
+    active_blocks = _active_blocks(samples, names, usage, total_blocks, block_size)
+    capacity_bytes = total_blocks * context.block_bytes
+    load = WorkerState(
+        id=context.worker_id,
+        locality_domain=context.locality_domain,
+        hbm_capacity_bytes=capacity_bytes,
+        hbm_used_bytes=active_blocks * context.block_bytes,
+        running_decodes=int(running),
+        queued_prefill_tokens=int(waiting * samples.mean_prompt_tokens()),
+        forward_pass=ForwardPassMetrics(
+            active_request_slots=int(running),
+            total_request_slots=max(context.total_request_slots, int(running)) if context.total_request_slots else 0,
+            active_kv_blocks=active_blocks,
+            total_kv_blocks=total_blocks,
+            requests_waiting=int(waiting),
+            cache_usage=usage,
+            prefix_hit_rate=samples.hit_rate(),
+        ),
+        sampled_us=sampled_us,
+    )
+    awake = [value for labels, value in samples.of(_SLEEP) if labels.get("sleep_state") == "awake"]
+    starts = [value for _, value in samples.of(_PROCESS_START)]
+    return EngineReading(load, bool(awake) and max(awake) == 0, max(starts) if starts else None, block_size or None)
+
+
+class _Samples:
+    """The samples of the wanted metrics; histograms, most of a page, are left out before parsing."""
+
+    def __init__(self, page: str, names: _Names, dp_rank: int | None) -> None:
+        self._names = names
+        self._by_name: dict[str, list[tuple[dict[str, str], float]]] = {}
+        wanted = names.all
+        lines = [line for line in page.splitlines() if line.partition("{")[0].partition(" ")[0] in wanted]
+        rank = None if dp_rank is None else str(dp_rank)
+        try:
+            for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+                for sample in family.samples:
+                    told = next((sample.labels[label] for label in names.rank_labels if label in sample.labels), None)
+                    if rank is None or told is None or told == rank:
+                        self._by_name.setdefault(sample.name, []).append((sample.labels, sample.value))
+        except ValueError as error:
+            raise InvalidValue(f"not a metrics page: {error}") from error
+
+    def of(self, name: str) -> Iterable[tuple[dict[str, str], float]]:
+        return self._by_name.get(name, ())
+
+    def total(self, name: str) -> float:
+        """The sum over models and data-parallel ranks; ranks that compute the same requests together count once."""
+        together: dict[frozenset[tuple[str, str]], float] = {}
+        for labels, value in self.of(name):
+            if value == value:
+                one = frozenset(item for item in labels.items() if item[0] not in _SAME_REQUESTS)
+                together[one] = max(value, together.get(one, 0.0))
+        return sum(together.values())
+
+    def first(self, names: Iterable[str]) -> float:
+        """The largest sample of the first name that is there: a usage is that of the fullest pool."""
+        for name in names:
+            values = [value for _, value in self.of(name) if value == value]
+            if values:
+                return max(values)
+        return 0.0
+
+    def either(self, names: Iterable[str]) -> float:
+        return next((self.total(name) for name in names if self.of(name)), 0.0)
+
+    def mean_prompt_tokens(self) -> float:
+        finished = self.either(self._names.finished)
+        return self.total(self._names.prompt_tokens) / finished if finished else 0.0
+
+    def hit_rate(self) -> float:
+        queries = self.either(self._names.cache_queries)
+        rate = self.either(self._names.cache_hits) / queries if queries else self.first([self._names.hit_rate])
+        return min(1.0, max(0.0, rate))
+
+
+def _capacity(samples: _Samples, names: _Names, context: LoadContext) -> tuple[int, int]:
+    """(blocks in the engine's device cache, tokens a block); 0 for what is not told."""
+    block_size = context.block_size or 0
+    blocks = 0
+    for labels, _ in samples.of(_CONFIG):
+        blocks = _number(labels.get("num_gpu_blocks"))
+        block_size = block_size or _number(labels.get("block_size"))
+    tokens = int(samples.total(names.total_tokens)) or context.total_tokens
+    if not blocks and tokens and block_size:
+        blocks = tokens // block_size
+    return blocks, block_size
+
+
+def _active_blocks(samples: _Samples, names: _Names, usage: float, total_blocks: int, block_size: int) -> int:
+    used_tokens = int(samples.total(names.used_tokens))
+    if used_tokens and block_size:
+        return min(total_blocks, -(-used_tokens // block_size)) if total_blocks else -(-used_tokens // block_size)
+    return round(usage * total_blocks)
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdigit() else 0

@@ -1,0 +1,1 @@
+"""From an engine's ZMQ sockets to engine batches without a gap."""

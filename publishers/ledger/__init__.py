@@ -1,0 +1,1 @@
+"""What one engine holds, and the change of it that is published."""

@@ -1,0 +1,168 @@
+"""The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
+
+    [version, identity, block size, namespaces, names, owners, evicted, holdings, twins, unplaced]
+
+`identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
+salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root]. `owners`: for each name the
+position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names, counts]. `twins`:
+[name, [[position of block, [[position of holding, count]]]]]. `unplaced`: [hashes, parent, packed tokens, adapter, salt, extra
+keys]. Usable residency is not saved: it follows.
+"""
+
+import sys
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
+from kvatlas.blocks.tiers import Tier
+from kvatlas.errors import InvalidValue
+from kvatlas.events import EngineHash, EngineStored
+from publishers.ledger.holdings import Holding
+from publishers.ledger.lineage import Block, Lineages
+
+VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SavedHolding:
+    """One holding's counts."""
+
+    tier: Tier
+    group: int
+    indexable: bool
+    counts: dict[EngineHash, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLedger:
+    """A dump, decoded and checked for its shape."""
+
+    block_size: int | None
+    namespaces: list[tuple[str | None, str | None, bytes, list[int]]]
+    names: list[EngineHash]
+    owners: list[int]
+    evicted: list[EngineHash]
+    holdings: list[SavedHolding]
+    twins: list[tuple[EngineHash, list[tuple[int, list[tuple[int, int]]]]]]
+    unplaced: list[EngineStored]
+
+    def place(self, lineages: Lineages) -> list[Block]:
+        """Make the blocks and their names in empty lineages. Returns the blocks, in the dump's order."""
+        blocks: list[Block] = []
+        for adapter, salt, packed, parents in self.namespaces:
+            namespace = lineages.namespace(adapter, salt, self.block_size or 1)
+            mine: list[Block] = []
+            for i, position in enumerate(parents):
+                if position > i:
+                    raise InvalidValue(f"saved block {i} comes before its parent {position - 1}")
+                parent = mine[position - 1] if position else None
+                above = HASH_BYTES * i
+                mine += lineages.chain(namespace, parent, packed[above : above + HASH_BYTES])
+            blocks += mine
+        for name, position in zip(self.names, self.owners, strict=True):
+            lineages.known[name] = blocks[position]
+            blocks[position].names += 1
+        lineages.evicted.update(dict.fromkeys(self.evicted))
+        for event in self.unplaced:
+            lineages.unplaced.keep(event)
+        return blocks
+
+
+def pack(
+    identity: list[Any], block_size: int | None, lineages: Lineages, holdings: dict[tuple[Tier, int], Holding]
+) -> bytes:
+    """The dump."""
+    namespaces: list[list[Any]] = []
+    position_of: dict[Block, int] = {}
+    for namespace in lineages.namespaces.values():
+        start = len(position_of)
+        parents = array("I")
+        for block in namespace.blocks.values():  # made after their parents, so they are listed after them
+            parents.append(0 if block.parent is None else position_of[block.parent] - start + 1)
+            position_of[block] = len(position_of)
+        namespaces.append([namespace.adapter, namespace.salt, b"".join(namespace.blocks), _little_endian(parents)])
+    order = {holding: i for i, holding in enumerate(holdings.values())}
+    twins = [
+        [
+            name,
+            [
+                [position_of[block], [[order[holding], count] for holding, count in share.by_holding.items()]]
+                for block, share in by_block.items()
+            ],
+        ]
+        for name, by_block in lineages.twins.items()
+    ]
+    owners = array("I", [position_of[block] for block in lineages.known.values()])
+    return bytes(
+        msgpack.packb(
+            [
+                VERSION,
+                identity,
+                block_size,
+                namespaces,
+                list(lineages.known),
+                _little_endian(owners),
+                list(lineages.evicted),
+                [
+                    [int(one.tier), one.group, one.indexable, list(one.counts), list(one.counts.values())]
+                    for one in holdings.values()
+                ],
+                twins,
+                [
+                    [list(one.hashes), one.parent, pack_tokens(one.token_ids), one.adapter, one.salt, one.extra_keys]
+                    for one in lineages.unplaced
+                ],
+            ]
+        )
+    )
+
+
+def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
+    """The inverse of `pack`. Raises InvalidValue for other bytes, another version, or other settings."""
+    try:
+        raw = msgpack.unpackb(dumped)
+        if not isinstance(raw, list) or not raw or raw[0] != VERSION:
+            raise InvalidValue(f"saved ledger of version {raw[0] if isinstance(raw, list) and raw else raw!r:.40}")
+        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, twins, unplaced = raw
+        if saved_identity != identity:
+            raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
+        saved = SavedLedger(
+            block_size=block_size,
+            namespaces=[(adapter, salt, packed, _integers(parents)) for adapter, salt, packed, parents in namespaces],
+            names=names,
+            owners=_integers(owners),
+            evicted=evicted,
+            holdings=[
+                SavedHolding(Tier(tier), group, indexable, dict(zip(held, counts, strict=True)))
+                for tier, group, indexable, held, counts in holdings
+            ],
+            twins=[
+                (name, [(at, [(one, count) for one, count in share]) for at, share in by_block])
+                for name, by_block in twins
+            ],
+            unplaced=[
+                EngineStored(hashes, parent, _integers(tokens), block_size, adapter=adapter, salt=salt, extra_keys=keys)
+                for hashes, parent, tokens, adapter, salt, keys in unplaced
+            ],
+        )
+    except InvalidValue:
+        raise
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise InvalidValue(f"not a saved ledger: {error}") from error
+    return saved
+
+
+def _little_endian(values: "array[int]") -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _integers(packed: bytes) -> list[int]:
+    values = array("I", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,0 +1,129 @@
+"""What the fleet is to know of one worker, and how its publisher works."""
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role, WorkerId
+from kvatlas.identity import DEFAULT_TENANT, rank_worker_id
+from kvatlas.settings import PublishSettings
+from kvatlas.validation import Count
+from publishers.engines.metrics import LoadContext
+from publishers.ledger.ledger import LedgerSettings
+from publishers.stream.checkpoints import CheckpointSettings
+from publishers.stream.outbox import OutboxLimits
+
+
+class PublisherSettings(BaseModel):
+    """`engine_url`: where health and metrics are read; without it the engine counts as up. `partitions` is the fleet's.
+    `events` False: the engine tells none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    worker_id: WorkerId
+    model_id: str
+    tokenizer_id: str | None = None
+    tenant_id: str = DEFAULT_TENANT
+    engine: EngineKind = EngineKind.VLLM
+    block_size: int | None = Field(default=None, ge=1)
+    block_bytes: Count = 0
+    granularity: int = Field(default=1, ge=1)
+    set_semantics: bool = False
+    salt_is_tenant: bool = False
+    eagle: bool = False
+    dp_rank: int | None = Field(default=None, ge=0)
+    engine_url: str | None = None
+    advertise_url: str | None = None
+    role: Role = Role.BOTH
+    labels: dict[str, str] = Field(default_factory=dict)
+    locality_domain: str = ""
+    transfer_groups: tuple[str, ...] = ()
+    partitions: int = Field(default=64, ge=1)
+    checkpoint_s: float = Field(default=30.0, gt=0)
+    checkpoint_messages: int = Field(default=1000, ge=1)
+    outbox_bytes: int = Field(default=64 << 20, ge=1)
+    outbox_messages: int = Field(default=65_536, ge=1)
+    events: bool = True
+
+    @classmethod
+    def of(cls, settings: PublishSettings) -> Self:
+        """From a process' settings; with a data-parallel rank the worker is that of the rank."""
+        rank = settings.dp_rank
+        return cls(
+            worker_id=settings.worker_id if rank is None else rank_worker_id(settings.worker_id, rank),
+            model_id=settings.model_id,
+            tokenizer_id=settings.tokenizer_id,
+            tenant_id=settings.tenant_id,
+            engine=settings.engine,
+            block_size=settings.block_size,
+            block_bytes=settings.block_bytes,
+            granularity=settings.granularity,
+            set_semantics=settings.set_semantics,
+            salt_is_tenant=settings.salt_is_tenant,
+            eagle=settings.eagle,
+            dp_rank=rank,
+            engine_url=settings.engine_url,
+            advertise_url=settings.advertise_url,
+            role=settings.role,
+            labels=settings.labels,
+            locality_domain=settings.locality_domain,
+            transfer_groups=settings.transfer_groups,
+            partitions=settings.partitions,
+            outbox_bytes=settings.outbox_bytes,
+            events=settings.events,
+        )
+
+    @property
+    def ledger(self) -> LedgerSettings:
+        """Raises InvalidValue for names that can't be a scope's."""
+        return LedgerSettings(
+            model_id=self.model_id,
+            tokenizer_id=self.tokenizer_id or self.model_id,
+            tenant_id=self.tenant_id,
+            block_size=self.block_size,
+            block_bytes=self.block_bytes,
+            granularity=self.granularity,
+            set_semantics=self.set_semantics,
+            salt_is_tenant=self.salt_is_tenant,
+        )
+
+    @property
+    def outbox(self) -> OutboxLimits:
+        return OutboxLimits(outbox_bytes=self.outbox_bytes, outbox_messages=self.outbox_messages)
+
+    @property
+    def checkpoints(self) -> CheckpointSettings:
+        return CheckpointSettings(self.checkpoint_messages, self.checkpoint_s)
+
+    @property
+    def load_context(self) -> LoadContext:
+        return LoadContext(
+            worker_id=self.worker_id,
+            kind=self.engine,
+            dp_rank=self.dp_rank,
+            locality_domain=self.locality_domain,
+            block_size=self.block_size,
+            block_bytes=self.block_bytes,
+        )
+
+    def endpoint(self, block_size: int | None) -> EngineEndpoint:
+        """The worker as routers need to know it; `block_size` is the ledger's."""
+        return EngineEndpoint(
+            id=self.worker_id,
+            kind=self.engine,
+            base_url=self.engine_url or "",
+            advertised_url=self.advertise_url,
+            role=self.role,
+            labels=self.labels,
+            model_id=self.model_id,
+            tokenizer_id=self.tokenizer_id or self.model_id,
+            tenant_id=self.tenant_id,
+            locality_domain=self.locality_domain,
+            transfer_groups=self.transfer_groups,
+            dp_rank=self.dp_rank,
+            block_size=block_size,
+            block_bytes=self.block_bytes,
+            granularity=self.granularity,
+            eagle=self.eagle,
+            events=self.events,
+        )

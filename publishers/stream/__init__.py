@@ -1,0 +1,1 @@
+"""From index events to acknowledged messages in JetStream."""

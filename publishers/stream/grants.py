@@ -1,0 +1,43 @@
+"""Asks a partition's owner for leave to send a large snapshot (thin).
+
+Bytes of snapshots outstanding are limited by the owners, so that a leader change in NATS, after which every outbox
+overflows at once, doesn't become a storm.
+"""
+
+import random
+
+import anyio
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+
+from kvatlas.bus.control import GrantReply, GrantRequest
+from kvatlas.bus.subjects import grant_subject
+from kvatlas.errors import InvalidValue
+from publishers.counters import PublisherCounters
+
+ANSWER_S = 1.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 3.0
+
+
+async def await_grant(
+    client: Client, partition: int, request: GrantRequest, counters: PublisherCounters, rng: random.Random
+) -> None:
+    """Ask until granted, with jitter: as the owner says when to come back, with back-off where nobody answers."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        counters.grants_asked += 1
+        try:
+            answer = await client.request(grant_subject(partition), request.pack(), timeout=ANSWER_S)
+            reply = GrantReply.unpack(answer.data)
+        except (NatsError, TimeoutError, InvalidValue) as error:
+            counters.grants_unanswered += 1
+            wait_s = pause_s if isinstance(error, NoRespondersError) else 0.0  # the others waited already
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        else:
+            if reply.granted:
+                return
+            counters.grants_denied += 1
+            wait_s = max(reply.retry_after_ms / 1000, FIRST_PAUSE_S)
+        await anyio.sleep(wait_s * rng.uniform(0.75, 1.25) + rng.uniform(0, FIRST_PAUSE_S))

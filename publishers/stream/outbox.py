@@ -1,0 +1,238 @@
+"""The outbox of one worker's incarnation: pure go-back-N.
+
+Invariants (property-tested over a bus that loses, repeats, delays and reorders):
+- a message is released only when every one before it has been, so what the stream holds of an incarnation, read through
+  the fence `seq = last + 1`, is always a beginning of what was put in, and all of it once the outbox is empty;
+- an acknowledgement counts only if its copy stands in the stream behind that of the message before: of the current
+  round, and with a higher stream position. The index has dropped any other copy as a gap;
+- an incarnation starts with its snapshot, contiguous: nothing else gets between its messages.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvatlas.bus import wire
+from kvatlas.events import Checkpoint, IndexEvent, Message, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd
+from publishers.stream.message_split import cut
+
+Headers = Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxLimits:
+    """Bounds of an outbox. The outbox's own two don't count snapshots: these are as large as what the engine holds.
+
+    `window_*`: sent and not yet acknowledged, at most; at least one message may always be sent.
+    """
+
+    outbox_messages: int = 65_536
+    outbox_bytes: int = 64 << 20
+    window_messages: int = 1024
+    window_bytes: int = 8 << 20
+    message_bytes: int = wire.MAX_MESSAGE_BYTES
+
+
+class Outgoing(NamedTuple):
+    """One message to be sent now. Its acknowledgement must name `round` and `seq`."""
+
+    round: int
+    seq: int
+    payload: bytes
+    headers: Headers
+
+
+class _Kept(NamedTuple):
+    payload: bytes
+    headers: Headers
+    counted_bytes: int
+
+
+class Outbox:
+    """See the module. Not started: there is no incarnation (0) before the first `begin`."""
+
+    def __init__(self, worker_id: str, limits: OutboxLimits | None = None, granularity: int = 1) -> None:
+        self.worker_id = worker_id
+        self.limits = limits or OutboxLimits()
+        self.incarnation = 0
+        self.overflowed = False
+        """Something did not fit: nothing more is taken until the next `begin`."""
+        self.round = 0
+        self.misplaced = False
+        """The first message kept was stored, but not behind the one before it: only going back helps."""
+        self._granularity = granularity
+        self._kept: deque[_Kept] = deque()
+        self._base = 0
+        """seq of the first message kept"""
+        self._sent = 0
+        """how many of the kept ones were sent in this round"""
+        self._sent_bytes = 0
+        self._position = 0
+        """stream position of the last one released in this round"""
+        self._early: dict[int, int] = {}
+        """stream positions of those acknowledged in this round, while an earlier one was not yet"""
+        self._counted_messages = 0
+        self._counted_bytes = 0
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def next_seq(self) -> int:
+        return self._base + len(self._kept)
+
+    @property
+    def acked_seq(self) -> int:
+        """The last seq of this incarnation that, with all before it, the stream has; -1 before the first."""
+        return self._base - 1
+
+    @property
+    def in_flight(self) -> int:
+        """Messages sent in this round and not released."""
+        return self._sent
+
+    @property
+    def unsent(self) -> bool:
+        """Is there anything that was not sent in this round?"""
+        return len(self._kept) > self._sent
+
+    @property
+    def waiting(self) -> int:
+        """Messages not released, sent or not."""
+        return len(self._kept)
+
+    @property
+    def empty(self) -> bool:
+        return not self._kept
+
+    # ---------------------------------------------------------------- putting in
+
+    def fit(self, largest_bytes: int) -> None:
+        """The server takes no larger messages than this. What is in the outbox already stays as it is."""
+        if largest_bytes < self.limits.message_bytes:
+            self.limits = replace(self.limits, message_bytes=largest_bytes)
+
+    def begin(
+        self,
+        incarnation: int,
+        chunks: Sequence[SnapshotChunk],
+        digest: Sequence[int],
+        uses: Mapping[bytes, ScopeUse],
+        ts_us: int,
+        headers: Headers = None,
+    ) -> int:
+        """Start an incarnation with a snapshot; what was left of the one before is dropped. How many messages it takes.
+
+        `digest`: `Digest.words` of all the chunks. `incarnation` is above the one before.
+        """
+        if incarnation <= self.incarnation:
+            raise ValueError(f"incarnation {incarnation} after {self.incarnation}; expected a higher one")
+        self._kept.clear()
+        self._early.clear()
+        self.incarnation = incarnation
+        self.overflowed = self.misplaced = False
+        self.round += 1
+        self._base = self._sent = self._sent_bytes = self._position = 0
+        self._counted_messages = self._counted_bytes = 0
+        events: list[IndexEvent] = [SnapshotBegin(), *chunks, SnapshotEnd(len(chunks), digest)]
+        payloads = self._encode(events, uses, ts_us)
+        self._kept.extend(_Kept(payload, headers, 0) for payload in payloads)
+        return len(payloads)
+
+    def put(
+        self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int, headers: Headers = None
+    ) -> int:
+        """Take one flush's events; how many messages they became. 0 where they don't fit: none was taken, `overflowed`.
+
+        `uses` describes every scope of the events; a message carries those that it uses.
+        """
+        if not events:
+            return 0
+        if self.overflowed or not self.incarnation:
+            self.overflowed = True
+            return 0
+        payloads = self._encode(events, uses, ts_us)
+        total = sum(map(len, payloads))
+        if (
+            self._counted_messages + len(payloads) > self.limits.outbox_messages
+            or self._counted_bytes + total > self.limits.outbox_bytes
+        ):
+            self.overflowed = True
+            return 0
+        self._counted_messages += len(payloads)
+        self._counted_bytes += total
+        self._kept.extend(_Kept(payload, headers, len(payload)) for payload in payloads)
+        return len(payloads)
+
+    def drop(self) -> None:
+        """Nothing more of this incarnation is sent; nothing is taken until the next `begin`."""
+        self._base += len(self._kept)
+        self._kept.clear()
+        self._early.clear()
+        self._sent = self._sent_bytes = 0
+        self._counted_messages = self._counted_bytes = 0
+        self.round += 1
+        self.misplaced = False
+        self.overflowed = True
+
+    def checkpoint(self, digest: Sequence[int], ts_us: int) -> int:
+        """Put a checkpoint: `digest` (`Digest.words`) is of everything put in so far."""
+        return self.put([Checkpoint(digest)], {}, ts_us)
+
+    def _encode(self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int) -> list[bytes]:
+        seq = self.next_seq
+        return [
+            wire.encode(Message(self.worker_id, self.incarnation, seq + i, part, scopes, ts_us))
+            for i, (part, scopes) in enumerate(cut(events, uses, self.limits.message_bytes, self._granularity))
+        ]
+
+    # ---------------------------------------------------------------- sending
+
+    def take(self) -> Outgoing | None:
+        """The next message to send; None while the window is full or nothing is left. It counts as sent."""
+        at = self._sent
+        if at >= len(self._kept) or at >= self.limits.window_messages:
+            return None
+        kept = self._kept[at]
+        if at and self._sent_bytes + len(kept.payload) > self.limits.window_bytes:
+            return None
+        self._sent += 1
+        self._sent_bytes += len(kept.payload)
+        return Outgoing(self.round, self._base + at, kept.payload, kept.headers)
+
+    def acked(self, round_: int, seq: int, position: int) -> int:
+        """The stream has the copy of `seq` sent in `round_`, at `position`; how many messages that released."""
+        offset = seq - self._base
+        if round_ != self.round or not 0 <= offset < self._sent:
+            return 0
+        if offset:
+            self._early[seq] = max(position, self._early.get(seq, 0))
+            return 0
+        released = 0
+        while position > self._position:
+            self._position = position
+            self._release()
+            released += 1
+            if not self._early:
+                return released
+            position = self._early.pop(self._base, 0)
+        self.misplaced = position > 0
+        return released
+
+    def go_back(self) -> int:
+        """A send failed or its acknowledgement is overdue: everything unreleased is to be sent again; how many were."""
+        again = self._sent
+        self.round += 1
+        self.misplaced = False
+        self._sent = self._sent_bytes = self._position = 0
+        self._early.clear()
+        return again
+
+    def _release(self) -> None:
+        kept = self._kept.popleft()
+        self._base += 1
+        self._sent -= 1
+        self._sent_bytes -= len(kept.payload)
+        if kept.counted_bytes:
+            self._counted_messages -= 1
+            self._counted_bytes -= kept.counted_bytes

@@ -1,0 +1,1 @@
+"""Bookings of this router, in the store with all others."""

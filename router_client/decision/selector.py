@@ -1,0 +1,27 @@
+"""Selector: which workers may get a request, by their labels and by lists of their names."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from kvatlas.fleet.records import EngineEndpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Workers that have all of `labels`, are on the `allow` list (absent: all are), and not on the `deny` list."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    allow: Collection[str] | None = None
+    deny: Collection[str] = ()
+
+    def why_not(self, worker: EngineEndpoint) -> str | None:
+        """Why a worker may not get the request, in a few words; None where it may."""
+        if worker.id in self.deny:
+            return "it is on the deny list"
+        if self.allow is not None and worker.id not in self.allow:
+            return "it is not on the allow list"
+        for name, value in self.labels.items():
+            if worker.labels.get(name) != value:
+                has = f"is {worker.labels[name]}" if name in worker.labels else "is absent"
+                return f"its label {name} {has}; expected {value}"
+        return None

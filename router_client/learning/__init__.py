@@ -1,0 +1,1 @@
+"""What finished requests teach: rates, and how good predictions were."""

@@ -1,0 +1,35 @@
+"""Learned rates as metrics: a series a worker."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from kvatlas.cost.learned_rates import LearnedRates
+from kvatlas.telemetry import observe
+from kvatlas.telemetry.metric_export import Observation
+
+
+class RateMetrics:
+    """Exports what it is shown until it is closed."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, Mapping[str, LearnedRates]] = {}
+        self._series: dict[tuple[str, str], Observation] = {}
+
+    def show(self, pool_id: str, rates: Mapping[str, LearnedRates]) -> None:
+        """A pool's rates as they are now; `rates` is read when an exporter asks."""
+        self._shown[pool_id] = rates
+        for pool, worker_id in [key for key in self._series if key[0] == pool_id and key[1] not in rates]:
+            self._series.pop((pool, worker_id)).close()
+        for worker_id in rates:
+            if (pool_id, worker_id) not in self._series:
+                series = observe("rates", partial(self._of, pool_id, worker_id), {"pool": pool_id, "worker": worker_id})
+                self._series[pool_id, worker_id] = series
+
+    def close(self) -> None:
+        """End every series."""
+        for series in self._series.values():
+            series.close()
+        self._series.clear()
+
+    def _of(self, pool_id: str, worker_id: str) -> LearnedRates | None:
+        return self._shown[pool_id].get(worker_id)

@@ -1,0 +1,1 @@
+"""LiteLLM's Router, with kvatlas to choose its deployments."""

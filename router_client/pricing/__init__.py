@@ -1,0 +1,1 @@
+"""What a request costs on each worker."""

@@ -1,0 +1,70 @@
+"""A prompt's hash chain, computed only as far as somebody holds it.
+
+The first question covers FIRST_BLOCKS blocks, every further one GROWTH times as many as the last: a cold prompt costs
+one round trip and FIRST_BLOCKS hashes however long it is, a hit of 512 blocks two round trips, one of 8,192 three.
+Ready hashes are asked about in one.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from kvatlas.blocks.hashing import HASH_BYTES, lazy_chain, pack_tokens
+from router_client.prompt import Prompt
+
+FIRST_BLOCKS = 256
+GROWTH = 8
+
+
+class PromptChain:
+    """The chain of one prompt at one block size: packed sequence hashes by chunk, each computed once and kept."""
+
+    __slots__ = ("_chunks", "_pieces", "_ready", "_tokens")
+
+    def __init__(self, prompt: Prompt, block_size: int) -> None:
+        self._chunks: list[bytes] = []
+        self._pieces: Iterator[bytes] | None = None
+        self._ready: bytes | None = None
+        self._tokens: Sequence[int] = () if prompt.tokens is None else prompt.tokens
+        if prompt.tokens is not None and prompt.memory is not None and not prompt.extra_keys:
+            self._pieces = prompt.memory.chain(prompt.tokens, block_size, FIRST_BLOCKS)
+        elif prompt.tokens is not None:
+            self._pieces = lazy_chain(prompt.tokens, block_size, FIRST_BLOCKS, prompt.extra_keys)
+        elif prompt.block_size == block_size:
+            self._ready = prompt.hashes
+
+    def chunk(self, number: int) -> bytes:
+        """The chunk's hashes, empty behind the last one. Raises InvalidValue for a token id that is not one."""
+        if self._ready is not None:
+            return self._ready if number == 0 else b""
+        while self._pieces is not None and len(self._chunks) <= number:
+            pieces = GROWTH ** len(self._chunks)
+            chunk = b"".join(islice(self._pieces, pieces))
+            if not chunk:
+                break
+            self._chunks.append(chunk)
+        return self._chunks[number] if number < len(self._chunks) else b""
+
+    def whole(self) -> bytes:
+        """All hashes. Raises InvalidValue for a token id that is not one."""
+        if self._ready is not None:
+            return self._ready
+        while self.chunk(len(self._chunks)):
+            pass
+        return b"".join(self._chunks)
+
+    def start(self, blocks: int) -> bytes:
+        """What names the prompt's first blocks, of which it takes up to FIRST_BLOCKS."""
+        first = self.chunk(0)[: blocks * HASH_BYTES]
+        return first[-HASH_BYTES:] or self.fingerprint
+
+    @property
+    def hashed_blocks(self) -> int:
+        """How many blocks were hashed so far."""
+        return sum(len(chunk) for chunk in self._chunks) // HASH_BYTES
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What names the prompt where candidates tie: the last hash of the first chunk; without a block, its tokens."""
+        if first := self.chunk(0):
+            return first[-HASH_BYTES:]
+        return pack_tokens(self._tokens[:FIRST_BLOCKS])

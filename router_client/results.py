@@ -1,0 +1,255 @@
+"""What the router client answers: overlaps, a ranking, a choice; each can explain itself."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import ceil
+from typing import Any
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost.protocol import Cost
+from kvatlas.fleet.records import EngineEndpoint, Role
+from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
+from kvatlas.reservations import Outcome
+from router_client.booking.reservation import Reservation
+from router_client.decision.fail_open import Basis
+from router_client.learning.rates import Feedback
+from router_client.learning.timings import Timings
+from router_client.pricing.slo import Advice, advise, earliest_ttft_us
+from router_client.settings import LimitSettings
+from router_client.tokens.usage import Usage
+
+RANK_HEADER = "X-Data-Parallel-Rank"
+MOST_TOLD = 16
+"""So many workers that are left out are named in a text; the data has all."""
+
+
+def headers_to(worker: EngineEndpoint) -> dict[str, str]:
+    """What a request to this worker needs: the rank of a data-parallel engine."""
+    return {} if worker.dp_rank is None else {RANK_HEADER: str(worker.dp_rank)}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOverlap:
+    """What one worker holds of a prompt. Blocks are of its own size; `block_size` 0: it has announced nothing yet.
+
+    `resident_tokens` is a lower bound where the worker announces only every g-th block; `usable_tokens` of them its
+    engine will really reuse. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get
+    requests now. `predicted_tokens`: usable ones of a worker that tells no events (`events` False), which is only believed
+    to hold them because they were computed there; they are never counted as resident.
+    """
+
+    worker_id: str
+    block_size: int
+    required_blocks: int
+    resident_blocks: int
+    resident_tokens: int
+    usable_blocks: int
+    usable_tokens: int
+    tokens_by_tier: Mapping[Tier, int]
+    routable: bool = True
+    events: bool = True
+    predicted_tokens: int = 0
+
+    def explain(self) -> str:
+        tiers = ", ".join(f"{tokens} in {tier.label}" for tier, tokens in self.tokens_by_tier.items())
+        text = f"{self.worker_id}: {self.resident_blocks} of {self.required_blocks} blocks"
+        text += f", {self.resident_tokens} tokens resident ({tiers}), {self.usable_tokens} usable" if tiers else ""
+        if not self.events:
+            text += f", {self.predicted_tokens} tokens predicted (it tells no events)"
+        return text if self.routable else text + " (gets no requests now)"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOverlap:
+    """What a pool holds of a prompt: every worker of the pool, the most usable tokens first."""
+
+    input_tokens: int
+    workers: Sequence[WorkerOverlap]
+
+    def __iter__(self) -> Iterator[WorkerOverlap]:
+        return iter(self.workers)
+
+    def of(self, worker_id: str) -> WorkerOverlap | None:
+        """One worker's; None for a worker that is not of the pool."""
+        return next((worker for worker in self.workers if worker.worker_id == worker_id), None)
+
+    def explain(self) -> str:
+        lines = [f"prompt of {self.input_tokens} tokens", *(worker.explain() for worker in self.workers)]
+        return "\n  ".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Every candidate with its cost, cheapest first, those without room last; empty without a candidate.
+
+    `left_out`: all other workers of the pool by id, each with the reason. `slo`: what the request asks for.
+    """
+
+    input_tokens: int
+    results: Sequence[SelectionResult]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    slo: Slo = DEFAULT_SLO
+    shed_factor: float = LimitSettings().shed_factor
+
+    def __iter__(self) -> Iterator[SelectionResult]:
+        return iter(self.results)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    @property
+    def advice(self) -> Advice:
+        """To send the request, or, where every candidate has no room or misses the SLO, to hold it back or refuse it."""
+        return advise(self.results, self.slo, self.shed_factor)
+
+    @property
+    def retry_after_s(self) -> int:
+        """When the best candidate should have worked off what makes it miss the SLO: whole seconds, at least 1."""
+        late_us = (earliest_ttft_us(self.results) or 0) - self.slo.ttft_ms * 1_000
+        return max(1, ceil(late_us / 1e6))
+
+    def explain(self) -> str:
+        lines = [f"prompt of {self.input_tokens} tokens", *(result.explain() for result in self.results)]
+        lines += self.notes()
+        return "\n  ".join(lines)
+
+    def notes(self) -> list[str]:
+        """What is to be said besides costs: the advice, and who was left out."""
+        notes = []
+        if self.results and self.advice is not Advice.GO:
+            notes.append(f"advice: {self.advice.value}; every candidate has no room or misses the SLO")
+        if self.left_out:
+            told = [f"{id} ({why})" for id, why in islice(self.left_out.items(), MOST_TOLD)]
+            more = len(self.left_out) - len(told)
+            notes.append(f"left out: {', '.join(told)}{f' and {more} more' if more else ''}")
+        return notes
+
+    def explanation(self, most: int | None = None) -> dict[str, Any]:
+        """The same as plain data; of at most so many candidates."""
+        return {
+            "input_tokens": self.input_tokens,
+            "advice": self.advice.value,
+            "slo": {"ttft_ms": self.slo.ttft_ms, "tpot_ms": self.slo.tpot_ms},
+            "candidates": [result.explanation() for result in self.results[:most]],
+            "left_out": dict(self.left_out),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Where to send a request, and why.
+
+    `url` is the engine's address for routers, `headers` go with the request (the rank of a data-parallel engine).
+    `source`: the worker to read `result.transferred_tokens` from, where a transfer pays. `basis`: what it was chosen by,
+    and `why` that is not cost, in one line. `would_be`: the worker that cost would have chosen, where another policy is
+    followed.
+    """
+
+    worker_id: str
+    url: str
+    headers: Mapping[str, str]
+    role: Role
+    result: SelectionResult
+    ranking: Ranking
+    basis: Basis = Basis.COST
+    why: str = ""
+    would_be: str | None = None
+
+    @property
+    def cost(self) -> Cost:
+        return self.result.cost
+
+    @property
+    def score_us(self) -> int:
+        return self.result.score_us
+
+    @property
+    def mode(self) -> str:
+        """`basis` as text."""
+        return self.basis.value
+
+    @property
+    def advice(self) -> Advice:
+        """What to do with the request: see `Ranking.advice`."""
+        return self.ranking.advice
+
+    @property
+    def retry_after_s(self) -> int:
+        """For a request that is refused: see `Ranking.retry_after_s`."""
+        return self.ranking.retry_after_s
+
+    @property
+    def source(self) -> str | None:
+        return self.result.source
+
+    @property
+    def predicted_cached_tokens(self) -> int:
+        """What the engine should report as cached."""
+        return self.result.cached_tokens
+
+    @property
+    def unconfirmed_tokens(self) -> int:
+        """Of these, the ones that no event has confirmed: they are being computed, or the worker tells no events."""
+        return self.result.predicted_tokens
+
+    def explain(self) -> str:
+        """The choice, its cost term by term, and the runner-up."""
+        lines = [f"{self.worker_id} at {self.url or '(no address)'}"]
+        if self.why:
+            lines[0] += f", chosen by {self.basis.value.replace('_', ' ')}: {self.why}"
+        lines.append(self.result.explain())
+        others = [result for result in self.ranking.results if result.worker_id != self.worker_id]
+        if others:
+            more = others[0].score_us - self.result.score_us
+            lines.append(f"next, {abs(more)} us {'more' if more >= 0 else 'less'}: {others[0].explain()}")
+        return "\n  ".join([*lines, *self.ranking.notes()])
+
+    def explanation(self, most: int | None = None) -> dict[str, Any]:
+        """The choice and its ranking as plain data; of at most so many candidates."""
+        return {
+            "worker": self.worker_id,
+            "url": self.url,
+            "headers": dict(self.headers),
+            "role": self.role.value,
+            "source": self.source,
+            "by": self.mode,
+            "why": self.why,
+            "would_be": self.would_be,
+            "score_us": self.score_us,
+            "predicted_cached_tokens": self.predicted_cached_tokens,
+            "unconfirmed_tokens": self.unconfirmed_tokens,
+            **self.ranking.explanation(most),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Chosen):
+    """What `RouterClient` chose. `reservation` is there while it is booked."""
+
+    reservation: Reservation | None = field(default=None, compare=False)
+    feedback: Feedback | None = field(default=None, compare=False)
+    answered: Callable[[Usage], None] | None = field(default=None, compare=False)
+
+    async def first_token(self) -> None:
+        """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
+        if self.reservation is not None:
+            await self.reservation.first_token()
+
+    async def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
+        """The request ended well; leaving the block of `route` says the same.
+
+        What the engine said of it is compared with what was predicted; with what its caller measured (`AnswerClock`) it
+        teaches how fast the worker is.
+        """
+        if self.answered is not None and usage is not None:
+            self.answered(usage)
+        if self.feedback is not None and usage is not None and timings is not None:
+            self.feedback.finished(usage, timings)
+        if self.reservation is not None:
+            await self.reservation.end(Outcome.FINISHED)
+
+    async def fail(self) -> None:
+        """The request did not end well; leaving the block of `route` by an exception does the same."""
+        if self.reservation is not None:
+            await self.reservation.end(Outcome.FAILED)

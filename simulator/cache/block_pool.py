@@ -1,0 +1,82 @@
+"""The GPU's physical blocks: a fixed number of them, a free list, and how many sequences hold each."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from simulator.cache.prefix_tree import PrefixNode
+
+
+class Block:
+    """One physical block. `token_ids` stands for the KV written to its slots so far."""
+
+    __slots__ = ("block_id", "cached_at", "node", "references", "released_at", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.references = 0
+        self.token_ids: list[int] = []
+        self.node: PrefixNode | None = None
+        """What it is found by; None while it is not full, or free."""
+        self.cached_at = 0
+        self.released_at = 0
+
+
+class BlockPool:
+    """Hands out blocks. A block is free (in the free list), referenced, or cached without a reference."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._blocks = tuple(Block(block_id) for block_id in range(num_blocks))
+        self._free = deque(range(num_blocks))
+        self._referenced_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, block_id: int) -> Block:
+        return self._blocks[block_id]
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return self._blocks
+
+    @property
+    def free_ids(self) -> Sequence[int]:
+        """The free list, next one first."""
+        return tuple(self._free)
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
+
+    @property
+    def referenced_blocks(self) -> int:
+        """How many blocks sequences hold."""
+        return self._referenced_blocks
+
+    @property
+    def available_blocks(self) -> int:
+        """How many blocks nobody holds: free ones, and cached ones that can be evicted."""
+        return len(self._blocks) - self._referenced_blocks
+
+    def take_free(self) -> Block:
+        """The next free block, empty and unreferenced. Raises IndexError when there is none."""
+        return self._blocks[self._free.popleft()]
+
+    def give_back(self, block: Block) -> None:
+        """Put an unreferenced, uncached block into the free list."""
+        block.token_ids = []
+        self._free.append(block.block_id)
+
+    def reference(self, block: Block) -> None:
+        """One more sequence holds it."""
+        block.references += 1
+        if block.references == 1:
+            self._referenced_blocks += 1
+
+    def dereference(self, block: Block) -> bool:
+        """One sequence fewer holds it; whether that was the last."""
+        block.references -= 1
+        if block.references:
+            return False
+        self._referenced_blocks -= 1
+        return True

@@ -1,0 +1,65 @@
+"""The CPU tier: room for a fixed number of blocks that were swapped out of the GPU."""
+
+from simulator.cache.eviction import EvictionPolicy, EvictionQueue
+from simulator.cache.prefix_tree import PrefixNode
+
+
+class HostTier:
+    """Which nodes have a copy on the CPU, and which of those go first.
+
+    A copy is a candidate while it isn't being read and nothing would become unreachable without it: no node behind it
+    is left, or the GPU has it too.
+    """
+
+    def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
+        self.num_blocks = num_blocks
+        self._policy = policy
+        self._nodes: dict[int, PrefixNode] = {}
+        self._candidates: EvictionQueue[int] = EvictionQueue()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def full(self) -> bool:
+        return len(self._nodes) >= self.num_blocks
+
+    @property
+    def candidates(self) -> EvictionQueue[int]:
+        """By block hash."""
+        return self._candidates
+
+    def store(self, node: PrefixNode, tick: int) -> None:
+        """Take a copy in; there must be room."""
+        node.on_cpu = True
+        node.cpu_cached_at = node.cpu_released_at = tick
+        self._nodes[node.block_hash] = node
+        self.settle(node)
+
+    def remove(self, node: PrefixNode) -> None:
+        """Let its copy go."""
+        node.on_cpu = False
+        del self._nodes[node.block_hash]
+        self._candidates.discard(node.block_hash)
+
+    def touch(self, node: PrefixNode, tick: int) -> None:
+        """Its copy was read."""
+        node.cpu_released_at = tick
+        self.settle(node)
+
+    def take_victim(self) -> PrefixNode | None:
+        """The candidate whose turn it is; None when every copy must stay."""
+        if not len(self._candidates):
+            return None
+        return self._nodes[self._candidates.pop()]
+
+    def settle(self, node: PrefixNode) -> None:
+        """Call when anything that makes it a candidate may have changed."""
+        if node.on_cpu and not node.pinned and (node.gpu_block_ids or not node.children):
+            key = self._policy.key(cached_at=node.cpu_cached_at, released_at=node.cpu_released_at, hits=node.hits)
+            self._candidates.put(node.block_hash, key)
+        else:
+            self._candidates.discard(node.block_hash)
+
+    def nodes(self) -> tuple[PrefixNode, ...]:
+        return tuple(self._nodes.values())

@@ -1,0 +1,124 @@
+"""What is cached, by content: a tree of full blocks, found by the engine's chained hash.
+
+A node is one block in its place behind all blocks before it. It knows its copies on the GPU (more than one where two
+sequences computed it at once, as in vLLM) and on the CPU. A hash alone never makes a hit: parent, tokens and namespace
+are compared too, so a hash collision only costs a hit.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from simulator.cache.block_hash import BlockHasher, Namespace
+
+
+class PrefixNode:
+    """A block of tokens behind a certain prefix. Compared by identity."""
+
+    __slots__ = (
+        "block_hash",
+        "children",
+        "cpu_cached_at",
+        "cpu_released_at",
+        "gpu_block_ids",
+        "gpu_children",
+        "hits",
+        "namespace",
+        "on_cpu",
+        "parent",
+        "pinned",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        block_hash: int,
+        parent: "PrefixNode | None",
+        token_ids: tuple[int, ...],
+        namespace: Namespace,
+    ) -> None:
+        self.block_hash = block_hash
+        self.parent = parent
+        self.token_ids = token_ids
+        self.namespace = namespace
+        self.children: dict[int, PrefixNode] = {}
+        self.gpu_block_ids: list[int] = []
+        """Its copies, oldest first."""
+        self.gpu_children = 0
+        """How many of its children have a copy on the GPU."""
+        self.on_cpu = False
+        self.cpu_cached_at = 0
+        self.cpu_released_at = 0
+        self.hits = 0
+        self.pinned = False
+        """The CPU copy is being read, so it must stay."""
+
+    @property
+    def resident(self) -> bool:
+        return self.on_cpu or bool(self.gpu_block_ids)
+
+    @property
+    def parent_hash(self) -> int | None:
+        return None if self.parent is None else self.parent.block_hash
+
+    @property
+    def extra_keys(self) -> tuple[str, ...]:
+        return self.namespace.extra_keys(first=self.parent is None)
+
+    def descendants(self) -> list["PrefixNode"]:
+        """All nodes behind it, each after its own descendants."""
+        found = [self]
+        for node in found:  # grows while it is walked
+            found.extend(node.children.values())
+        return found[:0:-1]
+
+
+class PrefixTree:
+    """All nodes that are resident, or have a resident one behind them."""
+
+    def __init__(self, hasher: BlockHasher) -> None:
+        self._hasher = hasher
+        self._nodes: dict[int, PrefixNode] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[PrefixNode]:
+        return iter(tuple(self._nodes.values()))
+
+    def find(self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace) -> PrefixNode | None:
+        """The node of this block behind `parent`, if it is known; it may have no copy left."""
+        return self._checked(self._hash(parent, token_ids, namespace), parent, token_ids, namespace)
+
+    def find_or_add(
+        self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace
+    ) -> PrefixNode | None:
+        """The node of this block behind `parent`; None where another block already has that hash."""
+        block_hash = self._hash(parent, token_ids, namespace)
+        if block_hash in self._nodes:
+            return self._checked(block_hash, parent, token_ids, namespace)
+        node = PrefixNode(block_hash, parent, token_ids, namespace)
+        self._nodes[block_hash] = node
+        if parent is not None:
+            parent.children[block_hash] = node
+        return node
+
+    def prune(self, node: PrefixNode | None) -> PrefixNode | None:
+        """Forget a node that nothing needs any more, and then its ancestors; the first one that stays, if any."""
+        while node is not None and not node.resident and not node.children:
+            parent = node.parent
+            if self._nodes.get(node.block_hash) is node:  # else it was forgotten before
+                del self._nodes[node.block_hash]
+                if parent is not None:
+                    del parent.children[node.block_hash]
+            node = parent
+        return node
+
+    def _hash(self, parent: PrefixNode | None, token_ids: Sequence[int], namespace: Namespace) -> int:
+        return self._hasher(None if parent is None else parent.block_hash, token_ids, namespace)
+
+    def _checked(
+        self, block_hash: int, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace
+    ) -> PrefixNode | None:
+        node = self._nodes.get(block_hash)
+        if node is None or node.parent is not parent or node.token_ids != token_ids or node.namespace != namespace:
+            return None
+        return node

@@ -1,0 +1,133 @@
+"""Sends a workload through a router over HTTP, as its clients do, and notes what came of each request."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import anyio
+import httpx
+
+from kvatlas.predictions.accuracy import Deviation, Prediction, deviation
+from router_client.learning.prediction_accuracy import BY_INDEX
+from router_client.proxy.headers import DECISION_HEADER
+from simulator.workload import Conversation, Session, Turn, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One finished request, as a client sees it. Token counts are of the prompt; `refused`: tries that engines refused."""
+
+    worker_id: str
+    ttft_ms: float
+    prompt_tokens: int
+    cached_tokens: int
+    predicted_tokens: int
+    deviation: Deviation
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What the router says of its choice."""
+
+    worker_id: str
+    predicted: Prediction
+    attempt: int
+
+    @classmethod
+    def of(cls, header: str) -> "_Decision":
+        name, *parts = header.split(";")
+        told = dict(part.split("=", 1) for part in parts)
+        predicted = Prediction(
+            int(told["prompt"]) if "prompt" in told else None,
+            int(told["cached"]),
+            int(told.get("unconfirmed", 0)),
+            told["by"] in BY_INDEX,
+        )
+        return cls(name.strip('"'), predicted, int(told["attempt"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`first_s`: when the first token came, on the clock of `perf_counter`."""
+
+    decision: _Decision
+    usage: dict[str, Any]
+    first_s: float
+    tokens: Sequence[int]
+
+
+async def drive(
+    workload: Workload, model: str, router_url: str, speed_up: float, on_outcome: Callable[[Outcome], None]
+) -> None:
+    """Run every session, each turn after the answer to the last one. Raises httpx' errors."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    async with (
+        httpx.AsyncClient(base_url=router_url, timeout=60, limits=limits) as client,
+        anyio.create_task_group() as sessions,
+    ):
+        for session in workload.sessions:
+            sessions.start_soon(_session, client, session, model, speed_up, on_outcome)
+
+
+async def _session(
+    client: httpx.AsyncClient, session: Session, model: str, speed_up: float, on_outcome: Callable[[Outcome], None]
+) -> None:
+    await anyio.sleep(session.arrival_us / 1e6 / speed_up)
+    conversation = Conversation(session)
+    while (turn := conversation.next_turn()) is not None:
+        await anyio.sleep(turn.pause_us / 1e6 / speed_up)
+        outcome, answer = await _request(client, turn, model)
+        on_outcome(outcome)
+        conversation.add_answer(answer)
+
+
+async def _request(client: httpx.AsyncClient, turn: Turn, model: str) -> tuple[Outcome, Sequence[int]]:
+    refused = 0
+    began = perf_counter()
+    while not isinstance(answered := await _completion(client, turn, model), _Answer):
+        refused += 1
+        await anyio.sleep(answered / 20)
+    usage, decision = answered.usage, answered.decision
+    prompt, cached = usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    outcome = Outcome(
+        decision.worker_id,
+        (answered.first_s - began) * 1e3,
+        prompt,
+        cached,
+        decision.predicted.cached_tokens,
+        deviation(decision.predicted, prompt, cached),
+        refused + decision.attempt - 1,
+    )
+    return outcome, answered.tokens
+
+
+async def _completion(client: httpx.AsyncClient, turn: Turn, model: str) -> _Answer | float:
+    """The answer; or, where every engine is full, after how many seconds to try again."""
+    body = {
+        "model": turn.adapter or model,
+        "prompt": turn.prompt,
+        "max_tokens": turn.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    first_s: float | None = None
+    answer: list[int] = []
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code == 503:
+            return float(response.headers.get("Retry-After", "1"))
+        response.raise_for_status()
+        decision = _Decision.of(response.headers[DECISION_HEADER])
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                first_s = first_s or perf_counter()
+                answer += choice.get("token_ids") or []
+    return _Answer(decision, usage, first_s or perf_counter(), answer)

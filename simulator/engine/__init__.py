@@ -1,0 +1,1 @@
+"""Scheduler, steps and their time."""

@@ -1,0 +1,41 @@
+"""What an engine is asked to generate, and the answers it refuses with."""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from kvatlas.errors import InvalidValue, KvatlasError
+from simulator.cache.block_hash import Namespace
+
+FinishReason: TypeAlias = Literal["length"]
+"""Made-up tokens never say stop: every answer has `max_tokens` tokens."""
+
+
+class QueueFull(KvatlasError):
+    """As many requests wait as the queue holds."""
+
+
+class RequestTooLarge(InvalidValue):
+    """The request could never run on this engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt with `choices` answers of `max_tokens` tokens each."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    namespace: Namespace = field(default_factory=Namespace)
+    choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One token of one answer, at the end of the step that computed it."""
+
+    request_id: str
+    choice: int
+    token_id: int
+    cached_tokens: int
+    """Of the prompt's tokens, how many came out of the cache when the request was first scheduled."""
+    finish_reason: FinishReason | None

@@ -1,0 +1,146 @@
+"""The bodies of `/v1/completions`, `/v1/chat/completions` and `/tokenize`, checked."""
+
+import json
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kvatlas.errors import InvalidValue
+from kvatlas.validation import expectation
+from simulator.engine.tokenizer import encode
+from simulator.http.chat_template import render
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class _Body(BaseModel, ABC):
+    """What every body has; fields that the mock engine does not know are accepted and mean nothing."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, body: bytes, *, vocab_size: int) -> Self:
+        """Raises InvalidValue with one line that names the field, its value and what was expected."""
+        try:
+            decoded = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise InvalidValue(f"the body is not JSON: {error}") from error
+        if not isinstance(decoded, dict):
+            raise InvalidValue(f"the body is a JSON {type(decoded).__name__}; expected an object")
+        try:
+            request = cls.model_validate(decoded)
+        except ValidationError as error:
+            raise InvalidValue(_line(error)) from error
+        wrong = next((token for token in request.token_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise InvalidValue(f"prompt has token id {wrong}; expected 0 to {vocab_size - 1}")
+        return request
+
+    @property
+    @abstractmethod
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt as the engine sees it."""
+
+
+class _Text(_Body):
+    prompt: str | list[int]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, prompt: Any) -> Any:
+        if not prompt or not (
+            isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) == {int})
+        ):
+            raise ValueError("expected one text, or one list of token ids, not empty")
+        return _readable(prompt) if isinstance(prompt, str) else prompt
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(encode(self.prompt) if isinstance(self.prompt, str) else self.prompt)
+
+
+class _Chat(_Body):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+
+    @field_validator("messages")
+    @classmethod
+    def _only_text(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for message in messages:
+            parts = message.get("content") or ""
+            listed = parts if isinstance(parts, list) else [{"text": parts}]
+            for part in listed:
+                text = part.get("text") if isinstance(part, dict) else None
+                if not isinstance(text, str) or not isinstance(message.get("role"), str):
+                    raise ValueError("expected a role, and content that is text or a list of text parts")
+                _readable(text)
+        return messages
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(encode(render(self.messages, self.tools, add_generation_prompt=self.add_generation_prompt)))
+
+
+class _Generation(_Body):
+    max_tokens: int = Field(default=16, ge=1)
+    n: int = Field(default=1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = Field(default=None, min_length=1)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(_Text, _Generation):
+    """The body of `/v1/completions`."""
+
+
+class ChatRequest(_Chat, _Generation):
+    """The body of `/v1/chat/completions`; messages are text, told in one fixed template."""
+
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+
+    def model_post_init(self, _: Any) -> None:
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+
+
+class TokenizeTextRequest(_Text):
+    """The body of `/tokenize` with a prompt."""
+
+    prompt: str
+
+
+class TokenizeChatRequest(_Chat):
+    """The body of `/tokenize` with messages."""
+
+
+def parse_tokenize(body: bytes, *, vocab_size: int) -> TokenizeTextRequest | TokenizeChatRequest:
+    """A body of `/tokenize`, of either kind. Raises InvalidValue."""
+    kind = TokenizeChatRequest if b'"messages"' in body else TokenizeTextRequest
+    return kind.parse(body, vocab_size=vocab_size)
+
+
+def _readable(text: str) -> str:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("expected text without lone surrogates")
+    return text
+
+
+def _line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    field = str(first["loc"][0])
+    if first["type"] == "missing":
+        return f"{field} is missing"
+    return f"{field} is {first['input']!r:.100}; {expectation(first)}"

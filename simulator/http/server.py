@@ -1,0 +1,179 @@
+"""The engine's HTTP side, as vLLM's API server answers.
+
+Health, version, metrics, models, completions of texts and chats, tokens, event sources, cache reset, sleep.
+
+`/kv_blocks` is the simulator's own.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvatlas.errors import InvalidValue
+from simulator.cache.resident_blocks import resident_blocks
+from simulator.engine.loop import EngineLoop
+from simulator.http.completion_request import ChatRequest, CompletionRequest, parse_tokenize
+from simulator.http.completions import ChatResponse, CompletionResponse, error_response
+from simulator.http.metrics import CONTENT_TYPE, EngineMetrics
+
+VLLM_VERSION = "0.33.0"
+"""The version whose protocols the engine speaks."""
+
+
+class _UnknownModel(InvalidValue):
+    """A request names a model that is not served."""
+
+
+class EngineApi:
+    """The routes over one engine."""
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        *,
+        model: str,
+        adapters: Sequence[str],
+        vocab_size: int,
+        event_source: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`event_source`: where its KV events are, in the words of vLLM's `/kv_event_sources`."""
+        self._engine = engine
+        self._model = model
+        self._adapters = tuple(adapters)
+        self._vocab_size = vocab_size
+        self._event_source = event_source
+        self._started_at = time.time()
+        self._metrics = EngineMetrics(engine, model=model, started_at=self._started_at)
+
+    def application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/metrics", self._metrics_page),
+                Route("/v1/models", self._models),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/version", self._version),
+                Route("/kv_event_sources", self._kv_event_sources),
+                Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+                Route("/sleep", self._sleep, methods=["POST"]),
+                Route("/wake_up", self._wake_up, methods=["POST"]),
+                Route("/is_sleeping", self._is_sleeping),
+                Route("/kv_blocks", self._kv_blocks),
+            ],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    async def _sleep(self, _: Request) -> Response:
+        await self._engine.sleep()
+        return Response()
+
+    async def _wake_up(self, _: Request) -> Response:
+        self._engine.wake_up()
+        return Response()
+
+    async def _is_sleeping(self, _: Request) -> Response:
+        return JSONResponse({"is_sleeping": self._engine.asleep})
+
+    async def _metrics_page(self, _: Request) -> Response:
+        return Response(self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _models(self, _: Request) -> Response:
+        base = self._card(self._model, parent=None)
+        return JSONResponse(
+            {"object": "list", "data": [base, *(self._card(name, parent=self._model) for name in self._adapters)]}
+        )
+
+    def _card(self, name: str, *, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self._started_at),
+            "owned_by": "vllm",
+            "root": name,
+            "parent": parent,
+            "max_model_len": self._engine.core.cache.capacity_tokens if parent is None else None,
+            "permission": [],
+        }
+
+    async def _completions(self, request: Request) -> Response:
+        try:
+            asked = CompletionRequest.parse(await request.body(), vocab_size=self._vocab_size)
+            model, adapter = self._model_of(asked.model)
+        except InvalidValue as error:
+            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
+        return CompletionResponse(self._engine, asked, model=model, adapter=adapter)
+
+    async def _chat_completions(self, request: Request) -> Response:
+        try:
+            asked = ChatRequest.parse(await request.body(), vocab_size=self._vocab_size)
+            model, adapter = self._model_of(asked.model)
+        except InvalidValue as error:
+            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
+        return ChatResponse(self._engine, asked, model=model, adapter=adapter)
+
+    async def _tokenize(self, request: Request) -> Response:
+        try:
+            asked = parse_tokenize(await request.body(), vocab_size=self._vocab_size)
+            self._model_of(asked.model)
+        except InvalidValue as error:
+            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
+        tokens = asked.token_ids
+        capacity = self._engine.core.cache.capacity_tokens
+        return JSONResponse({"count": len(tokens), "max_model_len": capacity, "tokens": tokens, "token_strs": None})
+
+    def _model_of(self, name: str | None) -> tuple[str, str | None]:
+        """(model as it is answered, adapter). Raises _UnknownModel."""
+        model = self._model if name is None else name
+        if model != self._model and model not in self._adapters:
+            served = ", ".join((self._model, *self._adapters))
+            raise _UnknownModel(f"the model {model!r} does not exist; expected one of {served}")
+        return model, None if model == self._model else model
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": VLLM_VERSION})
+
+    async def _kv_event_sources(self, _: Request) -> Response:
+        """Where the KV events are, as vLLM tells it."""
+        return JSONResponse([] if self._event_source is None else [self._event_source])
+
+    async def _kv_blocks(self, _: Request) -> Response:
+        """The simulator's own: what the cache holds, in the words of `kvatlas export`."""
+        idle = not self._engine.core.has_work
+        return JSONResponse({"idle": idle, "blocks": resident_blocks(self._engine.core)})
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        try:
+            preempt_running = _flag(request, "reset_running_requests")
+            include_cpu = _flag(request, "reset_external")
+        except InvalidValue as error:
+            return error_response(400, str(error))
+        if await self._engine.reset_prefix_cache(preempt_running=preempt_running, include_cpu=include_cpu):
+            return Response()
+        return error_response(
+            409, "running requests hold blocks; wait for them, or ask with reset_running_requests=true"
+        )
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise InvalidValue(f"{name} is {text!r:.50}; expected true or false")
+    return text in ("true", "1")
+
+
+def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_response(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,94 @@
+"""A small publisher for tests: a worker's telling, sent over the bus."""
+
+from time import time_ns
+from zlib import crc32
+
+import msgpack
+from nats.aio.client import Client
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.bus import wire
+from kvatlas.bus.subjects import alive_subject, events_subject
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, Heartbeat
+from kvatlas.identity import Scope
+from kvatlas.index.protocol import ResidencyIndex
+from tests.kvatlas.index.message_source import Held, Teller, contents
+
+PARTITIONS = 64
+SCOPE = Scope("model", "tokenizer")
+
+
+class BusTeller(Teller):
+    """Sends what it tells, each message acknowledged by the stream; `sent` keeps the payloads."""
+
+    def __init__(self, client: Client, worker_id: str, incarnation: int = 1) -> None:
+        super().__init__(worker_id, incarnation)
+        self.sent: list[bytes] = []
+        self._jetstream = client.jetstream()
+        self._client = client
+        self._next = 0
+
+    @property
+    def subject(self) -> str:
+        return events_subject(self.worker_id, PARTITIONS)
+
+    async def send(self, raw: wire.RawMessage) -> None:
+        raw[4] = time_ns() // 1_000
+        payload = msgpack.packb(raw)
+        self.sent.append(payload)
+        await self.publish(payload)
+
+    async def publish(self, payload: bytes) -> None:
+        """Any bytes on the worker's own subject."""
+        await self._jetstream.publish(self.subject, payload)
+
+    async def start(self, incarnation: int | None = None) -> None:
+        """A new incarnation with a snapshot of what is held."""
+        await self.send(self.begin(incarnation if incarnation is not None else self.incarnation))
+
+    async def store_more(self, blocks: int = 4) -> None:
+        """One message with blocks that this worker never held before."""
+        await self.send(self._more(blocks))
+
+    async def store_many(self, messages: int) -> None:
+        """So many messages of one new block each, without waiting for each acknowledgement."""
+        for _ in range(messages):
+            await self._client.publish(self.subject, msgpack.packb(self._more(1)))
+        await self._client.flush()
+
+    def _more(self, blocks: int) -> wire.RawMessage:
+        base = crc32(self.worker_id.encode()) << 32
+        first, self._next = base | self._next, self._next + blocks
+        return self.store(SCOPE, b"".join((first + i).to_bytes(HASH_BYTES, "little") for i in range(blocks)))
+
+    async def beat(self, acked_seq: int | None = None, incarnation: int | None = None) -> None:
+        await self._client.publish(
+            alive_subject(self.worker_id), heartbeat(self, acked_seq=acked_seq, incarnation=incarnation).pack()
+        )
+        await self._client.flush()
+
+
+def heartbeat(teller: Teller, acked_seq: int | None = None, incarnation: int | None = None) -> Heartbeat:
+    return Heartbeat(
+        worker_id=teller.worker_id,
+        incarnation=teller.incarnation if incarnation is None else incarnation,
+        acked_seq=teller.seq if acked_seq is None else acked_seq,
+        state=EngineState.UP,
+        endpoint=EngineEndpoint(id=teller.worker_id, kind=EngineKind.MOCK, model_id="model", tokenizer_id="tokenizer"),
+    )
+
+
+async def holds_what_was_told(index: ResidencyIndex, *tellers: Teller) -> bool:
+    for teller in tellers:
+        record = await index.record(teller.worker_id)
+        if record is None or (record.incarnation, record.seq) != (teller.incarnation, teller.seq):
+            return False
+    return True
+
+
+async def all_held(index: ResidencyIndex, *tellers: Teller) -> dict[str, Held]:
+    return {teller.worker_id: await contents(index, teller.worker_id) for teller in tellers}
+
+
+def all_told(*tellers: Teller) -> dict[str, Held]:
+    return {teller.worker_id: teller.held for teller in tellers}

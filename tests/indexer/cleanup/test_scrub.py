@@ -1,0 +1,71 @@
+"""Damage done to the store by hand, under a whole replica: found, counted, healed, and the worker answers all the while."""
+
+import pytest
+from nats.aio.client import Client
+
+from indexer.cleanup.scrub import Scrubber
+from indexer.counters import IndexerCounters
+from kvatlas.embedded import EmbeddedServer
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.store.connection import Store
+from tests.eventually import until
+from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusTeller, all_held, all_told, holds_what_was_told
+from tests.indexer.running_replica import answering, running_replica
+from tests.kvatlas.index.damage import Damage
+from tests.kvatlas.index.message_source import Teller, contents, tell
+
+pytestmark = pytest.mark.anyio
+
+PERIOD_S = 100.0
+
+
+@pytest.fixture
+async def index(store: Store) -> RedisIndex:
+    return await open_redis_index(store, partitions=PARTITIONS, shards=1, writer=True)
+
+
+async def test_a_block_removed_by_hand_comes_back(
+    nats: EmbeddedServer, valkey: EmbeddedServer, client: Client, index: RedisIndex
+) -> None:
+    workers = [BusTeller(client, f"w{i}") for i in range(3)]
+    async with running_replica(nats.url, valkey.url, scrub_period_s=0.3) as replica, answering(client, workers):
+        for worker in workers:
+            await worker.start()
+            await worker.store_more(50)
+        await until(lambda: holds_what_was_told(index, *workers), what="all is applied")
+        await until(lambda: replica.counters.scrubs >= 2, what="two scrubs have found nothing")
+        assert replica.counters.scrub_damaged == 0
+        scope, key = sorted(workers[1].held, key=str)[7]
+        await Damage(index, "w1").take(scope, key)
+        await Damage(index, "w2").add(SCOPE, b"never...")
+
+        async def healed() -> bool:
+            for worker in workers:
+                record = await index.record(worker.worker_id)
+                assert record is not None and record.answering
+            return await all_held(index, *workers) == all_told(*workers)
+
+        await until(healed, deadline_s=20, what="snapshots have healed it")
+        assert replica.counters.scrub_damaged >= 2
+        assert workers[0].incarnation == 1
+        assert await contents(index, "w0") == workers[0].held
+        await until(lambda: replica.retired_holders == 0, what="the damaged holders are swept")
+
+
+async def test_each_owned_shard_once_a_period() -> None:
+    index, counters, owned = MemoryIndex(shards=4), IndexerCounters(), {0, 2, 4}
+    teller = Teller("w")
+    await tell(index, teller.begin(1), teller.store(SCOPE, b"12345678"))
+    scrubber = Scrubber(index, counters, lambda: owned, PERIOD_S)
+    await scrubber.tick(1_000.0)
+    assert counters.scrubs == 0
+    await scrubber.tick(1_000.0 + PERIOD_S)
+    assert counters.scrubs == 2  # shards 0 and 2
+    await scrubber.tick(1_001.0 + PERIOD_S)
+    assert counters.scrubs == 2
+    owned.add(3)
+    await scrubber.tick(1_000.0 + 2 * PERIOD_S)
+    assert counters.scrubs == 4
+    await scrubber.tick(1_000.0 + 3 * PERIOD_S)
+    assert counters.scrubs == 7

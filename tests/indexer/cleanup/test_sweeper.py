@@ -1,0 +1,48 @@
+import anyio
+import pytest
+
+from indexer.cleanup.sweeper import Sweeper
+from indexer.counters import IndexerCounters
+from kvatlas.identity import Scope
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
+from tests.eventually import until
+from tests.kvatlas.index.message_source import Teller, tell
+
+pytestmark = pytest.mark.anyio
+
+SCOPE = Scope("model", "tokenizer")
+
+
+async def blocks_left(store: Store) -> int:
+    keys = [key async for key in store.client.scan_iter("kva:*:blocks:*")]
+    return sum([await store.client.hlen(key) for key in keys])
+
+
+async def test_what_retired_holders_held_is_given_back_to_the_store(store: Store) -> None:
+    index = await open_redis_index(store, partitions=64, shards=2, writer=True)
+    workers = [Teller(f"w{i}") for i in range(6)]  # of both shards
+    for number, worker in enumerate(workers):
+        hashes = b"".join((number << 32 | i).to_bytes(8, "little") for i in range(3_000))
+        await tell(index, worker.begin(1), worker.store(SCOPE, hashes))
+        await tell(index, worker.clear())
+    assert await blocks_left(store) == 18_000
+    sweeper = Sweeper(index, IndexerCounters(), lambda: [0, 1])
+    async with anyio.create_task_group() as group:
+        group.start_soon(sweeper.run)
+
+        async def empty() -> bool:
+            return await blocks_left(store) == 0 and sweeper.left == {0: 0, 1: 0}
+
+        await until(empty, deadline_s=20, what="every entry is swept")
+        group.cancel_scope.cancel()
+
+
+async def test_shards_of_partitions_that_are_anothers_are_left_to_it(store: Store) -> None:
+    index = await open_redis_index(store, partitions=64, shards=2, writer=True)
+    sweeper = Sweeper(index, IndexerCounters(), lambda: [1, 5, 7])
+    async with anyio.create_task_group() as group:
+        group.start_soon(sweeper.run)
+        await until(lambda: sweeper.left, what="it has swept once")
+        assert list(sweeper.left) == [1]
+        group.cancel_scope.cancel()

@@ -1,0 +1,59 @@
+from indexer.repair.grants import GRANT_S, GrantBudget
+from kvatlas.bus.control import GrantRequest
+
+
+def request(worker_id: str, snapshot_bytes: int, incarnation: int = 1) -> GrantRequest:
+    return GrantRequest(worker_id=worker_id, incarnation=incarnation, snapshot_bytes=snapshot_bytes)
+
+
+def test_snapshots_are_granted_up_to_the_limit() -> None:
+    budget = GrantBudget(100)
+    assert budget.ask(request("a", 60), 0).granted
+    assert budget.ask(request("b", 40), 0).granted
+    refused = budget.ask(request("c", 1), 0)
+    assert not refused.granted and refused.retry_after_ms > 0
+    assert budget.outstanding_bytes == 100
+
+
+def test_one_above_the_limit_is_granted_alone() -> None:
+    budget = GrantBudget(100)
+    assert budget.ask(request("a", 500), 0).granted
+    assert not budget.ask(request("b", 1), 0).granted
+
+
+def test_a_grant_ends_when_that_incarnation_answers() -> None:
+    budget = GrantBudget(100)
+    budget.ask(request("a", 100, incarnation=7), 0)
+    budget.answering("a", 6)
+    assert not budget.ask(request("b", 100), 0).granted
+    budget.answering("a", 7)
+    assert budget.ask(request("b", 100), 0).granted
+
+
+def test_a_grant_ends_after_its_time() -> None:
+    budget = GrantBudget(100)
+    budget.ask(request("a", 100), 0)
+    assert not budget.ask(request("b", 100), GRANT_S - 0.1).granted
+    assert budget.ask(request("b", 100), GRANT_S).granted
+
+
+def test_asking_again_does_not_count_twice() -> None:
+    budget = GrantBudget(100)
+    budget.ask(request("a", 60), 0)
+    assert budget.ask(request("a", 80, incarnation=2), 1).granted
+    assert budget.outstanding_bytes == 80
+
+
+def test_asking_again_for_the_same_snapshot_is_granted_again() -> None:
+    budget = GrantBudget(100)
+    budget.ask(request("a", 60), 0)
+    budget.ask(request("b", 40), 0)
+    assert budget.ask(request("a", 60), 1).granted
+    assert budget.outstanding_bytes == 100
+
+
+def test_grants_of_partitions_given_away_are_forgotten() -> None:
+    budget = GrantBudget(100)
+    budget.ask(request("a", 100), 0)
+    budget.forget(lambda worker_id: worker_id == "a")
+    assert budget.outstanding_bytes == 0

@@ -1,0 +1,59 @@
+"""A replica in the test's own process, and workers that answer requests for snapshots."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from indexer.replica import Replica
+from indexer.service import IndexerSettings, run_indexer
+from kvatlas.bus.control import ControlOp, ControlRequest
+from kvatlas.bus.subjects import control_subject
+from tests.eventually import until
+from tests.indexer.bus_publisher import BusTeller
+
+
+@asynccontextmanager
+async def running_replica(nats_url: str, redis_url: str, **settings: object) -> AsyncIterator[Replica]:
+    """It reads every partition to the end; leaving the context stops it cleanly."""
+    started: list[Replica] = []
+    given = {"nats_url": nats_url, "redis_url": redis_url, "member_id": "a", "stream_storage": "memory", **settings}
+    async with anyio.create_task_group() as group:
+        group.start_soon(run_indexer, IndexerSettings.load(**given), started.append)
+        await until(lambda: started, deadline_s=15, what="the replica is ready")
+        replica = started[0]
+        await until(
+            lambda: len(replica.partitions) > 0 and all(one.at_end for one in replica.partitions),
+            deadline_s=15,
+            what="every partition is read",
+        )
+        yield replica
+        group.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def answering(client: Client, workers: Sequence[BusTeller], beat_s: float = 0.2) -> AsyncIterator[None]:
+    """They send heartbeats, and a snapshot when they are asked for one."""
+
+    async def on_request(msg: Msg) -> None:
+        worker = next(worker for worker in workers if control_subject(worker.worker_id) == msg.subject)
+        request = ControlRequest.unpack(msg.data)
+        if request.op is ControlOp.SNAPSHOT and request.above >= worker.incarnation:
+            await worker.start(incarnation=request.above + 1)
+
+    async def beat() -> None:
+        while True:
+            for worker in workers:
+                await worker.beat()
+            await anyio.sleep(beat_s)
+
+    subscription = await client.subscribe("kvatlas.control.*", cb=on_request)
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(beat)
+            yield
+            group.cancel_scope.cancel()
+    finally:
+        await subscription.unsubscribe()

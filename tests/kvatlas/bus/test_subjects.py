@@ -1,0 +1,29 @@
+"""Subjects and the worker they name."""
+
+import pytest
+from hypothesis import given
+
+from kvatlas.bus.subjects import alive_subject, control_subject, events_subject, partition_events, worker_of
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import partition_of
+from tests.kvatlas.strategies import worker_ids
+
+
+@given(worker_ids)
+def test_a_worker_has_one_subject_for_its_events(worker_id: str) -> None:
+    subject = events_subject(worker_id, 64)
+    assert worker_of(subject) == (partition_of(worker_id, 64), worker_id)
+    assert subject.startswith(partition_events(partition_of(worker_id, 64)).removesuffix("*"))
+
+
+@pytest.mark.parametrize("subject", ["", "kvatlas.events.1", "kvatlas.events.x.w", "kvatlas.alive.1.w", "a.b.1.w.z"])
+def test_other_subjects_name_no_worker(subject: str) -> None:
+    with pytest.raises(InvalidValue, match="subject"):
+        worker_of(subject)
+
+
+@pytest.mark.parametrize("worker_id", ["a.b", "*", ">", ""])
+def test_no_worker_id_can_widen_a_subject(worker_id: str) -> None:
+    for subject in (alive_subject, control_subject, lambda w: events_subject(w, 64)):
+        with pytest.raises(InvalidValue):
+            subject(worker_id)

@@ -1,0 +1,205 @@
+"""The bus message: round trip, and every way in which bytes are not one."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas.blocks.digest import WORDS
+from kvatlas.blocks.hashing import pack_hashes
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.wire import MAX_MESSAGE_BYTES, VERSION, decode, decode_raw, encode, from_raw, to_raw
+from kvatlas.errors import WireError
+from kvatlas.events import Checkpoint, Message, Removed, ScopeUse, SnapshotEnd, Stored
+from kvatlas.identity import Scope
+from tests.kvatlas.strategies import messages
+
+SCOPE = Scope("model", "tokenizer", "adapter", "tenant")
+USE = ScopeUse(SCOPE, 16, 2 << 20)
+ID = SCOPE.scope_id
+DIGEST = [0] * WORDS
+
+
+def a_message(*events: Any) -> Message:
+    return Message("w-1", 7, 3, list(events), {ID: USE}, 1_700_000_000_000_000)
+
+
+def raw(*events: Any) -> list[Any]:
+    """A good message as the wire's own arrays, not yet packed."""
+    scopes = {ID: ["model", "tokenizer", "adapter", "tenant", 16, 2 << 20]}
+    return [VERSION, "w-1", 7, 3, 1_700_000_000_000_000, scopes, list(events)]
+
+
+STORED = [1, ID, 0, pack_hashes([1, 2]), None, 0, 0]
+
+
+@given(messages())
+def test_a_message_comes_back(message: Message) -> None:
+    again = decode(encode(message))
+    assert again == message
+    assert from_raw(to_raw(message)) == message
+    assert encode(again) == encode(message)
+
+
+def test_the_form_on_the_wire() -> None:
+    stored = Stored(ID, Tier.CPU_DRAM, pack_hashes([1, 2]), pack_hashes([9]), 4)
+    removed = Removed(ID, Tier.HBM, pack_hashes([1]))
+    sent = msgpack.unpackb(encode(a_message(stored, removed)), strict_map_key=False)
+    assert sent == raw([1, ID, 2, pack_hashes([1, 2]), pack_hashes([9]), 4, 0], [2, ID, 0, pack_hashes([1])])
+
+
+def test_a_good_message_is_taken() -> None:
+    assert decode(msgpack.packb(raw(STORED))) == a_message(Stored(ID, Tier.HBM, pack_hashes([1, 2])))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_with_one_line(payload: bytes) -> None:
+    with pytest.raises(WireError) as caught:
+        decode(payload)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@given(messages(), st.data())
+def test_a_truncated_message_is_refused(message: Message, data: st.DataObject) -> None:
+    payload = encode(message)
+    with pytest.raises(WireError):
+        decode(payload[: data.draw(st.integers(0, len(payload) - 1))])
+
+
+@given(messages(), st.data())
+def test_a_damaged_message_is_refused_or_still_a_message(message: Message, data: st.DataObject) -> None:
+    payload = bytearray(encode(message))
+    payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
+    with suppress(WireError):
+        decode(bytes(payload))
+
+
+def test_a_message_beyond_the_limit_is_refused_unread() -> None:
+    with pytest.raises(WireError, match=str(MAX_MESSAGE_BYTES)):
+        decode_raw(b"\x00" * (MAX_MESSAGE_BYTES + 1))
+
+
+def _set(*path: Any, to: Any) -> Callable[[list[Any]], None]:
+    def change(message: list[Any]) -> None:
+        place: Any = message
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = to
+
+    return change
+
+
+def _event(*event: Any) -> Callable[[list[Any]], None]:
+    return _set(6, 0, to=list(event))
+
+
+def _drop(index: int) -> Callable[[list[Any]], None]:
+    def change(message: list[Any]) -> None:
+        del message[index]
+
+    return change
+
+
+HASHES = pack_hashes([1])
+WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
+    "newer version": (_set(0, to=2), "version 2; expected 1"),
+    "no version": (_set(0, to="1"), "version '1'"),
+    "six fields": (_drop(6), "6 fields; expected 7"),
+    "eight fields": (lambda message: message.append(0), "8 fields; expected 7"),
+    "worker with a dot": (_set(1, to="a.b"), "worker id 'a.b'"),
+    "worker not text": (_set(1, to=5), "worker id 5"),
+    "incarnation 0": (_set(2, to=0), "incarnation 0"),
+    "negative incarnation": (_set(2, to=-1), "incarnation -1"),
+    "float incarnation": (_set(2, to=1.0), r"incarnation 1\.0"),
+    "bool incarnation": (_set(2, to=True), "incarnation True"),
+    "negative seq": (_set(3, to=-1), "seq -1"),
+    "seq of 54 bits": (_set(3, to=1 << 53), "seq 9007199254740992"),
+    "seq text": (_set(3, to="3"), "seq '3'"),
+    "negative time": (_set(4, to=-1), "ts_us -1"),
+    "float time": (_set(4, to=0.5), r"ts_us 0\.5"),
+    "scopes not a map": (_set(5, to=[]), "expected a map"),
+    "events not an array": (_set(6, to={}), "an array"),
+    "event not an array": (_set(6, 0, to=1), "event 1; expected an array"),
+    "empty event": (_event(), "expected an array"),
+    "code 0": (_event(0), "code 0; expected 1 to 7"),
+    "code 8": (_event(8), "code 8"),
+    "code text": (_event("stored"), "code 'stored'"),
+    "stored too short": (_event(1, ID, 0, HASHES), "event 1 of 4 fields"),
+    "stored too long": (_event(1, ID, 0, HASHES, None, 0, 0, 0), "event 1 of 8 fields"),
+    "removed too long": (_event(2, ID, 0, HASHES, None), "event 2 of 5 fields"),
+    "cleared with a field": (_event(3, 0), "code 3"),
+    "begin with a field": (_event(4, 0), "code 4"),
+    "unknown scope": (_event(2, b"12345678", 0, HASHES), "does not describe"),
+    "scope id too short": (_event(2, ID[:7], 0, HASHES), "does not describe"),
+    "scope id text": (_event(2, "12345678", 0, HASHES), "does not describe"),
+    "tier 5": (_event(2, ID, 5, HASHES), "tier 5; expected 0 to 4"),
+    "tier -1": (_event(2, ID, -1, HASHES), "tier -1"),
+    "tier name": (_event(2, ID, "hbm", HASHES), "tier 'hbm'"),
+    "tier true": (_event(2, ID, True, HASHES), "tier True"),
+    "no hashes": (_event(2, ID, 0, b""), "not packed"),
+    "hashes cut": (_event(2, ID, 0, HASHES[:7]), "not packed"),
+    "hashes as integers": (_event(2, ID, 0, [1]), "not packed"),
+    "parent cut": (_event(1, ID, 0, HASHES, HASHES[:4], 0, 0), "expected 8 bytes or nil"),
+    "parent integer": (_event(5, ID, 0, HASHES, 1, 0, 0), "expected 8 bytes or nil"),
+    "negative first index": (_event(1, ID, 0, HASHES, None, -1, 0), "first index -1"),
+    "first index text": (_event(1, ID, 0, HASHES, None, "0", 0), "first index '0'"),
+    "tier bits in flags": (_event(1, ID, 0, HASHES, None, 0, 1), "flags 1"),
+    "flags of 9 bits": (_event(1, ID, 0, HASHES, None, 0, 256), "flags 256"),
+    "negative flags": (_event(1, ID, 0, HASHES, None, 0, -64), "flags -64"),
+    "flags text": (_event(1, ID, 0, HASHES, None, 0, ""), "flags ''"),
+    "end without a digest": (_event(6, 1), "event 6 without a digest"),
+    "end with a short digest": (_event(6, 1, DIGEST[1:]), "event 6 without a digest of 15"),
+    "end with a negative word": (_event(6, 1, [-1, *DIGEST[1:]]), "event 6 whose digest"),
+    "end with a text word": (_event(6, 1, ["0", *DIGEST[1:]]), "event 6 whose digest"),
+    "negative chunk count": (_event(6, -1, DIGEST), "snapshot end of -1 chunks"),
+    "checkpoint without a digest": (_event(7), "event 7 without a digest"),
+    "checkpoint with a map": (_event(7, {}), "event 7 without a digest"),
+    "checkpoint beyond 53 bits": (_event(7, [1 << 53, *DIGEST[1:]]), "event 7 whose digest"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name: str) -> None:
+    change, text = WRONG[name]
+    message = raw(list(STORED))
+    change(message)
+    with pytest.raises(WireError, match=text) as caught:
+        decode_raw(msgpack.packb(message))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x90", msgpack.packb({}), msgpack.packb(1), b"\x93\x01"])
+def test_other_msgpack_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_raw(payload)
+
+
+SCOPE_ENTRIES: dict[str, tuple[Any, str]] = {
+    "not an array": (1, "expected four names"),
+    "too short": (["model", "tokenizer", None, "tenant"], "expected four names"),
+    "block size 0": (["model", "tokenizer", "adapter", "tenant", 0, 0], "block size 0"),
+    "block size text": (["model", "tokenizer", "adapter", "tenant", "16", 0], "block size '16'"),
+    "negative bytes": (["model", "tokenizer", "adapter", "tenant", 16, -1], "block bytes -1"),
+    "empty model": (["", "tokenizer", "adapter", "tenant", 16, 0], "scope field model_id"),
+    "no tenant": (["model", "tokenizer", "adapter", None, 16, 0], "scope field tenant_id"),
+    "of another id": (["model", "tokenizer", None, "tenant", 16, 0], "is not that of"),
+}
+
+
+@pytest.mark.parametrize("name", SCOPE_ENTRIES)
+def test_a_wrong_scope_entry_is_named(name: str) -> None:
+    entry, text = SCOPE_ENTRIES[name]
+    message = raw(STORED)
+    message[5][ID] = entry
+    with pytest.raises(WireError, match=text):
+        decode(msgpack.packb(message))
+
+
+@pytest.mark.parametrize("event", [Checkpoint([0] * 14), SnapshotEnd(-1, DIGEST), Stored(ID, Tier.HBM, b"")])
+def test_a_sender_is_held_to_the_form_too(event: Any) -> None:
+    with pytest.raises(WireError):
+        to_raw(a_message(event))

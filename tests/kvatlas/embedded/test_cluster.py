@@ -1,0 +1,51 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from kvatlas.embedded import EmbeddedServerError, valkey_cluster
+from tests.eventually import until
+from tests.kvatlas.embedded.process_table import is_alive, listens_on
+
+pytestmark = pytest.mark.anyio
+
+
+async def info(url: str) -> dict[str, str]:
+    client: Any = redis.asyncio.Redis.from_url(url)
+    async with client:
+        told: dict[str, str] = await client.execute_command("CLUSTER INFO")
+        return told
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis8"])
+async def test_three_primaries_share_all_slots(kind: str, redis8_binary: Path) -> None:
+    async with valkey_cluster(binary=redis8_binary if kind == "redis8" else None) as cluster:
+        pids = [node.pid for node in cluster.nodes]
+        for node in cluster.nodes:
+            told = await info(node.url)
+            assert told["cluster_state"] == "ok"
+            assert told["cluster_slots_ok"] == "16384"
+            assert told["cluster_size"] == "3"
+            assert listens_on(node.pid) == {node.port: True, node.port + 10_000: True}
+        assert cluster.url == f"redis+cluster://127.0.0.1:{cluster.nodes[0].port}"
+        members: Any = redis.asyncio.RedisCluster.from_url(cluster.nodes[0].url)
+        async with members as client:
+            for key in range(32):
+                await client.set(f"k{key}", key)
+            sizes = [await client.dbsize(target_nodes=node) for node in client.get_primaries()]
+        assert sum(sizes) == 32
+        assert all(sizes)
+
+        await cluster.nodes[1].restart()
+
+        async def is_whole() -> bool:
+            return (await info(cluster.nodes[1].url))["cluster_state"] == "ok"
+
+        await until(is_whole, deadline_s=20, what="a restarted node rejoins the cluster")
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_fewer_than_three_primaries_are_refused() -> None:
+    with pytest.raises(EmbeddedServerError, match="at least 3 primaries to agree on a failure, not 2"):
+        valkey_cluster(primaries=2)

@@ -1,0 +1,31 @@
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvatlas.embedded.cluster import ClusterProcesses
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import open_store
+
+
+@pytest.fixture(scope="session")
+def cluster_url() -> Iterator[str]:
+    """A Valkey cluster of three primaries, shared by the session."""
+    with ClusterProcesses() as cluster:
+        yield cluster.url
+
+
+@pytest.fixture(params=["memory", "memory-4", "valkey", "valkey-4", "redis8", "redis8-4", "cluster-4"])
+async def index(request: pytest.FixtureRequest) -> AsyncIterator[ResidencyIndex]:
+    """Every implementation, with one shard and with four."""
+    kind, _, shards = request.param.partition("-")
+    if kind == "memory":
+        yield MemoryIndex(shards=int(shards or 1))
+        return
+    store = await open_store(request.getfixturevalue(f"{kind}_url"), wait=False)
+    try:
+        await store.client.flushall()
+        yield await open_redis_index(store, shards=int(shards or 1), side_index=True, writer=True)
+    finally:
+        await store.close()

@@ -1,0 +1,96 @@
+"""Asks, bookings and stores with a clock that tests set."""
+
+from collections.abc import Sequence
+
+from kvatlas.cost import Prices
+from kvatlas.reservations import Ask, Booking, Offer, OfferKind, Reservations, StepChain
+from kvatlas.reservations.redis_calls import FUNCTIONS, pool_library
+from kvatlas.reservations.weigh import worth_us
+from kvatlas.store.connection import Store
+
+POOL = "pool"
+CLOCK_KEY = f"kva:{{pool:{POOL}}}:test-clock"
+START_US = 1_700_000_000_000_000
+SECOND_US = 1_000_000
+LEASE_US = 5 * SECOND_US
+LONGEST_US = 600 * SECOND_US
+STEP_TOKENS = 128
+
+PRICES = Prices(40.0, 5_000.0, 5.0, 1_024, 40.0, 0.0005)
+
+
+class Clock:
+    """Sets the time of both stores."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.now_us = START_US
+
+    def __call__(self) -> int:
+        return self.now_us
+
+    async def prepare(self) -> None:
+        """Functions that read this clock instead of the server's."""
+        real = (FUNCTIONS / "_clock.lua").read_text()
+        told = f"local function now_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
+        code = pool_library()
+        assert real in code
+        await self._store.load_functions(code.replace(real, told))
+        await self.pass_us(0)
+
+    async def pass_us(self, us: int) -> None:
+        self.now_us += us
+        await self._store.client.set(CLOCK_KEY, str(self.now_us))
+
+
+def id_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def steps(*numbers: int) -> bytes:
+    """A chain of steps; equal numbers up to a place are an equal prefix."""
+    out, seen = b"", 0
+    for number in numbers:
+        seen = (seen * 1_000_003 + number + 1) % (1 << 64)
+        out += seen.to_bytes(8, "little")
+    return out
+
+
+def offer(
+    worker_id: str,
+    *,
+    input_tokens: int = 1_000,
+    chain: int | None = None,
+    held_steps: int = 0,
+    prices: Prices = PRICES,
+    lost_tokens: int = 0,
+    believed_us: int = 5 * SECOND_US,
+    capacity_steps: int = 0,
+    extra_us: float = 0.0,
+) -> Offer:
+    """A worker that holds so many steps, at the cost of computing the rest and decoding."""
+    cached = min(held_steps * STEP_TOKENS, input_tokens - 1)
+    saved = worth_us(prices, cached)
+    work = worth_us(prices, input_tokens) - saved
+    return Offer(
+        worker_id,
+        OfferKind(chain, input_tokens - 1, lost_tokens, prices, believed_us, capacity_steps),
+        held_steps,
+        cached,
+        work + 900_000 + extra_us,
+        work,
+    )
+
+
+def ask(offers: Sequence[Offer], chain: bytes | None = None, again_factor: float = 16.0) -> Ask:
+    chains = () if chain is None else (StepChain(STEP_TOKENS, chain),)
+    return Ask(offers, chains, again_factor)
+
+
+async def book(
+    reservations: Reservations, number: int, asked: Ask, *, router: str = "r", input_tokens: int = 1_000
+) -> str | None:
+    """The worker that was booked."""
+    booking = Booking(id_of(number), router, input_tokens, asked, LEASE_US, LONGEST_US)
+    weighing = await reservations.book(POOL, booking)
+    return None if weighing is None else asked.offers[weighing.chosen].worker_id

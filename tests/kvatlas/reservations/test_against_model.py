@@ -1,0 +1,218 @@
+"""The store's functions against the model in process: the same calls at the same times, the same answers throughout."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.cost import Load, Prices
+from kvatlas.reservations import (
+    Ask,
+    Booking,
+    LoadReport,
+    MemoryReservations,
+    Offer,
+    Outcome,
+    Pairing,
+    RedisReservations,
+    StepChain,
+    WorkerReport,
+)
+from kvatlas.reservations.limits import Limit, Limits
+from kvatlas.reservations.redis_calls import pool_keys
+from kvatlas.store.connection import open_store
+from tests.kvatlas.reservations.asks import LEASE_US, POOL, PRICES, SECOND_US, STEP_TOKENS, Clock, id_of, offer, steps
+
+WORKERS = ["a", "b", "c-1", "c-12"]
+NUMBERS = range(12)
+CHAINS = [steps(*chain) for chain in [(), (1,), (1, 2, 3), (1, 2, 9, 9, 9), (1, 2, 3, 4, 5, 6), (7, 8), (7, 8, 8, 8)]]
+OTHER = Prices(4.0, 1_500.0, 0.3, 0, 45.0, hit_us=5.0)
+
+numbers = st.sampled_from(NUMBERS)
+workers = st.sampled_from(WORKERS)
+loads = st.builds(Load, st.integers(0, 9), st.integers(0, 9_000), st.integers(0, 3), st.integers(0, 99_000))
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> Ask:
+    chains = [StepChain(STEP_TOKENS, draw(st.sampled_from(CHAINS))), StepChain(64, draw(st.sampled_from(CHAINS)))]
+    offers = []
+    for worker_id in draw(st.lists(workers, min_size=1, unique=True)):
+        # a worker's block size stays what it is, so its chain is always the same one
+        chain = draw(st.sampled_from([None, WORKERS.index(worker_id) % 2]))
+        held = draw(st.integers(0, len(chains[chain].hashes) // HASH_BYTES)) if chain is not None else 0
+        offers.append(
+            offer(
+                worker_id,
+                input_tokens=900,
+                chain=chain,
+                held_steps=held if draw(st.booleans()) else 0,
+                prices=draw(st.sampled_from([PRICES, OTHER])),
+                lost_tokens=draw(st.sampled_from([0, 16])),
+                believed_us=draw(st.sampled_from([SECOND_US, 40 * SECOND_US])),
+                capacity_steps=6 if worker_id == "c-12" else 0,
+                extra_us=draw(st.sampled_from([0.0, 0.25, 30_000.0])),
+            )
+        )
+    again_factor, limits = draw(st.sampled_from([0.0, 2.5, 16.0])), draw(st.none() | limits_of(len(offers)))
+    return Ask(offers, chains, again_factor, 5 * SECOND_US, limits)
+
+
+def limits_of(count: int) -> st.SearchStrategy[Limits]:
+    """Limits that loads of these tests are sometimes over."""
+    each = st.builds(
+        Limit, st.sampled_from([0, 1, 5]), st.sampled_from([0, 5_000, 60_000]), st.sampled_from([0.0, 900_000.0])
+    )
+    return st.builds(
+        Limits,
+        st.lists(each, min_size=count, max_size=count),
+        st.just(900),
+        st.sampled_from([0.0, 50_000.0, 400_000.5]),
+        st.sampled_from([0.0, 910_000.0, 950_000.25]),
+        st.sampled_from([0.0, 1.0, 2.5]),
+        st.booleans(),
+    )
+
+
+@st.composite
+def pair_asks(draw: st.DrawFn) -> Ask:
+    """Some workers compute prompts alone, the others answers, and some of these prompts too."""
+    chains = [StepChain(STEP_TOKENS, draw(st.sampled_from(CHAINS))), StepChain(64, draw(st.sampled_from(CHAINS)))]
+    prefills = draw(st.lists(st.sampled_from(WORKERS[:2]), unique=True))
+    decodes = draw(st.lists(st.sampled_from(WORKERS[2:]), min_size=1, unique=True))
+    both = draw(st.lists(st.sampled_from(decodes), min_size=1, unique=True))
+
+    def whole(worker_id: str) -> Offer:
+        extra_us = draw(st.sampled_from([0.0, 30_000.0]))
+        capacity = 6 if worker_id == "c-12" else 0
+        chain = WORKERS.index(worker_id) % 2
+        return offer(worker_id, input_tokens=900, chain=chain, capacity_steps=capacity, extra_us=extra_us)
+
+    apart = [
+        offer(id, input_tokens=900)._replace(cached_tokens=900, base_us=0.0, work_us=draw(st.sampled_from([0.0, 9e3])))
+        for id in decodes
+    ]
+    groups = draw(st.lists(st.integers(0, 1), min_size=len(prefills), max_size=len(prefills)))
+    moved = st.lists(st.sampled_from([-1.0, 500.0, 850_000.0, 900_000.5]), min_size=2, max_size=2)
+    transfers = draw(st.lists(moved, min_size=len(decodes), max_size=len(decodes)))
+    offers = [*(whole(id) for id in prefills), *apart, *(whole(id) for id in both)]
+    pairing = Pairing(len(prefills), len(decodes), groups, transfers)
+    return Ask(offers, chains, 2.5, 5 * SECOND_US, draw(st.none() | limits_of(len(offers))), pairing)
+
+
+class Both(RuleBasedStateMachine):
+    store_url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.store = self.run(open_store(self.store_url, wait=False))
+        self.run(self.store.client.flushall())
+        self.clock = Clock(self.store)
+        self.run(self.clock.prepare())
+        self.stores = (RedisReservations(self.store), MemoryReservations(self.clock))
+
+    def run(self, coroutine: Any) -> Any:
+        return self.runner.run(coroutine)
+
+    def teardown(self) -> None:
+        self.run(self.store.client.function_flush())  # of a clock that only tests know
+        self.run(self.store.close())
+        self.runner.close()
+
+    def same(self, call: str, *args: Any) -> None:
+        real, model = (self.run(getattr(store, call)(POOL, *args)) for store in self.stores)
+        assert real == model, call
+
+    @rule(number=numbers, asked=asks(), router=st.sampled_from(["r1", "r2"]), longest_s=st.sampled_from([8, 600]))
+    def book(self, number: int, asked: Ask, router: str, longest_s: int) -> None:
+        self.same("book", Booking(id_of(number), router, 900, asked, LEASE_US, longest_s * SECOND_US))
+
+    @rule(number=numbers, prefill=numbers, asked=pair_asks())
+    def book_pair(self, number: int, prefill: int, asked: Ask) -> None:
+        if number != prefill:
+            booking = Booking(id_of(number), "r1", 900, asked, LEASE_US, 600 * SECOND_US, id_of(prefill))
+            self.same("book", booking)
+
+    @rule(asked=asks() | pair_asks())
+    def look(self, asked: Ask) -> None:
+        self.same("look", asked)
+
+    @rule(number=numbers)
+    def prefilled(self, number: int) -> None:
+        self.same("prefilled", id_of(number))
+
+    @rule(number=numbers, outcome=st.sampled_from(Outcome))
+    def release(self, number: int, outcome: Outcome) -> None:
+        self.same("release", id_of(number), outcome)
+
+    @rule(router=st.sampled_from(["r1", "r2", "r3"]))
+    def beat(self, router: str) -> None:
+        self.same("beat", router, LEASE_US)
+
+    @rule(router=st.sampled_from(["r1", "r2"]))
+    def leave(self, router: str) -> None:
+        self.same("leave", router)
+
+    @rule(
+        worker=workers,
+        incarnation=st.sampled_from([1, 1, 1, 2]),
+        load=loads,
+        age_us=st.integers(0, 2 * SECOND_US),
+        covers=st.booleans(),
+        told=st.booleans(),
+    )
+    def report(self, worker: str, incarnation: int, load: Load, age_us: int, covers: bool, told: bool) -> None:
+        sample = LoadReport(load, age_us, covers) if told else None
+        self.same("report", {worker: WorkerReport(incarnation, sample)})
+
+    @rule(worker=workers)
+    def forget(self, worker: str) -> None:
+        self.same("forget", worker)
+
+    @rule(us=st.sampled_from([1, 100_000, SECOND_US, LEASE_US - 1, LEASE_US, 31 * SECOND_US]))
+    def time_passes(self, us: int) -> None:
+        self.run(self.clock.pass_us(us))
+
+    @invariant()
+    def the_same_load(self) -> None:
+        self.same("look", Ask([offer(worker) for worker in WORKERS]))
+
+    @invariant()
+    def the_same_predictions(self) -> None:
+        for chain in CHAINS:
+            cut = [StepChain(STEP_TOKENS, chain), StepChain(64, chain)]
+            self.same("look", Ask([offer(w, chain=i % 2) for i, w in enumerate(WORKERS)], cut, 2.0))
+
+    @invariant()
+    def ended_things_leave_nothing_behind(self) -> None:
+        self.run(self.stores[1].beat(POOL, "r3", LEASE_US))
+        self.run(self.stores[0].beat(POOL, "r3", LEASE_US))
+        sizes = {}
+        for key in pool_keys(POOL):
+            command = "zcard" if key.endswith((":booked", ":predicted", ":deadlines")) else "hlen"
+            sizes[key.rpartition(":")[2]] = self.run(getattr(self.store.client, command)(key))
+        assert sizes["predictions"] == sizes["predicted"]
+        assert bool(sizes["anchors"]) == bool(sizes["predictions"])
+        assert sizes["booked"] <= sizes["reservations"]
+        assert sizes["deadlines"] == sizes["reservations"] + sizes["predictions"]
+        steps_of = [self.stores[1].predicted_steps(POOL, worker) for worker in WORKERS]
+        assert bool(sum(steps_of)) == bool(sizes["predictions"])
+        assert steps_of[3] <= 6
+
+
+@pytest.mark.parametrize("kind", ["valkey_url", "redis8_url"])
+def test_the_store_does_what_the_model_does(request: pytest.FixtureRequest, kind: str) -> None:
+    Both.store_url = request.getfixturevalue(kind)
+    run_state_machine_as_test(
+        Both,
+        settings=settings(
+            max_examples=14,
+            stateful_step_count=25,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )

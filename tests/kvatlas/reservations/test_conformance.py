@@ -1,0 +1,346 @@
+"""What every implementation of reservations promises."""
+
+import pytest
+
+from kvatlas.cost import Load
+from kvatlas.errors import InvalidValue
+from kvatlas.reservations import Booking, LoadReport, Outcome, Reservations, StepChain, WorkerReport
+from kvatlas.reservations.protocol import ARRIVAL_US, STALE_US
+from tests.kvatlas.reservations.asks import (
+    LEASE_US,
+    LONGEST_US,
+    POOL,
+    SECOND_US,
+    STEP_TOKENS,
+    Clock,
+    ask,
+    book,
+    id_of,
+    offer,
+    steps,
+)
+
+pytestmark = pytest.mark.anyio
+
+TWO = ask([offer("a"), offer("b")])
+
+
+async def load(reservations: Reservations, worker_id: str) -> Load:
+    return (await reservations.look(POOL, ask([offer(worker_id)]))).weighed[0].load
+
+
+async def report(
+    reservations: Reservations, incarnation: int = 1, age_us: int | None = 0, **workers: Load | None
+) -> None:
+    told = {
+        id: WorkerReport(incarnation, None if load is None else LoadReport(load, age_us or 0, age_us is not None))
+        for id, load in workers.items()
+    }
+    await reservations.report(POOL, told)
+
+
+# ---------------------------------------------------------------- load
+
+
+async def test_bookings_of_all_routers_spread(reservations: Reservations) -> None:
+    picked = [await book(reservations, number, TWO, router=f"r{number % 3}") for number in range(6)]
+    assert picked == ["a", "b"] * 3
+    assert await load(reservations, "a") == Load(3, 3_000, 0, 3_000)
+
+
+async def test_looking_books_nothing(reservations: Reservations) -> None:
+    await book(reservations, 1, TWO)
+    first = await reservations.look(POOL, TWO)
+    assert (first.chosen, first) == (1, await reservations.look(POOL, TWO))
+
+
+async def test_a_reservation_queues_until_its_first_token_and_runs_until_its_end(reservations: Reservations) -> None:
+    await book(reservations, 1, TWO)
+    assert await reservations.prefilled(POOL, id_of(1))
+    assert await load(reservations, "a") == Load(1, 0, 0, 1_000)
+    assert not await reservations.prefilled(POOL, id_of(1))
+    assert await reservations.release(POOL, id_of(1), Outcome.FINISHED)
+    assert await load(reservations, "a") == Load()
+    assert not await reservations.release(POOL, id_of(1), Outcome.FINISHED)
+    assert not await reservations.prefilled(POOL, id_of(1))
+    assert await load(reservations, "a") == Load()
+
+
+async def test_reported_and_booked_load_add_up(reservations: Reservations) -> None:
+    await report(reservations, a=Load(2, 500, 1, 9_000), b=Load())
+    assert await book(reservations, 1, TWO) == "b"
+    assert await book(reservations, 2, ask([offer("a")])) == "a"
+    assert await load(reservations, "a") == Load(3, 1_500, 1, 10_000)
+
+
+async def test_a_sample_has_what_was_booked_before_it_and_nothing_counts_twice(
+    reservations: Reservations, clock: Clock
+) -> None:
+    await book(reservations, 1, ask([offer("a")]))
+    await clock.pass_us(ARRIVAL_US)
+    await book(reservations, 2, ask([offer("a")]))
+    await report(reservations, a=Load(1, 700, 0, 1_000))
+    assert await load(reservations, "a") == Load(2, 1_700, 0, 2_000)
+    await reservations.release(POOL, id_of(1), Outcome.FINISHED)  # it is in the sample: nothing to take away
+    assert await load(reservations, "a") == Load(2, 1_700, 0, 2_000)
+    await reservations.release(POOL, id_of(2), Outcome.FINISHED)
+    assert await load(reservations, "a") == Load(1, 700, 0, 1_000)
+
+
+async def test_a_sample_of_unknown_time_has_no_booking(reservations: Reservations, clock: Clock) -> None:
+    await book(reservations, 1, ask([offer("a")]))
+    await clock.pass_us(SECOND_US)
+    await report(reservations, age_us=None, a=Load(1, 0, 0, 0))
+    assert await load(reservations, "a") == Load(2, 1_000, 0, 1_000)
+
+
+async def test_an_older_sample_is_ignored(reservations: Reservations) -> None:
+    await report(reservations, a=Load(1))
+    await report(reservations, age_us=1, a=Load(9))
+    assert await load(reservations, "a") == Load(1)
+
+
+async def test_a_stale_load_is_unknown_not_zero(reservations: Reservations, clock: Clock) -> None:
+    await report(reservations, a=Load())
+    await clock.pass_us(STALE_US - 1)
+    await report(reservations, b=Load(3, 2_000, 0, 0))
+    assert [w.load_known for w in (await reservations.look(POOL, TWO)).weighed] == [True, True]
+    await clock.pass_us(1)
+    weighing = await reservations.look(POOL, TWO)
+    assert [w.load_known for w in weighing.weighed] == [False, True]
+    assert weighing.weighed[0].load == Load(3, 2_000, 0, 0)
+    await book(reservations, 1, TWO)
+    assert await book(reservations, 2, TWO) == "b"  # what was booked on the unknown one counts
+
+
+async def test_ties_go_to_the_first_offer(reservations: Reservations) -> None:
+    assert (await reservations.look(POOL, ask([offer("z"), offer("a")]))).chosen == 0
+
+
+# ---------------------------------------------------------------- ends
+
+
+async def test_reservations_die_with_their_routers_lease(reservations: Reservations, clock: Clock) -> None:
+    await book(reservations, 1, ask([offer("a")]), router="dead")
+    await clock.pass_us(LEASE_US - 1)
+    assert await reservations.beat(POOL, "alive", LEASE_US) is False  # its first
+    await book(reservations, 2, ask([offer("a")]), router="alive")
+    assert await load(reservations, "a") == Load(2, 2_000, 0, 2_000)
+    await clock.pass_us(1)
+    assert await reservations.beat(POOL, "alive", LEASE_US) is True
+    assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
+    assert await reservations.beat(POOL, "dead", LEASE_US) is False
+
+
+async def test_a_router_that_leaves_takes_its_reservations_along(reservations: Reservations) -> None:
+    await book(reservations, 1, ask([offer("a")]), router="r1")
+    await book(reservations, 2, ask([offer("a")]), router="r2")
+    await reservations.leave(POOL, "r1")
+    assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
+
+
+async def test_a_reservation_that_nobody_releases_ends(reservations: Reservations, clock: Clock) -> None:
+    await book(reservations, 1, ask([offer("a")]))
+    for _ in range(LONGEST_US // (4 * SECOND_US)):
+        await clock.pass_us(4 * SECOND_US)
+        await reservations.beat(POOL, "r", LEASE_US)
+    assert await load(reservations, "a") == Load()
+
+
+async def test_a_clock_that_goes_back_freezes_no_load(reservations: Reservations, clock: Clock) -> None:
+    """As that of a replica on another machine, which has become the primary."""
+    await report(reservations, a=Load(9, 9_000, 0, 0), b=Load())
+    assert await book(reservations, 1, TWO) == "b"
+    await clock.pass_us(-3_600 * SECOND_US)
+    await report(reservations, a=Load(1, 20, 0, 0))
+    await report(reservations, b=Load(1, 9_000, 0, 0))
+    weighed = (await reservations.look(POOL, TWO)).weighed
+    assert [(w.load, w.load_known) for w in weighed] == [(Load(1, 20, 0, 0), True), (Load(1, 9_000, 0, 0), True)]
+    assert await book(reservations, 2, TWO) == "a"
+    assert await load(reservations, "a") == Load(2, 1_020, 0, 1_000)
+
+
+async def test_reservations_die_with_their_workers_incarnation(reservations: Reservations) -> None:
+    chain = steps(*range(4))
+    await report(reservations, incarnation=5, a=None, b=None)
+    await book(reservations, 1, ask([offer("a", chain=0)], chain))
+    await book(reservations, 2, ask([offer("b", chain=0)], chain))
+    await report(reservations, incarnation=5, a=None)
+    assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
+    await report(reservations, incarnation=6, a=None)
+    weighing = await reservations.look(POOL, ask([offer("a", chain=0), offer("b", chain=0)], chain, 0.0))
+    assert [w.load for w in weighing.weighed] == [Load(), Load(1, 1_000, 0, 1_000)]
+    assert [bool(w.predicted_tokens) for w in weighing.weighed] == [False, True]
+    assert not await reservations.release(POOL, id_of(1), Outcome.FINISHED)
+
+
+async def test_a_forgotten_worker_has_nothing(reservations: Reservations) -> None:
+    await report(reservations, a=Load(7))
+    await book(reservations, 1, ask([offer("a", chain=0)], steps(1, 2)))
+    await reservations.forget(POOL, "a")
+    weighed = (await reservations.look(POOL, ask([offer("a", chain=0)], steps(1, 2)))).weighed[0]
+    assert (weighed.load, weighed.load_known, weighed.predicted_tokens) == (Load(), False, 0)
+
+
+async def test_a_booking_that_was_called_off_is_refused_when_it_comes_late(
+    reservations: Reservations, clock: Clock
+) -> None:
+    assert not await reservations.release(POOL, id_of(1), Outcome.CALLED_OFF)
+    assert await book(reservations, 1, TWO) is None
+    assert await load(reservations, "a") == Load()
+    await book(reservations, 2, TWO)
+    assert await reservations.release(POOL, id_of(2), Outcome.CALLED_OFF)
+    assert await load(reservations, "a") == Load()
+    await clock.pass_us(60 * SECOND_US)
+    assert await book(reservations, 1, TWO) == "a"
+
+
+async def test_a_booking_told_again_counts_once(reservations: Reservations) -> None:
+    for _ in range(3):
+        await book(reservations, 1, ask([offer("a", chain=0)], steps(1, 2)))
+    assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
+
+
+def test_a_booking_without_an_offer_or_with_a_wrong_id_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="without offers"):
+        Booking(id_of(1), "r", 1, ask([]), LEASE_US, LONGEST_US)
+    with pytest.raises(InvalidValue, match="3 bytes"):
+        Booking(b"abc", "r", 1, TWO, LEASE_US, LONGEST_US)
+
+
+# ---------------------------------------------------------------- predictions
+
+LONG = 8_192
+CHAIN = steps(*range(LONG // STEP_TOKENS))
+
+
+async def test_a_burst_on_one_new_prefix_is_computed_once_or_twice(reservations: Reservations) -> None:
+    longer = 8 * LONG  # its prefill takes seconds: the burst is over before it, at any machine's pace
+    chain = steps(*range(longer // STEP_TOKENS))
+    workers = [offer(f"w{i:02}", chain=0, input_tokens=longer + 60) for i in range(16)]
+    picked = [
+        await book(reservations, number, ask(workers, chain), input_tokens=longer + 60, router=f"r{number % 4}")
+        for number in range(100)
+    ]
+    assert len(set(picked)) <= 2
+    blind = [offer(f"w{i:02}", input_tokens=longer + 60) for i in range(16)]
+    assert len({await book(reservations, 100 + n, ask(blind), input_tokens=longer + 60) for n in range(100)}) > 10
+
+
+async def test_what_is_being_computed_is_held_from_when_it_should_be_there(
+    reservations: Reservations, clock: Clock
+) -> None:
+    asked = ask([offer("a", chain=0, input_tokens=LONG)], CHAIN)
+    await book(reservations, 1, asked, input_tokens=LONG)
+    weighed = (await reservations.look(POOL, asked)).weighed[0]
+    assert weighed.predicted_tokens == LONG - 1
+    assert 0 < weighed.wait_us < LONG * 40  # the backlog is the same prefill; only what attention adds is waited for
+    await clock.pass_us(LONG * 80)
+    assert (await reservations.look(POOL, asked)).weighed[0].wait_us == 0
+
+
+async def test_a_shared_part_counts_as_far_as_it_is_shared(reservations: Reservations) -> None:
+    await book(reservations, 1, ask([offer("a", chain=0)], steps(1, 2, 3, 4)))
+    for chain, shared in [
+        (steps(1, 2, 3, 9), 3),
+        (steps(1, 2), 2),
+        (steps(1, 2, 3, 4, 5, 6), 4),
+        (steps(9, 2, 3, 4), 0),
+    ]:
+        asked = ask([offer("a", chain=0, input_tokens=2_000)], chain)
+        assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens == shared * STEP_TOKENS
+
+
+async def test_what_the_engine_loses_of_a_hit_is_not_usable(reservations: Reservations) -> None:
+    asked = ask([offer("a", chain=0, lost_tokens=16)], steps(1, 2))
+    await book(reservations, 1, asked)
+    assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens == 2 * STEP_TOKENS - 16
+
+
+@pytest.mark.parametrize("after_first_token", [False, True])
+async def test_a_failure_before_the_first_token_leaves_nothing_believed(
+    reservations: Reservations, after_first_token: bool
+) -> None:
+    asked = ask([offer("a", chain=0)], steps(1, 2))
+    await book(reservations, 1, asked)
+    if after_first_token:
+        await reservations.prefilled(POOL, id_of(1))
+    await reservations.release(POOL, id_of(1), Outcome.FAILED)
+    assert bool((await reservations.look(POOL, asked)).weighed[0].predicted_tokens) is after_first_token
+
+
+async def test_a_dead_routers_prefixes_are_not_believed(reservations: Reservations, clock: Clock) -> None:
+    asked = ask([offer("a", chain=0, believed_us=600 * SECOND_US)], steps(1, 2))
+    await book(reservations, 1, asked)
+    await clock.pass_us(LEASE_US)
+    await reservations.beat(POOL, "other", LEASE_US)
+    assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens == 0
+
+
+async def test_without_confirmation_belief_ends(reservations: Reservations, clock: Clock) -> None:
+    asked = ask([offer("a", chain=0)], steps(1, 2))
+    await book(reservations, 1, asked)
+    await reservations.prefilled(POOL, id_of(1))
+    await clock.pass_us(5 * SECOND_US - 1)
+    assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens
+    await clock.pass_us(1)
+    assert not (await reservations.look(POOL, asked)).weighed[0].predicted_tokens
+
+
+async def test_what_the_index_confirms_is_predicted_no_more(reservations: Reservations) -> None:
+    chain = steps(1, 2, 3)
+    await book(reservations, 1, ask([offer("a", chain=0)], chain))
+    await reservations.prefilled(POOL, id_of(1))
+    await book(reservations, 2, ask([offer("a", chain=0, held_steps=3)], chain))
+    assert not (await reservations.look(POOL, ask([offer("a", chain=0)], chain))).weighed[0].predicted_tokens
+
+
+async def test_computing_again_what_is_being_computed_costs_more(reservations: Reservations) -> None:
+    workers = [offer("a", chain=0, input_tokens=LONG), offer("b", chain=0, input_tokens=LONG)]
+    assert await book(reservations, 1, ask(workers, CHAIN), input_tokens=LONG) == "a"
+    await book(reservations, 2, ask([offer("a")]))
+    assert (await reservations.look(POOL, ask(workers, CHAIN, 0.0))).chosen == 1
+    weighing = await reservations.look(POOL, ask(workers, CHAIN, 16.0))
+    assert weighing.chosen == 0
+    assert [w.again_tokens for w in weighing.weighed] == [0, LONG - 1]
+
+
+async def test_predictions_without_events_live_as_long_as_they_are_used(
+    reservations: Reservations, clock: Clock
+) -> None:
+    asked = ask([offer("a", chain=0, capacity_steps=100)], steps(1, 2))
+    await book(reservations, 1, asked)
+    await reservations.release(POOL, id_of(1), Outcome.FINISHED)
+    for number in range(2, 6):
+        await clock.pass_us(4 * SECOND_US)
+        assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens
+        await book(reservations, number, asked)
+        await reservations.release(POOL, id_of(number), Outcome.FINISHED)
+    await clock.pass_us(6 * SECOND_US)
+    assert not (await reservations.look(POOL, asked)).weighed[0].predicted_tokens
+
+
+async def test_predictions_without_events_fit_the_workers_capacity(reservations: Reservations, clock: Clock) -> None:
+    def asked(number: int) -> bytes:
+        return steps(number, 1, 1)
+
+    for number in range(4):  # the first is used again before the last comes
+        for used in [number] if number < 3 else [0, 3]:
+            await clock.pass_us(1)
+            one = ask([offer("a", chain=0, capacity_steps=9)], asked(used))
+            await book(reservations, 10 * number + used, one)
+            await reservations.release(POOL, id_of(10 * number + used), Outcome.FINISHED)
+    held = [
+        bool((await reservations.look(POOL, ask([offer("a", chain=0)], asked(n)))).weighed[0].predicted_tokens)
+        for n in range(4)
+    ]
+    assert held == [True, False, True, True]
+
+
+def test_equal_tokens_in_two_scopes_are_different_steps() -> None:
+    chain = bytes(range(64)) * 2
+    one, other = (StepChain.of(scope * 8, 16, chain) for scope in (b"a", b"b"))
+    assert one.step_tokens == STEP_TOKENS
+    assert len(one.hashes) == len(chain) // 8
+    assert one.hashes != other.hashes
+    assert StepChain.of(b"a" * 8, 16, chain[:63]).hashes == b""

@@ -1,0 +1,60 @@
+"""Generators of contract values."""
+
+from hypothesis import strategies as st
+
+from kvatlas.blocks.digest import WORDS
+from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
+from kvatlas.blocks.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
+from kvatlas.bus.wire import MAX_INCARNATION, MAX_SEQ
+from kvatlas.events import (
+    Checkpoint,
+    Cleared,
+    IndexEvent,
+    Message,
+    Removed,
+    ScopeUse,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+    Stored,
+)
+from kvatlas.identity import Scope
+
+token_ids = st.integers(0, (1 << 32) - 1)
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+scopes = st.builds(Scope, names, names, st.none() | names, names)
+worker_ids = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+hash_values = st.integers(0, (1 << 64) - 1)
+packed_hashes = st.lists(hash_values, min_size=1, max_size=8).map(pack_hashes)
+tiers = st.sampled_from(Tier)
+digests = st.lists(st.integers(0, MAX_SEQ), min_size=WORDS, max_size=WORDS)
+parents = st.none() | st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
+block_flags = st.sampled_from([0, FLAG_PINNED, FLAG_RESUMABLE, FLAG_PINNED | FLAG_RESUMABLE])
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Message:
+    """A message whose events name scopes that it describes."""
+    used = draw(st.lists(scopes, min_size=1, max_size=3, unique=True))
+    uses = {
+        scope.scope_id: ScopeUse(scope, draw(st.integers(1, 4096)), draw(st.integers(0, 1 << 40))) for scope in used
+    }
+    ids = st.sampled_from(sorted(uses))
+    told = (ids, tiers, packed_hashes, parents, st.integers(0, 1 << 40), block_flags)
+    events: st.SearchStrategy[IndexEvent] = st.one_of(
+        st.builds(Stored, *told),
+        st.builds(SnapshotChunk, *told),
+        st.builds(Removed, ids, tiers, packed_hashes),
+        st.builds(SnapshotEnd, st.integers(0, MAX_SEQ), digests),
+        st.builds(Checkpoint, digests),
+        st.just(Cleared()),
+        st.just(SnapshotBegin()),
+    )
+    return Message(
+        draw(worker_ids),
+        draw(st.integers(1, MAX_INCARNATION)),
+        draw(st.integers(0, MAX_SEQ)),
+        draw(st.lists(events, max_size=6)),
+        uses,
+        draw(st.integers(0, 1 << 60)),
+    )

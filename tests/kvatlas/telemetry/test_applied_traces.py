@@ -1,0 +1,52 @@
+"""Which workers an applied batch becomes the last traced one of."""
+
+from collections.abc import Mapping
+
+import anyio
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from indexer.applier import Applier
+from indexer.counters import IndexerCounters
+from indexer.partition.queue import PartitionFeed
+from kvatlas.identity import partition_of
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.protocol import Applied, Position
+from kvatlas.telemetry import flush_span, inject_headers
+from kvatlas.telemetry.spans import PROCESS
+from tests.eventually import until
+from tests.kvatlas.index.message_source import Teller
+
+pytestmark = pytest.mark.anyio
+
+START = Position(77, 100)
+
+
+async def test_a_batch_that_no_engine_led_to_is_no_workers_trace(spans: InMemorySpanExporter) -> None:
+    """A checkpoint or a snapshot has no engine's batch behind it: a decision would lead back to nothing."""
+    index = MemoryIndex()
+    told: list[Mapping[str, str]] = []
+
+    def on_applied(_: Applied, traces: Mapping[str, str]) -> None:
+        told.append(traces)
+
+    applier = Applier(0, index, IndexerCounters(), on_applied=on_applied)
+    feeds = []
+    for worker_id in ("by-engine", "by-itself"):
+        feed = PartitionFeed(partition_of(worker_id, index.partitions), START, 0)
+        await index.set_position(feed.partition, None, START)
+        headers = None
+        if worker_id == "by-engine":
+            with flush_span(worker_id, messages=1):
+                headers = inject_headers()
+        feed.add((Teller(worker_id).begin(1), 100, "$JS.ACK.S.C.1.101.1.0.0", headers))
+        feeds.append(feed)
+        applier.attach(feed)
+    async with anyio.create_task_group() as group:
+        group.start_soon(applier.run)
+        await until(lambda: bool(told), what="both are applied in one call")
+        group.cancel_scope.cancel()
+    (process,) = (span for span in spans.get_finished_spans() if span.name == PROCESS)
+    (traces,) = told
+    assert set(traces) == {"by-engine"}
+    assert f"{process.context.span_id:016x}" in traces["by-engine"] and len(process.links) == 1

@@ -1,0 +1,130 @@
+"""Real servers, a small known fleet in the store, and the command line as a child process."""
+
+import asyncio
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.tiers import Tier
+from kvatlas.embedded import ServerProcess
+from kvatlas.embedded.nats import NatsProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.events import ScopeUse
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet.store import FleetStore
+from kvatlas.identity import Scope
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import open_store
+from kvatlas_cli import main
+
+ROOT = Path(__file__).parents[2]
+SCOPE = Scope("m", "m")
+BLOCK_SIZE = 4
+TOKENS = list(range(1, 17))
+CHAIN = extend_chain(TOKENS, BLOCK_SIZE)
+UNUSED_ADDRESS = "127.0.0.1:1"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Done]
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """This process' environment without anything that would configure kvatlas or telemetry."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVATLAS_", "OTEL_"))}
+    return {**clean, "PYTHONPATH": str(ROOT), **variables}
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run one command to its end, in this process, from an unrelated folder."""
+    for name in os.environ:
+        if name.startswith(("KVATLAS_", "OTEL_")):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, stdin: str = "", **variables: str) -> Done:
+        with monkeypatch.context() as here:
+            here.setattr(sys, "stdin", io.StringIO(stdin))
+            for name, value in variables.items():
+                here.setenv(name, value)
+            code = main.run(words)
+        said = capsys.readouterr()
+        return Done(code, said.out, said.err)
+
+    return run
+
+
+def child(*words: str, **variables: str) -> subprocess.Popen[str]:
+    """A command as a child process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvatlas_cli.main", *words],
+        env=child_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ServerProcess]:
+    with ValkeyProcess() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def nats() -> Iterator[ServerProcess]:
+    with NatsProcess() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fleet(valkey: ServerProcess) -> str:
+    """The address of a store in which w1 holds all four blocks of TOKENS and w2 the first one."""
+    asyncio.run(_fill(valkey.url))
+    return valkey.url
+
+
+async def _fill(url: str) -> None:
+    store = await open_store(url, wait=False)
+    try:
+        index = await open_redis_index(store, writer=True)
+        use = ScopeUse(SCOPE, BLOCK_SIZE, 1024)
+        await index.put(use, "w1", Tier.HBM, CHAIN)
+        await index.put(use, "w2", Tier.CPU_DRAM, CHAIN[:8])
+        await FleetStore(store).write({worker_id: _record(worker_id) for worker_id in ("w1", "w2")})
+    finally:
+        await store.close()
+
+
+def _record(worker_id: str) -> FleetRecord:
+    endpoint = EngineEndpoint(
+        id=worker_id,
+        kind=EngineKind.VLLM,
+        base_url=f"http://{worker_id}:8000",
+        model_id=SCOPE.model_id,
+        tokenizer_id=SCOPE.tokenizer_id,
+        block_size=BLOCK_SIZE,
+    )
+    load = WorkerState(id=worker_id, running_decodes=3)
+    return FleetRecord(
+        endpoint=endpoint,
+        state=EngineState.UP,
+        liveness=Liveness.ALIVE,
+        load=load,
+        incarnation=(1 << 63) + 1,
+        heard_us=1,
+    )

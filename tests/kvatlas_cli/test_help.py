@@ -1,0 +1,82 @@
+"""What the commands are, and what they say of themselves."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kvatlas.settings import Settings, flag_of, variable_of
+from kvatlas.version import own_version
+from kvatlas_cli.app import COMMANDS
+from tests.kvatlas_cli.conftest import Cli, child_environment
+
+IN_SCOPE = {
+    "up",
+    "demo",
+    "indexer",
+    "publish",
+    "router",
+    "simulate-engine",
+    "export",
+    "workers",
+    "rates",
+    "audit",
+    "doctor",
+    "overlap",
+    "route",
+}
+WITHOUT_SERVERS = {"demo"}
+
+
+def test_the_commands_are_those_of_the_design() -> None:
+    assert set(COMMANDS) == IN_SCOPE
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_that_names_the_servers_and_their_variables(cli: Cli, command: str) -> None:
+    done = cli(command, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert f"Usage: kvatlas {command}" in done.out
+    if command not in WITHOUT_SERVERS:
+        for field in ("nats_url", "redis_url"):
+            assert flag_of(field) in done.out and variable_of(field) in done.out
+
+
+def test_help_and_version(cli: Cli) -> None:
+    assert cli("--help").out == cli().out
+    assert cli("--version").out == f"kvatlas {own_version()}\n"
+    assert all(command in cli("--help").out for command in COMMANDS)
+
+
+def test_every_shared_flag_has_a_description() -> None:
+    assert all(field.description for field in Settings.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "missing", "extra"),
+    [
+        (["workers"], "typer", "cli"),
+        (["indexer", "--no-wait"], "nats", "indexer"),
+        (
+            ["publish", "--engine", "vllm", "--endpoint", "tcp://h:1", "--worker-id", "w", "--model-id", "m"],
+            "zmq",
+            "publisher",
+        ),
+    ],
+)
+def test_a_missing_extra_is_one_line_that_says_how_to_get_it(words: list[str], missing: str, extra: str) -> None:
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] == {missing!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from kvatlas_cli.main import run\n"
+        f"sys.exit(run({words!r}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    line = f"kvatlas {words[0]} needs the extra '{extra}': pip install 'kvatlas[{extra}]'\n"
+    assert (done.returncode, done.stderr) == (1, line)

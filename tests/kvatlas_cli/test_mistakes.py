@@ -1,0 +1,296 @@
+"""Every mistake is one line on stderr, no traceback, and an exit code: 1, or 2 for usage."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from kvatlas.embedded import ServerProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION
+from tests.kvatlas_cli.conftest import UNUSED_ADDRESS, Cli
+
+ROUTE = ("route", "--model-id", "m", "--tokens", "-")
+PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", "--worker-id", "w", "--model-id", "m")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (("nosuch",), 2, "kvatlas: No such command 'nosuch'. (see kvatlas --help)"),
+        (("--nosuch",), 2, "kvatlas: No such option: --nosuch (see kvatlas --help)"),
+        (("workers", "--nosuch"), 2, "kvatlas workers: No such option: --nosuch (see kvatlas workers --help)"),
+        (("route", "--model-id", "m"), 2, "kvatlas route: Missing option '--tokens'. (see kvatlas route --help)"),
+        (
+            ("overlap", "--tokens", "-"),
+            2,
+            "kvatlas overlap: --model-id (or KVATLAS_MODEL_ID) is missing; it has no default",
+        ),
+        (
+            ("workers", "--redis-url", "http://127.0.0.1"),
+            2,
+            "kvatlas workers: --redis-url is 'http://127.0.0.1'; expected a URL that begins with redis:// or rediss:// "
+            "or unix:// or redis+cluster://",
+        ),
+        (
+            ("indexer", "--nats-url", "127.0.0.1:4222"),
+            2,
+            "kvatlas indexer: --nats-url is '127.0.0.1:4222'; expected a URL that begins with nats:// or tls:// or "
+            "ws:// or wss://",
+        ),
+        (
+            ("indexer", "--partitions", "0"),
+            2,
+            "kvatlas indexer: --partitions is '0'; expected at least 1",
+        ),
+        (
+            ("indexer", "--status-port", "many"),
+            2,
+            "kvatlas indexer: --status-port is 'many'; expected an integer",
+        ),
+        (
+            ("indexer", "--partitions", "1000000000"),
+            2,
+            "kvatlas indexer: --partitions is '1000000000'; expected at most 4096",
+        ),
+        (
+            ("indexer", "--shards", "7", "--partitions", "64"),
+            2,
+            "kvatlas indexer: --shards is 7; expected a divisor of 64 partitions",
+        ),
+        (
+            ("workers", "--redis-url", "redis://127.0.0.1:6379/first"),
+            2,
+            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/first'; expected a database number, or nothing, behind "
+            "the port",
+        ),
+        (
+            (*ROUTE, "--output-tokens", "99999999999999999999999"),
+            2,
+            "kvatlas route: --output-tokens is '99999999999999999999999'; expected at most 2147483647",
+        ),
+        (
+            (*PUBLISH, "--block-bytes", "99999999999999999999999"),
+            2,
+            "kvatlas publish: --block-bytes is '99999999999999999999999'; expected at most 9007199254740991",
+        ),
+        (
+            ("simulate-engine", "--num-gpu-blocks", "99999999999999"),
+            2,
+            "kvatlas simulate-engine: --num-gpu-blocks is '99999999999999'; expected at most 4194304",
+        ),
+        (
+            ("overlap", "--model-id", "", "--tokens", "-"),
+            2,
+            "kvatlas overlap: --model-id is ''; expected text that is not empty",
+        ),
+        (("simulate-engine", "--topic", "\udcff"), 2, "kvatlas: argument '\\udcff' is not UTF-8"),
+        (
+            ("audit", "--deadline", "-1"),
+            2,
+            "kvatlas audit: Invalid value for '--deadline': Input should be greater than or equal to 0 "
+            "(see kvatlas audit --help)",
+        ),
+        (
+            (*PUBLISH[:3], *PUBLISH[5:]),
+            2,
+            "kvatlas publish: --endpoint (or KVATLAS_ENDPOINT) is missing; expected the engine's event socket, or --no-events",
+        ),
+        (
+            (*PUBLISH, "--no-events"),
+            2,
+            "kvatlas publish: --engine-url (or KVATLAS_ENGINE_URL) is missing; expected the engine's HTTP address: all that "
+            "is known with --no-events",
+        ),
+        (
+            (*PUBLISH, "--worker-id", "a.b"),
+            2,
+            "kvatlas publish: --worker-id is 'a.b'; expected 1 to 64 of A-Z a-z 0-9 _ -",
+        ),
+        (
+            (*PUBLISH, "--engine", "vlm"),
+            2,
+            "kvatlas publish: --engine is 'vlm'; expected 'vllm', 'sglang', 'tensorrt_llm', 'lmcache' or 'mock'",
+        ),
+        (
+            (*PUBLISH, "--endpoint", "http://x"),
+            2,
+            "kvatlas publish: --endpoint is 'http://x'; expected a URL that begins with tcp:// or ipc:// or inproc://",
+        ),
+        (
+            ("up", "--engine", "nonsense"),
+            2,
+            "kvatlas up: --engine is 'nonsense'; expected an address that begins with http:// or https://",
+        ),
+        (
+            ("up", "--engine", "http://127.0.0.1:1", "--engine", "http://127.0.0.1:1,model=m"),
+            2,
+            "kvatlas up: --engine names worker 127-0-0-1-1 twice; expected each once (worker= gives another name)",
+        ),
+        (
+            ("up", "--engine", "http://127.0.0.1:1,color=red"),
+            2,
+            "kvatlas up: --engine has 'color=red'; expected KEY=VALUE with a key of engine, endpoint, replay, worker, "
+            "model, tokenizer, tenant, advertise",
+        ),
+        (
+            ("up", "--engine", "http://127.0.0.1:1,worker=a.b"),
+            2,
+            "kvatlas up: --engine's worker is 'a.b'; expected 1 to 64 of A-Z a-z 0-9 _ -",
+        ),
+    ],
+)
+def test_wrong_words(cli: Cli, words: tuple[str, ...], code: int, line: str) -> None:
+    done = cli(*words)
+    assert (done.code, done.out, done.err) == (code, "", line + "\n")
+
+
+def test_a_wrong_variable_is_named_as_such_and_a_flag_wins_over_it(cli: Cli) -> None:
+    done = cli("workers", KVATLAS_REDIS_URL="x")
+    assert done.code == 2 and done.err.startswith("kvatlas workers: KVATLAS_REDIS_URL is 'x'; expected")
+    done = cli("workers", "--no-wait", "--redis-url", f"redis://{UNUSED_ADDRESS}", KVATLAS_REDIS_URL="x")
+    assert done.code == 1 and "KVATLAS_REDIS_URL" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "no token ids; expected integers separated by white space or commas, or a JSON array"),
+        ("1 2 x", "token 2 is 'x'; expected an integer from 0 to 4294967295"),
+        ("1 -2", "token 1 is '-2'; expected an integer from 0 to 4294967295"),
+        ("4294967296", "token 0 is '4294967296'; expected an integer from 0 to 4294967295"),
+        ("[1, 2.5]", "token 1 is 2.5; expected an integer from 0 to 4294967295"),
+        ("[1, true]", "token 1 is True; expected an integer from 0 to 4294967295"),
+        ("[1, 2", "not a JSON array: Expecting ',' delimiter: line 1 column 6 (char 5)"),
+    ],
+)
+def test_wrong_tokens(cli: Cli, text: str, line: str) -> None:
+    done = cli(*ROUTE, stdin=text)
+    assert (done.code, done.out, done.err) == (1, "", f"kvatlas: --tokens stdin: {line}\n")
+
+
+def test_tokens_nested_without_end_are_one_line(cli: Cli) -> None:
+    done = cli(*ROUTE, stdin="[" * 100_000)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert done.err.startswith("kvatlas: --tokens stdin: not a JSON array: maximum recursion depth exceeded")
+
+
+def test_a_token_file_that_is_not_there_or_not_text(cli: Cli, tmp_path: Path) -> None:
+    done = cli("route", "--model-id", "m", "--tokens", "/nosuch/file")
+    assert (done.code, done.err) == (1, "kvatlas: --tokens /nosuch/file: No such file or directory\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    done = cli("route", "--model-id", "m", "--tokens", "binary")
+    assert (done.code, done.err) == (1, "kvatlas: --tokens binary: not text (invalid start byte at byte 0)\n")
+
+
+@pytest.mark.parametrize("words", [("export",), ("workers",), ROUTE, ("overlap", *ROUTE[1:]), ("indexer",)])
+def test_an_unreachable_store_is_named(cli: Cli, words: tuple[str, ...]) -> None:
+    done = cli(*words, "--no-wait", "--redis-url", f"redis://:secret@{UNUSED_ADDRESS}", stdin="1 2 3")
+    assert done.code == 1 and done.out == ""
+    assert re.fullmatch(r"kvatlas: Redis at redis://:\*\*\*@127\.0\.0\.1:1: .*refused.*\n", done.err)
+
+
+def test_an_unreachable_nats_is_named(cli: Cli, valkey: ServerProcess) -> None:
+    done = cli("indexer", "--no-wait", "--redis-url", valkey.url, "--nats-url", f"nats://{UNUSED_ADDRESS}")
+    assert done.code == 1 and done.out == ""
+    assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
+
+
+def test_up_says_which_server_it_does_not_start(cli: Cli) -> None:
+    """Its own output, put into a shell's environment, is what it would wait for when it is started there again."""
+    done = cli("up", "--no-wait", KVATLAS_REDIS_URL=f"redis://{UNUSED_ADDRESS}")
+    said, failed = done.err.splitlines()
+    assert said == f"kvatlas: --redis-url (or KVATLAS_REDIS_URL) is redis://{UNUSED_ADDRESS}: none is started here"
+    assert done.code == 1 and failed.startswith(f"kvatlas: Redis at redis://{UNUSED_ADDRESS}: ")
+
+
+def test_a_publisher_names_an_unreachable_nats(cli: Cli) -> None:
+    done = cli(*PUBLISH, "--no-wait", "--nats-url", f"nats://{UNUSED_ADDRESS}")
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
+
+
+def test_a_server_alone_is_no_cluster(cli: Cli, valkey: ServerProcess) -> None:
+    done = cli("workers", "--no-wait", "--redis-url", f"redis+cluster://127.0.0.1:{valkey.port}")
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"kvatlas: Redis at redis\+cluster://.*: .*Cluster mode is not enabled.*\n", done.err)
+
+
+def test_a_model_that_nobody_serves_is_said(cli: Cli, fleet: str) -> None:
+    done = cli("overlap", "--model-id", "nobody", "--tokens", "-", "--json", "--redis-url", fleet, stdin="1 2 3")
+    assert done.code == 0 and json.loads(done.out)["workers"] == []
+    assert done.err == "kvatlas: no worker serves model 'nobody' with tokenizer 'nobody'\n"
+
+
+def test_a_worker_that_nobody_knows_is_not_found_right(cli: Cli, fleet: str, nats: ServerProcess) -> None:
+    done = cli("audit", "--worker", "nobody", "--redis-url", fleet, "--nats-url", nats.url)
+    line = "kvatlas: worker 'nobody' holds nothing, and no publisher answers for it\n"
+    assert (done.code, done.out, done.err) == (1, "", line)
+
+
+def test_a_store_of_another_kind_is_one_line(cli: Cli) -> None:
+    with ValkeyProcess() as server:
+        with Redis.from_url(server.url) as client:
+            client.set(LAYOUT, "text")
+        done = cli("export", "--redis-url", server.url)
+        assert (done.code, done.out) == (1, "")
+        assert re.fullmatch(r"kvatlas: Redis: WRONGTYPE .+\n", done.err)
+
+
+def test_an_empty_store_says_what_to_do(cli: Cli, valkey: ServerProcess) -> None:
+    with ValkeyProcess() as empty:
+        done = cli("export", "--redis-url", empty.url)
+        assert done.code == 1
+        assert done.err == f"kvatlas: Redis at {empty.url}: no index there yet; start an indexer first\n"
+
+
+@pytest.mark.parametrize("words", [("export",), ("workers",), ROUTE, ("indexer",)])
+def test_another_layout_version_is_refused(cli: Cli, words: tuple[str, ...]) -> None:
+    with ValkeyProcess() as server:
+        with Redis.from_url(server.url) as client:
+            client.hset(LAYOUT, mapping={"version": LAYOUT_VERSION + 1, "partitions": 64, "shards": 1})
+        done = cli(*words, "--redis-url", server.url, stdin="1 2 3")
+        line = f"layout version {LAYOUT_VERSION + 1}; this kvatlas expects {LAYOUT_VERSION}"
+        assert (done.code, done.err) == (1, f"kvatlas: Redis at {server.url}: {line}\n")
+
+
+def test_a_layout_that_is_none_is_refused(cli: Cli) -> None:
+    with ValkeyProcess() as server:
+        with Redis.from_url(server.url) as client:
+            client.hset(LAYOUT, mapping={"version": LAYOUT_VERSION, "partitions": "many", "shards": 1})
+        done = cli("export", "--redis-url", server.url)
+        assert done.code == 1 and done.err.count("\n") == 1
+        assert done.err.startswith(
+            f"kvatlas: Redis at {server.url}: layout of 'many' partitions and '1' shards; expected"
+        )
+
+
+def test_a_store_that_asks_for_a_password_is_told_so(cli: Cli) -> None:
+    with ValkeyProcess(password="secret") as server:
+        address = f"redis://127.0.0.1:{server.port}"
+        done = cli("workers", "--redis-url", address)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"kvatlas: Redis at {address}: it asks for credentials; expected them in the URL\n"
+        done = cli("workers", "--redis-url", f"redis://:wrong@127.0.0.1:{server.port}")
+        assert (done.code, done.err.count("\n")) == (1, 1) and "wrong" not in done.err
+
+
+def test_an_evicting_store_is_refused(cli: Cli) -> None:
+    with ValkeyProcess(settings={"maxmemory-policy": "allkeys-lru"}) as server:
+        done = cli("indexer", "--redis-url", server.url)
+        assert done.code == 1
+        assert "allkeys-lru" in done.err and "noeviction" in done.err and done.err.count("\n") == 1
+
+
+def test_a_status_port_that_is_taken_is_named(cli: Cli, valkey: ServerProcess) -> None:
+    done = cli("indexer", "--redis-url", valkey.url, "--status-port", str(valkey.port))
+    assert done.code == 2
+    assert done.err == f"kvatlas indexer: status page can't listen on 127.0.0.1:{valkey.port}: Address already in use\n"
+
+
+def test_a_wrong_telemetry_variable_is_one_line(cli: Cli) -> None:
+    done = cli("workers", OTEL_TRACES_EXPORTER="nosuch")
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert done.err.startswith("kvatlas workers: OTEL_TRACES_EXPORTER asks for the traces exporter 'nosuch'")

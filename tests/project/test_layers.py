@@ -1,0 +1,94 @@
+"""Imports point one way, and the plain install is enough for a router."""
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from tests.project.test_pins import PROJECT, names, required_by
+
+ROOT = Path(__file__).parents[2]
+MAY_USE = {
+    "kvatlas": set(),
+    "publishers": {"kvatlas"},
+    "indexer": {"kvatlas"},
+    "router_client": {"kvatlas"},
+    "simulator": {"kvatlas", "publishers", "router_client"},
+    "kvatlas_cli": {"kvatlas", "publishers", "indexer", "router_client", "simulator"},
+}
+MOST_FILES_IN_A_FOLDER = 18
+
+
+def modules_of(package: str) -> dict[str, Path]:
+    """The package's modules by name."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def imported_names(file: Path) -> Iterator[str]:
+    """Every module that a file imports, and every name that may be one."""
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", sorted(MAY_USE))
+def test_a_package_imports_only_what_it_stands_on(package: str) -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for file in modules_of(package).values()
+        for name in {name.partition(".")[0] for name in imported_names(file)}
+        if name in MAY_USE.keys() - {package} - MAY_USE[package]
+    ]
+    assert not wrong
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    modules = {name: file for package in MAY_USE for name, file in modules_of(package).items()}
+    imports = {name: {found for found in imported_names(file) if found in modules} for name, file in modules.items()}
+    for name, found in imports.items():
+        found.discard(name)
+        if modules[name].name == "__init__.py":  # what it exports comes from inside
+            continue
+        # a package that only exports what its own modules define is no step of a circle
+        found -= {other for other in found if name.startswith(f"{other}.")}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("package", [*sorted(MAY_USE), "tests", "benchmarks"])
+def test_a_folder_holds_no_more_files_than_a_reader_takes_in(package: str) -> None:
+    files = Counter(
+        file.parent.relative_to(ROOT) for file in modules_of(package).values() if file.name != "__init__.py"
+    )
+    assert not {str(folder): count for folder, count in files.items() if count > MOST_FILES_IN_A_FOLDER}
+
+
+def test_the_router_client_needs_nothing_but_the_plain_install() -> None:
+    code = """if True:
+        import sys
+        before = set(sys.modules)  # what an environment's own start-up files load
+        import router_client
+        print(*{name.partition(".")[0] for name in sys.modules.keys() - before})
+    """
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    plain = names(required_by(PROJECT["dependencies"])) | {"kvatlas"}
+    owners = packages_distributions()
+    foreign = {
+        module
+        for module in set(loaded.stdout.split()) & owners.keys() - sys.stdlib_module_names
+        if not {canonicalize_name(owner) for owner in owners[module]} & plain
+    }
+    assert not foreign

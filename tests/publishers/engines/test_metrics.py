@@ -1,0 +1,130 @@
+import pytest
+
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import EngineKind
+from publishers.engines.metrics import LoadContext, read_metrics
+
+VLLM = LoadContext("w", EngineKind.VLLM, block_bytes=1 << 20, locality_domain="rack1")
+
+VLLM_PAGE = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 12.0
+vllm:num_requests_running{engine="1",model_name="m"} 3.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 1.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000",cache_dtype="auto"} 1.0
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total{engine="0",model_name="m"} 1000.0
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 300.0
+# TYPE vllm:prompt_tokens counter
+vllm:prompt_tokens_total{engine="0",model_name="m"} 50000.0
+# TYPE vllm:request_success counter
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 80.0
+vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 20.0
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1",model_name="m"} 5.0
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds 1.76370000012e+09
+"""
+
+
+def test_vllm_of_one_rank() -> None:
+    reading = read_metrics(VLLM_PAGE, LoadContext("w", EngineKind.VLLM, dp_rank=0, block_bytes=1 << 20), 7)
+    load = reading.load
+    assert load.running_decodes == 12
+    assert load.queued_prefill_tokens == 4 * 500
+    assert (load.hbm_capacity_bytes, load.hbm_used_bytes) == (1000 << 20, 250 << 20)
+    metrics = load.forward_pass
+    assert (metrics.requests_waiting, metrics.active_kv_blocks, metrics.total_kv_blocks) == (4, 250, 1000)
+    assert (metrics.cache_usage, metrics.prefix_hit_rate) == (0.25, 0.3)
+    assert load.sampled_us == 7
+    assert reading.process_start_s == 1763700000.12
+    assert not reading.asleep
+
+
+def test_without_a_rank_all_ranks_are_added_up() -> None:
+    load = read_metrics(VLLM_PAGE, VLLM, 7).load
+    assert load.running_decodes == 15
+    assert load.forward_pass.requests_waiting == 5
+    assert load.forward_pass.cache_usage == 0.5
+    assert load.locality_domain == "rack1"
+
+
+def test_older_vllm_has_other_names() -> None:
+    page = (
+        "vllm:gpu_cache_usage_perc 0.75\n"
+        "vllm:gpu_prefix_cache_queries_total 10\nvllm:gpu_prefix_cache_hits_total 9\n"
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n'
+    )
+    metrics = read_metrics(page, VLLM, 7).load.forward_pass
+    assert (metrics.cache_usage, metrics.prefix_hit_rate, metrics.total_kv_blocks) == (0.75, 0.9, 0)
+
+
+@pytest.mark.parametrize(("awake", "asleep"), [(1, False), (0, True)])
+def test_vllm_asleep(awake: int, asleep: bool) -> None:
+    page = f'vllm:engine_sleep_state{{sleep_state="awake"}} {awake}\nvllm:engine_sleep_state{{sleep_state="discard_all"}} 1\n'
+    assert read_metrics(page, VLLM, 7).asleep is asleep
+
+
+SGLANG_PAGE = """\
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0"} 6.0
+sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="1"} 6.0
+# TYPE sglang:num_queue_reqs gauge
+sglang:num_queue_reqs{model_name="m",tp_rank="0"} 2.0
+# TYPE sglang:token_usage gauge
+sglang:token_usage{model_name="m"} 0.5
+# TYPE sglang:num_used_tokens gauge
+sglang:num_used_tokens{model_name="m"} 3201.0
+# TYPE sglang:cache_hit_rate gauge
+sglang:cache_hit_rate{model_name="m"} 0.125
+# TYPE sglang:prompt_tokens_total counter
+sglang:prompt_tokens_total{model_name="m"} 9000.0
+# TYPE sglang:num_requests_total counter
+sglang:num_requests_total{model_name="m"} 10.0
+"""
+
+
+def test_sglang_with_its_server_info() -> None:
+    context = LoadContext("w", EngineKind.SGLANG, block_size=64, total_tokens=6400, total_request_slots=48)
+    load = read_metrics(SGLANG_PAGE, context, 7).load
+    assert load.running_decodes == 6, "ranks that compute the same requests together count once"
+    assert load.queued_prefill_tokens == 2 * 900
+    metrics = load.forward_pass
+    assert (metrics.active_kv_blocks, metrics.total_kv_blocks) == (51, 100)
+    assert (metrics.active_request_slots, metrics.total_request_slots) == (6, 48)
+    assert (metrics.cache_usage, metrics.prefix_hit_rate) == (0.5, 0.125)
+
+
+@pytest.mark.parametrize("page", ["", "<html>no metrics here</html>", "vllm:num_requests_running NaN\n"])
+def test_what_is_not_told_counts_as_nothing(page: str) -> None:
+    load = read_metrics(page, VLLM, 7).load
+    assert (load.running_decodes, load.queued_prefill_tokens, load.hbm_capacity_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("usage", ["-1", "7", "+Inf"])
+def test_fractions_stay_fractions(usage: str) -> None:
+    assert 0 <= read_metrics(f"vllm:kv_cache_usage_perc {usage}\n", VLLM, 7).load.forward_pass.cache_usage <= 1
+
+
+def test_a_broken_page_is_one_clear_line() -> None:
+    with pytest.raises(InvalidValue, match="not a metrics page"):
+        read_metrics("vllm:num_requests_running{model\n", VLLM, 7)
+
+
+def test_an_engine_kind_without_metrics() -> None:
+    with pytest.raises(InvalidValue, match="lmcache"):
+        read_metrics("", LoadContext("w", EngineKind.LMCACHE), 7)
+
+
+def test_the_block_size_is_what_the_engine_tells() -> None:
+    told = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="10"} 1.0\n'
+    assert read_metrics(told, LoadContext("w", EngineKind.VLLM), 1).block_size == 32
+    assert read_metrics("", LoadContext("w", EngineKind.VLLM), 1).block_size is None

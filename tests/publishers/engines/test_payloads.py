@@ -1,0 +1,316 @@
+"""Wire facts of the engines' feeds, and what is made of bytes that are not what they should be."""
+
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.errors import EngineEventError
+from kvatlas.events import EngineCleared, EngineRemoved, EngineStored
+from kvatlas.fleet.records import EngineKind
+from publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
+
+BOTH = [EngineKind.VLLM, EngineKind.SGLANG]
+
+
+def batch(*events: Any, kind: EngineKind = EngineKind.VLLM, rank: int | None = 0) -> Any:
+    return decode_batch(kind, msgpack.packb([12.5, list(events), rank]))
+
+
+def only(*events: Any, kind: EngineKind = EngineKind.VLLM) -> Any:
+    decoded = batch(*events, kind=kind)
+    assert not decoded.skipped
+    (event,) = decoded.events
+    return event
+
+
+def stored(**fields: Any) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+    } | fields
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_batch_has_its_time_and_rank(kind: EngineKind) -> None:
+    decoded = batch(["AllBlocksCleared"], kind=kind, rank=3)
+    assert (decoded.ts, decoded.dp_rank) == (12.5, 3)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_rank_may_be_missing_and_more_may_follow(kind: EngineKind) -> None:
+    assert decode_batch(kind, msgpack.packb([1, []])).dp_rank is None
+    assert decode_batch(kind, msgpack.packb([1, [], None, "more"])).dp_rank is None
+
+
+def test_the_outer_batch_may_be_a_map() -> None:
+    payload = msgpack.packb({"ts": 1.0, "events": [["AllBlocksCleared"]], "data_parallel_rank": 1})
+    decoded = decode_batch(EngineKind.VLLM, payload)
+    assert decoded.events == [EngineCleared()] and decoded.dp_rank == 1
+
+
+def test_an_array_event_of_vllm_0_9_has_no_medium() -> None:
+    event = only(["BlockStored", [1, 2], 9, [1, 2, 3, 4], 2, None])
+    assert event == EngineStored([1, 2], 9, [1, 2, 3, 4], 2, Tier.HBM)
+    assert only(["BlockRemoved", [1]]) == EngineRemoved([1], Tier.HBM)
+
+
+def test_an_array_event_of_vllm_0_23_has_all_its_fields() -> None:
+    keys = [["lora-a"], ["lora-a", ["img", -4]]]
+    event = only(
+        [
+            "BlockStored",
+            [1, 2],
+            9,
+            [1, 2, 3, 4],
+            2,
+            1,
+            "CPU",
+            "lora-a",
+            keys,
+            3,
+            "sliding_window",
+            128,
+            "LOCAL",
+            "own",
+            1,
+        ]
+    )
+    expected = EngineStored([1, 2], 9, [1, 2, 3, 4], 2, Tier.CPU_DRAM, 3, "lora-a", None, [None, [["img", -4]]], False)
+    assert event == expected
+    assert only(["BlockRemoved", [1], "CPU", 3, "LOCAL", "own", "more"]) == EngineRemoved([1], Tier.CPU_DRAM, 3)
+
+
+def test_a_map_event_leaves_defaults_out_and_may_have_more() -> None:
+    event = only(stored(session_id="s", lookahead_token_ids=[5], ownership="x"))
+    assert event == EngineStored([1, 2], None, [1, 2, 3, 4], 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (EngineKind.VLLM, [b"\x01" * 32, b"\x02" * 32]),
+        (EngineKind.VLLM, [2**64 - 1, 0]),
+        (EngineKind.SGLANG, [-(2**63), 5]),
+    ],
+)
+def test_hashes_are_taken_as_they_come(kind: EngineKind, names: list[Any]) -> None:
+    assert only(stored(block_hashes=names, parent_block_hash=names[0]), kind=kind).hashes == names
+
+
+@pytest.mark.parametrize(
+    ("spec_kind", "group", "indexable"),
+    [
+        ("full_attention", 1, True),
+        ("mla_attention", 0, True),
+        ("sink_full_attention", 2, True),
+        ("sliding_window", 0, False),
+        ("sliding_window_mla", 1, False),
+        ("mamba", 0, False),
+        ("chunked_local_attention", 0, False),
+        ("encoder_only_attention", 0, False),
+        ("cross_attention", 0, False),
+        ("unknown", 0, False),
+        (None, 0, True),
+        (None, None, True),
+        (None, 1, False),
+    ],
+)
+def test_only_full_attention_groups_are_indexable(spec_kind: str | None, group: int | None, indexable: bool) -> None:
+    event = only(stored(group_idx=group, kv_cache_spec_kind=spec_kind))
+    assert event.indexable is indexable and event.group == (group or 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "medium", "tier"),
+    [
+        (EngineKind.VLLM, None, Tier.HBM),
+        (EngineKind.VLLM, "GPU", Tier.HBM),
+        (EngineKind.VLLM, "CPU", Tier.CPU_DRAM),
+        (EngineKind.VLLM, "STORAGE", Tier.OBJECT_STORE),
+        (EngineKind.VLLM, "FS", Tier.LOCAL_SSD),
+        (EngineKind.VLLM, "OBJ", Tier.OBJECT_STORE),
+        (EngineKind.SGLANG, "GPU", Tier.HBM),
+        (EngineKind.SGLANG, "CPU_PINNED", Tier.CPU_DRAM),
+        (EngineKind.SGLANG, "DISK", Tier.LOCAL_SSD),
+        (EngineKind.SGLANG, "EXTERNAL", Tier.OBJECT_STORE),
+    ],
+)
+def test_media_are_tiers(kind: EngineKind, medium: str | None, tier: Tier) -> None:
+    assert only(stored(medium=medium), kind=kind).tier is tier
+    assert only({"type": "BlockRemoved", "block_hashes": [1], "medium": medium}, kind=kind).tier is tier
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"), [("GPU", Tier.REMOTE_HBM), ("FS", Tier.OBJECT_STORE), ("OBJ", Tier.OBJECT_STORE)]
+)
+def test_a_remote_copy_is_not_in_the_workers_own_memory(medium: str, tier: Tier) -> None:
+    assert only(stored(medium=medium, locality="REMOTE")).tier is tier
+
+
+def test_what_has_no_tier_is_skipped_by_name_and_the_rest_is_taken() -> None:
+    decoded = batch(
+        stored(medium="TAPE"),
+        stored(medium="CPU", locality="REMOTE"),
+        stored(locality="MOON"),
+        stored(block_hashes=[7, 8]),
+    )
+    assert [event.hashes for event in decoded.events] == [[7, 8]]
+    assert decoded.skipped[0].startswith("unknown tier 'TAPE'")
+    assert "remote cpu_dram" in decoded.skipped[1] and "'MOON'" in decoded.skipped[2]
+
+
+def test_vllm_clears_the_device_and_sglang_all() -> None:
+    assert only({"type": "AllBlocksCleared"}) == EngineCleared((Tier.HBM,))
+    assert set(only({"type": "AllBlocksCleared"}, kind=EngineKind.SGLANG).tiers) == set(Tier)
+
+
+def test_an_offload_placeholder_has_no_tokens() -> None:
+    event = only(stored(token_ids=[], block_size=0, medium="CPU"))
+    assert event.token_ids == [] and event.tier is Tier.CPU_DRAM
+
+
+def test_eagle_pairs_become_the_prompts_own_tokens() -> None:
+    pairs = [[10, 11], [11, 12], [12, 13], [13, 14]]
+    assert only(stored(token_ids=pairs), kind=EngineKind.SGLANG).token_ids == [10, 11, 12, 13]
+
+
+def test_sglang_tells_the_salt_with_every_event() -> None:
+    event = only(stored(parent_block_hash=5, cache_salt="acme", lora_name="l"), kind=EngineKind.SGLANG)
+    assert (event.salt, event.adapter) == ("acme", "l")
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter"),
+    [
+        ({"lora_id": None}, None),
+        ({"lora_id": 4}, "4"),
+        ({"lora_id": 4, "lora_name": "sql"}, "sql"),
+        ({"lora_id": "uid", "lora_name": ""}, "uid"),
+    ],
+)
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_adapter_is_the_name_or_else_the_id(kind: EngineKind, fields: dict[str, Any], adapter: str | None) -> None:
+    assert only(stored(**fields), kind=kind).adapter == adapter
+
+
+@pytest.mark.parametrize(
+    ("keys", "parent", "lora", "canonical", "salt"),
+    [
+        ([None, None], None, None, None, None),
+        ([["acme"], None], None, None, None, "acme"),
+        ([["l"], ["l"]], None, "l", None, None),
+        ([["l", "acme"], ["l"]], None, "l", None, "acme"),
+        (
+            [["l", ["img", 3], "acme", b"\x01"], ["l", ["img", 1]]],
+            None,
+            "l",
+            [[["img", 3], b"\x01"], [["img", 1]]],
+            "acme",
+        ),
+        ([["img"], None], 9, None, [["img"], None], None),
+        ([["img", "acme"], ["img"]], None, None, [["img"], ["img"]], "acme"),
+    ],
+)
+def test_extra_keys_lose_lora_and_salt(
+    keys: list[Any], parent: int | None, lora: str | None, canonical: list[Any] | None, salt: str | None
+) -> None:
+    event = only(stored(extra_keys=keys, parent_block_hash=parent, lora_name=lora))
+    assert (event.extra_keys, event.salt) == (canonical, salt)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockMoved", [1]],
+        {"type": "BlockMoved"},
+        {"no": "type"},
+        [],
+        7,
+        [["BlockStored"], []],
+        stored(block_hashes="ab"),
+        stored(block_hashes=[1.5]),
+        stored(block_hashes=[True, False]),
+        stored(parent_block_hash="x"),
+        stored(token_ids="abc"),
+        stored(token_ids=[1, None]),
+        stored(token_ids=[[1, 2], 3]),
+        stored(block_size=-1),
+        stored(block_size="16"),
+        stored(lora_name=7),
+        stored(medium=7),
+        ["BlockRemoved"],
+    ],
+)
+def test_an_event_that_cant_be_understood_is_skipped_alone(kind: EngineKind, event: Any) -> None:
+    decoded = batch(event, stored(), kind=kind)
+    assert len(decoded.events) == 1 and len(decoded.skipped) == 1
+    assert "\n" not in decoded.skipped[0]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    ("event", "lost"),
+    [
+        (["BlockMoved", [1]], True),
+        ({"no": "type"}, True),
+        (7, True),
+        (["BlockRemoved"], True),
+        ({"type": "BlockRemoved", "block_hashes": [1.5]}, True),
+        ({"type": "BlockRemoved", "block_hashes": [1], "medium": 7}, True),
+        ({"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}, False),  # nothing was ever told of that tier
+        (stored(block_hashes="ab"), False),
+        (stored(medium=7), False),
+    ],
+)
+def test_what_may_have_taken_blocks_away_makes_all_before_it_unknown(kind: EngineKind, event: Any, lost: bool) -> None:
+    decoded = batch(stored(), event, stored(block_hashes=[7, 8]), kind=kind)
+    assert decoded.lost is lost
+    assert [one.hashes for one in decoded.events] == ([[7, 8]] if lost else [[1, 2], [7, 8]])
+
+
+@pytest.mark.parametrize(
+    "event", [stored(extra_keys="x"), stored(extra_keys=[3, 4]), stored(extra_keys=[[3.5]]), stored(group_idx=-1)]
+)
+def test_vllm_fields_that_cant_be_understood(event: Any) -> None:
+    assert len(batch(event).skipped) == 1
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"garbage\xc1",
+        msgpack.packb([1.0, [["AllBlocksCleared"]], 0])[:-4],
+        msgpack.packb(5),
+        msgpack.packb([1.0]),
+        msgpack.packb(["now", []]),
+        msgpack.packb([1.0, {"a": 1}]),
+        msgpack.packb([1.0, [], "rank"]),
+        msgpack.packb({"other": 1}),
+        b"\x91" * 5000,
+        b"\x81\x90\x01",
+        bytes(MAX_PAYLOAD_BYTES + 1),
+    ],
+    ids=lambda payload: f"{len(payload)}-{payload[:8].hex()}",
+)
+def test_a_poison_payload_is_one_clear_line(kind: EngineKind, payload: bytes) -> None:
+    with pytest.raises(EngineEventError) as refused:
+        decode_batch(kind, payload)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
+
+
+def test_a_payload_of_10_mb_is_refused_with_its_size() -> None:
+    with pytest.raises(EngineEventError, match="payload of 10000000 bytes; expected at most 8388608"):
+        decode_batch(EngineKind.VLLM, bytes(10_000_000))
+
+
+def test_an_engine_without_such_a_feed_is_refused() -> None:
+    with pytest.raises(EngineEventError, match="lmcache"):
+        decode_batch(EngineKind.LMCACHE, b"")

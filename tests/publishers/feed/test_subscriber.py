@@ -1,0 +1,136 @@
+"""The feed: what the event socket lost and replay brings, whose turn it is, and when it stays away."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+
+import anyio
+import anyio.lowlevel
+import pytest
+import zmq.asyncio
+from nats.aio.client import Client
+
+from kvatlas.events import EngineBatch
+from kvatlas.fleet.records import EngineKind
+from publishers.counters import PublisherCounters
+from publishers.feed.continuity import Continuity
+from publishers.feed.dead_letters import DeadLetters
+from publishers.feed.subscriber import BATCHES_AT_ONCE, Feed, FeedSettings
+from publishers.ledger.ledger import Ledger, LedgerSettings
+from tests.eventually import until
+from tests.publishers.fake_engine import FakeEngine, recording
+from tests.publishers.sidecars import folded, sidecar, told_equals
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_lost_batches_are_filled_from_replay(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine(topic=b"kv") as engine, sidecar(engine, nats_url, topic="kv") as publisher:
+        await engine.send(*payloads[:50])
+        await until(lambda: publisher.counters.engine_batches == 50, what="those before the gap are taken")
+        for payload in payloads[50:60]:
+            engine.lose(payload)
+        await engine.send(*payloads[60:])
+        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        assert publisher.counters.feed_gaps == publisher.counters.feed_gaps_filled == 1
+        assert publisher.counters.snapshots == 1
+
+
+async def test_replay_of_older_engines_has_no_topic_frame(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.11.1-array")
+    async with FakeEngine(replay_topic=False) as engine, sidecar(engine, nats_url) as publisher:
+        await engine.send(*payloads[:20])
+        await until(lambda: publisher.counters.engine_batches == 20, what="those before the gap are taken")
+        engine.lose(payloads[20])
+        await engine.send(*payloads[21:])
+        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        assert publisher.counters.feed_gaps_filled == 1
+
+
+async def test_a_lost_last_batch_is_seen_when_the_feed_is_silent(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+        await engine.send(*payloads[:-1])
+        engine.lose(payloads[-1])
+        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        assert publisher.counters.feed_gaps == 0
+
+
+async def test_a_sidecar_that_starts_late_asks_for_what_was_before(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine() as engine:
+        await engine.send(*payloads[:100])
+        async with sidecar(engine, nats_url) as publisher:
+            await engine.send(*payloads[100:])
+            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+
+
+async def test_a_gap_that_cannot_be_filled_starts_over_empty(client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine() as engine, sidecar(engine, nats_url, replay_endpoint=None) as publisher:
+        await engine.send(*payloads[:50])
+        engine.lose(payloads[50])
+        await engine.send(*payloads[51:])
+        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[51:]))
+        assert publisher.counters.feed_started_over == 1
+        assert publisher.counters.snapshots == 2
+
+
+@contextmanager
+def open_feed(
+    engine: FakeEngine, on_batch: Callable[[EngineBatch], object], on_empty: Callable[[], None] = lambda: None
+) -> Iterator[Feed]:
+    """A feed alone, impatient."""
+    where = FeedSettings(
+        EngineKind.VLLM, engine.endpoint, engine.replay_endpoint, first_silence_s=0.05, replay_silence_s=0.05
+    )
+    context = zmq.asyncio.Context()
+    letters = DeadLetters(None, "w")
+    feed = Feed(where, "w", Continuity(), PublisherCounters(), letters, context, on_batch=on_batch, on_empty=on_empty)
+    feed.open()
+    try:
+        yield feed
+    finally:
+        feed.close()
+        context.destroy(linger=0)
+
+
+async def test_while_messages_wait_the_others_have_their_turn() -> None:
+    """Else what was taken is never folded, and heartbeats and acknowledgements wait."""
+    _, payloads = recording("vllm-0.33.0")
+    turns = 0
+    taken_in: list[int] = []
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    async with FakeEngine() as engine:
+        with open_feed(engine, lambda _: taken_in.append(turns)) as feed:
+            await engine.subscribed()
+            await engine.send(*payloads * 4)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(take_turns)
+                tasks.start_soon(feed.run)
+                await until(lambda: len(taken_in) == 4 * len(payloads), what="all batches taken")
+                tasks.cancel_scope.cancel()
+    assert max(Counter(taken_in).values()) <= BATCHES_AT_ONCE
+
+
+async def test_a_feed_that_stays_away_while_the_engine_is_up_gives_up_what_was_held() -> None:
+    _, payloads = recording("vllm-0.33.0")
+    ledger = Ledger(LedgerSettings("model", "model"))
+    async with anyio.create_task_group() as tasks, AsyncExitStack() as opened:
+        async with FakeEngine() as engine:
+            feed = opened.enter_context(open_feed(engine, ledger.fold, ledger.empty))
+            tasks.start_soon(feed.run)
+            await engine.subscribed()
+            await engine.send(*payloads)
+            await until(lambda: ledger.digest == folded(EngineKind.VLLM, payloads).digest, what="all batches folded")
+        assert ledger.announced_blocks
+        feed.engine_up = lambda: True
+        await until(lambda: not ledger.announced_blocks, what="nothing is claimed")
+        tasks.cancel_scope.cancel()

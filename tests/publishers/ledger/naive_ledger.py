@@ -1,0 +1,159 @@
+"""What a ledger must announce, worked out from scratch each time: the reference its tests compare with.
+
+Slow and plain: reference counts, lineages for ever, closure over everything. And `Told`, which folds index events as an
+index would, and refuses any that is not a change or leaves a residency that is not prefix-closed.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.tiers import Tier
+from kvatlas.events import (
+    Cleared,
+    EngineBatch,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+    IndexEvent,
+    Removed,
+    SnapshotChunk,
+    Stored,
+)
+from kvatlas.identity import Scope
+from publishers.engines.extra_keys import with_root_salt
+
+Key = tuple[bytes, bytes]
+"""(scope id, packed sequence hash)"""
+
+
+@dataclass
+class NaiveLedger:
+    block_size: int
+    granularity: int = 1
+    counts: Counter[tuple[EngineHash, Tier, int]] = field(default_factory=Counter)
+    chains: dict[EngineHash, tuple[bytes, list[bytes]]] = field(
+        default_factory=dict
+    )  # scope id, hashes from the root on
+    unplaced: list[EngineStored] = field(default_factory=list)
+    indexable: dict[tuple[Tier, int], bool] = field(default_factory=dict)
+
+    def fold(self, batch: EngineBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, EngineStored):
+                self.indexable.setdefault((event.tier, event.group), event.indexable)
+                self.counts.update((name, event.tier, event.group) for name in event.hashes)
+                if event.indexable and event.token_ids:
+                    self.unplaced.append(event)
+                    before = 0
+                    while before != len(self.unplaced):  # a child may be announced before its parent
+                        before = len(self.unplaced)
+                        self.unplaced = [one for one in self.unplaced if not self._learn(one)]
+            elif isinstance(event, EngineRemoved):
+                for name in event.hashes:
+                    if self.counts[name, event.tier, event.group]:
+                        self.counts[name, event.tier, event.group] -= 1
+            else:
+                for key in self.counts:
+                    if key[1] in event.tiers:
+                        self.counts[key] = 0
+
+    def _learn(self, event: EngineStored) -> bool:
+        keys = event.extra_keys
+        if event.parent is None:
+            scope_id = Scope("m", "t", event.adapter).scope_id
+            above: list[bytes] = []
+            keys = with_root_salt(keys, event.salt)
+        elif event.parent in self.chains:
+            scope_id, above = self.chains[event.parent]
+        else:
+            return False
+        parent = int.from_bytes(above[-1], "little") if above else None
+        packed = extend_chain(event.token_ids, self.block_size, parent, keys)
+        for i, name in enumerate(event.hashes):
+            above = [*above, packed[8 * i : 8 * i + 8]]
+            self.chains[name] = (scope_id, above)
+        return True
+
+    def resident(self) -> set[tuple[Tier, int, EngineHash]]:
+        return {(tier, group, name) for (name, tier, group), count in self.counts.items() if count}
+
+    def usable(self) -> dict[Key, set[Tier]]:
+        """Every block that is held with all its ancestors, with the tiers it is held in, thinned."""
+        held: dict[Key, set[Tier]] = {}
+        path: dict[Key, list[bytes]] = {}
+        for name, (scope_id, chain) in self.chains.items():
+            key = (scope_id, chain[-1])
+            for tier in Tier:
+                groups = [group for (t, group), indexable in self.indexable.items() if t is tier and indexable]
+                if groups and all(self.counts[name, tier, group] for group in groups):
+                    held.setdefault(key, set()).add(tier)
+                    path[key] = chain
+        return {
+            key: tiers
+            for key, tiers in held.items()
+            if len(path[key]) % self.granularity == 0 and all((key[0], above) in held for above in path[key])
+        }
+
+
+@dataclass
+class Told:
+    """What an index holds after the events so far. `before` and `index_of` are of announced blocks."""
+
+    granularity: int = 1
+    held: dict[Key, set[Tier]] = field(default_factory=dict)
+    before: dict[Key, bytes | None] = field(default_factory=dict)
+    index_of: dict[Key, int] = field(default_factory=dict)
+
+    def fold(self, events: Sequence[IndexEvent]) -> None:
+        """One batch's events. Checked after every single hash, because a batch may be cut into messages anywhere."""
+        began_with = set(self.held)
+        said: list[tuple[Key, bool]] = []
+        for i, event in enumerate(events):
+            if isinstance(event, Cleared):
+                assert i == 0 and self.held, "cleared is the first event, and says something"
+                self.held.clear()
+                began_with = set()
+            elif isinstance(event, Stored):
+                said += [(key, True) for key in self._stored(event)]
+            elif isinstance(event, Removed):
+                said += [(key, False) for key in self._removed(event)]
+            else:
+                raise AssertionError(f"{event} from a fold")
+        phases = []
+        for key, stored in said:
+            stays = key in began_with and key in self.held
+            phases.append((0 if stored else 1) if stays else (3 if stored else 2))
+        assert phases == sorted(phases), f"added, lost, removals, stores: {phases} {events}"
+
+    def chunk(self, chunk: SnapshotChunk) -> None:
+        """A part of a snapshot: their order is free, so no closure before the end."""
+        self._stored(Stored(chunk.scope_id, chunk.tier, chunk.hashes, chunk.parent, chunk.first_index), closed=False)
+
+    def _stored(self, event: Stored, *, closed: bool = True) -> list[Key]:
+        keys = [(event.scope_id, event.hashes[at : at + 8]) for at in range(0, len(event.hashes), 8)]
+        above = event.parent
+        for i, key in enumerate(keys):
+            index = event.first_index + i * self.granularity
+            assert index % self.granularity == self.granularity - 1
+            assert self.before.setdefault(key, above) == above
+            assert self.index_of.setdefault(key, index) == index
+            assert (above is None) == (index == self.granularity - 1)
+            assert not closed or above is None or (key[0], above) in self.held, f"{event} stores behind a hole"
+            tiers = self.held.setdefault(key, set())
+            assert event.tier not in tiers, f"{event} stores what is held"
+            tiers.add(event.tier)
+            above = key[1]
+        return keys
+
+    def _removed(self, event: Removed) -> list[Key]:
+        keys = [(event.scope_id, event.hashes[at : at + 8]) for at in range(0, len(event.hashes), 8)]
+        for key in keys:
+            assert event.tier in self.held.get(key, ()), f"{event} removes what is not held"
+            self.held[key].discard(event.tier)
+            if not self.held[key]:
+                del self.held[key]
+                behind = [other for other in self.held if other[0] == key[0] and self.before[other] == key[1]]
+                assert not behind, f"{event} leaves {behind} behind a hole"
+        return keys

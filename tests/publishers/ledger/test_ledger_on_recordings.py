@@ -1,0 +1,96 @@
+"""After a recording the ledger holds what the engine's own block table held, and announces the usable part of it."""
+
+from pathlib import Path
+
+import pytest
+
+from kvatlas.blocks.hashing import extend_chain, unpack_hashes
+from kvatlas.events import EngineStored
+from publishers.engines import decode_batch
+from publishers.ledger.ledger import Ledger, LedgerSettings
+from tests.publishers.ledger.naive_ledger import NaiveLedger, Told
+from tests.publishers.recordings import FILES, Held, Recording, read_recording
+
+SETTINGS = LedgerSettings("m", "t")
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def recording(request: pytest.FixtureRequest) -> Recording:
+    path: Path = request.param
+    return read_recording(path)
+
+
+def test_all_seven_are_here() -> None:
+    assert len(FILES) == 7
+
+
+def announced(ledger: Ledger) -> set[Held]:
+    return {(tier, 0, name) for _, tier, name, _ in ledger.announced()}
+
+
+def test_holds_and_announces_exactly_what_the_engine_has(recording: Recording) -> None:
+    ledger, told = Ledger(SETTINGS), Told()
+    for _, payload in recording.batches:
+        batch = decode_batch(recording.kind, payload)
+        assert not batch.skipped
+        told.fold(ledger.fold(batch))
+    assert set(ledger.resident()) == recording.expected_resident
+    assert announced(ledger) == recording.expected_usable
+    assert {(scope, seq.to_bytes(8, "little")) for scope, _, _, seq in ledger.announced()} == set(told.held)
+    assert ledger.block_size == recording.block_size
+
+
+@pytest.mark.parametrize("granularity", [1, 4])
+def test_announces_the_thinned_closure_after_every_batch(recording: Recording, granularity: int) -> None:
+    ledger = Ledger(LedgerSettings("m", "t", granularity=granularity))
+    told, naive = Told(granularity), NaiveLedger(recording.block_size, granularity)
+    for i, (_, payload) in enumerate(recording.batches):
+        batch = decode_batch(recording.kind, payload)
+        told.fold(ledger.fold(batch))
+        naive.fold(batch)
+        if i % 8 == 0 or i == len(recording.batches) - 1:  # the reference is slow
+            assert told.held == naive.usable()
+    expected = {(tier, name) for tier, _, name in recording.expected_usable}
+    assert {(tier, name) for _, tier, name, _ in ledger.announced()} <= expected
+    assert told.held
+
+
+@pytest.mark.parametrize("granularity", [1, 4])
+def test_goes_on_after_a_dump_and_a_load(recording: Recording, granularity: int) -> None:
+    settings = LedgerSettings("m", "t", granularity=granularity)
+    straight, ledger, told = Ledger(settings), Ledger(settings), Told(granularity)
+    for i, (_, payload) in enumerate(recording.batches):
+        batch = decode_batch(recording.kind, payload)
+        straight.fold(batch)
+        told.fold(ledger.fold(batch))
+        if i % 37 == 20:
+            ledger = Ledger.load(ledger.dump(), settings)
+    assert set(ledger.resident()) == recording.expected_resident
+    assert set(ledger.announced()) == set(straight.announced())
+    assert ledger.digest == straight.digest
+    assert ledger.uses == straight.uses
+    if granularity == 1:
+        assert announced(ledger) == recording.expected_usable
+
+
+def test_set_semantics_would_lose_blocks_of_an_engine_that_counts(recording: Recording) -> None:
+    ledger = Ledger(LedgerSettings("m", "t", set_semantics=True))
+    for _, payload in recording.batches:
+        ledger.fold(decode_batch(recording.kind, payload))
+    assert len(recording.expected_resident - set(ledger.resident())) == recording.a_set_fold_would_miss
+
+
+def test_a_router_finds_the_blocks_from_the_prompts_tokens_alone(recording: Recording) -> None:
+    """Each root run's tokens, hashed as a router does, are the sequence hashes announced for it."""
+    ledger, found = Ledger(SETTINGS), 0
+    for _, payload in recording.batches:
+        batch = decode_batch(recording.kind, payload)
+        ledger.fold(batch)
+        now = {(name, sequence_hash) for _, _, name, sequence_hash in ledger.announced()}
+        for event in batch.events:
+            if isinstance(event, EngineStored) and event.parent is None and event.extra_keys is None and not event.salt:
+                hashes = unpack_hashes(extend_chain(event.token_ids, recording.block_size))
+                of_event = {pair for pair in now if pair[0] in set(event.hashes)}
+                assert of_event <= set(zip(event.hashes, hashes, strict=True))
+                found += len(of_event)
+    assert found > 30

@@ -1,0 +1,74 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.wire import encode
+from kvatlas.events import Checkpoint, Cleared, IndexEvent, Message, Removed, ScopeUse, Stored
+from kvatlas.identity import Scope
+from publishers.stream.message_split import cut, event_bytes
+
+SCOPES = [Scope("m" * n, "t", adapter) for n, adapter in ((1, None), (400, "lora"), (9, "другой"))]
+USES = {scope.scope_id: ScopeUse(scope, 16, 1 << 20) for scope in SCOPES}
+
+hash_lists = st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=120).map(pack_hashes)
+scope_ids = st.sampled_from(sorted(USES))
+tiers = st.sampled_from(Tier)
+events = st.one_of(
+    st.builds(
+        Stored,
+        scope_ids,
+        tiers,
+        hash_lists,
+        st.none() | st.binary(min_size=8, max_size=8),
+        st.integers(0, 1 << 40),
+        st.sampled_from([0, 32, 64]),
+    ),
+    st.builds(Removed, scope_ids, tiers, hash_lists),
+    st.just(Cleared()),
+    st.just(Checkpoint([1 << 40] * 15)),
+)
+
+
+def blocks(told: list[IndexEvent], granularity: int) -> list[object]:
+    """What the events say block by block, whatever way they are cut."""
+    out: list[object] = []
+    for event in told:
+        if not isinstance(event, (Stored, Removed)):
+            out.append(event)
+            continue
+        for at in range(0, len(event.hashes), HASH_BYTES):
+            one = event.hashes[at : at + HASH_BYTES]
+            if isinstance(event, Removed):
+                out.append(("removed", event.scope_id, event.tier, one))
+            else:
+                parent = event.hashes[at - HASH_BYTES : at] if at else event.parent
+                index = event.first_index + at // HASH_BYTES * granularity
+                out.append(("stored", event.scope_id, event.tier, one, parent, index, event.flags))
+    return out
+
+
+@given(st.lists(events, max_size=12), st.integers(1200, 4000), st.integers(1, 4))
+def test_parts_keep_every_block_in_order_and_fit(told: list[IndexEvent], limit: int, granularity: int) -> None:
+    parts = cut(told, USES, limit, granularity)
+    assert blocks([e for part, _ in parts for e in part], granularity) == blocks(told, granularity)
+    for part, scopes in parts:
+        assert part
+        assert scopes.keys() == {e.scope_id for e in part if isinstance(e, (Stored, Removed))}
+        longest = Message("w" * 64, (1 << 64) - 1, (1 << 53) - 1, part, scopes, 1 << 52)
+        assert len(encode(longest)) <= limit
+
+
+@given(events)
+def test_the_bound_of_an_event_is_one(event: IndexEvent) -> None:
+    whole = len(encode(Message("w", 1, 1, [event])))
+    assert whole - len(encode(Message("w", 1, 1, []))) <= event_bytes(event)
+
+
+def test_what_fits_is_one_message() -> None:
+    told: list[IndexEvent] = [Stored(sid, Tier.HBM, bytes(8 * 1000)) for sid in USES]
+    assert len(cut(told, USES, 512 * 1024)) == 1
+
+
+def test_nothing_makes_no_message() -> None:
+    assert cut([], USES, 512 * 1024) == []

@@ -1,0 +1,327 @@
+"""Choices that are booked: what other routers see of them, and how bookings end."""
+
+import asyncio
+import sys
+
+import anyio
+import pytest
+
+from kvatlas.cost import Load
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
+from kvatlas.store.connection import Store, open_store
+from router_client import (
+    BookingSettings,
+    Choice,
+    NoWorkers,
+    Prompt,
+    RouterClient,
+    RouterSettings,
+    StaticFleet,
+)
+from tests.eventually import until
+from tests.router_client.pools import SCOPE, hold, pool, worker
+
+pytestmark = pytest.mark.anyio
+
+LONG = list(range(8_192))
+SETTINGS = RouterSettings(deadline_ms=None)
+
+
+@pytest.fixture(params=["memory", "redis"])
+def reservations(request: pytest.FixtureRequest, store: Store) -> Reservations:
+    return MemoryReservations() if request.param == "memory" else RedisReservations(store)
+
+
+def routers(
+    count: int, reservations: Reservations, *ids: str, settings: RouterSettings = SETTINGS
+) -> list[RouterClient]:
+    """Routers that share nothing but the reservations."""
+    fleet = StaticFleet(pool(*(worker(id) for id in ids)))
+    return [RouterClient(MemoryIndex(), fleet, settings, reservations=reservations) for _ in range(count)]
+
+
+def short(number: int) -> Prompt:
+    return Prompt.of_tokens(SCOPE, [number] * 100)
+
+
+async def booked(router: RouterClient) -> dict[str, Load]:
+    """Each worker's load as the next request would find it."""
+    ranking = await router.rank(short(0))
+    return {r.worker_id: Load(r.cost.amounts[4] - 1, r.cost.amounts[0], 0, r.cost.amounts[5] - 100) for r in ranking}
+
+
+async def test_routers_see_each_others_bookings(reservations: Reservations) -> None:
+    first, second = routers(2, reservations, "a", "b", "c")
+    choices = [await router.book(short(n)) for n, router in enumerate([first, second, first, second, first, second])]
+    assert sorted(choice.worker_id for choice in choices) == ["a", "a", "b", "b", "c", "c"]
+    assert set((await booked(second)).values()) == {Load(2, 200, 0, 200)}
+
+
+async def test_a_reservation_lasts_as_long_as_the_block(reservations: Reservations) -> None:
+    router, other = routers(2, reservations, "a")
+    async with router.route(short(1)) as choice:
+        assert await booked(other) == {"a": Load(1, 100, 0, 100)}
+        await choice.first_token()
+        assert await booked(other) == {"a": Load(1, 0, 0, 100)}
+    assert await booked(other) == {"a": Load()}
+    assert (router.counters.routed, router.counters.booked, router.counters.released) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("leave", ["exception", "cancelled", "finish", "fail"])
+async def test_every_way_out_of_the_block_ends_it(reservations: Reservations, leave: str) -> None:
+    router, other = routers(2, reservations, "a")
+
+    async def request() -> None:
+        async with router.route(short(1)) as choice:
+            if leave == "exception":
+                raise ZeroDivisionError
+            if leave == "cancelled":
+                scope.cancel()
+                await anyio.sleep(60)
+            await (choice.finish() if leave == "finish" else choice.fail())
+            assert await booked(other) == {"a": Load()}
+
+    async with router:
+        with anyio.CancelScope() as scope:
+            if leave == "exception":
+                with pytest.raises(ZeroDivisionError):
+                    await request()
+            else:
+                await request()
+
+        async def nothing_left() -> bool:
+            return await booked(other) == {"a": Load()}
+
+        await until(nothing_left, what="the reservation is released")
+
+
+async def test_a_pick_books_nothing(reservations: Reservations) -> None:
+    router, other = routers(2, reservations, "a")
+    choice = await router.pick(short(1))
+    await choice.first_token()
+    await choice.finish()
+    assert await booked(other) == {"a": Load()}
+    assert choice.reservation is None
+
+
+async def test_workers_can_be_avoided(reservations: Reservations) -> None:
+    (router,) = routers(1, reservations, "a", "b")
+    for avoid, chosen in [(["a"], "b"), (["b", "gone"], "a")]:
+        async with router.route(short(1), avoid=avoid) as choice:
+            assert choice.worker_id == chosen
+            assert "a" not in avoid or choice.ranking.left_out == {"a": "it is to be avoided"}
+    with pytest.raises(NoWorkers, match="no worker is left"):
+        await router.book(short(1), avoid=["a", "b"])
+
+
+async def test_ties_go_evenly_and_by_seed(reservations: Reservations) -> None:
+    def picks(choices: list[Choice]) -> list[str]:
+        return [choice.worker_id for choice in choices]
+
+    ids = [f"w{i}" for i in range(4)]
+    (one,) = routers(1, reservations, *ids)
+    (same,) = routers(1, reservations, *ids)
+    (other,) = routers(1, reservations, *ids, settings=RouterSettings(deadline_ms=None, seed=5))
+    told = [picks([await router.pick(short(n)) for n in range(120)]) for router in (one, same, other)]
+    assert told[0] == told[1] != told[2]
+    assert all(min(picked.count(id) for id in ids) > 12 for picked in told)
+
+
+async def test_a_burst_on_one_new_prefix_is_computed_once_or_twice(reservations: Reservations) -> None:
+    ids = [f"w{i:02}" for i in range(16)]
+    several = routers(4, reservations, *ids)
+    longer = range(65_536)  # its prefill takes seconds: the burst is over before it, at any machine's pace
+    choices = [
+        await several[n % 4].book(Prompt.of_tokens(SCOPE, [*longer, *range(100_000 + n, 100_100 + n)]))
+        for n in range(100)
+    ]
+    assert len({choice.worker_id for choice in choices}) <= 2
+    assert choices[0].result.predicted_tokens == 0
+    assert choices[1].result.predicted_tokens >= 65_408  # whole steps of 8 blocks
+    assert "more predicted" in choices[1].explain()
+    apart = RouterSettings(deadline_ms=None, booking=BookingSettings(prefixes_in_flight=False))
+    (blind,) = routers(1, MemoryReservations(), *ids, settings=apart)
+    assert len({(await blind.book(Prompt.of_tokens(SCOPE, [*LONG, n]))).worker_id for n in range(100)}) == 16
+
+
+async def test_a_failed_request_leaves_no_prefix_behind(reservations: Reservations) -> None:
+    (router,) = routers(1, reservations, "a", "b")
+    prompt = Prompt.of_tokens(SCOPE, LONG)
+    first = await router.book(prompt)
+    assert (await router.rank(prompt)).results[0].predicted_tokens
+    await first.fail()
+    assert not any(result.predicted_tokens for result in await router.rank(prompt))
+    async with router.route(prompt) as second:
+        await second.first_token()
+    found = (await router.rank(prompt)).results[0]
+    assert (found.worker_id, found.predicted_tokens) == (second.worker_id, LONG[-1] + 1 - 16)
+
+
+async def test_terms_of_prefixes_in_flight_are_told_and_sum_up(reservations: Reservations) -> None:
+    (router,) = routers(1, reservations, "a", "b")
+    prompt = Prompt.of_tokens(SCOPE, LONG)
+    first = await router.book(prompt)
+    ranking = await router.rank(prompt)
+    for result in ranking:
+        assert sum(term.us for term in result.terms) == result.score_us
+    told = {result.worker_id: {term.name: term for term in result.terms} for result in ranking}
+    other = "b" if first.worker_id == "a" else "a"
+    assert told[first.worker_id]["in_flight"].amount == 8_176
+    assert told[other]["again"].amount == 8_176
+    assert told[other]["again"].us == pytest.approx(16 * (8_176 * 40 + 0.00065 * 8_176**2), abs=1)
+
+
+async def test_without_events_what_was_sent_there_is_predicted(reservations: Reservations) -> None:
+    fleet = StaticFleet(pool(*(worker(id, events=False) for id in ("a", "b", "c"))))
+    router = RouterClient(MemoryIndex(), fleet, SETTINGS, reservations=reservations)
+    async with router.route(Prompt.of_tokens(SCOPE, LONG)) as first:
+        await first.first_token()
+    async with router.route(Prompt.of_tokens(SCOPE, [*LONG, 1, 2, 3])) as again:
+        assert again.worker_id == first.worker_id
+        assert (again.result.usable_tokens, again.result.predicted_tokens) == (0, 8_192)
+        assert again.predicted_cached_tokens == 8_192
+
+
+async def test_an_engine_that_tells_nothing_yet_is_not_given_a_prefix_twice(reservations: Reservations) -> None:
+    fleet = StaticFleet(pool(*(worker(id, block_size=None) for id in ("a", "b", "c"))))
+    router = RouterClient(MemoryIndex(), fleet, SETTINGS, reservations=reservations)
+    assert len({(await router.book(Prompt.of_tokens(SCOPE, LONG))).worker_id for _ in range(6)}) == 1
+
+
+async def test_what_the_index_shows_is_predicted_no_more(reservations: Reservations) -> None:
+    index, a = MemoryIndex(), worker("a")
+    router = RouterClient(index, StaticFleet(pool(a)), SETTINGS, reservations=reservations)
+    async with router.route(Prompt.of_tokens(SCOPE, LONG)):
+        pass
+    await hold(index, a, LONG)
+    choice = await router.book(Prompt.of_tokens(SCOPE, LONG))
+    assert (choice.result.usable_tokens, choice.result.predicted_tokens) == (8_176, 0)
+
+
+# ---------------------------------------------------------------- leases
+
+CHILD = """
+import asyncio, sys
+from router_client import BookingSettings, Prompt, RouterClient, RouterSettings, Scope
+
+async def main():
+    settings = RouterSettings(deadline_ms=None, booking=BookingSettings(lease_s=0.6))
+    async with RouterClient.open(sys.argv[1], settings, wait=False) as router:
+        async with router.route(Prompt.of_tokens(Scope("model", "tokenizer"), [7] * 5_000)) as choice:
+            print(choice.worker_id, flush=True)
+            await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_router_frees_its_reservations(store: Store, valkey_url: str) -> None:
+    await open_redis_index(store, writer=True)
+    await FleetStore(store).write(pool(worker("a"), worker("b")))
+    async with RouterClient.open(valkey_url, SETTINGS, wait=False) as router:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", CHILD, valkey_url), stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert child.stdout is not None
+            worker_id = (await child.stdout.readline()).decode().strip()
+            # its lease is renewed: it still counts after several lease times
+            mine = await router.book(short(1))
+            assert mine.worker_id != worker_id
+            assert (await booked(router))[worker_id] == Load(1, 5_000, 0, 5_000)
+        finally:
+            child.kill()
+            await child.wait()
+
+        async def freed() -> bool:
+            await mine.first_token()
+            await (await router.book(short(2))).fail()  # any router's booking looks for ended leases
+            return (await booked(router))[worker_id] == Load()
+
+        await until(freed, what="the killed router's reservation is gone")
+
+
+async def test_leases_are_renewed_while_the_client_is_entered(store: Store, valkey_url: str) -> None:
+    await open_redis_index(store, writer=True)
+    await FleetStore(store).write(pool(worker("a")))
+    settings = RouterSettings(deadline_ms=None, router_id="r", booking=BookingSettings(lease_s=0.3))
+    reservations = RedisReservations(store)
+    async with RouterClient.open(valkey_url, settings, wait=False) as router:
+        await router.book(short(1))
+        lease = f"kva:{{pool:{SCOPE.pool_id}}}:routers"
+        first = int(await store.client.hget(lease, "r"))
+
+        async def renewed() -> bool:
+            await reservations.beat(SCOPE.pool_id, "other", 60_000_000)  # would end what is over
+            return int(await store.client.hget(lease, "r")) > first + 600_000
+
+        await until(renewed, what="the lease is renewed again and again")
+        assert router.counters.lapsed == 0
+        assert await booked(router) == {"a": Load(1, 100, 0, 100)}
+    assert await store.client.hgetall(lease) != {}
+    assert await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations") == 0
+
+
+async def test_what_the_store_did_not_hear_is_told_when_it_is_back() -> None:
+    with ValkeyProcess() as server:
+        store = await open_store(server.url, wait=False)
+        try:
+            await open_redis_index(store, writer=True)
+            await FleetStore(store).write(pool(worker("a")))
+            settings = RouterSettings(booking=BookingSettings(lease_s=30))
+            async with RouterClient.open(server.url, settings, wait=False) as router:
+                choice = await _booked_in_store(router)
+                server.pause()
+                try:
+                    await choice.finish()  # in time, although the store hears nothing
+                finally:
+                    server.resume()
+
+                async def heard() -> bool:
+                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
+
+                await until(heard, what="the release is told")
+        finally:
+            await store.close()
+
+
+async def _booked_in_store(router: RouterClient) -> Choice:
+    """A first choice may take longer than the deadline."""
+    while True:
+        choice = await router.book(short(1))
+        if not choice.why:
+            return choice
+        await choice.fail()
+
+
+async def test_bookings_end_with_the_engines_life(store: Store, valkey_url: str) -> None:
+    index = await open_redis_index(store, writer=True)
+    fleet = FleetStore(store)
+
+    def life(number: int) -> dict[str, FleetRecord]:
+        return {"a": worker("a").model_copy(update={"incarnation": number})}
+
+    await fleet.write(life(1))
+    router = RouterClient(index, fleet, SETTINGS, reservations=RedisReservations(store))
+    choice = await router.book(Prompt.of_tokens(SCOPE, LONG))
+    await fleet.write(life(1))
+    assert (await booked(router))["a"].running_decodes == 1
+    await fleet.write(life(2))
+    assert await booked(router) == {"a": Load()}
+    assert not (await router.rank(Prompt.of_tokens(SCOPE, LONG))).results[0].predicted_tokens
+    await choice.finish()
+
+
+async def test_the_worked_example_of_the_documentation() -> None:
+    (router,) = routers(1, MemoryReservations(lambda: 10**15), "a", "b")
+    prompt = Prompt.of_tokens(SCOPE, LONG)
+    first = (await router.book(prompt)).worker_id
+    told = {r.worker_id: {term.name: term.us for term in r.terms} for r in await router.rank(prompt)}
+    other = "b" if first == "a" else "a"
+    assert (told[first]["backlog"], told[first]["in_flight"]) == (327_680, 43_621)
+    assert (told[other]["prefill"], told[other]["again"]) == (371_301, 5_927_849)

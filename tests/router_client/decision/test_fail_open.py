@@ -1,0 +1,284 @@
+"""Choosing while the index or the whole store is slow or away; the kill switch; shadow mode."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import pytest
+
+from kvatlas.blocks.residency import Overlap
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.errors import Unreachable
+from kvatlas.fleet.records import EngineEndpoint, FleetRecord
+from kvatlas.fleet.store import FleetStore
+from kvatlas.identity import Scope
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import open_store
+from router_client import (
+    Basis,
+    BookingSettings,
+    NoWorkers,
+    Prompt,
+    RoundRobin,
+    RouterClient,
+    RouterSettings,
+    StaticFleet,
+)
+from router_client.decision.fail_open import Breaker, Deadline, Patience
+from tests.eventually import until
+from tests.router_client.pools import SCOPE, hold, pool, worker
+
+pytestmark = pytest.mark.anyio
+
+TOKENS = list(range(1_000))
+PROMPT = Prompt.of_tokens(SCOPE, TOKENS)
+WORKERS = pool(*(worker(id) for id in ("a", "b", "c", "d")))
+HOLDER = "c"
+
+
+class BreakableIndex:
+    """An index that hangs or fails on demand."""
+
+    def __init__(self) -> None:
+        self.index = MemoryIndex()
+        self.broken: str | None = None
+        self.asked = 0
+
+    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+        self.asked += 1
+        if self.broken == "slow":
+            await asyncio.Event().wait()
+        if self.broken == "away":
+            raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
+        return await self.index.overlap(scope, hashes, verify=verify)
+
+
+class BreakableFleet(StaticFleet):
+    broken = False
+
+    async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
+        if self.broken:
+            raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
+        return await super().pool(pool_id)
+
+
+@pytest.fixture
+async def index() -> BreakableIndex:
+    index = BreakableIndex()
+    await hold(index.index, WORKERS[HOLDER], TOKENS)
+    return index
+
+
+# ---------------------------------------------------------------- the index
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("slow", "index: no answer in 5 ms"), ("away", "index: Redis at redis://127.0.0.1:1")]
+)
+async def test_without_the_index_load_decides_and_the_choice_says_so(index: BreakableIndex, how: str, why: str) -> None:
+    loads = {id: {"running_decodes": running} for id, running in zip("abcd", (4, 0, 2, 9), strict=True)}
+    fleet = StaticFleet(pool(*(worker(id, load=load) for id, load in loads.items())))
+    router = RouterClient(index, fleet, RouterSettings(deadline_ms=5))
+    assert (await router.pick(PROMPT)).worker_id == HOLDER
+    index.broken = how
+    choice = await router.pick(PROMPT)
+    assert (choice.worker_id, choice.basis, choice.mode) == ("b", Basis.LOAD, "load")
+    assert why in choice.why and why in choice.explain()
+    assert (router.counters.by_load, router.counters.index_failures) == (1, 1)
+
+
+async def test_it_recovers_by_itself_and_does_not_ask_all_the_time(index: BreakableIndex) -> None:
+    router = RouterClient(index, StaticFleet(WORKERS))
+    index.broken = "away"
+    for _ in range(50):
+        async with router.route(PROMPT) as choice:
+            assert choice.basis is Basis.LOAD
+    assert index.asked < 10
+    index.broken = None
+
+    async def recovered() -> bool:
+        return (await router.pick(PROMPT)).basis is Basis.COST
+
+    await until(recovered, what="the index is asked again")
+    assert (await router.pick(PROMPT)).worker_id == HOLDER
+
+
+async def test_choices_without_the_index_are_booked_too(index: BreakableIndex) -> None:
+    router = RouterClient(index, StaticFleet(WORKERS))
+    index.broken = "away"
+    chosen = [(await router.book(Prompt.of_tokens(SCOPE, [n] * 100))).worker_id for n in range(8)]
+    assert sorted(chosen) == [*"aabbccdd"]
+
+
+async def test_the_kill_switch_leaves_the_index_alone(index: BreakableIndex) -> None:
+    router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(load_only=True))
+    chosen = {(await router.pick(Prompt.of_tokens(SCOPE, [n] * 100))).worker_id for n in range(40)}
+    assert len(chosen) == 4
+    assert index.asked == 0
+    router.load_only = False
+    assert (await router.pick(PROMPT)).worker_id == HOLDER
+    router.load_only = True
+    choice = await router.pick(PROMPT)
+    assert (choice.basis, index.asked) == (Basis.LOAD, 1)
+    assert "switched to load alone" in choice.explain()
+
+
+async def test_a_fleet_that_can_not_be_read_is_as_it_was(index: BreakableIndex) -> None:
+    fleet = BreakableFleet(WORKERS)
+    router = RouterClient(index, fleet, RouterSettings(fleet_max_age_ms=0))
+    fleet.broken = True
+    with pytest.raises(Unreachable):
+        await router.pick(PROMPT)
+    fleet.broken = False
+    await router.pick(PROMPT)
+    fleet.broken = True
+    assert (await router.pick(PROMPT)).worker_id == HOLDER
+
+
+# ---------------------------------------------------------------- the whole store
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ValkeyProcess]:
+    """A store of the test's own, with a fleet and an index."""
+    with ValkeyProcess() as server:
+        store = await open_store(server.url, wait=False)
+        try:
+            index = await open_redis_index(store, writer=True)
+            await FleetStore(store).write(WORKERS)
+            await hold(index, WORKERS[HOLDER], TOKENS)
+        finally:
+            await store.close()
+        yield server
+
+
+async def test_a_store_that_hangs_holds_up_no_choice(server: ValkeyProcess) -> None:
+    async with RouterClient.open(server.url, RouterSettings(deadline_ms=20), wait=False) as router:
+
+        async def by_cost() -> bool:
+            async with router.route(PROMPT) as choice:
+                return choice.basis is Basis.COST and not choice.why and choice.worker_id == HOLDER
+
+        await until(by_cost, what="a choice by cost")
+        server.pause()
+        try:
+            choices = [await router.book(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(8)]
+        finally:
+            server.resume()
+        assert all(choice.basis is not Basis.COST and choice.why for choice in choices)
+        assert {choice.worker_id for choice in choices} <= set(WORKERS)
+        for choice in choices:
+            await choice.first_token()
+            await choice.finish()
+        await until(by_cost, what="a choice by cost again")
+        assert router.counters.index_failures > 0 and router.counters.booking_failures > 0
+
+        reader = await open_store(server.url, wait=False)
+        try:
+
+            async def nothing_booked() -> bool:
+                key = f"kva:{{pool:{SCOPE.pool_id}}}:booked"
+                return int(await reader.client.zcard(key)) == 0
+
+            await until(nothing_booked, what="what was booked in spite of the time-out is called off")
+        finally:
+            await reader.close()
+
+
+async def test_a_killed_store_leaves_the_hash_of_the_prompt(server: ValkeyProcess) -> None:
+    async with RouterClient.open(server.url, RouterSettings(deadline_ms=None), wait=False) as router:
+        assert (await router.pick(PROMPT)).worker_id == HOLDER
+        server.kill()
+        chosen = [await router.book(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(40)]
+        assert {choice.basis for choice in chosen} == {Basis.PREFIX_HASH}
+        again = [await router.book(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(40)]
+        assert [choice.worker_id for choice in chosen] == [choice.worker_id for choice in again]
+        assert len({choice.worker_id for choice in chosen}) == 4
+        followed_up = await router.book(Prompt.of_tokens(SCOPE, [*range(2_000), 1, 2, 3]))
+        assert followed_up.worker_id == (await router.book(Prompt.of_tokens(SCOPE, range(1_500)))).worker_id
+        assert "chosen by prefix hash" in chosen[0].explain()
+        with pytest.raises(Unreachable, match=str(server.port)):
+            await router.overlap(PROMPT)
+
+
+# ---------------------------------------------------------------- shadow mode
+
+
+class Always:
+    """Follows one worker."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+
+    def choose(self, prompt: Prompt, workers: Sequence[EngineEndpoint]) -> str:
+        return self.worker_id
+
+
+async def test_shadow_mode_follows_another_policy_and_records(index: BreakableIndex) -> None:
+    router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(follow=RoundRobin(), deadline_ms=None))
+    choices = [await router.book(PROMPT) for _ in range(4)]
+    assert [choice.worker_id for choice in choices] == [*"abcd"]
+    assert {choice.basis for choice in choices} == {Basis.POLICY}
+    assert choices[0].would_be == HOLDER and f"cost would choose {HOLDER}" in choices[0].explain()
+    assert choices[0].result.worker_id == "a"
+    counters = router.counters
+    assert (counters.followed, counters.agreed) == (4, sum(c.would_be == c.worker_id for c in choices))
+    # what is booked is where the requests really go
+    assert [r.cost.amounts[4] for r in await router.rank(Prompt.of_tokens(SCOPE, [5]))] == [2, 2, 2, 2]
+
+
+async def test_a_policy_that_chooses_nobody_is_not_followed(index: BreakableIndex) -> None:
+    router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(follow=Always("gone"), deadline_ms=None))
+    choice = await router.book(PROMPT)
+    assert (choice.worker_id, choice.basis, choice.would_be) == (HOLDER, Basis.COST, None)
+    empty = RouterClient(index, StaticFleet({}), RouterSettings(follow=RoundRobin()))
+    with pytest.raises(NoWorkers):
+        await empty.book(PROMPT)
+
+
+async def test_without_reservations_only_reported_load_counts(index: BreakableIndex) -> None:
+    settings = RouterSettings(booking=BookingSettings(reservations=False))
+    router = RouterClient(index, StaticFleet(WORKERS), settings)
+    choices = [await router.book(PROMPT) for _ in range(4)]
+    assert {choice.worker_id for choice in choices} == {HOLDER}
+    assert choices[0] == await router.pick(PROMPT)
+    assert choices[0].reservation is None
+
+
+# ---------------------------------------------------------------- the breaker
+
+
+async def test_a_deadline_counts_waiting_and_not_what_the_router_computes() -> None:
+    now_s = 0.0
+    deadline = Deadline(10.0, Patience(), clock=lambda: now_s)
+
+    async def answer(waiting_s: float) -> str:
+        nonlocal now_s
+        for _ in range(20):  # it is there after some turns of the loop
+            await asyncio.sleep(0)
+        now_s += waiting_s
+        return "answer"
+
+    assert await deadline.keep(answer(0.004)) == "answer"
+    now_s += 60.0  # prices a thousand workers
+    assert await deadline.keep(answer(0.007)) == "answer"
+    with pytest.raises(TimeoutError):  # 11 of 10 ms were waited
+        await deadline.keep(answer(0.0))
+
+
+def test_a_breaker_rests_after_failures_and_tries_one_at_a_time() -> None:
+    now = [0.0]
+    breaker = Breaker(failures=2, rest_s=1.0, clock=lambda: now[0])
+    breaker.failed()
+    assert breaker.allows()
+    breaker.failed()
+    assert not breaker.allows()
+    now[0] = 1.0
+    assert breaker.allows() and not breaker.allows()
+    breaker.failed()
+    now[0] = 1.9
+    assert not breaker.allows()
+    now[0] = 2.0
+    assert breaker.allows()
+    breaker.succeeded()
+    assert breaker.allows() and breaker.allows()

@@ -1,0 +1,86 @@
+"""`/v1/route` and `/v1/done`: the same choice for routers in other languages."""
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from kvatlas.store.connection import Store
+from simulator.http.chat_template import render
+from tests.eventually import until
+from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = list(range(1_000, 3_000))
+"""Long enough to be worth more than an idle worker."""
+
+
+async def test_a_worker_is_picked_booked_and_given_back(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, {"w1": {}, "w2": {}}) as fleet, running_proxy(valkey_url) as client:
+        await fleet.holds("w2", PROMPT)
+        bodies: list[dict[str, Any]] = [
+            {"token_ids": PROMPT},
+            {"model_id": MODEL, "token_ids": PROMPT, "estimated_decode_tokens": 3},
+            {"model": MODEL, "prompt": PROMPT},
+        ]
+        for body in bodies:
+            told = (await client.post("/v1/route", json=body)).json()
+            assert (told["worker"], told["url"], told["headers"]) == ("w2", fleet.urls["w2"], {})
+            assert (told["prompt_tokens"], told["predicted_cached_tokens"]) == (2_000, 1_996)
+            assert "w2" in told["explanation"]
+            first = {"id": told["id"], "phase": "first_token"}
+            assert (await client.post("/v1/done", json=first)).json() == {"known": True}
+            usage = {"prompt_tokens": 2_000, "completion_tokens": 3}
+            done = {"id": told["id"], "usage": usage}
+            assert (await client.post("/v1/done", json=done)).json() == {"known": True}
+            assert (await client.post("/v1/done", json=done)).json() == {"known": False}
+            assert (await client.post("/v1/done", json=first)).json() == {"known": False}
+        counted = (await client.get("/status")).json()
+        assert counted["held"] == 0 and counted["proxy"]["held"] == 3
+
+
+async def test_a_chat_is_tokenized_for_others_too_and_workers_can_be_avoided(store: Store, valkey_url: str) -> None:
+    messages = [{"role": "user", "content": "Who holds this prefix? " * 100}]
+    async with (
+        running_fleet(store, {"w1": {}, "w2": {}}) as fleet,
+        running_proxy(valkey_url, tokenizer_deadline_ms=20_000) as client,
+    ):
+        await fleet.holds("w2", list(render(messages).encode()))
+        body = {"model": MODEL, "messages": messages}
+        assert (await client.post("/v1/route", json=body)).json()["worker"] == "w2"
+        assert (await client.post("/v1/route", json={**body, "avoid": ["w2"]})).json()["worker"] == "w1"
+        none = await client.post("/v1/route", json={**body, "avoid": ["w1", "w2"]})
+        assert none.status_code == 503 and "no worker is left" in none.json()["error"]
+
+
+async def test_what_nobody_ends_is_given_back(store: Store, valkey_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_fleet(store, {"w1": {}}))
+        client = await stack.enter_async_context(running_proxy(valkey_url, held_s=0.01))
+        told = (await client.post("/v1/route", json={"token_ids": PROMPT})).json()
+
+        async def expired() -> bool:
+            return bool((await client.get("/status")).json()["proxy"]["held_expired"] == 1)
+
+        await until(expired, what="the booking expired")
+        assert (await client.post("/v1/done", json={"id": told["id"]})).json() == {"known": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "said"),
+    [
+        ("/v1/route", {"model": "other", "prompt": [1]}, 404, "does not exist"),
+        ("/v1/route", {}, 400, "neither"),
+        ("/v1/route", {"token_ids": ["a"]}, 400, "token_ids"),
+        ("/v1/route", {"token_ids": [1], "avoid": "w1"}, 400, "avoid"),
+        ("/v1/done", {}, 400, "id"),
+        ("/v1/done", {"id": "x", "phase": "half"}, 400, "phase"),
+    ],
+)
+async def test_a_wrong_call_is_one_line(
+    store: Store, valkey_url: str, path: str, body: dict[str, Any], code: int, said: str
+) -> None:
+    async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == code and said in answer.json()["error"]

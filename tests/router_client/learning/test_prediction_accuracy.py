@@ -1,0 +1,56 @@
+"""What engines answer beside what was predicted: why it deviates, and what somebody should look at."""
+
+import pytest
+
+from kvatlas.predictions.accuracy import ENOUGH_ANSWERS, AnswerReport, Deviation, Prediction, deviation
+from router_client.learning.prediction_accuracy import AnswerComparison
+from router_client.tokens import Usage
+
+KNOWN = Prediction(100, cached_tokens=80, unconfirmed_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "prompt", "cached", "why"),
+    [
+        (KNOWN, 100, 80, Deviation.NONE),
+        (KNOWN, 100, 96, Deviation.NEWER),
+        (KNOWN, 100, 64, Deviation.UNCONFIRMED),
+        (KNOWN, 100, 48, Deviation.UNCONFIRMED),
+        (KNOWN, 100, 32, Deviation.EVICTED),
+        (KNOWN, 101, 32, Deviation.OTHER_TOKENS),
+        (Prediction(100, by_index=False), 100, 64, Deviation.WITHOUT_INDEX),
+        (Prediction(100, by_index=False), 100, 0, Deviation.NONE),
+    ],
+)
+def test_a_deviation_has_one_reason(predicted: Prediction, prompt: int, cached: int, why: Deviation) -> None:
+    assert deviation(predicted, prompt, cached) is why
+
+
+def test_answers_are_counted_in_all_and_by_pool() -> None:
+    comparison = AnswerComparison()
+    assert comparison.findings() == [] and comparison.reports() == {}
+    usage = Usage.of({"usage": {"prompt_tokens": 100, "completion_tokens": 1}})
+    assert usage is not None and Usage.of({"usage": None}) is None and Usage.of([]) is None
+    comparison.add("a", KNOWN, usage)
+    (untold,) = comparison.findings()
+    assert "--enable-prompt-tokens-details" in untold
+    comparison.add("a", KNOWN, Usage(100, 1, 80))
+    comparison.add("b", KNOWN, Usage(102, 1, 0))
+    comparison.add("b", Prediction(None), Usage(100, 1, 9))
+    counts = comparison.counts
+    assert (counts.prompts_equal, counts.prompts_differ, counts.cached_untold) == (2, 1, 1)
+    assert (counts.cached_equal, counts.by_deviation[Deviation.OTHER_TOKENS]) == (1, 1)
+    assert (counts.predicted_tokens, counts.cached_tokens) == (160, 80)
+    reports = comparison.reports()
+    assert (reports["a"].findings(), reports["b"].counts.prompts_differ) == ([], 1)
+    (differs,) = comparison.findings()
+    assert "1 of 1 prompts differ" in differs and "102 tokens where the router counted 100" in differs
+    assert AnswerReport.unpack(reports["b"].pack()) == reports["b"]
+
+
+def test_many_wrong_predictions_are_a_finding_that_names_the_reason() -> None:
+    comparison = AnswerComparison()
+    for number in range(ENOUGH_ANSWERS):
+        comparison.add("a", KNOWN, Usage(100, 1, 0 if number % 10 == 0 else 80))
+    (finding,) = comparison.findings()
+    assert "5 of 50 answers" in finding and "evicted since the choice: 5" in finding and "too small" in finding

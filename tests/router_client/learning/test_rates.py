@@ -1,0 +1,258 @@
+"""Routers learn how fast workers are, together, and price by it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvatlas.cost import EngineRates, Load
+from kvatlas.cost.learned_rates import LearnedRates
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.reservations import LoadReport, MemoryReservations, RedisReservations, Reservations, WorkerReport
+from kvatlas.store.connection import Store, open_store
+from router_client import (
+    AnswerClock,
+    Choice,
+    CostProfile,
+    EngineProfile,
+    LearningSettings,
+    Prompt,
+    QuillcacheProfile,
+    RoundRobin,
+    RouterClient,
+    RouterSettings,
+    StaticFleet,
+    Timings,
+    Usage,
+)
+from simulator.engine.step_cost import StepCost
+from tests.eventually import until
+from tests.router_client.pools import SCOPE, pool, worker
+from tests.router_client.simulated_fleet import SimulatedFleet
+
+pytestmark = pytest.mark.anyio
+
+LEARNING = LearningSettings(every_s=0.02)
+SETTINGS = RouterSettings(deadline_ms=None, fleet_max_age_ms=0, learning=LEARNING)
+SLOW = Timings(ttft_us=100 * 1_000 + 5_000, tpot_us=30_000)
+"""Of an answer of a worker that is less than half as fast as usual."""
+PROMPT_TOKENS = 1_000
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def reservations(request: pytest.FixtureRequest, store: Store) -> Reservations:
+    """Of two idle workers."""
+    made = MemoryReservations() if request.param == "memory" else RedisReservations(store)
+    await report(made)
+    return made
+
+
+async def report(reservations: Reservations) -> None:
+    """As the indexer does, of what their engines say each second."""
+    await reservations.report(SCOPE.pool_id, {id: WorkerReport(0, LoadReport(Load())) for id in ("a", "b")})
+
+
+def router_over(reservations: Reservations, settings: RouterSettings = SETTINGS) -> RouterClient:
+    """Over two workers that tell their load."""
+    fleet = StaticFleet(pool(*(worker(id, load={}) for id in ("a", "b"))))
+    return RouterClient(MemoryIndex(), fleet, settings, reservations=reservations)
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt.of_tokens(SCOPE, [number] * PROMPT_TOKENS)
+
+
+async def slow_answer(router: RouterClient, number: int, *, avoid: str = "b") -> Choice:
+    """A request to a worker that is slow."""
+    async with router.route(prompt(number), avoid=[avoid]) as choice:
+        await choice.first_token()
+        await choice.finish(Usage(PROMPT_TOKENS, 10, 0), SLOW)
+    return choice
+
+
+async def taught(router: RouterClient, requests: int) -> LearnedRates:
+    """Of worker `a`, by so many requests."""
+
+    def rates() -> LearnedRates | None:
+        found = router.rates(SCOPE).get("a")
+        return found if found is not None and found.requests == requests else None
+
+    await until(lambda: rates() is not None, what=f"{requests} requests are learned from")
+    return router.rates(SCOPE)["a"]
+
+
+async def ttft_us(router: RouterClient, worker_id: str) -> int:
+    found = {result.worker_id: result.cost.ttft_us for result in await router.rank(prompt(999))}
+    return found[worker_id] or 0
+
+
+@asynccontextmanager
+async def entered(*routers: RouterClient) -> AsyncIterator[None]:
+    for router in routers:
+        await router.__aenter__()
+    try:
+        yield
+    finally:
+        for router in routers:
+            await router.__aexit__(None, None, None)
+
+
+def looked_at(router: RouterClient) -> int:
+    return router.counters.learned + router.counters.said_nothing
+
+
+def furthest_off(found: EngineRates, true: StepCost) -> float:
+    """The largest relative error of what usual requests would take."""
+    times = [found.prefill_us(new, 0) / (true.prefill_us_per_token * new) for new in (512, 2_048)]
+    for running, kv_tokens in ((1, 2_000), (4, 8_000)):
+        expected = found.tpot_base_us + found.tpot_us_per_running * running + found.tpot_us_per_kv_token * kv_tokens
+        took = true.step_us(prefill_tokens=0, decode_sequences=running, decode_kv_tokens=kv_tokens, swapped_in=0)
+        times.append(expected / took)
+    return max(abs(one - 1) for one in times)
+
+
+async def test_rates_of_simulated_engines_are_within_10_percent_after_200_requests_each() -> None:
+    """Though prefills of others come in between, some requests wait, and 5 % of what is measured is nonsense."""
+    true = {"fast": StepCost(20.0, 4_000.0, 50.0, 0.02, 55.0), "slow": StepCost(120.0, 16_000.0, 100.0, 0.04, 55.0)}
+    fleet = SimulatedFleet(true, broken=0.05)
+    settings = replace(SETTINGS, follow=RoundRobin())
+    router = RouterClient(MemoryIndex(), fleet.fleet, settings, now_us=fleet.clock_us)
+    async with router:
+        for _ in range(4):  # a router looks at so many of a worker's requests in one turn
+            await fleet.serve(router, 100, a_second=5)
+            await until(lambda: looked_at(router) == router.counters.routed, what="all are looked at")
+        rates = router.rates(SCOPE)
+    assert {id: found.requests > 180 for id, found in rates.items()} == dict.fromkeys(true, True)
+    assert {id: furthest_off(rates[id].rates, cost) < 0.1 for id, cost in true.items()} == dict.fromkeys(true, True)
+
+
+async def test_what_is_learned_prices_the_next_choice(reservations: Reservations) -> None:
+    router = router_over(reservations)
+    async with router:
+        before = await ttft_us(router, "a")
+        for number in range(8):
+            await slow_answer(router, number)
+        rates = (await taught(router, 8)).rates
+        assert 60 < rates.prefill_us_per_token < 110
+        assert rates.tpot_base_us > 3 * EngineRates().tpot_base_us
+        assert await ttft_us(router, "b") == before
+        assert await ttft_us(router, "a") == round(rates.prefill_us(PROMPT_TOKENS, 0)) > 2 * before
+        assert {(await router.pick(prompt(number))).worker_id for number in range(20, 40)} == {"b"}
+
+
+async def test_routers_learn_together_and_a_new_one_starts_with_it(reservations: Reservations) -> None:
+    first, second = router_over(reservations), router_over(reservations)
+    async with entered(first, second):
+        for number in range(10):
+            await slow_answer((first, second)[number % 2], number)
+        one, other = await taught(first, 10), await taught(second, 10)
+        assert one.rates.prefill_us_per_token == pytest.approx(other.rates.prefill_us_per_token, rel=0.05)
+        later = router_over(reservations)  # not even entered
+        assert await ttft_us(later, "a") == pytest.approx(one.rates.prefill_us(PROMPT_TOKENS, 0), rel=0.05)
+        assert later.rates(SCOPE)["a"].requests == 10
+
+
+async def test_leaving_tells_what_is_left(reservations: Reservations) -> None:
+    settings = replace(SETTINGS, learning=LearningSettings(every_s=3_600))
+    async with router_over(reservations, settings) as router:
+        await slow_answer(router, 1)
+        assert router.rates(SCOPE) == {}
+    assert (await reservations.learned(SCOPE.pool_id))["a"].requests == 1
+
+
+async def test_a_worker_that_is_gone_is_forgotten(reservations: Reservations) -> None:
+    async with router_over(reservations) as router:
+        await slow_answer(router, 1)
+        await slow_answer(router, 2, avoid="a")
+        await until(lambda: len(router.rates(SCOPE)) == 2, what="both are known")
+        await reservations.forget(SCOPE.pool_id, "a")
+        await until(lambda: list(router.rates(SCOPE)) == ["b"], what="a is forgotten")
+
+
+@pytest.mark.parametrize(
+    ("profile", "on"), [(EngineProfile(), False), (QuillcacheProfile(), True)], ids=["off", "fixed coefficients"]
+)
+async def test_nothing_is_learned_where_it_is_switched_off_or_prices_are_fixed(
+    reservations: Reservations, profile: CostProfile, on: bool
+) -> None:
+    settings = replace(SETTINGS, profile=profile, learning=replace(LEARNING, on=on))
+    async with router_over(reservations, settings) as router:
+        choice = await slow_answer(router, 1)
+        assert choice.feedback is None
+    assert await reservations.learned(SCOPE.pool_id) == {}
+
+
+async def test_only_what_is_measured_is_learned_from_and_only_once() -> None:
+    reservations = MemoryReservations()
+    router = router_over(reservations)
+    async with router:
+        async with router.route(prompt(1)) as choice:
+            await choice.finish()
+        async with router.route(prompt(2)) as choice:
+            await choice.finish(Usage(PROMPT_TOKENS, 10, 0))
+        async with router.route(prompt(3)) as choice:
+            for _ in range(2):
+                await choice.finish(Usage(PROMPT_TOKENS, 10, 0), Timings())
+        choice = await slow_answer(router, 4)
+        await choice.finish(Usage(PROMPT_TOKENS, 10, 0), SLOW)
+        await taught(router, 1)
+        assert (router.counters.learned, router.counters.said_nothing) == (1, 1)
+
+
+async def test_a_worker_whose_load_is_not_known_teaches_nothing() -> None:
+    fleet = StaticFleet(pool(worker("a")))
+    async with RouterClient(MemoryIndex(), fleet, SETTINGS) as router:
+        await slow_answer(router, 1)
+        await until(lambda: router.counters.said_nothing == 1, what="it is looked at")
+        assert router.rates(SCOPE) == {}
+
+
+async def test_one_slow_first_answer_does_not_drive_requests_away() -> None:
+    async with router_over(MemoryReservations()) as router:
+        usual = await ttft_us(router, "a")
+        async with router.route(prompt(1), avoid=["b"]) as choice:
+            await choice.finish(Usage(PROMPT_TOKENS, 10, 0), Timings(ttft_us=50.0 * usual))
+        await taught(router, 1)
+        assert await ttft_us(router, "a") < 2 * usual
+
+
+async def test_what_could_not_be_told_is_told_later() -> None:
+    with ValkeyProcess() as server:
+        opened = await open_store(server.url, wait=False)
+        try:
+            settings = replace(SETTINGS, deadline_ms=50)
+            async with router_over(reservations := RedisReservations(opened), settings) as router:
+                await report(reservations)
+                await slow_answer(router, 1)
+                await taught(router, 1)
+                choice = await router.book(prompt(2), avoid=["b"])
+                server.pause()
+                await choice.finish(Usage(PROMPT_TOKENS, 10, 0), SLOW)
+                await until(lambda: router.counters.learned == 2, what="it is looked at")
+                server.resume()
+                # twice, where the first telling came through late
+                await until(lambda: router.rates(SCOPE)["a"].requests in (2, 3), what="it is told")
+        finally:
+            await opened.close()
+
+
+def test_an_answer_is_measured() -> None:
+    now = [0]
+
+    def answer(*parts_ms: float) -> AnswerClock:
+        now[0] = 0
+        clock = AnswerClock(lambda: now[0])
+        for ms in parts_ms:
+            now[0] = int(ms * 1e6)
+            clock.part()
+        return clock
+
+    assert answer().timings(5) == Timings()
+    assert answer(50).timings(1) == Timings(50_000)
+    assert answer(50).timings(20) == Timings()  # in one piece: when it began is not known
+    assert answer(50, 58, 66, 74, 82).timings(5) == Timings(50_000, 8_000)
+    assert answer(50, 58, 90, 98, 106).timings(5) == Timings(50_000, 8_000)  # a prefill of others came in between
+    assert answer(50, 66, 74, 82, 90).timings(6) == Timings(50_000, 8_000)  # two parts came as one
+    assert answer(50, 62, 74, 86).timings(10) == Timings(50_000, 4_000)  # three tokens a part

@@ -1,0 +1,193 @@
+"""What a request costs on each worker, written down from docs/router.md alone: token by token, with its numbers, every
+worker tried as a source. Nothing of `kvatlas.cost`, `kvatlas.blocks.reuse` or the ranking is used."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import ceil
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, Role
+
+MIB = 1 << 20
+SET_UP_AND_MIB = {
+    Tier.REMOTE_HBM: (100, 25),
+    Tier.CPU_DRAM: (50, 50),
+    Tier.LOCAL_SSD: (200, 200),
+    Tier.OBJECT_STORE: (20_000, 1_250),
+}
+A_MIB = {Tier.REMOTE_HBM: 20, Tier.CPU_DRAM: 55, Tier.LOCAL_SSD: 280, Tier.OBJECT_STORE: 1_800}
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Running requests, queued tokens, waiting requests whose tokens are not told, tokens of KV in use."""
+
+    running: int = 0
+    queued: int = 0
+    waiting: int = 0
+    kv: int = 0
+
+    def __add__(self, other: "Busy") -> "Busy":
+        return Busy(
+            self.running + other.running, self.queued + other.queued, self.waiting + other.waiting, self.kv + other.kv
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens read in one go from one tier of one worker."""
+
+    tokens: int
+    bytes: int
+    tier: Tier
+    own: bool
+    near: bool
+
+    @property
+    def at_hand(self) -> bool:
+        return self.own and self.tier is Tier.HBM
+
+    @property
+    def priced_as(self) -> Tier:
+        return Tier.REMOTE_HBM if self.tier is Tier.HBM and not self.own else self.tier
+
+
+def scores(
+    profile: str,
+    workers: Mapping[str, FleetRecord],
+    held: Mapping[str, Sequence[Tier]],
+    input_tokens: int,
+    output_tokens: int,
+    booked: Mapping[str, Busy] | None = None,
+) -> dict[str, int]:
+    """Each candidate's score in microseconds. `held`: the nearest tier of each token that a worker holds of the prompt;
+    `booked`: what routers have booked on workers, with its prefill still to come."""
+    cost = {"engine": engine, "quillcache": quillcache}[profile]
+    able = {id: r.endpoint for id, r in workers.items() if r.liveness is Liveness.ALIVE and r.state is EngineState.UP}
+    whole = [id for id, worker in able.items() if worker.role is Role.BOTH]
+    prompts_alone = [id for id, w in able.items() if w.role is Role.PREFILL and w.kind is not EngineKind.SGLANG]
+    candidates = whole or prompts_alone
+    told = {id: told_by(workers[id]) for id in candidates}
+    mean = mean_of([busy for busy in told.values() if busy is not None])
+    found: dict[str, int] = {}
+    for id in candidates:
+        me, mine = workers[id].endpoint, held.get(id, ())
+        busy = (told[id] or mean) + (booked or {}).get(id, Busy())
+        usable = reused(me, len(mine), input_tokens)
+        own = cut(mine[:usable], me, me)
+        ways = [own]
+        for source in sources(workers, held, me, len(mine)):
+            theirs = held[source]
+            reach = reused(me, len(theirs), input_tokens)
+            if reach > usable:
+                ways.append([*own, *cut(theirs[usable:reach], workers[source].endpoint, me)])
+        found[id] = min(cost(parts, input_tokens, output_tokens, busy) for parts in ways)
+    return found
+
+
+def told_by(record: FleetRecord) -> Busy | None:
+    """What a worker tells of its load; waiting requests count where it does not tell their tokens."""
+    state = record.load
+    if state is None:
+        return None
+    engine = state.forward_pass
+    return Busy(
+        state.running_decodes or engine.active_request_slots,
+        state.queued_prefill_tokens,
+        0 if state.queued_prefill_tokens else engine.requests_waiting,
+        engine.active_kv_blocks * (record.endpoint.block_size or 1),
+    )
+
+
+def mean_of(known: Sequence[Busy]) -> Busy:
+    """What a worker that tells nothing is taken to have."""
+    if not known:
+        return Busy()
+    n = len(known)
+    return Busy(
+        ceil(sum(b.running for b in known) / n),
+        ceil(sum(b.queued for b in known) / n),
+        ceil(sum(b.waiting for b in known) / n),
+        ceil(sum(b.kv for b in known) / n),
+    )
+
+
+def reused(worker: EngineEndpoint, resident: int, prompt: int) -> int:
+    """How many tokens of a resident prefix the engine does not compute again."""
+    size = worker.block_size or 1
+    if worker.kind is EngineKind.LMCACHE:
+        return max(0, min(resident, prompt - 1))
+    if worker.kind is EngineKind.SGLANG:
+        return max(0, min(resident, prompt - (2 if worker.eagle else 1)) // size * size)
+    whole = min(resident, prompt - 1) // size * size
+    return max(0, whole - size if worker.eagle else whole)
+
+
+def sources(
+    workers: Mapping[str, FleetRecord], held: Mapping[str, Sequence[Tier]], me: EngineEndpoint, mine: int
+) -> list[str]:
+    """In each transfer group the deepest copy, and the deepest in the own domain; of equal ones the one whose farthest
+    tier is nearest, then the last by name."""
+    found = []
+    for group in me.transfer_groups:
+        givers = [
+            id
+            for id, record in sorted(workers.items())
+            if held.get(id)
+            and group in record.endpoint.transfer_groups
+            and record.endpoint.block_size == me.block_size
+            and record.liveness is Liveness.ALIVE
+            and record.state in (EngineState.UP, EngineState.DRAINING)
+        ]
+        for some in (givers, [id for id in givers if workers[id].endpoint.locality_domain == me.locality_domain]):
+            if some:
+                best = max((len(held[id]), -max(held[id]), id) for id in some)
+                if best[0] > mine:
+                    found.append(best[2])
+    return found
+
+
+def cut(tiers: Sequence[Tier], holder: EngineEndpoint, reader: EngineEndpoint) -> list[Part]:
+    """Tokens in runs of one tier; the size of a block is as its reader's record says."""
+    own, near = holder.id == reader.id, holder.locality_domain == reader.locality_domain
+    runs = [(tier, len(list(run))) for tier, run in groupby(tiers)]
+    return [Part(n, ceil(n * reader.block_bytes / (reader.block_size or 1)), tier, own, near) for tier, n in runs]
+
+
+def engine(parts: Sequence[Part], input_tokens: int, output_tokens: int, busy: Busy) -> int:
+    """Score of profile `engine`."""
+    cached = sum(part.tokens for part in parts)
+    new = input_tokens - cached
+    transfer = 0.0
+    for part in parts:
+        if part.at_hand:
+            continue
+        set_up, a_mib = SET_UP_AND_MIB[part.priced_as]
+        mib = part.bytes / MIB
+        transfer += set_up + a_mib * mib
+        if not part.own and part.priced_as is not Tier.REMOTE_HBM:
+            transfer += 25 * mib  # the network
+        if not part.own and not part.near:
+            transfer += 350
+    return (
+        round(40 * (busy.queued + 1_024 * busy.waiting))
+        + round(transfer)
+        + round(40 * new + sum(0.0013 * (cached + i + 0.5) for i in range(new)))
+        + output_tokens * 7_000
+        + output_tokens * 40 * (busy.running + 1)
+        + round(output_tokens * 0.045 * (busy.kv + input_tokens))
+    )
+
+
+def quillcache(parts: Sequence[Part], input_tokens: int, output_tokens: int, busy: Busy) -> int:
+    """Score of profile `quillcache`."""
+    reads = 0
+    for part in parts:
+        if part.at_hand:
+            reads += 5
+        else:
+            reads += A_MIB[part.priced_as] * max(1, ceil(part.bytes / MIB))
+            reads += 350 * (not part.own and not part.near)
+    new = input_tokens - sum(part.tokens for part in parts)
+    return 45 * new + reads + 4 * busy.queued + 80 * output_tokens + 1_500 * busy.running

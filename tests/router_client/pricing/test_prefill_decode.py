@@ -1,0 +1,413 @@
+"""`route_pd`: who computes the prompt and who the answer; held to trying every pair, and booked in one call."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost import EngineProfile, Load, Piece, Plan
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.fleet.records import EngineKind, FleetRecord, Role
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.reservations import Ask, MemoryReservations, RedisReservations, Reservations, WorkerReport
+from kvatlas.store.connection import Store, open_store
+from router_client import (
+    Advice,
+    BookingSettings,
+    LimitSettings,
+    NoWorkers,
+    Over,
+    PairChoice,
+    PairSettings,
+    Prompt,
+    RouterClient,
+    RouterSettings,
+    Selector,
+    Slo,
+    SloMode,
+    StaticFleet,
+)
+from tests.eventually import until
+from tests.kvatlas.reservations.asks import offer
+from tests.router_client.pools import BLOCK_BYTES, SCOPE, hold, pool, worker
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = RouterSettings(deadline_ms=None)
+TOKENS = list(range(8_000))
+PROMPT = Prompt.of_tokens(SCOPE, TOKENS, id="r")
+
+
+@pytest.fixture(params=["memory", "redis"])
+def reservations(request: pytest.FixtureRequest, store: Store) -> Reservations:
+    return MemoryReservations() if request.param == "memory" else RedisReservations(store)
+
+
+def prefill(id: str, **fields: Any) -> FleetRecord:
+    """Idle, unless told otherwise."""
+    return worker(id, role=Role.PREFILL, **{"load": {}, **fields})
+
+
+def decode(id: str, **fields: Any) -> FleetRecord:
+    return worker(id, role=Role.DECODE, **{"load": {}, **fields})
+
+
+async def router(
+    records: Mapping[str, FleetRecord], reservations: Reservations | None = None, **other: Any
+) -> RouterClient:
+    if reservations is not None:
+        await reservations.report(SCOPE.pool_id, {id: WorkerReport.of(record, 0) for id, record in records.items()})
+    return RouterClient(MemoryIndex(), StaticFleet(records), replace(SETTINGS, **other), reservations=reservations)
+
+
+async def load(reservations: Reservations, worker_id: str) -> Load:
+    return (await reservations.look(SCOPE.pool_id, Ask([offer(worker_id)]))).weighed[0].load
+
+
+# ---------------------------------------------------------------- the choice
+
+
+QUEUED = {"queued_prefill_tokens": 20_000}
+
+
+async def test_a_busy_decode_worker_gets_its_prompt_from_a_prefill_worker() -> None:
+    client = await router(pool(prefill("p"), decode("d", load=QUEUED)))
+    pair = await client.pick_pd(PROMPT)
+    assert pair.prefill is not None
+    assert (pair.prefill.worker_id, pair.worker_id) == ("p", "d")
+    terms = {term.name: term for term in pair.decode.result.terms}
+    assert (terms["backlog"].us, terms["prefill"].us, terms["transfer"].amount) == (0, 0, 8_000)
+    assert pair.decode.source == "p"
+    assert pair.score_us == pair.prefill.score_us + pair.decode.score_us
+    assert pair.ttft_us == 8_000 * 40 + round(0.00065 * 8_000**2) + terms["transfer"].us
+
+
+async def test_an_idle_decode_worker_computes_its_prompt_itself() -> None:
+    pair = await (await router(pool(prefill("p", load=QUEUED), decode("d")))).pick_pd(PROMPT)
+    assert (pair.prefill, pair.worker_id) == (None, "d")
+    assert pair.score_us == pair.decode.score_us
+
+
+async def test_few_new_tokens_are_computed_where_the_answer_is() -> None:
+    for least, apart in [(8_000, True), (8_001, False)]:
+        client = await router(pool(prefill("p"), decode("d", load=QUEUED)), pairs=PairSettings(least_new_tokens=least))
+        assert ((await client.pick_pd(PROMPT)).prefill is not None) == apart
+
+
+async def test_cached_tokens_are_no_new_ones_and_need_no_transfer() -> None:
+    records = pool(prefill("p"), decode("d", load=QUEUED))
+    for blocks, moved in [(400, 1_600), (490, None)]:  # of 500; 160 new tokens are fewer than 512
+        index = MemoryIndex()
+        await hold(index, records["d"], TOKENS, blocks=blocks)
+        pair = await RouterClient(index, StaticFleet(records), SETTINGS).pick_pd(PROMPT)
+        assert (pair.decode.result.transferred_tokens if pair.prefill else None) == moved
+
+
+async def test_an_engine_that_can_not_do_both_is_given_a_partner_however_short_the_prompt() -> None:
+    sglang = {"kind": EngineKind.SGLANG}
+    short = Prompt.of_tokens(SCOPE, [1, 2, 3])
+    client = await router(pool(prefill("p", **sglang), decode("d", **sglang)))
+    pair = await client.pick_pd(short)
+    assert pair.prefill is not None and pair.prefill.worker_id == "p"
+    alone = await router(pool(decode("d", **sglang), prefill("p", transfer_groups=("x",), **sglang)))
+    with pytest.raises(NoWorkers, match=r"d \(it computes no prompts, and no prefill worker reaches it\)"):
+        await alone.pick_pd(short)
+
+
+async def test_kv_goes_only_within_a_transfer_group_and_the_nearer_the_cheaper() -> None:
+    def records(*groups: str, size: int = 16, domain: str = "") -> dict[str, FleetRecord]:
+        near = decode("d", load=QUEUED, transfer_groups=("g",), locality_domain="a")
+        return pool(prefill("p", transfer_groups=groups, block_size=size, locality_domain=domain), near)
+
+    near = await (await router(records("g", domain="a"))).pick_pd(PROMPT)
+    far = await (await router(records("x", "g", domain="b"))).pick_pd(PROMPT)
+    assert far.score_us - near.score_us == 350
+    for other in (records("x"), records(), records("g", size=32)):
+        assert (await (await router(other)).pick_pd(PROMPT)).prefill is None
+
+
+async def test_the_prefix_makes_the_prefill_worker() -> None:
+    records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED))
+    for holder in ("p", "q"):
+        index = MemoryIndex()
+        await hold(index, records[holder], TOKENS, blocks=200)
+        pair = await RouterClient(index, StaticFleet(records), SETTINGS).pick_pd(PROMPT)
+        assert pair.prefill is not None and pair.prefill.worker_id == holder
+        assert pair.predicted_cached_tokens == 3_200
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, int]]:
+    records, blocks = [], {}
+    for number in range(draw(st.integers(1, 6))):
+        record = worker(
+            f"w{number}",
+            role=draw(st.sampled_from(Role)),
+            kind=draw(st.sampled_from([EngineKind.VLLM, EngineKind.SGLANG])),
+            locality_domain=draw(st.sampled_from(["", "a"])),
+            transfer_groups=draw(st.sampled_from([(), ("g",), ("g", "h"), ("h",)])),
+            block_size=draw(st.sampled_from([16, 16, 32])),
+            load=draw(
+                st.fixed_dictionaries(
+                    {"running_decodes": st.integers(0, 90), "queued_prefill_tokens": st.integers(0, 30_000)}
+                )
+            ),
+        )
+        records.append(record)
+        blocks[f"w{number}"] = draw(st.sampled_from([0, 0, 20, 60]))
+    return pool(*records), blocks
+
+
+def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens: int, least: int) -> list[int]:
+    """What each way costs: every worker that does both, and every pair."""
+    profile = EngineProfile()
+
+    def usable(id: str) -> int:
+        size = records[id].endpoint.block_size or 0
+        return min(blocks[id] * size, (tokens - 1) // size * size)
+
+    def piece(id: str, count: int, **where: bool) -> list[Piece]:
+        bytes = -(-count * BLOCK_BYTES // (records[id].endpoint.block_size or 0))
+        return [Piece(count, bytes, Tier.HBM, **where)] if count else []
+
+    def own(id: str) -> list[Piece]:
+        return piece(id, usable(id))
+
+    def near(id: str, other: str) -> bool:
+        return records[id].endpoint.locality_domain == records[other].endpoint.locality_domain
+
+    def told(id: str) -> Load:
+        state = records[id].load
+        assert state is not None
+        return Load.of(state, 16)
+
+    def plan(id: str, output: int) -> Plan:
+        """With its own copy, or with that of another worker behind it."""
+        ways = [own(id)]
+        for other, theirs in records.items():
+            me, it = records[id].endpoint, theirs.endpoint
+            if set(me.transfer_groups) & set(it.transfer_groups) and me.block_size == it.block_size:
+                more = max(0, usable(other) - usable(id))
+                ways.append([*own(id), *piece(id, more, own=False, same_domain=near(id, other))])
+        plans = [Plan(id, tokens, output, way) for way in ways]
+        return min(plans, key=lambda one: profile.price(one).score_us)
+
+    def whole(id: str, output: int) -> int:
+        return profile.price(plan(id, output)._replace(load=told(id))).score_us
+
+    costs = []
+    for id, record in records.items():
+        me = record.endpoint
+        if me.role is Role.PREFILL:
+            continue
+        able = me.role is Role.BOTH or me.kind is not EngineKind.SGLANG
+        if able:
+            costs.append(whole(id, 100))
+        if able and plan(id, 100).new_tokens < least:
+            continue
+        for other, theirs in records.items():
+            it = theirs.endpoint
+            if it.role is not Role.PREFILL or it.block_size != me.block_size:
+                continue
+            if not set(it.transfer_groups or ("",)) & set(me.transfer_groups or ("",)):
+                continue
+            pieces = [*own(id), *piece(id, tokens - usable(id), own=False, same_domain=near(id, other))]
+            answer = profile.price(Plan(id, tokens, 100, pieces, told(id)._replace(queued_prefill_tokens=0)))
+            costs.append(whole(other, 0) + answer.score_us)
+    return costs
+
+
+@given(fleets(), st.integers(1, 1_500), st.sampled_from([0, 300]))
+@settings(max_examples=100)
+async def test_no_way_is_cheaper(fleet: tuple[dict[str, FleetRecord], dict[str, int]], tokens: int, least: int) -> None:
+    records, blocks = fleet
+    index = MemoryIndex()
+    for id, count in blocks.items():
+        await hold(index, records[id], TOKENS, blocks=count)
+    limits = LimitSettings(room=False)
+    client = RouterClient(
+        index, StaticFleet(records), replace(SETTINGS, limits=limits, pairs=PairSettings(least_new_tokens=least))
+    )
+    asked = Prompt.of_tokens(SCOPE, TOKENS[:tokens], output_tokens=100)
+    costs = naive(records, blocks, tokens, least)
+    if not costs:
+        with pytest.raises(NoWorkers):
+            await client.pick_pd(asked)
+        return
+    pair = await client.pick_pd(asked)
+    assert pair.score_us == pytest.approx(min(costs), abs=3)  # roundings of terms
+    other = pair.ranking.otherwise
+    assert other is None or other.score_us >= pair.score_us - 3
+
+
+# ---------------------------------------------------------------- booked
+
+
+async def test_both_are_booked_and_given_back_together(reservations: Reservations) -> None:
+    records = pool(prefill("p"), decode("d"), decode("e", load={"running_decodes": 90}))
+    client = await router(records, reservations, pairs=PairSettings(least_new_tokens=0))
+    blocked = [await client.book_pd(PROMPT)]
+    assert blocked[0].prefill is None  # a worker that has nothing to do needs no partner
+    assert (await load(reservations, "d")).queued_prefill_tokens == 8_000
+    async with client.route_pd(Prompt.of_tokens(SCOPE, [9] * 8_000)) as pair:
+        assert pair.prefill is not None
+        assert (pair.prefill.worker_id, pair.worker_id) == ("p", "d")
+        assert await load(reservations, "p") == Load(1, 8_000, 0, 8_000)
+        assert await load(reservations, "d") == Load(2, 8_000, 0, 16_000)
+        await pair.first_token()
+        assert await load(reservations, "p") == Load()
+        assert await load(reservations, "d") == Load(2, 8_000, 0, 16_000)
+    assert await load(reservations, "d") == Load(1, 8_000, 0, 8_000)
+    await blocked[0].finish()
+    assert await load(reservations, "d") == Load()
+    assert (client.counters.routed, client.counters.pairs) == (2, 1)
+    assert (client.counters.booked, client.counters.released) == (3, 3)
+
+
+async def test_a_failure_gives_both_back(reservations: Reservations) -> None:
+    client = await router(pool(prefill("p"), decode("d", load=QUEUED)), reservations)
+    before = await load(reservations, "d")
+    with pytest.raises(ZeroDivisionError):
+        async with client.route_pd(PROMPT):
+            raise ZeroDivisionError
+    assert (await load(reservations, "p"), await load(reservations, "d")) == (Load(), before)
+    ranking = (await client.pick_pd(PROMPT)).prefill
+    assert ranking is not None and not ranking.result.predicted_tokens
+
+
+async def test_a_prefix_that_a_prefill_worker_computes_is_not_computed_twice(reservations: Reservations) -> None:
+    records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED))
+    client = await router(records, reservations)
+    pairs = [await client.book_pd(Prompt.of_tokens(SCOPE, [*TOKENS, *([n] * 20)])) for n in range(10)]
+    assert len({pair.prefill.worker_id for pair in pairs if pair.prefill}) == 1
+    assert all(pair.prefill and pair.prefill.result.predicted_tokens >= 7_900 for pair in pairs[1:])
+
+
+async def test_bookings_of_pairs_are_seen_by_all(reservations: Reservations) -> None:
+    records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED), decode("e", load=QUEUED))
+    clients = [await router(records, reservations) for _ in range(2)]
+    chosen = [await clients[n % 2].book_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
+    assert sorted(pair.prefill.worker_id for pair in chosen if pair.prefill) == ["p", "p", "q", "q"]
+    assert sorted(pair.worker_id for pair in chosen) == ["d", "d", "e", "e"]
+
+
+async def test_a_store_that_hangs_holds_up_no_pair() -> None:
+    records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED))
+    with ValkeyProcess() as server:
+        store = await open_store(server.url, wait=False)
+        try:
+            await open_redis_index(store, writer=True)
+            await FleetStore(store).write(records)
+            async with RouterClient.open(server.url, RouterSettings(deadline_ms=20), wait=False) as client:
+
+                async def by_cost() -> bool:
+                    async with client.route_pd(PROMPT) as pair:
+                        return pair.prefill is not None and not pair.decode.why
+
+                await until(by_cost, what="a pair by cost")
+                server.pause()
+                try:
+                    pairs = [await client.book_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
+                finally:
+                    server.resume()
+                # its own bookings are seen, so that the prompts are spread
+                assert sorted(pair.prefill.worker_id for pair in pairs if pair.prefill) == ["p", "p", "q", "q"]
+                assert all(pair.decode.why for pair in pairs)
+                for pair in pairs:
+                    await pair.finish()
+                await until(by_cost, what="a pair by cost again")
+
+                async def nothing_booked() -> bool:
+                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
+
+                await until(nothing_booked, what="what was booked in spite of the time-out is called off")
+        finally:
+            await store.close()
+
+
+async def test_without_reservations_a_pair_is_chosen_by_reported_load() -> None:
+    records = pool(prefill("p", load=QUEUED), prefill("q", load={"queued_prefill_tokens": 0}), decode("d", load=QUEUED))
+    client = await router(records, booking=BookingSettings(reservations=False))
+    pair = await client.book_pd(PROMPT)
+    assert pair.prefill is not None and pair.prefill.worker_id == "q"
+    await pair.finish()
+
+
+# ---------------------------------------------------------------- policy and answers
+
+
+async def test_policy_holds_for_both_of_a_pair() -> None:
+    zones = [prefill(f"p{n}", labels={"zone": str(n)}) for n in (1, 2)]
+    answers = [decode(f"d{n}", labels={"zone": str(n)}, load=QUEUED) for n in (1, 2)]
+    client = await router(pool(*zones, *answers), session_us=1_000.0)
+    for n in ("1", "2"):
+        pair = await client.pick_pd(replace(PROMPT, select=Selector({"zone": n})))
+        assert pair.prefill is not None
+        assert (pair.prefill.worker_id, pair.worker_id) == (f"p{n}", f"d{n}")
+        assert len(pair.decode.ranking.left_out) == 2
+    at = {(await client.pick_pd(replace(PROMPT, session_id=str(n)))).worker_id for n in range(20)}
+    assert at == {"d1", "d2"}
+
+
+async def test_a_full_worker_is_no_part_of_a_pair(reservations: Reservations) -> None:
+    def metrics(running: int) -> dict[str, Any]:
+        told = {"total_request_slots": 8, "total_kv_blocks": 2_000}
+        return {"running_decodes": running, "queued_prefill_tokens": 20_000, "forward_pass": told}
+
+    records = pool(prefill("p"), decode("d", load=metrics(8)), decode("e", load=metrics(1)))
+    client = await router(records, reservations)
+    assert (await client.pick_pd(PROMPT)).worker_id == "e"
+    small = pool(prefill("p"), decode("d", load={"forward_pass": {"total_kv_blocks": 400}}), decode("e"))
+    client = await router(small, reservations)
+    assert (await client.pick_pd(PROMPT)).worker_id == "e"  # 8,000 tokens need 500 blocks
+
+
+async def test_a_pair_that_misses_its_slo_says_so() -> None:
+    records = pool(
+        prefill("p", load={"queued_prefill_tokens": 60_000}), decode("d", load={"queued_prefill_tokens": 90_000})
+    )
+    for mode in SloMode:
+        client = await router(records, limits=LimitSettings(slo=mode))
+        late = await client.pick_pd(replace(PROMPT, slo=Slo(ttft_ms=1_000)))
+        assert late.prefill is not None
+        assert late.over == Over.TTFT
+        assert (late.advice, late.retry_after_s) == (Advice.QUEUE, 2)
+        assert (await client.pick_pd(replace(PROMPT, slo=Slo(ttft_ms=500)))).advice is Advice.SHED
+        assert (await client.pick_pd(replace(PROMPT, slo=Slo(ttft_ms=5_000)))).advice is Advice.GO
+
+
+async def test_a_pair_explains_itself() -> None:
+    records = pool(prefill("p", base_url="http://p", dp_rank=1), decode("d", base_url="http://d", load=QUEUED))
+    pair: PairChoice = await (await router(records)).pick_pd(PROMPT)
+    assert pair.prefill is not None
+    assert (pair.prefill.url, pair.prefill.headers) == ("http://p", {"X-Data-Parallel-Rank": "1"})
+    assert (pair.url, pair.headers) == ("http://d", {})
+    lines = pair.explain().splitlines()
+    assert lines[0] == f"{pair.score_us} us together"
+    assert lines[1] == "  prefill: p at http://p"
+    assert any(line.startswith("  decode: d at http://d") for line in lines)
+    assert lines[-1].startswith("  without a separate prefill, ") and "us more: d: " in lines[-1]
+    data = json.loads(json.dumps(pair.explanation()))
+    assert (data["prefill"]["worker"], data["decode"]["worker"]) == ("p", "d")
+    assert data["otherwise"]["prefill"] is None
+    alone = await (await router(pool(worker("w"), prefill("p", load=QUEUED)))).pick_pd(PROMPT)
+    assert alone.explain().startswith("no separate prefill: w at ")
+    assert "  with one, " in alone.explain()
+
+
+async def test_the_worked_example_of_the_documentation() -> None:
+    records = pool(prefill("p1"), decode("d1", load=QUEUED))
+    index = MemoryIndex()
+    await hold(index, records["p1"], TOKENS, blocks=200)
+    pair = await RouterClient(index, StaticFleet(records), SETTINGS).pick_pd(PROMPT)
+    assert pair.prefill is not None
+    assert (pair.score_us, pair.prefill.score_us, pair.decode.score_us) == (1_186_744, 226_944, 959_800)
+    other = pair.ranking.otherwise
+    assert other is not None and other.score_us - pair.score_us == 922_056

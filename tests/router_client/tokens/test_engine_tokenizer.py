@@ -1,0 +1,75 @@
+"""Token ids asked from engines, and equal to the local tokenizer's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router_client.tokens import Api, CannotTokenize, TextRequest, Why
+from router_client.tokens.engine_tokenizer import EngineTokenizer
+from router_client.tokens.local_tokenizer import LocalTokenizer
+from tests.router_client.tokens.small_model import save_simulators
+from tests.simulator.running_engine import running_engine
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße\n<|end|>?"}]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Zürich"}}]
+BODIES: list[dict[str, Any]] = [
+    {"messages": MESSAGES},
+    {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 3, "temperature": 0.5},
+    {"messages": MESSAGES, "add_generation_prompt": False},
+]
+
+
+def of(*urls: str) -> Any:
+    async def engines(_: TextRequest) -> Sequence[str]:
+        return urls
+
+    return engines
+
+
+async def test_an_engine_and_a_local_tokenizer_agree_with_what_the_engine_computes(tmp_path: Path) -> None:
+    local = LocalTokenizer.from_folder(save_simulators(tmp_path))
+    async with running_engine(num_gpu_blocks=1024) as (addresses, client):
+        tokenizer = EngineTokenizer(client, of(addresses.base_url))
+        requests = [TextRequest(Api.CHAT, body) for body in BODIES]
+        requests.append(TextRequest(Api.COMPLETIONS, {"prompt": "a text", "model": "mock-model"}))
+        for request in requests:
+            tokens = list(await tokenizer.token_ids(request))
+            assert tokens == list(local.encode(request))
+            if request.body.get("add_generation_prompt", True):
+                answer = await client.post(request.api, json={**request.body, "return_token_ids": True})
+                assert answer.json()["choices"][0]["prompt_token_ids"] == tokens
+
+
+async def test_another_engine_is_asked_where_one_is_away() -> None:
+    async with running_engine() as (addresses, client):
+        tokenizer = EngineTokenizer(client, of("http://127.0.0.1:1", addresses.base_url))
+        for _ in range(2):
+            assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]
+
+
+async def test_engines_that_dont_know_are_told_apart_from_those_that_fail() -> None:
+    async with running_engine() as (addresses, client):
+        request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
+        for urls, why in (
+            ([], Why.FAILED),
+            (["http://127.0.0.1:1"], Why.FAILED),
+            ([addresses.base_url + "/nothing"], Why.UNSUPPORTED),
+        ):
+            with pytest.raises(CannotTokenize) as error:
+                await EngineTokenizer(client, of(*urls)).token_ids(request)
+            assert error.value.why is why
+        other = TextRequest(Api.COMPLETIONS, {"prompt": "ab", "model": "other"})
+        with pytest.raises(CannotTokenize, match="status 404"):
+            await EngineTokenizer(client, of(addresses.base_url)).token_ids(other)
+
+
+async def test_no_proxy_of_the_environment_is_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    async with running_engine() as (addresses, _), httpx.AsyncClient(trust_env=False) as client:
+        tokenizer = EngineTokenizer(client, of(addresses.base_url))
+        assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]

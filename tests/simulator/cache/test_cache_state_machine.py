@@ -1,0 +1,228 @@
+"""The paged cache against its invariants, after every step of random use."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
+from simulator.cache.block_changes import Medium
+from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from simulator.cache.eviction import EvictionPolicy
+from simulator.cache.kv_cache import KVCache, PrefixMatch
+from tests.simulator.cache.event_fold import EventFold
+
+BLOCK_SIZE = 2
+NAMESPACES = st.sampled_from([Namespace(), Namespace(adapter="a"), Namespace(cache_salt="a")])
+TOKENS = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=2 * n - 1, max_size=2 * n + 1))
+
+
+class CollidingHasher:
+    """Only eight different hashes: what is found must be right all the same."""
+
+    def __init__(self) -> None:
+        self._inner = SeededBlockHasher(5)
+
+    def __call__(self, parent_hash: int | None, token_ids: Sequence[int], namespace: Namespace) -> int:
+        return self._inner(parent_hash, token_ids, namespace) % 8
+
+
+class CacheMachine(RuleBasedStateMachine):
+    hasher: BlockHasher = SeededBlockHasher(5)
+    sequence_ids: Bundle[str] = Bundle("sequence_ids")
+
+    @initialize(
+        num_blocks=st.integers(1, 6),
+        num_cpu_blocks=st.sampled_from([0, 1, 2, 3, 4]),
+        eviction=st.sampled_from(EvictionPolicy),
+    )
+    def start(self, num_blocks: int, num_cpu_blocks: int, eviction: EvictionPolicy) -> None:
+        self.cache = KVCache(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            hasher=self.hasher,
+            eviction=eviction,
+            num_cpu_blocks=num_cpu_blocks,
+        )
+        self.fold = EventFold(BLOCK_SIZE)
+        self.written: dict[str, list[int]] = {}
+        self.namespaces: dict[str, Namespace] = {}
+        self.ever_cached: set[tuple[Namespace, tuple[int, ...]]] = set()
+        self.gpu_was_reset_alone = False
+        self.next_id = 0
+        self.earlier: tuple[list[int], Namespace, PrefixMatch] | None = None
+
+    def new_id(self) -> str:
+        self.next_id += 1
+        return f"s{self.next_id}"
+
+    @rule(target=sequence_ids, prompt=TOKENS, namespace=NAMESPACES)
+    def open_and_write(self, prompt: list[int], namespace: Namespace) -> str:
+        sequence_id = self.new_id()
+        match = self.cache.match(prompt, namespace)
+        hit = prompt[: match.hit_tokens]
+        assert match.hit_tokens <= len(prompt) - 1 and match.hit_tokens % BLOCK_SIZE == 0
+        for end in range(BLOCK_SIZE, match.hit_tokens + 1, BLOCK_SIZE):
+            assert (namespace, tuple(prompt[:end])) in self.ever_cached
+        assert match.hit_tokens == self.expected_hit_tokens(prompt, namespace)
+        rest = prompt[match.hit_tokens :]
+        fits = self.cache.can_open(match, len(rest))
+        if fits:
+            self.cache.open(sequence_id, match)
+            assert self.cache.read(sequence_id) == hit
+            assert self.cache.write(sequence_id, rest)
+            self.note(sequence_id, prompt, namespace)
+        return sequence_id
+
+    @rule(prompt=TOKENS, namespace=NAMESPACES)
+    def remember_a_match(self, prompt: list[int], namespace: Namespace) -> None:
+        self.earlier = (prompt, namespace, self.cache.match(prompt, namespace))
+
+    @invariant()
+    def an_earlier_match_only_saves_work(self) -> None:
+        if self.earlier is not None:
+            prompt, namespace, match = self.earlier
+            assert self.cache.match(prompt, namespace, match) == self.cache.match(prompt, namespace)
+
+    @rule(sequence_id=sequence_ids, tokens=TOKENS)
+    def write(self, sequence_id: str, tokens: list[int]) -> None:
+        if sequence_id not in self.written:
+            return
+        before = self.written[sequence_id]
+        added = -(-(len(before) + len(tokens)) // BLOCK_SIZE) - -(-len(before) // BLOCK_SIZE)
+        if self.cache.write(sequence_id, tokens):
+            self.note(sequence_id, before + tokens, self.namespaces[sequence_id])
+        else:
+            assert added + 1 > self.cache.available_blocks, "one more only where a shared partial block is copied"
+
+    @rule(target=sequence_ids, source=sequence_ids)
+    def fork(self, source: str) -> str:
+        sequence_id = self.new_id()
+        if source in self.written:
+            self.cache.fork(source, sequence_id)
+            self.note(sequence_id, list(self.written[source]), self.namespaces[source])
+        return sequence_id
+
+    @rule(sequence_id=consumes(sequence_ids))
+    def release(self, sequence_id: str) -> None:
+        if self.written.pop(sequence_id, None) is not None:
+            self.cache.release(sequence_id)
+
+    @rule(include_cpu=st.booleans())
+    def reset(self, include_cpu: bool) -> None:
+        done = self.cache.reset(include_cpu=include_cpu)
+        assert done == (not any(self.written.values()))
+        self.gpu_was_reset_alone |= done and not include_cpu
+
+    @precondition(lambda self: len(self.written) > 2)
+    @rule()
+    def release_all(self) -> None:
+        for sequence_id in list(self.written):
+            self.release(sequence_id)
+
+    def note(self, sequence_id: str, tokens: list[int], namespace: Namespace) -> None:
+        self.written[sequence_id] = tokens
+        self.namespaces[sequence_id] = namespace
+        for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
+            self.ever_cached.add((namespace, tuple(tokens[:end])))
+
+    def expected_hit_tokens(self, prompt: list[int], namespace: Namespace) -> int:
+        """From what the listener believes, with the hash chain computed anew."""
+        parent, hit = None, 0
+        for start in range(0, len(prompt) - BLOCK_SIZE, BLOCK_SIZE):
+            block = prompt[start : start + BLOCK_SIZE]
+            parent = self.hasher(parent, block, namespace)
+            if not self.fold.held(parent):
+                break
+            hit = start + BLOCK_SIZE
+        return hit
+
+    @invariant()
+    def references_equal_block_tables(self) -> None:
+        tables = Counter(block_id for sequence in self.cache._sequences.values() for block_id in sequence.table)
+        pool = self.cache._pool
+        for block in pool.blocks:
+            assert block.references == tables[block.block_id]
+        assert pool.referenced_blocks == len(tables)
+
+    @invariant()
+    def every_block_is_in_exactly_one_place(self) -> None:
+        pool = self.cache._pool
+        free = Counter(pool.free_ids)
+        assert all(count == 1 for count in free.values())
+        for block in pool.blocks:
+            cached = block.node is not None and not block.references
+            assert (block.block_id in free) + bool(block.references) + cached == 1
+            if block.block_id in free:
+                assert block.node is None and not block.token_ids
+            if block.node is not None:
+                assert block.block_id in block.node.gpu_block_ids
+                assert tuple(block.token_ids) == block.node.token_ids
+
+    @invariant()
+    def sequences_read_what_was_written(self) -> None:
+        for sequence_id, tokens in self.written.items():
+            assert self.cache.read(sequence_id) == tokens
+
+    @invariant()
+    def the_changes_tell_exactly_what_is_held(self) -> None:
+        self.fold.apply(self.cache.take_changes())
+        held: Counter[tuple[int, Medium]] = Counter()
+        for node in self.cache._tree:
+            if node.gpu_block_ids:
+                held[(node.block_hash, Medium.GPU)] = len(node.gpu_block_ids)
+            if node.on_cpu:
+                held[(node.block_hash, Medium.CPU)] = 1
+        assert self.fold.copies == held
+        stats = self.cache.stats()
+        assert stats.cached_blocks == sum(count for (_, medium), count in held.items() if medium is Medium.GPU)
+        assert stats.cpu_blocks == sum(count for (_, medium), count in held.items() if medium is Medium.CPU)
+        assert stats.cpu_blocks <= self.cache.num_cpu_blocks
+
+    @invariant()
+    def what_is_cached_can_be_reached(self) -> None:
+        for node in self.cache._tree:
+            assert node.resident or node.children, "a node that nothing needs"
+            assert node.gpu_children == sum(1 for child in node.children.values() if child.gpu_block_ids)
+            if node.parent is None:
+                continue
+            if node.gpu_block_ids:
+                assert node.parent.gpu_block_ids
+            if node.resident and not self.gpu_was_reset_alone:
+                assert node.parent.resident
+
+    @invariant()
+    def candidates_are_the_unreferenced_leaves(self) -> None:
+        cache = self.cache
+        candidates = {block.block_id for block in cache._pool.blocks if block.block_id in cache._candidates}
+        expected = {
+            block.block_id
+            for block in cache._pool.blocks
+            if block.node is not None
+            and not block.references
+            and (len(block.node.gpu_block_ids) > 1 or not block.node.gpu_children)
+        }
+        assert candidates == expected and len(cache._candidates) == len(expected)
+        on_cpu = {node.block_hash for node in cache._tree if node.on_cpu and node.block_hash in cache._host.candidates}
+        assert on_cpu == {
+            node.block_hash for node in cache._tree if node.on_cpu and (node.gpu_block_ids or not node.children)
+        }
+
+    @invariant()
+    def fractions_are_fractions(self) -> None:
+        stats = self.cache.stats()
+        assert 0 <= stats.utilisation <= 1 and 0 <= stats.fragmentation < 1 and 0 <= stats.hit_rate <= 1
+
+
+class CollidingCacheMachine(CacheMachine):
+    hasher = CollidingHasher()
+
+    def expected_hit_tokens(self, prompt: list[int], namespace: Namespace) -> int:
+        return self.cache.match(prompt, namespace).hit_tokens  # a colliding hash says nothing about what is held
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestCollidingCache = CollidingCacheMachine.TestCase
+TestCollidingCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
