@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from kvatlas.errors import AccessDenied, NoIndexYet, Unreachable
+from kvatlas.runtime.backoff import Backoff
 
 T = TypeVar("T")
 
@@ -17,7 +18,7 @@ async def reached(
 ) -> T:
     """What `attempt` returns. With `wait` it is made again while it raises Unreachable or NoIndexYet, and `on_wait` gets
     the line for the user each time. Raises what `attempt` raises: these at once without `wait`, AccessDenied always."""
-    pause_s = FIRST_WAIT_S
+    backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
     while True:
         try:
             return await attempt()
@@ -26,7 +27,7 @@ async def reached(
         except (Unreachable, NoIndexYet) as error:
             if not wait:
                 raise
+            pause_s = backoff.next_s()
             if on_wait is not None:
                 on_wait(f"{error}; trying again in {pause_s:g} s")
         await asyncio.sleep(pause_s)
-        pause_s = min(pause_s * 2, LONGEST_WAIT_S)

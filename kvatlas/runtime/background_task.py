@@ -1,0 +1,34 @@
+"""One asyncio task that starts and stops with the object that owns it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class BackgroundTask:
+    """`start`, then `stop`, any number of times. The body loops `while task.running`.
+
+    The flag is needed because Python 3.11's `wait_for`, inside redis-py, may swallow a cancellation.
+    """
+
+    def __init__(self, body: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        self._body = body
+        self._name = name
+        self._task: asyncio.Task[None] | None = None
+        self.running = False
+        """False as soon as `stop` is called."""
+
+    def start(self) -> None:
+        """Run the body in the current event loop."""
+        self.running = True
+        self._task = asyncio.create_task(self._body(), name=self._name)
+
+    async def stop(self) -> bool:
+        """Cancel the body and wait for its end. False if it was not started. What it raised is dropped."""
+        task, self._task = self._task, None
+        self.running = False
+        if task is None:
+            return False
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return True

@@ -1,0 +1,22 @@
+"""How long to wait before something that failed is tried again."""
+
+
+class Backoff:
+    """Pauses in seconds that double from `first_s` up to `longest_s`; `reset` after a success. Does not sleep itself."""
+
+    __slots__ = ("_first_s", "_longest_s", "_next_s")
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._next_s = first_s
+
+    def next_s(self) -> float:
+        """The pause before the next try, in seconds."""
+        pause_s = self._next_s
+        self._next_s = min(2 * pause_s, self._longest_s)
+        return pause_s
+
+    def reset(self) -> None:
+        """The next pause is the first one again."""
+        self._next_s = self._first_s

@@ -1,0 +1,37 @@
+import asyncio
+
+import pytest
+
+from kvatlas.runtime.background_task import BackgroundTask
+
+pytestmark = pytest.mark.anyio
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.task = BackgroundTask(self.run, "worker")
+        self.started = asyncio.Event()
+        self.ended = False
+
+    async def run(self) -> None:
+        try:
+            while self.task.running:
+                self.started.set()
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    continue  # as a library may do
+        finally:
+            self.ended = True
+
+
+async def test_stopping_waits_for_the_end_also_if_the_body_swallows_the_cancellation() -> None:
+    worker = Worker()
+    assert not await worker.task.stop()
+    for _ in range(2):
+        worker.started.clear()
+        worker.ended = False
+        worker.task.start()
+        await worker.started.wait()
+        assert await worker.task.stop()
+        assert worker.ended
