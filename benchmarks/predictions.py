@@ -20,9 +20,9 @@ from benchmarks.result import Result
 from kvatlas.fleet.store import FleetStore
 from kvatlas.predictions.accuracy import MEANING, Deviation
 from kvatlas.store.connection import open_store
-from simulator.demo.driver import Outcome, drive
+from simulator.demo.load_generator import Outcome, send_workload
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet
-from simulator.workload import WorkloadSettings, generate
+from simulator.workload import WorkloadSettings, generate_workload
 
 MODEL = "bench-model"
 ENGINES, INDEXERS = 4, 2
@@ -85,7 +85,7 @@ def show(compared: Sequence[Compared]) -> Table:
 
 
 async def _outcomes(load: Load) -> list[Outcome]:
-    workload = generate(
+    workload = generate_workload(
         WorkloadSettings(
             seed=11,
             sessions=load.sessions,
@@ -106,7 +106,7 @@ async def _outcomes(load: Load) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="kvatlas-bench-") as folder:
         async with running_fleet(settings, Path(folder)) as fleet:
             await _ready(fleet)
-            await drive(workload, MODEL, fleet.routers["kvatlas"], load.speed_up, outcomes.append)
+            await send_workload(workload, MODEL, fleet.routers["kvatlas"], load.speed_up, outcomes.append)
     return outcomes
 
 

@@ -14,8 +14,9 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 from simulator.cache.block_hash import SeededBlockHasher
 from simulator.cache.kv_cache import KVCache
-from simulator.engine.generation import GenerationRequest
-from simulator.engine.scheduler import EngineCore, SchedulerLimits
+from simulator.engine.core import EngineCore
+from simulator.engine.generation_request import GenerationRequest
+from simulator.engine.scheduler import SchedulerLimits
 
 SCOPE = Scope("burst", "burst")
 BLOCK_SIZE = 16

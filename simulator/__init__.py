@@ -1,1 +1,1 @@
-"""A mock engine with a real paged KV cache that speaks vLLM's protocols, and workloads to drive it."""
+"""A simulated engine with a real paged KV cache that speaks vLLM's protocols, workloads for it, and the demo."""

@@ -9,19 +9,19 @@ import anyio
 
 from kvatlas.runtime.http_server import listen, serve, url_of
 from simulator.cache.kv_cache import KVCache
+from simulator.engine.core import EngineCore
 from simulator.engine.loop import EngineLoop, NoEvents
-from simulator.engine.scheduler import EngineCore
 from simulator.http.server import EngineApi
 from simulator.settings import EngineSettings
 from simulator.zmq_events import open_feed
 
 GRACE_S = 2
-"""How long open answers may go on when the engine is stopped."""
+"""How long open responses may continue after the engine is told to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAddresses:
-    """Where a running engine is found, with real ports."""
+    """Where a running engine listens, with real ports."""
 
     base_url: str
     endpoint: str
@@ -29,7 +29,7 @@ class EngineAddresses:
 
 
 async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses], None] | None = None) -> None:
-    """Run one engine until cancelled; `ready` is called once, when HTTP is answered and both event sockets are open.
+    """Run one engine until cancelled. Calls `ready` once, when the HTTP server and both event sockets are up.
 
     Raises SettingsError for an address that can't be listened on. Nothing outlives the call.
     """
@@ -37,7 +37,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
         listener = listen(settings.host, settings.port, "the engine's HTTP server")
         addresses = EngineAddresses(url_of(listener), feed.endpoint, feed.replay_endpoint)
         sink = feed if settings.events else NoEvents()
-        engine = EngineLoop(_core(settings), sink, speed_up=settings.speed_up)
+        engine = EngineLoop(_build_core(settings), sink, speed_up=settings.speed_up)
         api = EngineApi(
             engine,
             model=settings.model,
@@ -60,7 +60,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
                 ready(addresses)
 
 
-def _core(settings: EngineSettings) -> EngineCore:
+def _build_core(settings: EngineSettings) -> EngineCore:
     cache = KVCache(
         num_blocks=settings.num_gpu_blocks,
         block_size=settings.block_size,

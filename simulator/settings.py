@@ -1,4 +1,4 @@
-"""What a simulated engine is started with: flags and environment variables, as every command's."""
+"""Settings of a simulated engine: flags and environment variables, as for every command."""
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -12,51 +12,51 @@ from simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()
 MAX_GPU_BLOCKS = 1 << 22
-"""Each one is an object of some hundred bytes."""
+"""Each one is an object of some hundreds of bytes."""
 
 
 class EngineSettings(Settings):
-    """One simulated engine. Build with `load` for one clear line on a mistake."""
+    """One simulated engine. Use `load`: it turns a mistake into one clear line."""
 
-    model: Name = Field(default="mock-model", description="Model it serves.")
-    adapters: CommaList = Field(default=(), description="LoRA adapters it serves, by commas.")
-    vocab_size: int = Field(default=128_256, ge=512, le=2**32, description="Token ids are below it.")
+    model: Name = Field(default="mock-model", description="Model that it serves.")
+    adapters: CommaList = Field(default=(), description="LoRA adapters that it serves, separated by commas.")
+    vocab_size: int = Field(default=128_256, ge=512, le=2**32, description="Vocabulary size; token ids are below it.")
 
     host: Name = Field(default="127.0.0.1", description="Address of its HTTP server.")
-    port: Port = Field(default=8000, description="Port of its HTTP server; 0: any free one.")
+    port: Port = Field(default=8000, description="Port of its HTTP server; 0: any free port.")
     endpoint: ZmqEndpoint = Field(
-        default="tcp://127.0.0.1:5557", description="Where KV events are published; port 0: any free one."
+        default="tcp://127.0.0.1:5557", description="Where KV events are published; port 0: any free port."
     )
     replay_endpoint: ZmqEndpoint | None = Field(
-        default="tcp://127.0.0.1:5558", description="Where KV events are replayed; port 0: any free one."
+        default="tcp://127.0.0.1:5558", description="Where KV events are replayed; port 0: any free port."
     )
     bind: bool = Field(
-        default=True, description="Bind the event endpoint; without it as vLLM: only one with *, :: or ipc is bound."
+        default=True, description="Bind the event endpoint; if off, bind only one with *, :: or ipc, as vLLM does."
     )
     topic: str = Field(default="", description="Topic of the KV events.")
     events: bool = Field(
-        default=True, description="Publish KV events; without, as vLLM without --kv-events-config, none are offered."
+        default=True, description="Publish KV events; if off, offer none, as vLLM without --kv-events-config."
     )
     buffer_steps: Positive = Field(default=10_000, description="Batches kept for replay.")
     self_describing_offload: bool = Field(
-        default=True, description="Events of the CPU tier carry tokens; without it they only name hashes."
+        default=True, description="Events of the CPU tier carry tokens; if off, they only name hashes."
     )
 
     report_hits: bool = Field(
-        default=False, description='Announce found blocks again, as vLLM with kv_cache_report_mode="full".'
+        default=False, description='Report found blocks as stored again, as vLLM with kv_cache_report_mode="full".'
     )
 
-    block_size: Positive = Field(default=16, description="Tokens a block.")
+    block_size: Positive = Field(default=16, description="Tokens per block.")
     num_gpu_blocks: int = Field(default=4_096, ge=1, le=MAX_GPU_BLOCKS, description="Blocks on the GPU.")
-    num_cpu_blocks: Count = Field(default=0, description="Blocks in the CPU tier; 0: no such tier.")
-    eviction: EvictionPolicy = Field(default=EvictionPolicy.LRU, description="Which cached block goes first.")
-    seed: int | None = Field(default=None, description="Seed of its block hashes; default: a random one.")
+    num_cpu_blocks: Count = Field(default=0, description="Blocks in the CPU tier; 0: no CPU tier.")
+    eviction: EvictionPolicy = Field(default=EvictionPolicy.LRU, description="Which cached block is evicted first.")
+    seed: int | None = Field(default=None, description="Seed of its block hashes; default: random.")
 
-    max_num_seqs: Positive = Field(default=256, description="Sequences that run at a time.")
+    max_num_seqs: Positive = Field(default=256, description="Sequences that run at the same time.")
     max_num_batched_tokens: Positive = Field(default=8_192, description="Tokens computed in one step.")
-    queue_limit: Positive = Field(default=1_024, description="Waiting requests; more are answered with 503.")
+    queue_limit: Positive = Field(default=1_024, description="Waiting requests; further ones are answered with 503.")
 
-    speed_up: float = Field(default=1.0, gt=0, le=1e6, description="Simulated seconds in one real second.")
+    speed_up: float = Field(default=1.0, gt=0, le=1e6, description="Simulated seconds per real second.")
     prefill_us_per_token: float = Field(
         default=_RATES.prefill_us_per_token, ge=0, description="Microseconds to compute a prompt token."
     )
@@ -64,18 +64,20 @@ class EngineSettings(Settings):
         default=_RATES.decode_step_us, ge=0, description="Microseconds of a step in which anything decodes."
     )
     decode_us_per_sequence: float = Field(
-        default=_RATES.decode_us_per_sequence, ge=0, description="Microseconds a decoding sequence adds to a step."
+        default=_RATES.decode_us_per_sequence, ge=0, description="Microseconds that a decoding sequence adds to a step."
     )
     decode_us_per_kv_token: float = Field(
-        default=_RATES.decode_us_per_kv_token, ge=0, description="Microseconds a decoding sequence's KV token adds."
+        default=_RATES.decode_us_per_kv_token,
+        ge=0,
+        description="Microseconds that each KV token of a decoding sequence adds to a step.",
     )
     swap_in_us_per_block: float = Field(
-        default=_RATES.swap_in_us_per_block, ge=0, description="Microseconds to bring a block back from the CPU."
+        default=_RATES.swap_in_us_per_block, ge=0, description="Microseconds to swap a block in from the CPU."
     )
 
     @field_validator("adapters")
     @classmethod
-    def _adapters_are_distinct(cls, adapters: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    def _check_adapters(cls, adapters: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         names = (info.data.get("model"), *adapters)
         if len(set(names)) < len(names):
             raise ValueError("expected names that differ from each other and from the model's")
@@ -104,5 +106,5 @@ class EngineSettings(Settings):
         return FeedSettings(self.endpoint, self.replay_endpoint, self.bind, self.topic, self.buffer_steps)
 
     def hasher(self, random_seed: int) -> SeededBlockHasher:
-        """The engine's own block hashes; `random_seed` is taken where none is set."""
+        """The engine's own block hashes; `random_seed` is used if `seed` is not set."""
         return SeededBlockHasher(random_seed if self.seed is None else self.seed)

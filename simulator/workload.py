@@ -1,12 +1,12 @@
 """Generated workloads: many sessions of several turns that share system prompts. Equal settings give equal workloads.
 
-    workload = generate(WorkloadSettings(seed=7, sessions=20))
+    workload = generate_workload(WorkloadSettings(seed=7, sessions=20))
     conversation = Conversation(workload.sessions[0])
     while (turn := conversation.next_turn()) is not None:
         answer = ...  # POST turn.prompt and turn.max_tokens, after turn.pause_us
         conversation.add_answer(answer.token_ids)
 
-Times are microseconds of the engines' time: divide by the engines' speed-up for real time.
+Times are simulated microseconds: divide by the engines' speed-up for real time.
 """
 
 import random
@@ -22,31 +22,31 @@ _Positive = Annotated[int, Field(ge=1)]
 
 
 class WorkloadSettings(BaseModel):
-    """Ranges are drawn from evenly, both ends included."""
+    """Values are drawn uniformly from the ranges, both ends included."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int = 0
     sessions: _Positive = 32
     arrivals_per_s: float = Field(default=4.0, gt=0)
-    """Sessions that begin in one second, as a Poisson process."""
+    """Sessions that begin per second, as a Poisson process."""
     turns: tuple[_Positive, _Positive] = (2, 6)
     system_prompts: _Positive = 4
     system_prompt_tokens: tuple[_Positive, _Positive] = (512, 2_048)
     popularity_skew: float = Field(default=1.0, ge=0)
     """The k-th system prompt is drawn with a weight of 1 / k ** skew; 0: all equally often."""
     user_tokens: tuple[_Positive, _Positive] = (16, 256)
-    """A user's part of one turn."""
+    """The user's part of one turn."""
     answer_tokens: tuple[_Positive, _Positive] = (16, 128)
     think_s: float = Field(default=2.0, ge=0)
     """Mean of the pause between an answer and the next turn, exponentially distributed."""
     adapters: tuple[str, ...] = ()
-    """Each session uses one of them, or none, equally often."""
+    """Each session uses one of them or none, each equally often."""
     vocab_size: int = Field(default=32_000, gt=BYTE_TOKENS)
-    """Token ids are BYTE_TOKENS and above, and below it."""
+    """Token ids are at least BYTE_TOKENS and below it."""
 
     @model_validator(mode="after")
-    def _ranges_ascend(self) -> "WorkloadSettings":
+    def _check_ranges(self) -> "WorkloadSettings":
         for name in ("turns", "system_prompt_tokens", "user_tokens", "answer_tokens"):
             low, high = getattr(self, name)
             if low > high:
@@ -54,29 +54,45 @@ class WorkloadSettings(BaseModel):
         return self
 
 
+def chat_settings(*, seed: int, sessions: int, arrivals_per_s: float) -> WorkloadSettings:
+    """Conversations with long system prompts, of which a few are shared by many sessions."""
+    return WorkloadSettings(
+        seed=seed,
+        sessions=sessions,
+        arrivals_per_s=arrivals_per_s,
+        turns=(2, 6),
+        system_prompts=12,
+        system_prompt_tokens=(1_024, 3_072),
+        popularity_skew=0.6,
+        user_tokens=(32, 256),
+        answer_tokens=(16, 64),
+        think_s=2.0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """What a user adds to a conversation, and how long an answer they want."""
+    """What a user adds to a conversation, and how long the answer may be."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
     pause_us: int
-    """Between the answer before, or the session's arrival, and this turn."""
+    """Between the last answer, or the session's arrival, and this turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation, as far as it is known before any answer."""
+    """One conversation, without the answers."""
 
     session_id: str
     arrival_us: int
-    """Since the workload's beginning."""
+    """Since the start of the workload."""
     system_prompt: tuple[int, ...]
     turns: tuple[UserTurn, ...]
     adapter: str | None = None
 
     def prompt(self, answers: Sequence[Sequence[int]]) -> list[int]:
-        """The tokens of the turn that follows these answers, one for each turn before it."""
+        """The tokens of the turn after these answers, one for each earlier turn."""
         token_ids = list(self.system_prompt)
         for turn, answer in zip(self.turns, answers, strict=False):
             token_ids += turn.token_ids
@@ -108,19 +124,19 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests, if every answer has the length that is asked for."""
+        """Of all requests, if every answer has its `max_tokens`."""
         total = 0
         for session in self.sessions:
-            so_far = len(session.system_prompt)
+            length = len(session.system_prompt)
             for turn in session.turns:
-                so_far += len(turn.token_ids)
-                total += so_far
-                so_far += turn.max_tokens
+                length += len(turn.token_ids)
+                total += length
+                length += turn.max_tokens
         return total
 
 
 class Conversation:
-    """A session under way: gives the next request once the answer to the last one is known."""
+    """A session in progress: gives the next request once the answer to the last one is known."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -148,7 +164,7 @@ class Conversation:
         self._answers.append(tuple(token_ids))
 
 
-def generate(settings: WorkloadSettings) -> Workload:
+def generate_workload(settings: WorkloadSettings) -> Workload:
     """The workload of these settings."""
     rng = random.Random(settings.seed)
 

@@ -1,8 +1,8 @@
 """vLLM's KV event feed: a PUB socket, and a ROUTER socket that replays the last batches.
 
 Frames and fields as vLLM 0.33 sends them: PUB `[topic, seq (8 bytes big-endian), payload]`; the payload is msgpack
-`[ts, events, data_parallel_rank]` with events as maps whose fields at their default are left out. Replay is asked with
-`["", first seq (8 bytes big-endian)]` and answered with `["", topic, seq, payload]`..., `["", "", ff * 8, ""]`.
+`[ts, events, data_parallel_rank]` with events as maps whose fields at their default are left out. A replay request is
+`["", first seq (8 bytes big-endian)]`; the reply is `["", topic, seq, payload]`..., `["", "", ff * 8, ""]`.
 """
 
 import logging
@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from kvatlas.errors import SettingsError
-from simulator.cache.block_changes import BlockChange, BlockRemoved, BlocksStored, GpuCleared, Medium
+from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
 
 _log = logging.getLogger(__name__)
 
@@ -30,55 +30,55 @@ REPLAY_BURST = 64
 
 @dataclass(frozen=True, slots=True)
 class EventEncoding:
-    """How an engine words its changes."""
+    """How an engine encodes its events."""
 
     block_size: int
     adapters: tuple[str, ...] = ()
-    """LoRA ids are their places in it, from 1."""
+    """An adapter's LoRA id is its place in it, from 1."""
     self_describing_offload: bool = True
-    """Whether events of the CPU tier carry tokens and parent; else they are placeholders that only name the hashes."""
+    """Whether events of the CPU tier carry tokens and parent; otherwise they are placeholders that only name the hashes."""
 
-    def batch(self, ts: float, changes: Sequence[BlockChange]) -> bytes:
+    def encode_batch(self, ts: float, events: Sequence[KVEvent]) -> bytes:
         """One payload. `ts` is in seconds since the epoch."""
-        packed: bytes = msgpack.packb([ts, [self._event(change) for change in changes], 0])
+        packed: bytes = msgpack.packb([ts, [self._encode(event) for event in events], 0])
         return packed
 
-    def _event(self, change: BlockChange) -> dict[str, Any]:
-        match change:
+    def _encode(self, event: KVEvent) -> dict[str, Any]:
+        match event:
             case GpuCleared():
                 return {"type": "AllBlocksCleared"}
             case BlockRemoved():
                 return {
                     "type": "BlockRemoved",
-                    "block_hashes": [change.block_hash],
-                    "medium": change.medium.value,
+                    "block_hashes": [event.block_hash],
+                    "medium": event.medium.value,
                     "group_idx": 0,
                 }
             case BlocksStored():
-                return self._stored(change)
+                return self._encode_stored(event)
 
-    def _stored(self, change: BlocksStored) -> dict[str, Any]:
-        if change.medium is Medium.CPU and not self.self_describing_offload:
+    def _encode_stored(self, event: BlocksStored) -> dict[str, Any]:
+        if event.medium is Medium.CPU and not self.self_describing_offload:
             return {
                 "type": "BlockStored",
-                "block_hashes": list(change.block_hashes),
+                "block_hashes": list(event.block_hashes),
                 "parent_block_hash": None,
                 "token_ids": [],
                 "block_size": 0,
                 "lora_id": None,
-                "medium": change.medium.value,
+                "medium": event.medium.value,
                 "lora_name": None,
             }
         return {
             "type": "BlockStored",
-            "block_hashes": list(change.block_hashes),
-            "parent_block_hash": change.parent_hash,
-            "token_ids": list(change.token_ids),
+            "block_hashes": list(event.block_hashes),
+            "parent_block_hash": event.parent_hash,
+            "token_ids": list(event.token_ids),
             "block_size": self.block_size,
-            "lora_id": None if change.adapter is None else self.adapters.index(change.adapter) + 1,
-            "medium": change.medium.value,
-            "lora_name": change.adapter,
-            "extra_keys": [list(keys) or None for keys in change.extra_keys],
+            "lora_id": None if event.adapter is None else self.adapters.index(event.adapter) + 1,
+            "medium": event.medium.value,
+            "lora_name": event.adapter,
+            "extra_keys": [list(keys) or None for keys in event.extra_keys],
             "group_idx": 0,
             "kv_cache_spec_kind": "full_attention",
         }
@@ -86,18 +86,18 @@ class EventEncoding:
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
-    """The two sockets. A port of 0 or `*` takes a free one."""
+    """The two sockets. Port 0 or `*` takes a free port."""
 
     endpoint: str
     replay_endpoint: str | None = None
     bind: bool = True
-    """False: as vLLM, the PUB socket connects unless its endpoint has `*` or `::` or is ipc or inproc."""
+    """False: the PUB socket connects unless its endpoint has `*` or `::` or is ipc or inproc, as in vLLM."""
     topic: str = ""
     buffer_steps: int = 10_000
 
 
 class ZmqEventFeed:
-    """Sends batches with a seq from 0 on, and keeps the last ones for replay."""
+    """Publishes batches with a seq from 0 on, and keeps the last ones for replay."""
 
     def __init__(
         self,
@@ -116,33 +116,30 @@ class ZmqEventFeed:
         """Where the events are, with the real port."""
         self.replay_endpoint = None if router is None else _bound_to(router, settings.replay_endpoint or "")
 
-    @property
-    def next_seq(self) -> int:
-        """The seq of the next batch, which is the number of batches so far."""
-        return self._next_seq
-
-    async def publish(self, changes: tuple[BlockChange, ...]) -> None:
-        """Send one batch. With nobody listening it is only kept for replay."""
+    async def publish(self, events: tuple[KVEvent, ...]) -> None:
+        """Send one batch. Without subscribers it is only kept for replay."""
         seq = self._next_seq.to_bytes(8, "big")
-        payload = self._encoding.batch(time.time(), changes)
+        payload = self._encoding.encode_batch(time.time(), events)
         self._next_seq += 1
         self._buffer.append((seq, payload))
         await self._pub.send_multipart((self._topic, seq, payload))
 
     async def serve_replay(self) -> None:
-        """Answer replay requests until cancelled; returns at once without a replay socket."""
+        """Answer replay requests until cancelled. Returns at once if there is no replay socket."""
         if self._router is None:
             return
         while True:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-                _log.warning("replay: %d frames can't be understood; expected an empty one and 8 bytes", len(frames))
+                _log.warning(
+                    "replay: ignoring a request of %d frames; expected an empty one and one of 8 bytes", len(frames) - 1
+                )
                 continue
             client, _, first = frames
             for sent, (seq, payload) in enumerate(batch for batch in tuple(self._buffer) if batch[0] >= first):
                 await self._router.send_multipart((client, b"", self._topic, seq, payload))
                 if sent % REPLAY_BURST == REPLAY_BURST - 1:
-                    await anyio.lowlevel.checkpoint()  # a send that needn't wait doesn't let the engine run
+                    await anyio.lowlevel.checkpoint()  # a send that doesn't wait doesn't yield to the engine
             await self._router.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
 
@@ -159,7 +156,7 @@ async def open_feed(encoding: EventEncoding, settings: FeedSettings) -> AsyncIte
         if settings.replay_endpoint is not None:
             router = context.socket(zmq.ROUTER)
             router.setsockopt(zmq.LINGER, 0)
-            # As vLLM from 0.33 on, a slow reader loses nothing: what can wait is bounded by the buffer itself.
+            # As in vLLM from 0.33 on, a slow reader loses nothing; the buffer bounds how much can queue.
             router.setsockopt(zmq.SNDHWM, 0)
             _attach(router, settings.replay_endpoint, bind=True)
         yield ZmqEventFeed(encoding, settings, pub, router)
@@ -186,8 +183,8 @@ def _attach(socket: zmq.asyncio.Socket, endpoint: str, *, bind: bool) -> None:
         else:
             socket.connect(wanted)
     except zmq.ZMQError as error:
-        doing = "listen on" if bind else "connect to"
-        raise SettingsError(f"KV events can't {doing} {endpoint}: {error.strerror}") from error
+        action = "listen on" if bind else "connect to"
+        raise SettingsError(f"KV events can't {action} {endpoint}: {error.strerror}") from error
 
 
 def _bound_to(socket: zmq.asyncio.Socket, endpoint: str) -> str:

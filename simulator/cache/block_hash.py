@@ -1,7 +1,7 @@
 """The engine's own block hashes: 64 bits of a chain that starts from the engine's seed.
 
-As with a real engine, two engines with different seeds give equal tokens different hashes; nobody outside can compute
-them, so a fleet's index must not depend on them.
+As with real engines, two engines with different seeds give equal tokens different hashes. Nothing outside the engine can
+compute them, so a fleet's index must not depend on them.
 """
 
 import struct
@@ -22,20 +22,20 @@ class Namespace:
     cache_salt: str | None = None
 
     def extra_keys(self, *, first: bool) -> tuple[str, ...]:
-        """As in vLLM: the adapter with every block, the salt with a sequence's first one only."""
+        """As in vLLM: the adapter in every block, the salt in a sequence's first block only."""
         adapter = () if self.adapter is None else (self.adapter,)
         salt = (self.cache_salt,) if self.cache_salt is not None and first else ()
         return adapter + salt
 
 
 class BlockHasher(Protocol):
-    """Gives a full block its hash. Equal arguments give equal hashes; unequal ones may collide."""
+    """Hashes a full block. Equal arguments give equal hashes; unequal ones may collide."""
 
     def __call__(self, parent_hash: int | None, token_ids: Sequence[int], namespace: Namespace) -> int: ...
 
 
 class SeededBlockHasher:
-    """XXH3_64, chained through the parent's hash and begun from `seed` (64-bit)."""
+    """XXH3_64, chained through the parent's hash; the chain starts from `seed` (64-bit)."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed & 0xFFFF_FFFF_FFFF_FFFF
@@ -44,11 +44,11 @@ class SeededBlockHasher:
     def __call__(self, parent_hash: int | None, token_ids: Sequence[int], namespace: Namespace) -> int:
         parent = self._root if parent_hash is None else _U64.pack(parent_hash)
         body = struct.pack(f"<{len(token_ids)}I", *token_ids)
-        # The salt reaches later blocks through their parent's hash. An adapter and a salt of one name differ.
-        adapter = _named(b"adapter", namespace.adapter)
-        salt = _named(b"salt", namespace.cache_salt) if parent_hash is None else b""
+        # The salt reaches later blocks through their parent's hash. An adapter and a salt with the same name differ.
+        adapter = _encode_key(b"adapter", namespace.adapter)
+        salt = _encode_key(b"salt", namespace.cache_salt) if parent_hash is None else b""
         return xxhash.xxh3_64_intdigest(parent + body + adapter + salt, seed=self._seed)
 
 
-def _named(kind: bytes, name: str | None) -> bytes:
+def _encode_key(kind: bytes, name: str | None) -> bytes:
     return b"" if name is None else kind + _U64.pack(len(name.encode())) + name.encode()

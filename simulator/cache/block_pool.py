@@ -7,7 +7,7 @@ from simulator.cache.prefix_tree import PrefixNode
 
 
 class Block:
-    """One physical block. `token_ids` stands for the KV written to its slots so far."""
+    """One physical block. `token_ids` stands for the KV that was written to its slots."""
 
     __slots__ = ("block_id", "cached_at", "node", "references", "released_at", "token_ids")
 
@@ -16,7 +16,7 @@ class Block:
         self.references = 0
         self.token_ids: list[int] = []
         self.node: PrefixNode | None = None
-        """What it is found by; None while it is not full, or free."""
+        """Its content in the prefix tree; None while the block is free or not full."""
         self.cached_at = 0
         self.released_at = 0
 
@@ -55,26 +55,26 @@ class BlockPool:
 
     @property
     def available_blocks(self) -> int:
-        """How many blocks nobody holds: free ones, and cached ones that can be evicted."""
+        """How many blocks no sequence holds: free ones, and cached ones that can be evicted."""
         return len(self._blocks) - self._referenced_blocks
 
     def take_free(self) -> Block:
-        """The next free block, empty and unreferenced. Raises IndexError when there is none."""
+        """Take the next free block, empty and unreferenced. Raises IndexError if there is none."""
         return self._blocks[self._free.popleft()]
 
     def give_back(self, block: Block) -> None:
-        """Put an unreferenced, uncached block into the free list."""
+        """Return an unreferenced, uncached block to the free list."""
         block.token_ids = []
         self._free.append(block.block_id)
 
     def reference(self, block: Block) -> None:
-        """One more sequence holds it."""
+        """Count one more sequence that holds the block."""
         block.references += 1
         if block.references == 1:
             self._referenced_blocks += 1
 
     def dereference(self, block: Block) -> bool:
-        """One sequence fewer holds it; whether that was the last."""
+        """Count one sequence fewer that holds the block. True if that was the last."""
         block.references -= 1
         if block.references:
             return False

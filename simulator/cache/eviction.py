@@ -1,7 +1,7 @@
-"""Which unreferenced cached block goes first.
+"""Which unreferenced cached block is evicted first.
 
-Only leaves are ever candidates: a block that another cached block continues stays until that one is gone. So every
-policy frees a sequence from its tail, as vLLM does, and what remains can always be reached from its first block.
+Only leaves are candidates: a block stays while a cached block continues it. So every policy frees a sequence from its
+tail, as vLLM does, and the rest can always be reached from its first block.
 """
 
 import heapq
@@ -14,17 +14,17 @@ EvictionKey: TypeAlias = tuple[int, int]
 
 
 class EvictionPolicy(StrEnum):
-    """What a candidate's turn depends on."""
+    """Which candidate is evicted first."""
 
     LRU = "lru"
     """The one released longest ago."""
     FIFO = "fifo"
     """The one cached longest ago, however often it was hit since."""
     FREQUENCY = "frequency"
-    """The one hit least often; of equals the one released longest ago."""
+    """The one hit least often; among equals the one released longest ago."""
 
     def key(self, *, cached_at: int, released_at: int, hits: int) -> EvictionKey:
-        """Its place in the queue, lowest first; the times are ticks of the cache's own counter."""
+        """A candidate's place in the queue, lowest first; the times are ticks of the cache's own counter."""
         if self is EvictionPolicy.FIFO:
             return (cached_at, 0)
         if self is EvictionPolicy.FREQUENCY:
@@ -33,9 +33,9 @@ class EvictionPolicy(StrEnum):
 
 
 class EvictionQueue(Generic[T]):
-    """A priority queue of candidates from which any can be taken back.
+    """A priority queue from which any candidate can be withdrawn.
 
-    `put` is O(log n) and also moves a candidate to a new place; `discard` is O(1).
+    `put` is O(log n) and also moves a candidate; `discard` is O(1).
     """
 
     def __init__(self) -> None:
@@ -49,23 +49,23 @@ class EvictionQueue(Generic[T]):
         return candidate in self._keys
 
     def put(self, candidate: T, key: EvictionKey) -> None:
-        """Make it a candidate, or move it."""
+        """Add a candidate, or move it to a new key."""
         if self._keys.get(candidate) == key:
             return
         self._keys[candidate] = key
         heapq.heappush(self._heap, (key, candidate))
-        # Entries of moved and discarded candidates stay in the heap until they surface; a cache that is hit often and
-        # never full would let them pile up.
+        # Entries of moved and discarded candidates stay in the heap until they surface. In a cache that is hit often and
+        # never full they would pile up.
         if len(self._heap) > 4 * len(self._keys) + 64:
             self._heap = [(key, candidate) for candidate, key in self._keys.items()]
             heapq.heapify(self._heap)
 
     def discard(self, candidate: T) -> None:
-        """No candidate any more, if it was one."""
+        """Withdraw a candidate; no effect on others."""
         self._keys.pop(candidate, None)
 
     def pop(self) -> T:
-        """Take the candidate whose turn it is. Raises IndexError when there is none."""
+        """Take the candidate with the lowest key. Raises IndexError if there is none."""
         while True:
             key, candidate = heapq.heappop(self._heap)
             if self._keys.get(candidate) == key:

@@ -1,8 +1,8 @@
-"""What is cached, by content: a tree of full blocks, found by the engine's chained hash.
+"""Cached content: a tree of full blocks, found by the engine's chained hash.
 
-A node is one block in its place behind all blocks before it. It knows its copies on the GPU (more than one where two
-sequences computed it at once, as in vLLM) and on the CPU. A hash alone never makes a hit: parent, tokens and namespace
-are compared too, so a hash collision only costs a hit.
+A node is one block behind all blocks before it. It knows its copies on the GPU (more than one if two sequences computed
+it at the same time, as in vLLM) and on the CPU. A hash alone never makes a hit: parent, tokens and namespace are compared
+too, so a hash collision only costs a hit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from simulator.cache.block_hash import BlockHasher, Namespace
 
 
 class PrefixNode:
-    """A block of tokens behind a certain prefix. Compared by identity."""
+    """A block of tokens behind one prefix. Compared by identity."""
 
     __slots__ = (
         "block_hash",
@@ -49,7 +49,7 @@ class PrefixNode:
         self.cpu_released_at = 0
         self.hits = 0
         self.pinned = False
-        """The CPU copy is being read, so it must stay."""
+        """True while the CPU copy is being read and must stay."""
 
     @property
     def resident(self) -> bool:
@@ -64,7 +64,7 @@ class PrefixNode:
         return self.namespace.extra_keys(first=self.parent is None)
 
     def descendants(self) -> list["PrefixNode"]:
-        """All nodes behind it, each after its own descendants."""
+        """All nodes behind this one, each after its own descendants."""
         found = [self]
         for node in found:  # grows while it is walked
             found.extend(node.children.values())
@@ -72,7 +72,7 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """All nodes that are resident, or have a resident one behind them."""
+    """All nodes that are resident or have a resident descendant."""
 
     def __init__(self, hasher: BlockHasher) -> None:
         self._hasher = hasher
@@ -86,15 +86,15 @@ class PrefixTree:
 
     def find(self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace) -> PrefixNode | None:
         """The node of this block behind `parent`, if it is known; it may have no copy left."""
-        return self._checked(self._hash(parent, token_ids, namespace), parent, token_ids, namespace)
+        return self._lookup(self._hash(parent, token_ids, namespace), parent, token_ids, namespace)
 
     def find_or_add(
         self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace
     ) -> PrefixNode | None:
-        """The node of this block behind `parent`; None where another block already has that hash."""
+        """The node of this block behind `parent`; None if another block has that hash already."""
         block_hash = self._hash(parent, token_ids, namespace)
         if block_hash in self._nodes:
-            return self._checked(block_hash, parent, token_ids, namespace)
+            return self._lookup(block_hash, parent, token_ids, namespace)
         node = PrefixNode(block_hash, parent, token_ids, namespace)
         self._nodes[block_hash] = node
         if parent is not None:
@@ -102,10 +102,10 @@ class PrefixTree:
         return node
 
     def prune(self, node: PrefixNode | None) -> PrefixNode | None:
-        """Forget a node that nothing needs any more, and then its ancestors; the first one that stays, if any."""
+        """Drop a node that nothing needs any more, then its ancestors; the first one that stays, if any."""
         while node is not None and not node.resident and not node.children:
             parent = node.parent
-            if self._nodes.get(node.block_hash) is node:  # else it was forgotten before
+            if self._nodes.get(node.block_hash) is node:  # else it was dropped before
                 del self._nodes[node.block_hash]
                 if parent is not None:
                     del parent.children[node.block_hash]
@@ -115,7 +115,7 @@ class PrefixTree:
     def _hash(self, parent: PrefixNode | None, token_ids: Sequence[int], namespace: Namespace) -> int:
         return self._hasher(None if parent is None else parent.block_hash, token_ids, namespace)
 
-    def _checked(
+    def _lookup(
         self, block_hash: int, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace
     ) -> PrefixNode | None:
         node = self._nodes.get(block_hash)

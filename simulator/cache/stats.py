@@ -1,11 +1,11 @@
-"""What the cache has done so far, and how full it is."""
+"""The cache's counters, and how full it is."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class MemoryPressure(Enum):
-    """How much of the GPU's blocks sequences hold; the value is the fraction from which a level applies."""
+    """The share of GPU blocks that sequences hold, as a level; a level's value is the fraction from which it applies."""
 
     LOW = 0.0
     MEDIUM = 0.6
@@ -18,24 +18,24 @@ class MemoryPressure(Enum):
 
     @classmethod
     def of(cls, utilisation: float) -> "MemoryPressure":
-        """The level at a fraction 0..1."""
+        """The level at a utilisation of 0..1."""
         return max((level for level in cls if utilisation >= level.value), key=lambda level: level.value)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counters since the start, in blocks, and fractions 0..1 of now."""
+    """Counters since the start, in blocks, and current fractions (0..1)."""
 
     allocations: int
     """GPU blocks handed out."""
     hits: int
-    """Full prompt blocks that were found, on GPU or CPU."""
+    """Full prompt blocks that were found, on the GPU or the CPU."""
     misses: int
     """Full prompt blocks that had to be computed."""
     evictions: int
     """Cached copies that left the GPU to make room."""
     copies: int
-    """Partial blocks copied because another sequence held them too when they were written."""
+    """Partial blocks copied on write because another sequence held them too."""
     swapped_out: int
     swapped_in: int
     cpu_evictions: int
@@ -49,7 +49,7 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hits of all looked-up blocks; 0 before the first."""
+        """Hits among all looked-up blocks; 0 before the first lookup."""
         lookups = self.hits + self.misses
         return self.hits / lookups if lookups else 0.0
 

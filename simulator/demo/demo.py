@@ -1,4 +1,4 @@
-"""Runs one workload twice over the same fleet, round-robin and then by kvatlas, and shows what the difference is."""
+"""Runs one workload twice on the same fleet, routed round-robin and then by kvatlas, and shows the difference."""
 
 import json
 import sys
@@ -15,19 +15,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvatlas.errors import KvatlasError
-from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.settings import ProcessSettings
 from kvatlas.store.connection import Store, open_store
 from kvatlas.validation import Count, Positive
-from simulator.demo.driver import Outcome, drive
-from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet
-from simulator.demo.report import Phase, picture, table
-from simulator.workload import Workload, WorkloadSettings, generate
+from simulator.demo.load_generator import Outcome, send_workload
+from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
+from simulator.demo.report import Phase, build_table, save_picture
+from simulator.workload import Workload, WorkloadSettings, chat_settings, generate_workload
 
 SETTLE_S = 20.0
 _POLL_S = 0.05
-
 
 MODEL = "demo-model"
 
@@ -36,7 +34,7 @@ SHARED_MACHINE = ["--decision-deadline-ms", "100", "--no-learn"]
 not something to learn from."""
 
 ROUTERS = {
-    # an equal hop: it decides and books in the same way, and sends each request to the next engine all the same
+    # The same hop: it decides and books in the same way, but sends each request to the next engine.
     "round-robin": [*SHARED_MACHINE, "--follow", "round_robin"],
     "kvatlas": SHARED_MACHINE,
 }
@@ -44,40 +42,29 @@ ROUTERS = {
 
 
 class DemoSettings(ProcessSettings):
-    """What is simulated. Times are the engines' own; `speed_up` makes them shorter for the spectator."""
+    """What is simulated. Times are the engines' own; `speed_up` shortens them."""
 
     engines: Positive = Field(default=4, description="Simulated engines, each with its sidecar.")
     indexers: Positive = Field(default=2, description="Replicas of the indexer.")
     num_gpu_blocks: Positive = Field(default=1_536, description="Blocks of 16 tokens on each engine's GPU.")
-    speed_up: float = Field(default=2.0, gt=0, le=1e3, description="Simulated seconds in one real second.")
+    speed_up: float = Field(default=2.0, gt=0, le=1e3, description="Simulated seconds per real second.")
     sessions: Positive = Field(default=72, description="Conversations, of 2 to 6 turns each.")
     seed: Count = Field(default=7, description="Seed of the workload.")
-    picture: Path = Field(default=Path("kvatlas-demo.png"), description="Where the picture goes.")
+    picture: Path = Field(default=Path("kvatlas-demo.png"), description="Where to save the picture.")
 
     @property
     def workload(self) -> WorkloadSettings:
-        return WorkloadSettings(
-            seed=self.seed,
-            sessions=self.sessions,
-            arrivals_per_s=3.2,
-            turns=(2, 6),
-            system_prompts=12,
-            system_prompt_tokens=(1_024, 3_072),
-            popularity_skew=0.6,
-            user_tokens=(32, 256),
-            answer_tokens=(16, 64),
-            think_s=2.0,
-        )
+        return chat_settings(seed=self.seed, sessions=self.sessions, arrivals_per_s=3.2)
 
 
 async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
-    """Print progress on stderr, a table (or JSON) on stdout, and the path of a picture. Leaves no process behind, also when
+    """Print progress on stderr, a table (or JSON) on stdout, and the path of a picture. Leaves no process behind, even if
     cancelled.
 
-    Raises KvatlasError for a part that does not come up or does not come to rest.
+    Raises KvatlasError for a part that does not start, or a fleet that does not settle.
     """
     console = Console(stderr=True)
-    workload = generate(settings.workload)
+    workload = generate_workload(settings.workload)
     console.print(
         f"starting NATS, Valkey, {settings.indexers} indexers, {settings.engines} simulated engines with sidecars, "
         f"{len(ROUTERS)} routers"
@@ -85,23 +72,23 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
     flags = ["--num-gpu-blocks", str(settings.num_gpu_blocks), "--speed-up", str(settings.speed_up)]
     fleet_settings = FleetSettings(MODEL, settings.engines, settings.indexers, flags, ROUTERS)
     with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder:
-        async with running_fleet(fleet_settings, Path(folder)) as fleet, _watching(fleet) as watch:
-            await watch.until_routable(len(fleet.engines))
+        async with running_fleet(fleet_settings, Path(folder)) as fleet, _open_probe(fleet) as probe:
+            await wait_until_routable(probe.store, len(fleet.engines), SETTLE_S)
             console.print(
                 f"{workload.requests} requests of {len(workload.sessions)} conversations, "
                 f"{settings.workload.system_prompts} system prompts; engines at {settings.speed_up:g} x speed"
             )
-            phases = await _phases(console, settings, workload, fleet.routers, watch)
-    picture(phases, settings.picture)
+            phases = await _run_phases(console, settings, workload, fleet.routers, probe)
+    save_picture(phases, settings.picture)
     if as_json:
         print(json.dumps([phase.to_jsonable() for phase in phases], indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else 100).print(table(phases))
+        Console(width=None if sys.stdout.isatty() else 100).print(build_table(phases))
     console.print(f"picture: {settings.picture.resolve()}")
 
 
-async def _phases(
-    console: Console, settings: DemoSettings, workload: Workload, routers: dict[str, str], watch: "_Watch"
+async def _run_phases(
+    console: Console, settings: DemoSettings, workload: Workload, routers: dict[str, str], probe: "_FleetProbe"
 ) -> list[Phase]:
     phases = []
     columns = (
@@ -113,8 +100,8 @@ async def _phases(
     )
     with Progress(*columns, console=console) as progress:
         for name, router_url in routers.items():
-            await watch.clear_caches()
-            before = await watch.lag_counts()
+            await probe.clear_caches()
+            _, lag_before = await probe.event_lag()
             bar = progress.add_task(name, total=workload.requests, hits="-", ttft="-")
             outcomes: list[Outcome] = []
             began = perf_counter()
@@ -125,17 +112,18 @@ async def _phases(
                 hits, ttft = f"{so_far.hit_rate:.1%}", f"{so_far.mean_ttft_ms:,.0f} ms"
                 progress.update(bar, advance=1, hits=hits, ttft=ttft)  # type: ignore[arg-type]
 
-            await drive(workload, MODEL, router_url, settings.speed_up, on_outcome)
+            await send_workload(workload, MODEL, router_url, settings.speed_up, on_outcome)
             seconds = perf_counter() - began
-            blocks = await watch.blocks_at_rest()
-            bounds, counts = await watch.lag_counts()
-            lag = [count - earlier for count, earlier in zip(counts, before[1], strict=True)]
-            phases.append(Phase(name, outcomes, seconds, blocks, _bound(bounds, lag, 0.5), _bound(bounds, lag, 0.99)))
+            blocks = await probe.settled_blocks()
+            bounds, counts = await probe.event_lag()
+            lag = [count - before for count, before in zip(counts, lag_before, strict=True)]
+            p50_ms, p99_ms = _quantile_bound(bounds, lag, 0.5), _quantile_bound(bounds, lag, 0.99)
+            phases.append(Phase(name, outcomes, seconds, blocks, p50_ms, p99_ms))
     return phases
 
 
-def _bound(bounds: Sequence[float], counts: Sequence[int], q: float) -> float | None:
-    """The upper bound of the histogram bucket that holds the quantile."""
+def _quantile_bound(bounds: Sequence[float], counts: Sequence[int], q: float) -> float | None:
+    """The upper bound of the histogram bucket that holds the quantile; None if the histogram is empty."""
     total, seen = sum(counts), 0
     for bound, count in zip([*bounds, float("inf")], counts, strict=True):
         seen += count
@@ -144,45 +132,36 @@ def _bound(bounds: Sequence[float], counts: Sequence[int], q: float) -> float | 
     return None
 
 
-class _Watch:
-    """What the demo asks of the running fleet."""
+class _FleetProbe:
+    """Reads the state of the running fleet, and clears its caches."""
 
     def __init__(self, fleet: RunningFleet, http: httpx.AsyncClient, store: Store) -> None:
         self._fleet = fleet
         self._http = http
-        self._store = store
-
-    async def until_routable(self, workers: int) -> None:
-        with anyio.move_on_after(SETTLE_S):
-            while True:
-                records = await FleetStore(self._store).all()
-                if sum(record.routable for record in records.values()) == workers:
-                    return
-                await anyio.sleep(_POLL_S)
-        raise KvatlasError(f"not all of {workers} workers were seen by the indexers in {SETTLE_S:g} s")
+        self.store = store
 
     async def clear_caches(self) -> None:
-        """Equal, cold caches: every engine forgets everything, and the index says so."""
+        """Empty every engine's cache, and wait until the index is empty too."""
         for url in self._fleet.engines.values():
             (await self._http.post(f"{url}/reset_prefix_cache")).raise_for_status()
-        index = await open_redis_index(self._store, writer=False)
+        index = await open_redis_index(self.store, writer=False)
         with anyio.move_on_after(SETTLE_S):
             while await index.length():
                 await anyio.sleep(_POLL_S)
             return
-        raise KvatlasError(f"the index still shows cached blocks {SETTLE_S:g} s after the engines were cleared")
+        raise KvatlasError(f"the index still has blocks {SETTLE_S:g} s after the engines' caches were cleared")
 
-    async def blocks_at_rest(self) -> int:
-        """Blocks in the index once its number does not change any more."""
-        index = await open_redis_index(self._store, writer=False)
+    async def settled_blocks(self) -> int:
+        """Blocks in the index, once their number no longer changes."""
+        index = await open_redis_index(self.store, writer=False)
         before = -1
         while (now := await index.length()) != before:
             before = now
             await anyio.sleep(0.2)
         return now
 
-    async def lag_counts(self) -> tuple[list[float], list[int]]:
-        """(bucket bounds in ms, counts) of the event lag of all indexers together."""
+    async def event_lag(self) -> tuple[list[float], list[int]]:
+        """The histogram of the event lag over all indexers: bucket bounds in ms, and counts."""
         bounds: list[float] = []
         total: list[int] = []
         for url in self._fleet.status_urls:
@@ -193,10 +172,10 @@ class _Watch:
 
 
 @asynccontextmanager
-async def _watching(fleet: RunningFleet) -> AsyncIterator[_Watch]:
+async def _open_probe(fleet: RunningFleet) -> AsyncIterator[_FleetProbe]:
     store = await open_store(fleet.redis_url, wait=False)
     try:
         async with httpx.AsyncClient(timeout=10) as http:
-            yield _Watch(fleet, http, store)
+            yield _FleetProbe(fleet, http, store)
     finally:
         await store.close()

@@ -1,6 +1,5 @@
-"""The demo's fleet: every part as its own process, as in production, all of them gone with the demo."""
+"""The demo's fleet: every part is a process of its own, as in production; all of them end with the demo."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,10 +12,12 @@ import anyio
 import httpx
 from anyio.abc import Process
 
-from kvatlas.embedded import die_with_parent as shim
 from kvatlas.embedded import nats_server, valkey_server
+from kvatlas.embedded.child_process import owned_command
 from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas.errors import KvatlasError
+from kvatlas.fleet.store import FleetStore
+from kvatlas.store.connection import Store
 
 START_S = 40.0
 STOP_S = 5.0
@@ -25,8 +26,8 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """`engine_flags` go to every simulated engine as they are, `flags_of_each` to one each; `routers`: flags of each proxy,
-    by its name."""
+    """`engine_flags` are the flags of every simulated engine, `flags_of_each` further ones of each; `routers`: the flags of
+    each router, by name."""
 
     model: str
     engines: int
@@ -38,7 +39,7 @@ class FleetSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunningFleet:
-    """Where everything is: engines by worker id, routers by name, the indexers' status pages."""
+    """URLs: engines by worker id, routers by name, the indexers' status pages."""
 
     nats_url: str
     redis_url: str
@@ -49,9 +50,9 @@ class RunningFleet:
 
 @asynccontextmanager
 async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[RunningFleet]:
-    """Embedded NATS and Valkey, indexers, engines, a sidecar for each engine, and routers, all answering.
+    """Embedded NATS and Valkey, indexers, engines with a sidecar each, and routers, once all of them answer.
 
-    Raises KvatlasError, with the last line that it said, for a part that does not come up.
+    Raises KvatlasError for a part that does not start, with the last line of its log.
     """
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_server())
@@ -62,52 +63,59 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
         for i in range(settings.indexers):
             port = free_port()
             status_urls.append(f"http://{LOOPBACK}:{port}")
-            words = ["indexer", *servers, "--member-id", f"indexer-{i}", "--status-port", str(port)]
-            parts.append(_Part(f"indexer-{i}", words, f"{status_urls[-1]}/readyz", folder))
+            args = ["indexer", *servers, "--member-id", f"indexer-{i}", "--status-port", str(port)]
+            parts.append(_Part(f"indexer-{i}", args, f"{status_urls[-1]}/readyz", folder))
         for i in range(settings.engines):
             worker_id = f"engine-{i}"
             http, events, replay = free_port(), free_port(), free_port()
             engines[worker_id] = f"http://{LOOPBACK}:{http}"
             sockets = [f"tcp://{LOOPBACK}:{events}", f"tcp://{LOOPBACK}:{replay}"]
-            words = ["simulate-engine", "--model", settings.model, "--port", str(http), *settings.engine_flags]
-            words += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1]]
-            words += settings.flags_of_each[i] if settings.flags_of_each else ()
-            parts.append(_Part(worker_id, words, f"{engines[worker_id]}/health", folder))
-            words = ["publish", *servers, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
-            words += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
-            parts.append(_Part(f"{worker_id}-sidecar", words, None, folder))
+            args = ["simulate-engine", "--model", settings.model, "--port", str(http), *settings.engine_flags]
+            args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1]]
+            args += settings.flags_of_each[i] if settings.flags_of_each else ()
+            parts.append(_Part(worker_id, args, f"{engines[worker_id]}/health", folder))
+            args = ["publish", *servers, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
+            args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
+            parts.append(_Part(f"{worker_id}-sidecar", args, None, folder))
         for name, flags in settings.routers.items():
             port = free_port()
             routers[name] = f"http://{LOOPBACK}:{port}"
-            words = ["router", *servers, "--port", str(port), *flags]
-            parts.append(_Part(f"router-{name}", words, f"{routers[name]}/health", folder))
+            args = ["router", *servers, "--port", str(port), *flags]
+            parts.append(_Part(f"router-{name}", args, f"{routers[name]}/health", folder))
         for part in parts:
             await stack.enter_async_context(part.running())
         async with httpx.AsyncClient() as client:
             for part in parts:
-                await part.answers(client)
+                await part.wait_until_ready(client)
         yield RunningFleet(nats.url, valkey.url, engines, routers, status_urls)
 
 
-class _Part:
-    """One child process of the command line; what it says goes to a file."""
+async def wait_until_routable(store: Store, workers: int, within_s: float) -> None:
+    """Wait until the indexers have made this many workers routable. Raises KvatlasError."""
+    with anyio.move_on_after(within_s):
+        while sum(record.routable for record in (await FleetStore(store).all()).values()) < workers:
+            await anyio.sleep(_POLL_S)
+        return
+    raise KvatlasError(f"fewer than {workers} workers became routable in {within_s:g} s")
 
-    def __init__(self, name: str, words: Sequence[str], probe_url: str | None, folder: Path) -> None:
+
+class _Part:
+    """One `kvatlas` command as a child process, with its output in a log file."""
+
+    def __init__(self, name: str, args: Sequence[str], probe_url: str | None, folder: Path) -> None:
         self._name = name
-        self._words = words
+        self._args = args
         self._probe_url = probe_url
         self._log = folder / f"{name}.log"
         self._process: Process | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        command = [sys.executable, "-m", "kvatlas_cli.main", *self._words]
-        # the shim ends the child with this process, also where that is killed
-        shimmed = [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), *command]
+        command = owned_command([sys.executable, "-m", "kvatlas_cli.main", *self._args])
         with self._log.open("wb") as log:
-            # its own session: a Ctrl-C reaches the demo alone, which then stops every part in order
+            # in a session of its own: Ctrl-C reaches the demo alone, which then stops every part in order
             self._process = await anyio.open_process(
-                shimmed, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         try:
             yield
@@ -115,13 +123,13 @@ class _Part:
             with anyio.CancelScope(shield=True):
                 await self._stop(self._process)
 
-    async def answers(self, client: httpx.AsyncClient) -> None:
-        """Wait until it is there. Raises KvatlasError."""
+    async def wait_until_ready(self, client: httpx.AsyncClient) -> None:
+        """Wait until the part answers its probe. Raises KvatlasError."""
         assert self._process is not None
         with anyio.move_on_after(START_S):
             while True:
                 if self._process.returncode is not None:
-                    raise KvatlasError(f"{self._name} ended by itself: {self._last_line()}")
+                    raise KvatlasError(f"{self._name} exited: {self._last_line()}")
                 if self._probe_url is None:
                     return
                 try:
@@ -143,4 +151,4 @@ class _Part:
 
     def _last_line(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "its log is empty"

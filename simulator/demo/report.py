@@ -1,4 +1,4 @@
-"""What the demo shows at its end: a table, and one picture of the same figures."""
+"""The demo's result: a table, and a picture of the same figures."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from typing import Any
 from rich.table import Table
 
 from kvatlas.predictions.accuracy import MEANING, Deviation
-from simulator.demo.driver import Outcome
+from simulator.demo.load_generator import Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One policy's run. `lag_*_ms` are upper bounds of histogram buckets; None where no message was applied."""
+    """One policy's run. `lag_*_ms` are upper bounds of histogram buckets; None if no message was applied."""
 
     name: str
     outcomes: Sequence[Outcome]
@@ -42,13 +42,13 @@ class Phase:
         return sorted(o.ttft_ms for o in self.outcomes)
 
     @property
-    def exact(self) -> float:
-        """Requests whose prediction was the engine's own figure, as a fraction."""
+    def exact_rate(self) -> float:
+        """Requests whose prediction equals the engine's figure, as a fraction."""
         return sum(o.deviation is Deviation.NONE for o in self.outcomes) / len(self.outcomes)
 
     @property
     def deviations(self) -> dict[Deviation, int]:
-        """How many requests deviate from their prediction, by reason."""
+        """The number of requests that deviate from their prediction, by reason."""
         found = Counter(o.deviation for o in self.outcomes)
         return {why: found[why] for why in MEANING}
 
@@ -62,7 +62,7 @@ class Phase:
             "p99_ttft_ms": self.p99_ttft_ms,
             "predicted_cached_tokens": sum(o.predicted_tokens for o in self.outcomes),
             "cached_tokens": sum(o.cached_tokens for o in self.outcomes),
-            "predicted_exactly": self.exact,
+            "predicted_exactly": self.exact_rate,
             "deviations": {why.value: number for why, number in self.deviations.items()},
             "blocks_indexed": self.blocks_indexed,
             "event_lag_p50_ms_at_most": self.lag_p50_ms,
@@ -71,8 +71,8 @@ class Phase:
         }
 
 
-def table(phases: Sequence[Phase]) -> Table:
-    shown = Table("", *(phase.name for phase in phases), title="one workload, equal cold caches")
+def build_table(phases: Sequence[Phase]) -> Table:
+    table = Table("", *(phase.name for phase in phases), title="one workload, equal cold caches")
     rows = {
         "requests": [f"{len(p.outcomes):,} in {p.seconds:.0f} s" for p in phases],
         "hit rate of prompt tokens": [f"{p.hit_rate:.1%}" for p in phases],
@@ -80,28 +80,28 @@ def table(phases: Sequence[Phase]) -> Table:
         "TTFT, p99": [f"{p.p99_ttft_ms:,.0f} ms" for p in phases],
         "cached tokens, predicted": [f"{sum(o.predicted_tokens for o in p.outcomes):,}" for p in phases],
         "cached tokens, real": [f"{sum(o.cached_tokens for o in p.outcomes):,}" for p in phases],
-        "requests predicted exactly": [f"{p.exact:.1%}" for p in phases],
+        "requests predicted exactly": [f"{p.exact_rate:.1%}" for p in phases],
         **{
             f"  {MEANING[why]}": [f"{p.deviations[why]:,}" for p in phases]
             for why in MEANING
             if any(p.deviations[why] for p in phases)
         },
         "blocks in the index at the end": [f"{p.blocks_indexed:,}" for p in phases],
-        "event lag, p50 / p99": [f"{_bound(p.lag_p50_ms)} / {_bound(p.lag_p99_ms)}" for p in phases],
+        "event lag, p50 / p99": [f"{_at_most(p.lag_p50_ms)} / {_at_most(p.lag_p99_ms)}" for p in phases],
         "engines refused (503)": [f"{sum(o.refused for o in p.outcomes):,}" for p in phases],
     }
     for name, cells in rows.items():
-        shown.add_row(name, *cells)
-    return shown
+        table.add_row(name, *cells)
+    return table
 
 
-def _bound(milliseconds: float | None) -> str:
+def _at_most(milliseconds: float | None) -> str:
     return "-" if milliseconds is None else f"<= {milliseconds:g} ms"
 
 
-def picture(phases: Sequence[Phase], path: Path) -> None:
-    """Hit rate over the requests, the distribution of TTFT, and predicted against real cached tokens."""
-    import matplotlib as mpl  # here: importing it takes a second
+def save_picture(phases: Sequence[Phase], path: Path) -> None:
+    """Plot the hit rate over the requests, the distribution of TTFT, and predicted against real cached tokens."""
+    import matplotlib as mpl  # not at the top: the import takes a second
 
     mpl.use("agg")
     from matplotlib import pyplot
@@ -126,7 +126,9 @@ def picture(phases: Sequence[Phase], path: Path) -> None:
     exact.plot([0, most], [0, most], color="#c0c4cc", linewidth=1, zorder=0)
     hits.set(title="prompt tokens found cached so far", xlabel="request", ylabel="%", ylim=(0, 100))
     waits.set(title="time to first token", xlabel="ms", ylabel="% of requests", ylim=(0, 101), xscale="log")
-    exact.set(title=f"{last.name}: {last.exact:.1%} predicted exactly", xlabel="predicted tokens", ylabel="real tokens")
+    exact.set(
+        title=f"{last.name}: {last.exact_rate:.1%} predicted exactly", xlabel="predicted tokens", ylabel="real tokens"
+    )
     hits.legend(loc="lower right")
     waits.legend(loc="lower right")
     figure.savefig(path, dpi=110)

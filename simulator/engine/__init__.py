@@ -1,1 +1,1 @@
-"""Scheduler, steps and their time."""
+"""Scheduler, steps and how long they take."""

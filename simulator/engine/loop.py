@@ -1,4 +1,4 @@
-"""Runs an engine's steps in (sped-up) real time and hands each request its tokens."""
+"""Runs an engine's steps in (sped-up) real time and delivers each request's tokens."""
 
 import logging
 import math
@@ -10,37 +10,36 @@ from typing import Protocol
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from simulator.cache.block_changes import BlockChange
-from simulator.engine.generation import GeneratedToken, GenerationRequest
-from simulator.engine.scheduler import EngineCore, EngineLoad
+from simulator.cache.kv_events import KVEvent
+from simulator.engine.core import EngineCore, EngineLoad
+from simulator.engine.generation_request import GeneratedToken, GenerationRequest
 
 _log = logging.getLogger(__name__)
 
 MIN_SLEEP_S = 0.001
-"""Event loops can't sleep shorter; steps that are due sooner run at once, and the next sleep makes up for it."""
-
+"""Event loops can't sleep shorter. Steps that are due sooner run at once, and the next sleep makes up for it."""
 
 MAX_LAG_S = 0.1
-"""How much a busy engine makes up for. On a machine too slow for its speed-up, simulated time runs slower than asked."""
+"""How much lag a busy engine makes up for. On a machine too slow for the speed-up, simulated time runs slower."""
 
 
 class EventSink(Protocol):
     """Where an engine's KV events go."""
 
-    async def publish(self, changes: tuple[BlockChange, ...]) -> None:
-        """Send one batch; `changes` is not empty."""
+    async def publish(self, events: tuple[KVEvent, ...]) -> None:
+        """Send one batch; `events` is not empty."""
         ...
 
 
 class NoEvents:
-    """An engine that is not told to publish any."""
+    """The sink of an engine without KV events."""
 
-    async def publish(self, changes: tuple[BlockChange, ...]) -> None:
-        """They are heard by nobody."""
+    async def publish(self, events: tuple[KVEvent, ...]) -> None:
+        """Drop the batch."""
 
 
 class EngineLoop:
-    """One engine that lives while `run` does. `speed_up` simulated seconds pass in one real second."""
+    """One engine that runs while `run` does. `speed_up` simulated seconds pass in one real second."""
 
     def __init__(self, core: EngineCore, sink: EventSink, *, speed_up: float = 1.0) -> None:
         self.core = core
@@ -57,15 +56,15 @@ class EngineLoop:
         return self.core.load
 
     async def run(self) -> None:
-        """Step until cancelled; then every open request's tokens end."""
+        """Step until cancelled; then the streams of all open requests end."""
         try:
             due_us = 0.0
             while True:
-                while self.asleep or not self.core.has_work:  # a request may be given up before its wake-up gets here
+                while self.asleep or not self.core.has_work:  # a request may be aborted before its wake-up gets here
                     self._wake = anyio.Event()
                     await self._wake.wait()
                     due_us = self._now_us()
-                # A late step begins when it was due, so that oversleeping doesn't add up.
+                # A late step begins at the time it was due, so that oversleeping doesn't add up.
                 due_us = await self._step(max(due_us, self._now_us() - MAX_LAG_S * self._us_per_s))
         finally:
             for stream in self._streams.values():
@@ -74,9 +73,9 @@ class EngineLoop:
 
     @contextmanager
     def generate(self, request: GenerationRequest) -> Iterator[MemoryObjectReceiveStream[GeneratedToken]]:
-        """The tokens of a request, as steps end. Leaving early gives the request up.
+        """The tokens of a request, as steps end. Leaving the context early aborts the request.
 
-        The stream ends without the last token when the engine stops. Raises QueueFull and RequestTooLarge.
+        The stream ends without the last token if the engine stops. Raises QueueFull and RequestTooLarge.
         """
         self.core.submit(request)
         send, receive = anyio.create_memory_object_stream[GeneratedToken](math.inf)
@@ -91,13 +90,13 @@ class EngineLoop:
                 self.core.abort(request.request_id)
 
     async def reset_prefix_cache(self, *, preempt_running: bool, include_cpu: bool) -> bool:
-        """As the core's; what it changed is published at once, also by an idle engine."""
+        """As the core's; the events are published at once, also by an idle engine."""
         done = self.core.reset_prefix_cache(preempt_running=preempt_running, include_cpu=include_cpu)
-        await self._publish(self.core.take_changes())
+        await self._publish(self.core.take_events())
         return done
 
     async def sleep(self) -> None:
-        """As vLLM's: the cache is dropped, and requests wait until `wake_up`."""
+        """Drop the cache and let requests wait until `wake_up`, as vLLM does."""
         self.asleep = True
         await self.reset_prefix_cache(preempt_running=True, include_cpu=True)
 
@@ -113,14 +112,14 @@ class EngineLoop:
         ahead_s = (step.ended_us - self._now_us()) / self._us_per_s
         await anyio.sleep(ahead_s if ahead_s >= MIN_SLEEP_S else 0)
         result = self.core.end_step(step)
-        await self._publish(result.changes)
+        await self._publish(result.events)
         for token in result.tokens:
             stream = self._streams.get(token.request_id)
             if stream is not None:
                 stream.send_nowait(token)
         return result.ended_us
 
-    async def _publish(self, changes: tuple[BlockChange, ...]) -> None:
-        async with self._publishing:  # batches leave in the order in which the cache changed
-            if changes:
-                await self._sink.publish(changes)
+    async def _publish(self, events: tuple[KVEvent, ...]) -> None:
+        async with self._publishing:  # batches leave in the order of the cache's changes
+            if events:
+                await self._sink.publish(events)

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Linear rates, microseconds. A step computes prefill chunks and one token of every decoding sequence together."""
+    """Linear rates in microseconds. A step computes prefill chunks together with one token of every decoding sequence."""
 
     prefill_us_per_token: float = 45.0
     decode_step_us: float = 8_000.0
-    """Of a step in which anything decodes: reading the weights once."""
+    """Once for each step in which anything decodes: reading the weights."""
     decode_us_per_sequence: float = 50.0
     decode_us_per_kv_token: float = 0.02
-    """Reading one token's KV of a decoding sequence."""
+    """Reading the KV of one token of a decoding sequence."""
     swap_in_us_per_block: float = 55.0
 
     def step_us(self, *, prefill_tokens: int, decode_sequences: int, decode_kv_tokens: int, swapped_in: int) -> float:
-        """Duration of one step."""
+        """Duration of one step in microseconds."""
         return (
             prefill_tokens * self.prefill_us_per_token
             + (self.decode_step_us if decode_sequences else 0.0)

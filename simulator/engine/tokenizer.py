@@ -1,6 +1,6 @@
-"""Text for an engine without a model: a byte tokenizer, and made-up output tokens.
+"""Text for an engine without a model: a byte tokenizer, and synthetic output tokens.
 
-A text's token ids are its UTF-8 bytes, 0 to 255. Generated ids are 256 and above, and read as ` t<id>`, so prompts and
+A text's token ids are its UTF-8 bytes, 0 to 255. Generated ids are 256 and above and decode to ` t<id>`, so prompts and
 answers can't be mistaken for each other.
 """
 
@@ -18,7 +18,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(token_ids: Iterable[int]) -> str:
-    """A text for token ids; invalid UTF-8 is shown as replacement characters."""
+    """The text of token ids; invalid UTF-8 becomes replacement characters."""
     out = bytearray()
     for token in token_ids:
         if token < BYTE_TOKENS:
@@ -31,7 +31,7 @@ def decode(token_ids: Iterable[int]) -> str:
 class AnswerTokens:
     """The endless answer to one prompt: pseudo-random, and equal on every engine that serves the same model.
 
-    It depends on model, adapter, prompt tokens and choice, so runs of one workload are comparable however it is routed.
+    It depends on model, adapter, prompt tokens and choice alone, so runs of one workload are comparable under any routing.
     """
 
     def __init__(self, model: str, prompt: Sequence[int], choice: int, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""How the mock engine tells a conversation as one text: a fixed chat template, in code and as Jinja."""
+"""The simulated engine's chat template, in code and as Jinja: turns a conversation into one text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content or '' }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""The same as `render`, as a tokenizer's configuration would carry it; content is text."""
+"""The same as `render`, as in a tokenizer's configuration; for messages whose content is text."""
 
 
 def render(
@@ -18,7 +18,7 @@ def render(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation. Text parts of one message are joined by line ends, as vLLM does."""
+    """The text of a conversation. The text parts of one message are joined by newlines, as in vLLM."""
     parts = [f"<|tools|>\n{json.dumps(tools, ensure_ascii=False)}<|end|>\n"] if tools else []
     for message in messages:
         content = message.get("content") or ""

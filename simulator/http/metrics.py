@@ -1,4 +1,4 @@
-"""An engine's Prometheus page: vLLM's names, and what the mock cache knows beyond them."""
+"""An engine's Prometheus page: vLLM's metrics, and the simulator's own."""
 
 from collections.abc import Iterator
 
@@ -14,10 +14,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class EngineMetrics(Collector):
-    """Reads the engine at each scrape."""
+    """Collects the engine's state at each scrape."""
 
     def __init__(self, engine: EngineLoop, *, model: str, started_at: float) -> None:
-        """`started_at`: seconds since the epoch; a listener knows a restarted engine by it."""
+        """`started_at`: seconds since the epoch; a restarted engine is recognised by it."""
         self._engine = engine
         self._core = engine.core
         self._model = model
@@ -57,8 +57,8 @@ class EngineMetrics(Collector):
         yield start
         for name, text, value in (
             ("allocations", "GPU blocks handed out.", stats.allocations),
-            ("block_hits", "Prompt blocks found.", stats.hits),
-            ("block_misses", "Prompt blocks not found.", stats.misses),
+            ("block_hits", "Prompt blocks found in the cache.", stats.hits),
+            ("block_misses", "Prompt blocks not found in the cache.", stats.misses),
             ("evictions", "Cached blocks evicted from the GPU.", stats.evictions),
             ("copies", "Blocks copied on write.", stats.copies),
             ("swapped_out_blocks", "Blocks copied to the CPU tier.", stats.swapped_out),
@@ -67,8 +67,8 @@ class EngineMetrics(Collector):
         ):
             yield self._counter(f"kvatlas_simulator:{name}", text, value)
         for name, text, fraction in (
-            ("block_hit_rate", "Found prompt blocks of all looked up.", stats.hit_rate),
-            ("fragmentation", "Empty slots of all slots in held blocks.", stats.fragmentation),
+            ("block_hit_rate", "Share of looked-up prompt blocks that were found.", stats.hit_rate),
+            ("fragmentation", "Share of empty slots in the blocks that sequences hold.", stats.fragmentation),
             ("cached_blocks", "GPU blocks with a hash.", stats.cached_blocks),
             ("cpu_blocks", "Blocks in the CPU tier.", stats.cpu_blocks),
         ):

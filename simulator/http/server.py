@@ -1,8 +1,5 @@
-"""The engine's HTTP side, as vLLM's API server answers.
-
-Health, version, metrics, models, completions of texts and chats, tokens, event sources, cache reset, sleep.
-
-`/kv_blocks` is the simulator's own.
+"""The engine's HTTP API, as vLLM's API server: health, version, metrics, models, completions, chats, tokens, event sources,
+cache reset and sleep. `/kv_blocks` is the simulator's own.
 """
 
 import time
@@ -16,22 +13,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.resident_blocks import resident_blocks
+from simulator.cache.resident_blocks import list_resident_blocks
 from simulator.engine.loop import EngineLoop
-from simulator.http.completion_request import ChatRequest, CompletionRequest, parse_tokenize
-from simulator.http.completions import ChatResponse, CompletionResponse, error_response
+from simulator.http.completion_response import ChatResponse, CompletionResponse, error_response
 from simulator.http.metrics import CONTENT_TYPE, EngineMetrics
+from simulator.http.request_bodies import ChatRequest, CompletionRequest, parse_tokenize
 
 VLLM_VERSION = "0.33.0"
-"""The version whose protocols the engine speaks."""
+"""The vLLM version whose protocols the engine speaks."""
 
 
 class _UnknownModel(InvalidValue):
-    """A request names a model that is not served."""
+    """The request names a model that is not served."""
 
 
 class EngineApi:
-    """The routes over one engine."""
+    """The HTTP routes of one engine."""
 
     def __init__(
         self,
@@ -42,7 +39,7 @@ class EngineApi:
         vocab_size: int,
         event_source: Mapping[str, Any] | None = None,
     ) -> None:
-        """`event_source`: where its KV events are, in the words of vLLM's `/kv_event_sources`."""
+        """`event_source`: where its KV events are, as vLLM's `/kv_event_sources` describes them; None without events."""
         self._engine = engine
         self._model = model
         self._adapters = tuple(adapters)
@@ -108,32 +105,32 @@ class EngineApi:
 
     async def _completions(self, request: Request) -> Response:
         try:
-            asked = CompletionRequest.parse(await request.body(), vocab_size=self._vocab_size)
-            model, adapter = self._model_of(asked.model)
+            body = CompletionRequest.parse(await request.body(), vocab_size=self._vocab_size)
+            model, adapter = self._resolve_model(body.model)
         except InvalidValue as error:
-            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
-        return CompletionResponse(self._engine, asked, model=model, adapter=adapter)
+            return _invalid(error)
+        return CompletionResponse(self._engine, body, model=model, adapter=adapter)
 
     async def _chat_completions(self, request: Request) -> Response:
         try:
-            asked = ChatRequest.parse(await request.body(), vocab_size=self._vocab_size)
-            model, adapter = self._model_of(asked.model)
+            body = ChatRequest.parse(await request.body(), vocab_size=self._vocab_size)
+            model, adapter = self._resolve_model(body.model)
         except InvalidValue as error:
-            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
-        return ChatResponse(self._engine, asked, model=model, adapter=adapter)
+            return _invalid(error)
+        return ChatResponse(self._engine, body, model=model, adapter=adapter)
 
     async def _tokenize(self, request: Request) -> Response:
         try:
-            asked = parse_tokenize(await request.body(), vocab_size=self._vocab_size)
-            self._model_of(asked.model)
+            body = parse_tokenize(await request.body(), vocab_size=self._vocab_size)
+            self._resolve_model(body.model)
         except InvalidValue as error:
-            return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
-        tokens = asked.token_ids
+            return _invalid(error)
+        tokens = body.token_ids
         capacity = self._engine.core.cache.capacity_tokens
         return JSONResponse({"count": len(tokens), "max_model_len": capacity, "tokens": tokens, "token_strs": None})
 
-    def _model_of(self, name: str | None) -> tuple[str, str | None]:
-        """(model as it is answered, adapter). Raises _UnknownModel."""
+    def _resolve_model(self, name: str | None) -> tuple[str, str | None]:
+        """(model as the response names it, adapter). Raises _UnknownModel."""
         model = self._model if name is None else name
         if model != self._model and model not in self._adapters:
             served = ", ".join((self._model, *self._adapters))
@@ -144,28 +141,32 @@ class EngineApi:
         return JSONResponse({"version": VLLM_VERSION})
 
     async def _kv_event_sources(self, _: Request) -> Response:
-        """Where the KV events are, as vLLM tells it."""
+        """Where the KV events are, in vLLM's format."""
         return JSONResponse([] if self._event_source is None else [self._event_source])
 
     async def _kv_blocks(self, _: Request) -> Response:
-        """The simulator's own: what the cache holds, in the words of `kvatlas export`."""
-        idle = not self._engine.core.has_work
-        return JSONResponse({"idle": idle, "blocks": resident_blocks(self._engine.core)})
+        """What the cache holds, in the terms of `kvatlas export`."""
+        core = self._engine.core
+        return JSONResponse({"idle": not core.has_work, "blocks": list_resident_blocks(core.cache)})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
         try:
-            preempt_running = _flag(request, "reset_running_requests")
-            include_cpu = _flag(request, "reset_external")
+            preempt_running = _parse_flag(request, "reset_running_requests")
+            include_cpu = _parse_flag(request, "reset_external")
         except InvalidValue as error:
-            return error_response(400, str(error))
+            return _invalid(error)
         if await self._engine.reset_prefix_cache(preempt_running=preempt_running, include_cpu=include_cpu):
             return Response()
         return error_response(
-            409, "running requests hold blocks; wait for them, or ask with reset_running_requests=true"
+            409, "running requests hold blocks; wait for them to end, or set reset_running_requests=true"
         )
 
 
-def _flag(request: Request, name: str) -> bool:
+def _invalid(error: InvalidValue) -> Response:
+    return error_response(404 if isinstance(error, _UnknownModel) else 400, str(error))
+
+
+def _parse_flag(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false").lower()
     if text not in ("true", "false", "1", "0"):
         raise InvalidValue(f"{name} is {text!r:.50}; expected true or false")

@@ -10,8 +10,9 @@ from kvatlas.fleet.records import FleetRecord, ForwardPassMetrics, WorkerState
 from router_client import AnswerClock, Choice, Prompt, RouterClient, StaticFleet, Timings, Usage
 from simulator.cache.block_hash import SeededBlockHasher
 from simulator.cache.kv_cache import KVCache
-from simulator.engine.generation import GeneratedToken, GenerationRequest
-from simulator.engine.scheduler import EngineCore, SchedulerLimits
+from simulator.engine.core import EngineCore
+from simulator.engine.generation_request import GeneratedToken, GenerationRequest
+from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
 from tests.router_client.pools import SCOPE, worker
 

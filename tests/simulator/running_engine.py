@@ -1,4 +1,4 @@
-"""A whole engine on free loopback ports, and a listener to its events that folds them as a publisher would."""
+"""A whole engine on free loopback ports, and a subscriber to its events that folds them as a publisher would."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -11,9 +11,11 @@ import httpx
 import msgpack
 import zmq
 import zmq.asyncio
+from prometheus_client.parser import text_string_to_metric_families
 
 from simulator.service import EngineAddresses, run_engine
 from simulator.settings import EngineSettings
+from tests.eventually import until
 
 FREE_PORT = "tcp://127.0.0.1:0"
 
@@ -49,6 +51,27 @@ async def running_engine(**changed: Any) -> AsyncIterator[tuple[EngineAddresses,
         async with httpx.AsyncClient(base_url=found[0].base_url, timeout=20) as client:
             yield found[0], client
         tasks.cancel_scope.cancel()
+
+
+async def scrape_metrics(client: httpx.AsyncClient) -> dict[str, tuple[float, dict[str, str]]]:
+    """(value, labels) of each sample on the metrics page, by name."""
+    response = await client.get("/metrics")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
+    return {
+        sample.name: (sample.value, sample.labels)
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+async def wait_for_requests(client: httpx.AsyncClient, *, running: int, waiting: int = 0) -> None:
+    """Wait until the engine has exactly this many requests."""
+
+    async def counts_match() -> bool:
+        found = await scrape_metrics(client)
+        return (found["vllm:num_requests_running"][0], found["vllm:num_requests_waiting"][0]) == (running, waiting)
+
+    await until(counts_match, what=f"{running} running and {waiting} waiting requests")
 
 
 @dataclass(slots=True)
@@ -99,7 +122,7 @@ def fold(copies: Counter[tuple[int, str]], batch: Batch) -> None:
 
 @asynccontextmanager
 async def listening(addresses: EngineAddresses, client: httpx.AsyncClient) -> AsyncIterator[Listener]:
-    """A subscriber that the engine knows already: it has seen the batches of a cleared cache."""
+    """A subscriber that is connected: it has received the events of a cleared cache."""
     assert addresses.replay_endpoint is not None
     context = zmq.asyncio.Context()
     subscription = context.socket(zmq.SUB)
@@ -121,7 +144,7 @@ async def listening(addresses: EngineAddresses, client: httpx.AsyncClient) -> As
 
 
 async def replayed(endpoint: str, first_seq: int) -> list[Batch]:
-    """What the replay socket answers, up to its end marker."""
+    """What the replay socket sends, up to the end marker."""
     context = zmq.asyncio.Context()
     dealer = context.socket(zmq.DEALER)
     batches: list[Batch] = []

@@ -1,17 +1,17 @@
-"""What one cache does in named situations: sharing, copy-on-write, swapping, resetting, pressure."""
+"""One cache in named situations: sharing, copy-on-write, eviction, swapping, reset, pressure."""
 
 import pytest
 
-from simulator.cache.block_changes import BlockChange, BlockRemoved, BlocksStored, GpuCleared, Medium
 from simulator.cache.block_hash import Namespace, SeededBlockHasher
 from simulator.cache.eviction import EvictionPolicy
 from simulator.cache.kv_cache import KVCache, OutOfBlocks
+from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
 from simulator.cache.stats import MemoryPressure
 
 PLAIN = Namespace()
 
 
-def a_cache(
+def make_cache(
     num_blocks: int = 8,
     *,
     eviction: EvictionPolicy = EvictionPolicy.LRU,
@@ -31,7 +31,7 @@ def a_cache(
 
 
 def run(cache: KVCache, sequence_id: str, tokens: list[int], namespace: Namespace = PLAIN) -> int:
-    """Open and write a whole prompt; how many of its tokens were found."""
+    """Open and write a whole prompt; how many of its tokens were hits."""
     match = cache.match(tokens, namespace)
     cache.open(sequence_id, match)
     assert cache.write(sequence_id, tokens[match.hit_tokens :])
@@ -45,44 +45,44 @@ def run_and_release(cache: KVCache, tokens: list[int], namespace: Namespace = PL
 
 
 def prompt(start: int, blocks: int) -> list[int]:
-    """So many full blocks, and one token more."""
+    """Tokens of this many full blocks, and one more."""
     return list(range(start, start + 4 * blocks + 1))
 
 
-def removed(changes: tuple[BlockChange, ...], medium: Medium = Medium.GPU) -> list[int]:
-    return [change.block_hash for change in changes if isinstance(change, BlockRemoved) and change.medium is medium]
+def removed(events: tuple[KVEvent, ...], medium: Medium = Medium.GPU) -> list[int]:
+    return [event.block_hash for event in events if isinstance(event, BlockRemoved) and event.medium is medium]
 
 
-def stored(changes: tuple[BlockChange, ...], medium: Medium = Medium.GPU) -> list[int]:
-    runs = [change for change in changes if isinstance(change, BlocksStored) and change.medium is medium]
-    return [block_hash for change in runs for block_hash in change.block_hashes]
+def stored(events: tuple[KVEvent, ...], medium: Medium = Medium.GPU) -> list[int]:
+    runs = [event for event in events if isinstance(event, BlocksStored) and event.medium is medium]
+    return [block_hash for event in runs for block_hash in event.block_hashes]
 
 
 def hashes_of(cache: KVCache, tokens: list[int]) -> list[int]:
     """Cache a prompt; the hashes of its blocks, head first."""
-    cache.take_changes()
+    cache.take_events()
     run_and_release(cache, tokens)
-    return stored(cache.take_changes())
+    return stored(cache.take_events())
 
 
-def test_a_prompt_finds_the_blocks_of_an_equal_prefix_only() -> None:
-    cache = a_cache()
+def test_a_prompt_hits_only_the_blocks_of_an_equal_prefix() -> None:
+    cache = make_cache()
     run_and_release(cache, prompt(0, 3))
     assert cache.match([*prompt(0, 2), 99, 99, 99, 99], PLAIN).hit_tokens == 8
     assert cache.match([99, *prompt(0, 2)], PLAIN).hit_tokens == 0
     assert cache.match(prompt(4, 2), PLAIN).hit_tokens == 0, "equal blocks behind another prefix"
 
 
-def test_found_blocks_are_told_again_where_hits_are_reported() -> None:
+def test_hit_blocks_are_reported_as_stored_again_if_hits_are_reported() -> None:
     for report_hits in (False, True):
-        cache = a_cache(report_hits=report_hits)
+        cache = make_cache(report_hits=report_hits)
         first = hashes_of(cache, prompt(0, 3))
         again = hashes_of(cache, prompt(0, 3))
         assert again[: len(first)] == (first if report_hits else [])
 
 
 def test_the_last_token_of_a_fully_cached_prompt_is_computed() -> None:
-    cache = a_cache()
+    cache = make_cache()
     tokens = prompt(0, 2)[:8]
     run_and_release(cache, tokens)
     assert cache.match(tokens, PLAIN).hit_tokens == 4
@@ -90,49 +90,49 @@ def test_the_last_token_of_a_fully_cached_prompt_is_computed() -> None:
 
 
 def test_adapters_and_salts_share_nothing() -> None:
-    cache = a_cache(16)
+    cache = make_cache(16)
     scopes = [PLAIN, Namespace(adapter="a"), Namespace(adapter="b"), Namespace(cache_salt="a")]
     assert [run_and_release(cache, prompt(0, 2), scope) for scope in scopes] == [0, 0, 0, 0]
     assert [run_and_release(cache, prompt(0, 2), scope) for scope in scopes] == [8, 8, 8, 8]
 
 
 def test_extra_keys_name_the_adapter_in_every_block_and_the_salt_in_the_first() -> None:
-    cache = a_cache()
+    cache = make_cache()
     run(cache, "s", prompt(0, 2), Namespace(adapter="lora", cache_salt="tenant-1"))
-    (change,) = cache.take_changes()
-    assert isinstance(change, BlocksStored)
-    assert change.extra_keys == (("lora", "tenant-1"), ("lora",)) and change.adapter == "lora"
+    (event,) = cache.take_events()
+    assert isinstance(event, BlocksStored)
+    assert event.extra_keys == (("lora", "tenant-1"), ("lora",)) and event.adapter == "lora"
 
 
 def test_hashes_depend_on_the_engines_seed() -> None:
-    first, second = (hashes_of(a_cache(seed=seed), prompt(0, 3)) for seed in (1, 2))
+    first, second = (hashes_of(make_cache(seed=seed), prompt(0, 3)) for seed in (1, 2))
     assert len(first) == len(second) == 3 and not set(first) & set(second)
-    assert hashes_of(a_cache(seed=1), prompt(0, 3)) == first
+    assert hashes_of(make_cache(seed=1), prompt(0, 3)) == first
 
 
-def test_two_sequences_that_compute_one_prefix_at_once_keep_a_copy_each() -> None:
-    cache = a_cache()
+def test_two_sequences_that_compute_one_prefix_at_the_same_time_keep_a_copy_each() -> None:
+    cache = make_cache()
     tokens = prompt(0, 1)[:4]
     run(cache, "a", tokens)
     run(cache, "b", tokens)
-    assert len(set(stored(cache.take_changes()))) == 1 and cache.stats().cached_blocks == 2
+    assert len(set(stored(cache.take_events()))) == 1 and cache.stats().cached_blocks == 2
 
 
 def test_writing_to_a_shared_partial_block_copies_it() -> None:
-    cache = a_cache()
+    cache = make_cache()
     run(cache, "a", [1, 2, 3, 4, 5, 6])
     cache.fork("a", "b")
     assert cache.stats().allocations == 2 and cache.available_blocks == 6
     assert cache.write("b", [70])
     assert cache.stats().copies == 1 and cache.available_blocks == 5
-    assert cache.write("a", [80]), "nobody else holds its block any more"
+    assert cache.write("a", [80]), "no other sequence holds its block any more"
     assert cache.stats().copies == 1
     assert cache.read("a") == [1, 2, 3, 4, 5, 6, 80]
     assert cache.read("b") == [1, 2, 3, 4, 5, 6, 70]
 
 
 def test_full_shared_blocks_are_never_copied() -> None:
-    cache = a_cache()
+    cache = make_cache()
     run(cache, "a", [1, 2, 3, 4])
     cache.fork("a", "b")
     assert cache.write("a", [5]) and cache.write("b", [6])
@@ -140,7 +140,7 @@ def test_full_shared_blocks_are_never_copied() -> None:
 
 
 def test_a_write_that_lacks_a_block_for_the_copy_changes_nothing() -> None:
-    cache = a_cache(1)
+    cache = make_cache(1)
     run(cache, "a", [1, 2])
     cache.fork("a", "b")
     assert not cache.write("b", [3])
@@ -149,11 +149,11 @@ def test_a_write_that_lacks_a_block_for_the_copy_changes_nothing() -> None:
 
 def test_a_sequence_is_evicted_from_its_tail() -> None:
     for policy in EvictionPolicy:
-        cache = a_cache(4, eviction=policy)
+        cache = make_cache(4, eviction=policy)
         head, middle, tail = hashes_of(cache, prompt(0, 3))
         run_and_release(cache, prompt(100, 2))
-        assert removed(cache.take_changes()) == [tail, middle], policy
-        assert head not in removed(cache.take_changes())
+        assert removed(cache.take_events()) == [tail, middle], policy
+        assert head not in removed(cache.take_events())
 
 
 @pytest.mark.parametrize(
@@ -164,21 +164,21 @@ def test_a_sequence_is_evicted_from_its_tail() -> None:
         (EvictionPolicy.FREQUENCY, ["second", "third", "first"]),
     ],
 )
-def test_each_policy_evicts_in_its_order_after_the_first_was_hit_again(
+def test_each_policy_evicts_in_its_own_order_after_a_hit_on_the_first(
     policy: EvictionPolicy, expected: list[str]
 ) -> None:
-    cache = a_cache(4, eviction=policy)
+    cache = make_cache(4, eviction=policy)
     names = {
         hashes_of(cache, prompt(start, 1))[0]: name for start, name in ((0, "first"), (10, "second"), (20, "third"))
     }
     assert run_and_release(cache, prompt(0, 1)) == 4
-    cache.take_changes()
+    cache.take_events()
     run(cache, "all", prompt(100, 3))
-    assert [names[block_hash] for block_hash in removed(cache.take_changes())] == expected
+    assert [names[block_hash] for block_hash in removed(cache.take_events())] == expected
 
 
-def test_frequency_keeps_what_was_hit_more_often_although_longer_ago() -> None:
-    caches = {policy: a_cache(3, eviction=policy) for policy in (EvictionPolicy.FREQUENCY, EvictionPolicy.LRU)}
+def test_frequency_keeps_the_block_that_was_hit_more_often_though_longer_ago() -> None:
+    caches = {policy: make_cache(3, eviction=policy) for policy in (EvictionPolicy.FREQUENCY, EvictionPolicy.LRU)}
     survivors = {}
     for policy, cache in caches.items():
         run_and_release(cache, prompt(0, 1))
@@ -191,7 +191,7 @@ def test_frequency_keeps_what_was_hit_more_often_although_longer_ago() -> None:
 
 
 def test_blocks_that_a_sequence_holds_are_never_evicted() -> None:
-    cache = a_cache(4)
+    cache = make_cache(4)
     run(cache, "held", prompt(0, 2))
     assert not cache.can_open(cache.match(prompt(50, 2), PLAIN), 9)
     cache.open("more", cache.match(prompt(50, 2), PLAIN))
@@ -201,57 +201,57 @@ def test_blocks_that_a_sequence_holds_are_never_evicted() -> None:
 
 
 def test_evicted_blocks_are_swapped_out_and_back_in() -> None:
-    cache = a_cache(4, num_cpu_blocks=8)
+    cache = make_cache(4, num_cpu_blocks=8)
     hashes = hashes_of(cache, prompt(0, 3))
     run_and_release(cache, prompt(100, 3))
-    changes = cache.take_changes()
-    assert stored(changes, Medium.CPU) == removed(changes) == hashes[::-1], (
-        "tail first, stored there before removed here"
+    events = cache.take_events()
+    assert stored(events, Medium.CPU) == removed(events) == hashes[::-1], (
+        "tail first, and stored on the CPU before removed from the GPU"
     )
     match = cache.match(prompt(0, 3), PLAIN)
     assert match.hit_tokens == 12 and cache.swap_ins(match) == 3
     run(cache, "back", prompt(0, 3))
-    assert stored(cache.take_changes()) == hashes, "one run, head first"
+    assert stored(cache.take_events()) == hashes, "one run, head first"
     assert cache.read("back") == prompt(0, 3)
     stats = cache.stats()
-    assert (stats.swapped_in, stats.cpu_blocks) == (3, 6), "the copies on the CPU stay"
+    assert (stats.swapped_in, stats.cpu_blocks) == (3, 6), "the CPU copies stay"
 
 
 def test_a_full_cpu_tier_evicts_from_the_tail_too() -> None:
-    cache = a_cache(3, num_cpu_blocks=2)
+    cache = make_cache(3, num_cpu_blocks=2)
     head, second = hashes_of(cache, prompt(0, 2))
     run_and_release(cache, prompt(100, 2))
     assert cache.stats().cpu_blocks == 2
-    cache.take_changes()
+    cache.take_events()
     run_and_release(cache, prompt(200, 2))
-    gone = removed(cache.take_changes(), Medium.CPU)
+    gone = removed(cache.take_events(), Medium.CPU)
     assert gone == [second, head]
     assert cache.stats().cpu_evictions == 2
 
 
 def test_a_reset_clears_the_gpu_and_leaves_the_cpu_unless_asked() -> None:
-    cache = a_cache(3, num_cpu_blocks=4)
+    cache = make_cache(3, num_cpu_blocks=4)
     run_and_release(cache, prompt(0, 2))
     run_and_release(cache, prompt(100, 2))
-    cache.take_changes()
+    cache.take_events()
     assert cache.reset()
-    assert cache.take_changes() == (GpuCleared(),)
+    assert cache.take_events() == (GpuCleared(),)
     assert cache.match(prompt(0, 2), PLAIN).hit_tokens == 8 and cache.match(prompt(100, 2), PLAIN).hit_tokens == 0
     assert cache.reset(include_cpu=True)
-    cleared, *rest = cache.take_changes()
+    cleared, *rest = cache.take_events()
     assert cleared == GpuCleared() and len(removed(tuple(rest), Medium.CPU)) == 2
     assert cache.match(prompt(0, 2), PLAIN).hit_tokens == 0
 
 
 def test_a_reset_is_refused_while_blocks_are_held() -> None:
-    cache = a_cache()
+    cache = make_cache()
     run(cache, "s", prompt(0, 2))
-    cache.take_changes()
-    assert not cache.reset() and not cache.take_changes()
+    cache.take_events()
+    assert not cache.reset() and not cache.take_events()
 
 
-def test_opening_what_does_not_fit_is_refused_and_changes_nothing() -> None:
-    cache = a_cache(3, num_cpu_blocks=4)
+def test_opening_a_prefix_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    cache = make_cache(3, num_cpu_blocks=4)
     run_and_release(cache, prompt(0, 2))
     run(cache, "held", prompt(100, 2))
     match = cache.match(prompt(0, 2), PLAIN)
@@ -274,8 +274,8 @@ def test_opening_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         (20, MemoryPressure.CRITICAL),
     ],
 )
-def test_pressure_follows_the_blocks_that_are_held(held_blocks: int, level: MemoryPressure) -> None:
-    cache = a_cache(20)
+def test_pressure_follows_the_blocks_that_sequences_hold(held_blocks: int, level: MemoryPressure) -> None:
+    cache = make_cache(20)
     run_and_release(cache, prompt(500, 10))
     if held_blocks:
         run(cache, "s", list(range(4 * held_blocks)))
@@ -284,7 +284,7 @@ def test_pressure_follows_the_blocks_that_are_held(held_blocks: int, level: Memo
 
 
 def test_stats_count_lookups_and_empty_slots() -> None:
-    cache = a_cache()
+    cache = make_cache()
     run_and_release(cache, prompt(0, 3))
     run(cache, "s", prompt(0, 4))
     stats = cache.stats()

@@ -1,43 +1,43 @@
-"""The loop around the scheduler: waking, giving up, publishing."""
+"""The engine loop: wake-ups, aborted requests, the order of events and answers."""
 
 import anyio
 import pytest
 
-from simulator.cache.block_changes import BlockChange
 from simulator.cache.block_hash import SeededBlockHasher
 from simulator.cache.kv_cache import KVCache
-from simulator.engine.generation import GenerationRequest
+from simulator.cache.kv_events import KVEvent
+from simulator.engine.core import EngineCore
+from simulator.engine.generation_request import GenerationRequest
 from simulator.engine.loop import EngineLoop
-from simulator.engine.scheduler import EngineCore
 from tests.eventually import until
 from tests.simulator.cache.event_fold import EventFold
 
 pytestmark = pytest.mark.anyio
 
 
-class Kept:
-    """A sink that folds what it is given."""
+class RecordingSink:
+    """Keeps every batch."""
 
     def __init__(self) -> None:
-        self.batches: list[tuple[BlockChange, ...]] = []
+        self.batches: list[tuple[KVEvent, ...]] = []
 
-    async def publish(self, changes: tuple[BlockChange, ...]) -> None:
-        assert changes
-        self.batches.append(changes)
+    async def publish(self, events: tuple[KVEvent, ...]) -> None:
+        assert events
+        self.batches.append(events)
 
 
-def a_loop(sink: Kept, speed_up: float = 1e4) -> EngineLoop:
+def make_loop(sink: RecordingSink, speed_up: float = 1e4) -> EngineLoop:
     cache = KVCache(num_blocks=64, block_size=4, hasher=SeededBlockHasher(1))
     return EngineLoop(EngineCore(cache), sink, speed_up=speed_up)
 
 
-async def test_a_request_given_up_before_the_engine_wakes_does_no_harm() -> None:
-    sink = Kept()
-    engine = a_loop(sink)
+async def test_a_request_can_be_aborted_before_the_engine_wakes() -> None:
+    sink = RecordingSink()
+    engine = make_loop(sink)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.run)
         await anyio.wait_all_tasks_blocked()
-        with engine.generate(GenerationRequest("gone", (1, 2, 3), 5)):
+        with engine.generate(GenerationRequest("aborted", (1, 2, 3), 5)):
             pass
         await anyio.wait_all_tasks_blocked()
         with engine.generate(GenerationRequest("stays", (1, 2, 3, 4, 5), 2)) as tokens:
@@ -46,9 +46,9 @@ async def test_a_request_given_up_before_the_engine_wakes_does_no_harm() -> None
     assert engine.core.cache.available_blocks == 64
 
 
-async def test_the_answer_comes_after_the_events_of_its_step() -> None:
-    sink = Kept()
-    engine = a_loop(sink)
+async def test_a_token_comes_after_the_events_of_its_step() -> None:
+    sink = RecordingSink()
+    engine = make_loop(sink)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.run)
         with engine.generate(GenerationRequest("s", tuple(range(9)), 1)) as tokens:
@@ -60,8 +60,8 @@ async def test_the_answer_comes_after_the_events_of_its_step() -> None:
     assert len(fold.copies) == 2
 
 
-async def test_an_engine_that_stops_ends_open_answers() -> None:
-    engine = a_loop(Kept(), speed_up=0.001)
+async def test_a_stopping_engine_ends_open_answers() -> None:
+    engine = make_loop(RecordingSink(), speed_up=0.001)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.run)
         with engine.generate(GenerationRequest("s", (1, 2), 1)) as tokens:

@@ -1,4 +1,4 @@
-"""The queue of candidates against a sorted dictionary."""
+"""The queue of eviction candidates against a dictionary."""
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -9,7 +9,7 @@ KEYS = st.tuples(st.integers(0, 5), st.integers(0, 2))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "discard", "pop"]), st.integers(0, 6), KEYS), max_size=300))
-def test_it_gives_the_lowest_key_of_those_that_are_candidates(steps: list[tuple[str, int, tuple[int, int]]]) -> None:
+def test_the_queue_pops_the_candidate_with_the_lowest_key(steps: list[tuple[str, int, tuple[int, int]]]) -> None:
     queue: EvictionQueue[int] = EvictionQueue()
     model: dict[int, tuple[int, int]] = {}
     for action, candidate, key in steps:
@@ -26,7 +26,7 @@ def test_it_gives_the_lowest_key_of_those_that_are_candidates(steps: list[tuple[
         assert len(queue) == len(model) and all(each in queue for each in model)
 
 
-def test_moves_do_not_pile_up() -> None:
+def test_entries_of_moved_candidates_do_not_pile_up() -> None:
     queue: EvictionQueue[int] = EvictionQueue()
     for tick in range(10_000):
         queue.put(tick % 3, (tick, 0))

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/completions`, `/v1/chat/completions` and `/tokenize`, checked."""
+"""The request bodies of `/v1/completions`, `/v1/chat/completions` and `/tokenize`, validated."""
 
 import json
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ class StreamOptions(BaseModel):
 
 
 class _Body(BaseModel, ABC):
-    """What every body has; fields that the mock engine does not know are accepted and mean nothing."""
+    """What every body has. Fields that the simulated engine does not know are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -27,7 +27,7 @@ class _Body(BaseModel, ABC):
 
     @classmethod
     def parse(cls, body: bytes, *, vocab_size: int) -> Self:
-        """Raises InvalidValue with one line that names the field, its value and what was expected."""
+        """Parse and validate. Raises InvalidValue with one line that names the field, its value and what was expected."""
         try:
             decoded = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -37,7 +37,7 @@ class _Body(BaseModel, ABC):
         try:
             request = cls.model_validate(decoded)
         except ValidationError as error:
-            raise InvalidValue(_line(error)) from error
+            raise InvalidValue(_describe(error)) from error
         wrong = next((token for token in request.token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise InvalidValue(f"prompt has token id {wrong}; expected 0 to {vocab_size - 1}")
@@ -54,12 +54,12 @@ class _Text(_Body):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
+    def _check_prompt(cls, prompt: Any) -> Any:
         if not prompt or not (
             isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) == {int})
         ):
             raise ValueError("expected one text, or one list of token ids, not empty")
-        return _readable(prompt) if isinstance(prompt, str) else prompt
+        return _check_encodable(prompt) if isinstance(prompt, str) else prompt
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class _Chat(_Body):
 
     @field_validator("messages")
     @classmethod
-    def _only_text(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _check_messages(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for message in messages:
             parts = message.get("content") or ""
             listed = parts if isinstance(parts, list) else [{"text": parts}]
@@ -81,7 +81,7 @@ class _Chat(_Body):
                 text = part.get("text") if isinstance(part, dict) else None
                 if not isinstance(text, str) or not isinstance(message.get("role"), str):
                     raise ValueError("expected a role, and content that is text or a list of text parts")
-                _readable(text)
+                _check_encodable(text)
         return messages
 
     @property
@@ -99,7 +99,7 @@ class _Generation(_Body):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -108,7 +108,7 @@ class CompletionRequest(_Text, _Generation):
 
 
 class ChatRequest(_Chat, _Generation):
-    """The body of `/v1/chat/completions`; messages are text, told in one fixed template."""
+    """The body of `/v1/chat/completions`; messages are text, rendered with one fixed template."""
 
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
@@ -127,18 +127,18 @@ class TokenizeChatRequest(_Chat):
 
 
 def parse_tokenize(body: bytes, *, vocab_size: int) -> TokenizeTextRequest | TokenizeChatRequest:
-    """A body of `/tokenize`, of either kind. Raises InvalidValue."""
+    """Parse a body of `/tokenize`, of either kind. Raises InvalidValue."""
     kind = TokenizeChatRequest if b'"messages"' in body else TokenizeTextRequest
     return kind.parse(body, vocab_size=vocab_size)
 
 
-def _readable(text: str) -> str:
+def _check_encodable(text: str) -> str:
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ValueError("expected text without lone surrogates")
     return text
 
 
-def _line(error: ValidationError) -> str:
+def _describe(error: ValidationError) -> str:
     first = error.errors()[0]
     field = str(first["loc"][0])
     if first["type"] == "missing":

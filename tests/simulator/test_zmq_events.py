@@ -1,4 +1,4 @@
-"""The KV event feed as a publisher sees it: over real ZMQ sockets, driven through real HTTP."""
+"""The KV event feed as a publisher receives it: over real ZMQ sockets, from an engine that serves real HTTP requests."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from kvatlas.errors import SettingsError
-from simulator.cache.block_changes import GpuCleared
+from simulator.cache.kv_events import GpuCleared
 from simulator.zmq_events import EventEncoding, FeedSettings, open_feed
 from tests.simulator.running_engine import Batch, fold, listening, replayed, running_engine
 
@@ -23,7 +23,7 @@ async def complete(client: httpx.AsyncClient, prompt: list[int], **more: object)
     return body
 
 
-async def test_a_stored_run_is_worded_as_vllm_does() -> None:
+async def test_a_stored_run_is_encoded_as_in_vllm() -> None:
     async with running_engine(topic="kv") as (addresses, client), listening(addresses, client) as listener:
         await complete(client, list(range(9)))
         batch = await listener.next_batch()
@@ -48,7 +48,7 @@ async def test_a_stored_run_is_worded_as_vllm_does() -> None:
         assert continued["parent_block_hash"] == hashes[1] and continued["token_ids"] == [8, 9, 10, 11]
 
 
-async def test_adapters_and_salts_are_named() -> None:
+async def test_events_name_adapters_and_salts() -> None:
     async with running_engine(adapters="first,second") as (addresses, client), listening(addresses, client) as listener:
         await complete(client, list(range(9)), model="second", cache_salt="tenant-1")
         (event,) = (await listener.next_batch()).events
@@ -56,7 +56,7 @@ async def test_adapters_and_salts_are_named() -> None:
         assert event["extra_keys"] == [["second", "tenant-1"], ["second"]]
 
 
-async def test_seqs_are_contiguous_and_removals_are_told_one_by_one() -> None:
+async def test_seqs_are_contiguous_and_each_removal_is_an_event_of_its_own() -> None:
     async with (
         running_engine(num_gpu_blocks=4) as (addresses, client),
         listening(addresses, client) as listener,
@@ -72,7 +72,7 @@ async def test_seqs_are_contiguous_and_removals_are_told_one_by_one() -> None:
         assert second.seq == listener.batches[0].seq + 1
 
 
-async def test_the_cpu_tier_is_told_with_tokens_or_as_placeholders() -> None:
+async def test_events_of_the_cpu_tier_carry_tokens_or_are_placeholders() -> None:
     for self_describing in (True, False):
         async with (
             running_engine(num_gpu_blocks=3, num_cpu_blocks=8, self_describing_offload=self_describing) as (
@@ -93,7 +93,7 @@ async def test_the_cpu_tier_is_told_with_tokens_or_as_placeholders() -> None:
                 assert (swapped["token_ids"], swapped["block_size"]) == ([], 0) and "group_idx" not in swapped
 
 
-async def test_a_reset_is_told_at_once() -> None:
+async def test_a_reset_is_published_at_once() -> None:
     async with running_engine() as (addresses, client), listening(addresses, client) as listener:
         await complete(client, list(range(9)))
         await listener.next_batch()
@@ -102,7 +102,7 @@ async def test_a_reset_is_told_at_once() -> None:
         assert not listener.copies
 
 
-async def test_replay_gives_the_same_payloads_from_any_seq_on() -> None:
+async def test_replay_sends_the_same_payloads_from_any_seq_on() -> None:
     async with running_engine() as (addresses, client), listening(addresses, client) as listener:
         assert addresses.replay_endpoint is not None
         for start in range(0, 500, 100):
@@ -116,7 +116,7 @@ async def test_replay_gives_the_same_payloads_from_any_seq_on() -> None:
         assert await replayed(addresses.replay_endpoint, seen[-1].seq + 1) == []
 
 
-async def test_replay_holds_the_last_batches_only() -> None:
+async def test_replay_has_only_the_last_batches() -> None:
     async with running_engine(buffer_steps=3) as (addresses, client):
         assert addresses.replay_endpoint is not None
         for start in range(0, 500, 100):
@@ -124,7 +124,7 @@ async def test_replay_holds_the_last_batches_only() -> None:
         assert [batch.seq for batch in await replayed(addresses.replay_endpoint, 0)] == [2, 3, 4]
 
 
-async def test_a_request_that_is_no_replay_request_is_ignored() -> None:
+async def test_a_malformed_replay_request_is_ignored() -> None:
     async with running_engine() as (addresses, _):
         assert addresses.replay_endpoint is not None
         context = zmq.asyncio.Context()
@@ -170,7 +170,7 @@ async def test_the_feed_folds_to_the_engines_own_block_counts_under_load() -> No
         assert "vllm:num_requests_running{" in page and held["GPU"] > 10
 
 
-async def test_the_event_socket_connects_where_vllm_would() -> None:
+async def test_the_event_socket_connects_and_binds_as_in_vllm() -> None:
     context = zmq.asyncio.Context()
     subscription = context.socket(zmq.SUB)
     try:
@@ -184,7 +184,7 @@ async def test_the_event_socket_connects_where_vllm_would() -> None:
                 topic, _, _ = await subscription.recv_multipart()
             assert topic == b"" and feed.replay_endpoint is None
         async with open_feed(EventEncoding(4), FeedSettings("tcp://127.0.0.1:*", bind=False)) as feed:
-            assert not feed.endpoint.endswith("*"), "vLLM binds where the endpoint has a star"
+            assert not feed.endpoint.endswith("*"), "vLLM binds an endpoint with a star"
     finally:
         subscription.close(linger=0)
         context.term()

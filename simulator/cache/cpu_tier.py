@@ -4,11 +4,11 @@ from simulator.cache.eviction import EvictionPolicy, EvictionQueue
 from simulator.cache.prefix_tree import PrefixNode
 
 
-class HostTier:
-    """Which nodes have a copy on the CPU, and which of those go first.
+class CpuTier:
+    """Which nodes have a copy on the CPU, and which copy is evicted first.
 
-    A copy is a candidate while it isn't being read and nothing would become unreachable without it: no node behind it
-    is left, or the GPU has it too.
+    A copy is a candidate for eviction if it is not being read and nothing would become unreachable without it: the node
+    has no children, or the GPU has a copy too.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
@@ -30,31 +30,31 @@ class HostTier:
         return self._candidates
 
     def store(self, node: PrefixNode, tick: int) -> None:
-        """Take a copy in; there must be room."""
+        """Add a copy of the node; the tier must not be full."""
         node.on_cpu = True
         node.cpu_cached_at = node.cpu_released_at = tick
         self._nodes[node.block_hash] = node
-        self.settle(node)
+        self.update_candidate(node)
 
     def remove(self, node: PrefixNode) -> None:
-        """Let its copy go."""
+        """Drop the node's copy."""
         node.on_cpu = False
         del self._nodes[node.block_hash]
         self._candidates.discard(node.block_hash)
 
     def touch(self, node: PrefixNode, tick: int) -> None:
-        """Its copy was read."""
+        """Note that the node's copy was read."""
         node.cpu_released_at = tick
-        self.settle(node)
+        self.update_candidate(node)
 
     def take_victim(self) -> PrefixNode | None:
-        """The candidate whose turn it is; None when every copy must stay."""
+        """The candidate to evict next; None if every copy must stay."""
         if not len(self._candidates):
             return None
         return self._nodes[self._candidates.pop()]
 
-    def settle(self, node: PrefixNode) -> None:
-        """Call when anything that makes it a candidate may have changed."""
+    def update_candidate(self, node: PrefixNode) -> None:
+        """Call after any change that decides whether the node's copy is a candidate."""
         if node.on_cpu and not node.pinned and (node.gpu_block_ids or not node.children):
             key = self._policy.key(cached_at=node.cpu_cached_at, released_at=node.cpu_released_at, hits=node.hits)
             self._candidates.put(node.block_hash, key)

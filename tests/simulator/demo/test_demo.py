@@ -1,4 +1,4 @@
-"""The demo, small: its figures are there, and nothing is left running, also when it is interrupted."""
+"""A small demo reports its figures and leaves no process running, even if it is interrupted."""
 
 import asyncio
 import json
@@ -34,18 +34,18 @@ async def _start(folder: Path) -> asyncio.subprocess.Process:
     )
 
 
-async def _parts(demo: int) -> set[int]:
-    """Everything that the demo has started: two servers, an indexer, two engines, two sidecars, two routers."""
+async def _wait_for_parts(demo: int) -> set[int]:
+    """All processes that the demo starts: two servers, an indexer, two engines, two sidecars, two routers."""
     await until(lambda: len(descendants(demo)) >= 9, deadline_s=60, what="every part of the demo runs")
     return descendants(demo)
 
 
-async def test_it_shows_both_policies_and_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_the_demo_reports_both_policies_and_leaves_no_process_behind(tmp_path: Path) -> None:
     process = await _start(tmp_path)
-    talk = asyncio.create_task(process.communicate())
-    parts = await _parts(process.pid)
+    output = asyncio.create_task(process.communicate())
+    parts = await _wait_for_parts(process.pid)
     with anyio.fail_after(90):
-        out, err = await talk
+        out, err = await output
     assert process.returncode == 0, err.decode()
     round_robin, kvatlas = json.loads(out)
     assert (round_robin["policy"], kvatlas["policy"]) == ("round-robin", "kvatlas")
@@ -61,9 +61,9 @@ async def test_it_shows_both_policies_and_leaves_nothing_behind(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-async def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, how: signal.Signals) -> None:
+async def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path, how: signal.Signals) -> None:
     process = await _start(tmp_path)
-    parts = await _parts(process.pid)
+    parts = await _wait_for_parts(process.pid)
     os.kill(process.pid, how)
     with anyio.fail_after(30):
         await process.communicate()

@@ -1,4 +1,4 @@
-"""What happened to the cache's blocks, in order: the values a KV event feed is made of."""
+"""KV events: what happened to the cache's blocks, in order."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 
 class Medium(StrEnum):
-    """Where a copy of a block lies, in vLLM's words."""
+    """Where a copy of a block is, in vLLM's words."""
 
     GPU = "GPU"
     CPU = "CPU"
@@ -14,7 +14,7 @@ class Medium(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A run of full blocks of one sequence, head first, each the parent of the next, has one more copy on `medium`."""
+    """Each block of a run has one more copy on `medium`. The run is head first: each block is the parent of the next."""
 
     block_hashes: tuple[int, ...]
     parent_hash: int | None
@@ -23,7 +23,7 @@ class BlocksStored:
     medium: Medium
     adapter: str | None
     extra_keys: tuple[tuple[str, ...], ...]
-    """One entry a block; empty where a block has none."""
+    """One entry a block; empty if the block has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class GpuCleared:
-    """Every block left the GPU; the CPU tier is as it was."""
+    """Every block left the GPU; the CPU tier did not change."""
 
 
-BlockChange: TypeAlias = BlocksStored | BlockRemoved | GpuCleared
+KVEvent: TypeAlias = BlocksStored | BlockRemoved | GpuCleared

@@ -1,4 +1,4 @@
-"""The paged cache against its invariants, after every step of random use."""
+"""The paged cache keeps its invariants after every step of random use."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from simulator.cache.block_changes import Medium
 from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
 from simulator.cache.eviction import EvictionPolicy
 from simulator.cache.kv_cache import KVCache, PrefixMatch
+from simulator.cache.kv_events import Medium
 from tests.simulator.cache.event_fold import EventFold
 
 BLOCK_SIZE = 2
@@ -19,7 +19,7 @@ TOKENS = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, 1), min_siz
 
 
 class CollidingHasher:
-    """Only eight different hashes: what is found must be right all the same."""
+    """Only eight different hashes; hits must still be correct."""
 
     def __init__(self) -> None:
         self._inner = SeededBlockHasher(5)
@@ -72,11 +72,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.open(sequence_id, match)
             assert self.cache.read(sequence_id) == hit
             assert self.cache.write(sequence_id, rest)
-            self.note(sequence_id, prompt, namespace)
+            self.record(sequence_id, prompt, namespace)
         return sequence_id
 
     @rule(prompt=TOKENS, namespace=NAMESPACES)
-    def remember_a_match(self, prompt: list[int], namespace: Namespace) -> None:
+    def keep_a_match(self, prompt: list[int], namespace: Namespace) -> None:
         self.earlier = (prompt, namespace, self.cache.match(prompt, namespace))
 
     @invariant()
@@ -92,16 +92,16 @@ class CacheMachine(RuleBasedStateMachine):
         before = self.written[sequence_id]
         added = -(-(len(before) + len(tokens)) // BLOCK_SIZE) - -(-len(before) // BLOCK_SIZE)
         if self.cache.write(sequence_id, tokens):
-            self.note(sequence_id, before + tokens, self.namespaces[sequence_id])
+            self.record(sequence_id, before + tokens, self.namespaces[sequence_id])
         else:
-            assert added + 1 > self.cache.available_blocks, "one more only where a shared partial block is copied"
+            assert added + 1 > self.cache.available_blocks, "one more only if a shared partial block is copied"
 
     @rule(target=sequence_ids, source=sequence_ids)
     def fork(self, source: str) -> str:
         sequence_id = self.new_id()
         if source in self.written:
             self.cache.fork(source, sequence_id)
-            self.note(sequence_id, list(self.written[source]), self.namespaces[source])
+            self.record(sequence_id, list(self.written[source]), self.namespaces[source])
         return sequence_id
 
     @rule(sequence_id=consumes(sequence_ids))
@@ -121,19 +121,19 @@ class CacheMachine(RuleBasedStateMachine):
         for sequence_id in list(self.written):
             self.release(sequence_id)
 
-    def note(self, sequence_id: str, tokens: list[int], namespace: Namespace) -> None:
+    def record(self, sequence_id: str, tokens: list[int], namespace: Namespace) -> None:
         self.written[sequence_id] = tokens
         self.namespaces[sequence_id] = namespace
         for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
             self.ever_cached.add((namespace, tuple(tokens[:end])))
 
     def expected_hit_tokens(self, prompt: list[int], namespace: Namespace) -> int:
-        """From what the listener believes, with the hash chain computed anew."""
+        """From what a subscriber knows, with the hash chain computed independently."""
         parent, hit = None, 0
         for start in range(0, len(prompt) - BLOCK_SIZE, BLOCK_SIZE):
             block = prompt[start : start + BLOCK_SIZE]
             parent = self.hasher(parent, block, namespace)
-            if not self.fold.held(parent):
+            if not self.fold.holds(parent):
                 break
             hit = start + BLOCK_SIZE
         return hit
@@ -166,10 +166,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.read(sequence_id) == tokens
 
     @invariant()
-    def the_changes_tell_exactly_what_is_held(self) -> None:
-        self.fold.apply(self.cache.take_changes())
+    def the_events_fold_to_exactly_what_is_cached(self) -> None:
+        self.fold.apply(self.cache.take_events())
         held: Counter[tuple[int, Medium]] = Counter()
-        for node in self.cache._tree:
+        for node in self.cache.nodes:
             if node.gpu_block_ids:
                 held[(node.block_hash, Medium.GPU)] = len(node.gpu_block_ids)
             if node.on_cpu:
@@ -181,8 +181,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.cpu_blocks <= self.cache.num_cpu_blocks
 
     @invariant()
-    def what_is_cached_can_be_reached(self) -> None:
-        for node in self.cache._tree:
+    def cached_blocks_are_reachable(self) -> None:
+        for node in self.cache.nodes:
             assert node.resident or node.children, "a node that nothing needs"
             assert node.gpu_children == sum(1 for child in node.children.values() if child.gpu_block_ids)
             if node.parent is None:
@@ -194,19 +194,21 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def candidates_are_the_unreferenced_leaves(self) -> None:
-        cache = self.cache
-        candidates = {block.block_id for block in cache._pool.blocks if block.block_id in cache._candidates}
+        blocks, nodes = self.cache._pool.blocks, self.cache.nodes
+        queue = self.cache._prefix_cache._candidates
+        cpu_queue = self.cache._prefix_cache._cpu_tier.candidates
+        candidates = {block.block_id for block in blocks if block.block_id in queue}
         expected = {
             block.block_id
-            for block in cache._pool.blocks
+            for block in blocks
             if block.node is not None
             and not block.references
             and (len(block.node.gpu_block_ids) > 1 or not block.node.gpu_children)
         }
-        assert candidates == expected and len(cache._candidates) == len(expected)
-        on_cpu = {node.block_hash for node in cache._tree if node.on_cpu and node.block_hash in cache._host.candidates}
+        assert candidates == expected and len(queue) == len(expected)
+        on_cpu = {node.block_hash for node in nodes if node.on_cpu and node.block_hash in cpu_queue}
         assert on_cpu == {
-            node.block_hash for node in cache._tree if node.on_cpu and (node.gpu_block_ids or not node.children)
+            node.block_hash for node in nodes if node.on_cpu and (node.gpu_block_ids or not node.children)
         }
 
     @invariant()
@@ -219,7 +221,7 @@ class CollidingCacheMachine(CacheMachine):
     hasher = CollidingHasher()
 
     def expected_hit_tokens(self, prompt: list[int], namespace: Namespace) -> int:
-        return self.cache.match(prompt, namespace).hit_tokens  # a colliding hash says nothing about what is held
+        return self.cache.match(prompt, namespace).hit_tokens  # a colliding hash does not show what is cached
 
 
 TestCache = CacheMachine.TestCase

@@ -1,4 +1,4 @@
-"""What an engine is asked to generate, and the answers it refuses with."""
+"""A request to an engine, the tokens that it gets, and the errors that refuse it."""
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -7,11 +7,11 @@ from kvatlas.errors import InvalidValue, KvatlasError
 from simulator.cache.block_hash import Namespace
 
 FinishReason: TypeAlias = Literal["length"]
-"""Made-up tokens never say stop: every answer has `max_tokens` tokens."""
+"""Synthetic tokens contain no stop token: every answer has `max_tokens` tokens."""
 
 
 class QueueFull(KvatlasError):
-    """As many requests wait as the queue holds."""
+    """The queue of waiting requests is full."""
 
 
 class RequestTooLarge(InvalidValue):
@@ -37,5 +37,5 @@ class GeneratedToken:
     choice: int
     token_id: int
     cached_tokens: int
-    """Of the prompt's tokens, how many came out of the cache when the request was first scheduled."""
+    """Prompt tokens that came from the cache when the request was first scheduled."""
     finish_reason: FinishReason | None

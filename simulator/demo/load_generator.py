@@ -1,4 +1,4 @@
-"""Sends a workload through a router over HTTP, as its clients do, and notes what came of each request."""
+"""Sends a workload through a router over HTTP, as clients do, and records the outcome of each request."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from simulator.workload import Conversation, Session, Turn, Workload
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One finished request, as a client sees it. Token counts are of the prompt; `refused`: tries that engines refused."""
+    """One finished request, as its client sees it. Token counts are of the prompt; `refused`: attempts that engines refused."""
 
     worker_id: str
     ttft_ms: float
@@ -30,49 +30,49 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """What the router says of its choice."""
+    """The router's decision, from the header of its response."""
 
     worker_id: str
     predicted: Prediction
     attempt: int
 
     @classmethod
-    def of(cls, header: str) -> "_Decision":
+    def parse(cls, header: str) -> "_Decision":
         name, *parts = header.split(";")
-        told = dict(part.split("=", 1) for part in parts)
+        fields = dict(part.split("=", 1) for part in parts)
         predicted = Prediction(
-            int(told["prompt"]) if "prompt" in told else None,
-            int(told["cached"]),
-            int(told.get("unconfirmed", 0)),
-            told["by"] in BY_INDEX,
+            int(fields["prompt"]) if "prompt" in fields else None,
+            int(fields["cached"]),
+            int(fields.get("unconfirmed", 0)),
+            fields["by"] in BY_INDEX,
         )
-        return cls(name.strip('"'), predicted, int(told["attempt"]))
+        return cls(name.strip('"'), predicted, int(fields["attempt"]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`first_s`: when the first token came, on the clock of `perf_counter`."""
+    """`first_token_s`: when the first token came, on the clock of `perf_counter`."""
 
     decision: _Decision
     usage: dict[str, Any]
-    first_s: float
+    first_token_s: float
     tokens: Sequence[int]
 
 
-async def drive(
+async def send_workload(
     workload: Workload, model: str, router_url: str, speed_up: float, on_outcome: Callable[[Outcome], None]
 ) -> None:
-    """Run every session, each turn after the answer to the last one. Raises httpx' errors."""
+    """Run every session, each turn after the answer to the last one. Raises httpx's errors."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with (
         httpx.AsyncClient(base_url=router_url, timeout=60, limits=limits) as client,
         anyio.create_task_group() as sessions,
     ):
         for session in workload.sessions:
-            sessions.start_soon(_session, client, session, model, speed_up, on_outcome)
+            sessions.start_soon(_run_session, client, session, model, speed_up, on_outcome)
 
 
-async def _session(
+async def _run_session(
     client: httpx.AsyncClient, session: Session, model: str, speed_up: float, on_outcome: Callable[[Outcome], None]
 ) -> None:
     await anyio.sleep(session.arrival_us / 1e6 / speed_up)
@@ -85,27 +85,28 @@ async def _session(
 
 
 async def _request(client: httpx.AsyncClient, turn: Turn, model: str) -> tuple[Outcome, Sequence[int]]:
+    """Send one turn, again after every refusal. Returns the outcome and the answer's tokens."""
     refused = 0
     began = perf_counter()
-    while not isinstance(answered := await _completion(client, turn, model), _Answer):
+    while not isinstance(answer := await _post_completion(client, turn, model), _Answer):
         refused += 1
-        await anyio.sleep(answered / 20)
-    usage, decision = answered.usage, answered.decision
+        await anyio.sleep(answer / 20)
+    usage, decision = answer.usage, answer.decision
     prompt, cached = usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     outcome = Outcome(
         decision.worker_id,
-        (answered.first_s - began) * 1e3,
+        (answer.first_token_s - began) * 1e3,
         prompt,
         cached,
         decision.predicted.cached_tokens,
         deviation(decision.predicted, prompt, cached),
         refused + decision.attempt - 1,
     )
-    return outcome, answered.tokens
+    return outcome, answer.tokens
 
 
-async def _completion(client: httpx.AsyncClient, turn: Turn, model: str) -> _Answer | float:
-    """The answer; or, where every engine is full, after how many seconds to try again."""
+async def _post_completion(client: httpx.AsyncClient, turn: Turn, model: str) -> _Answer | float:
+    """The answer; or, if every engine is full, the seconds after which to try again."""
     body = {
         "model": turn.adapter or model,
         "prompt": turn.prompt,
@@ -114,20 +115,20 @@ async def _completion(client: httpx.AsyncClient, turn: Turn, model: str) -> _Ans
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    first_s: float | None = None
-    answer: list[int] = []
+    first_token_s: float | None = None
+    tokens: list[int] = []
     usage: dict[str, Any] = {}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code == 503:
             return float(response.headers.get("Retry-After", "1"))
         response.raise_for_status()
-        decision = _Decision.of(response.headers[DECISION_HEADER])
+        decision = _Decision.parse(response.headers[DECISION_HEADER])
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = json.loads(line.removeprefix("data: "))
             usage = event.get("usage") or usage
             for choice in event["choices"]:
-                first_s = first_s or perf_counter()
-                answer += choice.get("token_ids") or []
-    return _Answer(decision, usage, first_s or perf_counter(), answer)
+                first_token_s = first_token_s or perf_counter()
+                tokens += choice.get("token_ids") or []
+    return _Answer(decision, usage, first_token_s or perf_counter(), tokens)

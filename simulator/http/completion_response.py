@@ -1,4 +1,4 @@
-"""OpenAI-style completions of one engine: a JSON answer, or server-sent events."""
+"""OpenAI-style responses of one engine: a JSON body, or server-sent events."""
 
 import json
 import time
@@ -14,42 +14,42 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from simulator.cache.block_hash import Namespace
-from simulator.engine.generation import GeneratedToken, GenerationRequest, QueueFull, RequestTooLarge
+from simulator.engine.generation_request import GeneratedToken, GenerationRequest, QueueFull, RequestTooLarge
 from simulator.engine.loop import EngineLoop
 from simulator.engine.tokenizer import decode
-from simulator.http.completion_request import ChatRequest, CompletionRequest
+from simulator.http.request_bodies import ChatRequest, CompletionRequest
 
-_STOPPED = "the engine is stopping"
+_STOPPING = "the engine is stopping"
 
 
 def error_response(status: int, message: str) -> JSONResponse:
-    """An error as vLLM words it."""
+    """An error in vLLM's format."""
     headers = {"Retry-After": "1"} if status == 503 else None
-    return JSONResponse({"error": _error(status, message)}, status_code=status, headers=headers)
+    return JSONResponse({"error": _error_body(status, message)}, status_code=status, headers=headers)
 
 
 class CompletionResponse(Response):
-    """Generates while it is sent; gives the request up when the client goes away."""
+    """Generates while it is sent; aborts the request if the client disconnects."""
 
     id_prefix = "cmpl"
-    kind = "text_completion"
-    kind_streamed = "text_completion"
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
 
     def __init__(
-        self, engine: EngineLoop, asked: CompletionRequest | ChatRequest, *, model: str, adapter: str | None
+        self, engine: EngineLoop, body: CompletionRequest | ChatRequest, *, model: str, adapter: str | None
     ) -> None:
         super().__init__()
         self._engine = engine
-        self._asked = asked
+        self._body = body
         self._completion_id = f"{self.id_prefix}-{uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._request = GenerationRequest(
             request_id=self._completion_id,
-            prompt=asked.token_ids,
-            max_tokens=asked.max_tokens,
-            namespace=Namespace(adapter=adapter, cache_salt=asked.cache_salt),
-            choices=asked.n,
+            prompt=body.token_ids,
+            max_tokens=body.max_tokens,
+            namespace=Namespace(adapter=adapter, cache_salt=body.cache_salt),
+            choices=body.n,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,58 +62,58 @@ class CompletionResponse(Response):
             except RequestTooLarge as error:
                 response = error_response(400, str(error))
             else:
-                if self._asked.stream:
-                    response = StreamingResponse(self._events(tokens), media_type="text/event-stream")
+                if self._body.stream:
+                    response = StreamingResponse(self._stream(tokens), media_type="text/event-stream")
                 else:
-                    response = await self._whole(tokens, receive)
+                    response = await self._collect(tokens, receive)
             if response is not None:
                 await response(scope, receive, send)
 
-    async def _whole(self, tokens: MemoryObjectReceiveStream[GeneratedToken], receive: Receive) -> Response | None:
-        """The answer at its end; None when the client didn't wait for it."""
+    async def _collect(self, tokens: MemoryObjectReceiveStream[GeneratedToken], receive: Receive) -> Response | None:
+        """The response with all tokens; None if the client disconnected first."""
         answer = _Answer.of(self._request)
-        gone = False
+        disconnected = False
 
         async def watch_client() -> None:
-            nonlocal gone
+            nonlocal disconnected
             while (await receive())["type"] != "http.disconnect":
                 pass
-            gone = True
-            watching.cancel_scope.cancel()
+            disconnected = True
+            watch.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as watching:
-            watching.start_soon(watch_client)
+        async with anyio.create_task_group() as watch:
+            watch.start_soon(watch_client)
             async for token in tokens:
                 answer.add(token)
                 if answer.complete:
                     break
-            watching.cancel_scope.cancel()
+            watch.cancel_scope.cancel()
         if not answer.complete:
-            return None if gone else error_response(503, _STOPPED)
+            return None if disconnected else error_response(503, _STOPPING)
         choices = [self._choice(choice, answer.token_ids[choice], "length") for choice in range(self._request.choices)]
-        if self._asked.return_token_ids:
-            for body in choices:
-                body["prompt_token_ids"] = list(self._request.prompt)
-        return JSONResponse(self._body(choices, answer.usage(), self.kind))
+        if self._body.return_token_ids:
+            for each in choices:
+                each["prompt_token_ids"] = list(self._request.prompt)
+        return JSONResponse(self._response_body(choices, answer.usage(), self.object_name))
 
-    async def _events(self, tokens: MemoryObjectReceiveStream[GeneratedToken]) -> AsyncIterator[bytes]:
+    async def _stream(self, tokens: MemoryObjectReceiveStream[GeneratedToken]) -> AsyncIterator[bytes]:
         answer = _Answer.of(self._request)
         async for token in tokens:
             choice = self._choice(token.choice, [token.token_id], token.finish_reason, streamed=True)
-            if self._asked.return_token_ids and not answer.token_ids[token.choice]:
+            if self._body.return_token_ids and not answer.token_ids[token.choice]:
                 choice["prompt_token_ids"] = list(self._request.prompt)
             answer.add(token)
-            yield _event(self._body([choice], None, self.kind_streamed))
+            yield _server_sent_event(self._response_body([choice], None, self.chunk_object_name))
             if answer.complete:
                 break
         if not answer.complete:
-            yield _event({"error": _error(503, _STOPPED)})
-        elif self._asked.include_usage:
-            yield _event(self._body([], answer.usage(), self.kind_streamed))
+            yield _server_sent_event({"error": _error_body(503, _STOPPING)})
+        elif self._body.include_usage:
+            yield _server_sent_event(self._response_body([], answer.usage(), self.chunk_object_name))
         yield b"data: [DONE]\n\n"
 
-    def _said(self, text: str, *, streamed: bool) -> dict[str, Any]:
-        """The part of a choice that holds the text."""
+    def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
+        """The field of a choice that holds the text."""
         return {"text": text}
 
     def _choice(
@@ -121,19 +121,21 @@ class CompletionResponse(Response):
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            **self._said(decode(token_ids), streamed=streamed),
+            **self._content(decode(token_ids), streamed=streamed),
             "logprobs": None,
             "finish_reason": finish_reason,
             "stop_reason": None,
         }
-        if self._asked.return_token_ids:
+        if self._body.return_token_ids:
             choice["token_ids"] = token_ids
         return choice
 
-    def _body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, kind: str) -> dict[str, Any]:
+    def _response_body(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, object_name: str
+    ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "id": self._completion_id,
-            "object": kind,
+            "object": object_name,
             "created": self._created,
             "model": self._model,
             "choices": choices,
@@ -142,19 +144,19 @@ class CompletionResponse(Response):
 
 
 class ChatResponse(CompletionResponse):
-    """The same as messages of an assistant."""
+    """The same with messages of an assistant."""
 
     id_prefix = "chatcmpl"
-    kind = "chat.completion"
-    kind_streamed = "chat.completion.chunk"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
 
-    def _said(self, text: str, *, streamed: bool) -> dict[str, Any]:
+    def _content(self, text: str, *, streamed: bool) -> dict[str, Any]:
         return {"delta" if streamed else "message": {"role": "assistant", "content": text}}
 
 
 @dataclass(slots=True)
 class _Answer:
-    """What has come of a request so far."""
+    """What a request has generated so far."""
 
     request: GenerationRequest
     token_ids: list[list[int]]
@@ -184,10 +186,10 @@ class _Answer:
         }
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def _server_sent_event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _error(status: int, message: str) -> dict[str, Any]:
+def _error_body(status: int, message: str) -> dict[str, Any]:
     kinds = {404: "NotFoundError", 503: "ServiceUnavailableError"}
     return {"message": message, "type": kinds.get(status, "BadRequestError"), "param": None, "code": status}

@@ -1,0 +1,22 @@
+"""A wrong flag is one clear line."""
+
+import pytest
+
+from kvatlas.errors import SettingsError
+from tests.simulator.running_engine import engine_settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"block_size": 0}, "--block-size is 0; expected"),
+        ({"eviction": "mru"}, "--eviction is 'mru'; expected"),
+        ({"model": "m", "adapters": "a,a"}, "--adapters is 'a,a'; expected names that differ"),
+        ({"speed_up": 0}, "--speed-up is 0; expected"),
+        ({"endpoint": "5557"}, "--endpoint is '5557'; expected a URL"),
+    ],
+)
+def test_a_wrong_flag_is_one_clear_line(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        engine_settings(**flags)
+    assert str(caught.value).startswith(message)
