@@ -1,1 +1,1 @@
-"""Every budget, measured in one run on one machine: `make bench`."""
+"""Benchmarks on real servers: `python -m benchmarks` measures every budget, `python -m benchmarks.longer` the rest."""

@@ -1,4 +1,4 @@
-"""Measures every budget and prints a table: `python -m benchmarks`. `benchmarks.longer` has what takes longer."""
+"""Measures every budget and prints a table: `python -m benchmarks`. `benchmarks.longer` measures what takes longer."""
 
 import os
 import platform
@@ -7,31 +7,32 @@ from time import perf_counter
 import uvloop
 from rich.console import Console
 
-from benchmarks import digests, hashing, ingest, memory, overlap, rebuild, route, visible
-from benchmarks.children import indexer_process
-from benchmarks.result import Result, show
-from kvatlas.embedded import nats_server, valkey_server
-from kvatlas.store.connection import open_store
+from benchmarks import hashing
+from benchmarks.child_processes import indexer_process
+from benchmarks.index import digests, memory, overlap
+from benchmarks.rebuild import recovery
+from benchmarks.result import Result, tabulate
+from benchmarks.route import latency, throughput
+from benchmarks.stores import valkey_store
+from benchmarks.stream import ingest, visibility
+from kvatlas.embedded import nats_server
 
 
 async def _measure() -> list[Result]:
     results = hashing.measure()
-    async with nats_server() as nats, valkey_server() as valkey:
-        store = await open_store(valkey.url, wait=False)
-        try:
-            results += await overlap.measure(store, 1)
-            results += await overlap.measure(store, 4)
-            results += await memory.measure(store)
-            results += await digests.measure(store)
-            await store.client.flushall()
-            async with indexer_process(nats.url, valkey.url):
-                results += await visible.measure(store, nats.url)
-            results += await ingest.measure(store, nats.url)
-            await store.client.flushall()
-            results += await route.measure(store, valkey.url)
-            results += await rebuild.measure(store, nats.url)
-        finally:
-            await store.close()
+    async with nats_server() as nats, valkey_store() as store:
+        results += await overlap.measure(store, 1)
+        results += await overlap.measure(store, 4)
+        results += await memory.measure(store)
+        results += await digests.measure(store)
+        await store.client.flushall()
+        async with indexer_process(nats.url, store.url):
+            results += await visibility.measure(store, nats.url)
+        results += await ingest.measure(store, nats.url)
+        await store.client.flushall()
+        results += await latency.measure(store)
+        results += await throughput.measure(store)
+        results += await recovery.measure(store, nats.url)
     return results
 
 
@@ -39,9 +40,10 @@ def main() -> None:
     began = perf_counter()
     results = uvloop.run(_measure())
     console = Console(width=130)
-    console.print(show(results, f"kvatlas on {os.cpu_count()} cores, {platform.machine()}"))
+    console.print(tabulate(results, f"kvatlas on {os.cpu_count()} cores, {platform.machine()}"))
     missed = [result for result in results if result.met is False]
     console.print(f"{len(missed)} budgets not met; took {perf_counter() - began:.0f} s")
 
 
-main()
+if __name__ == "__main__":
+    main()

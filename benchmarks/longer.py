@@ -1,7 +1,7 @@
-"""What takes longer to measure than the budgets: `python -m benchmarks.longer`.
+"""Measures what takes longer than the budgets: `python -m benchmarks.longer`.
 
-How `route` grows, how many routers decide like one, what the proxy adds, how often predictions are right, how near learned
-rates come to the true ones, and the rebuild of a wiped index several times.
+How `route` scales, how well several routers spread a burst compared with one, the proxy's overhead, the accuracy of
+predictions and of learned rates, and several rebuilds of a wiped index.
 """
 
 import os
@@ -11,30 +11,35 @@ from time import perf_counter
 import uvloop
 from rich.console import Console
 
-from benchmarks import learning, predictions, proxy, rebuild, route, spread
-from benchmarks.result import show
-from kvatlas.embedded import nats_server, valkey_server
-from kvatlas.store.connection import open_store
+from benchmarks import learning, predictions
+from benchmarks.proxy import overhead
+from benchmarks.rebuild import recovery
+from benchmarks.result import tabulate
+from benchmarks.route import latency
+from benchmarks.spread import comparison
+from benchmarks.stores import valkey_store
+from kvatlas.embedded import nats_server
 
 
 async def _measure(console: Console) -> None:
-    """Prints each part as soon as it is there."""
-    async with nats_server() as nats, valkey_server() as valkey:
-        store = await open_store(valkey.url, wait=False)
-        try:
-            console.print(*await route.growth(store, valkey.url))
-            rows = await spread.measure(store, valkey.url)
-            console.print(spread.show(rows))
-            console.print(proxy.show(await proxy.measure(store, valkey.url)))
-            rebuilt = await rebuild.measure(store, nats.url, laps=rebuild.LAPS)
-        finally:
-            await store.close()
-    compared = await predictions.measure()
-    console.print(predictions.show(compared))
-    learned = await learning.learned_rates()
-    console.print(learning.show(learned))
-    results = [*spread.results(rows), *(one.result for one in compared), *learning.results(learned), *rebuilt]
-    console.print(show(results, f"kvatlas on {os.cpu_count()} cores, {platform.machine()}"))
+    """Prints each part when it is measured."""
+    async with nats_server() as nats, valkey_store() as store:
+        console.print(*await latency.measure_scaling(store))
+        runs = await comparison.measure(store)
+        console.print(comparison.tabulate(runs))
+        console.print(overhead.tabulate(await overhead.measure(store)))
+        rebuilds = await recovery.measure(store, nats.url, rounds=recovery.ROUNDS)
+    accuracies = await predictions.measure()
+    console.print(predictions.tabulate(accuracies))
+    rates = await learning.measure()
+    console.print(learning.tabulate(rates))
+    results = [
+        *comparison.to_results(runs),
+        *predictions.to_results(accuracies),
+        *learning.to_results(rates),
+        *rebuilds,
+    ]
+    console.print(tabulate(results, f"kvatlas on {os.cpu_count()} cores, {platform.machine()}"))
 
 
 def main() -> None:
@@ -44,4 +49,5 @@ def main() -> None:
     console.print(f"took {perf_counter() - began:.0f} s")
 
 
-main()
+if __name__ == "__main__":
+    main()

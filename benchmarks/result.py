@@ -1,6 +1,5 @@
-"""What a benchmark measured, beside its budget."""
+"""Measured figures beside their budgets."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One figure. `budget` None: no budget, shown for what it says. `at_least`: a higher figure is better."""
+    """One figure. `budget` None: shown without a verdict. `at_least`: a higher figure is better."""
 
     name: str
     figure: float
@@ -24,13 +23,8 @@ class Result:
         return self.figure >= self.budget if self.at_least else self.figure <= self.budget
 
 
-def quantile(sorted_values: Sequence[float], q: float) -> float:
-    """The smallest value that at least a fraction q of all do not exceed."""
-    return sorted_values[max(0, math.ceil(q * len(sorted_values)) - 1)]
-
-
-def show(results: Sequence[Result], title: str) -> Table:
-    """A line a figure, with its budget and whether it is met."""
+def tabulate(results: Sequence[Result], title: str) -> Table:
+    """One row per figure, with its budget and whether it is met."""
     table = Table("measured", "figure", "budget", "", title=title)
     for result in results:
         digits = 0 if result.figure >= 1_000 else 2

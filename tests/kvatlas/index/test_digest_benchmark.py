@@ -1,8 +1,8 @@
 """The benchmark of what digests cost needs the function library as it knows it."""
 
-from benchmarks.digests import library_without_digests
+from benchmarks.index.digests import build_library_without_digests
 from kvatlas.index.redis.layout import library
 
 
 def test_the_variant_without_digests_can_be_made() -> None:
-    assert library_without_digests() != library()
+    assert build_library_without_digests() != library()

@@ -1,6 +1,6 @@
 """Several routers decide like one, and what reservations and prefixes in flight are good for; small, in one process.
 
-`benchmarks/spread.py` does the same with processes and prints all figures.
+`benchmarks/spread/` does the same with processes and prints all figures.
 """
 
 import time
@@ -8,19 +8,20 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from benchmarks.spread_router import VARIANTS
-from benchmarks.spread_workload import OUTPUT_TOKENS, SCOPE, Spread, burst, simulate, tell_fleet
+from benchmarks.spread.burst import OUTPUT_TOKENS, SCOPE, make_burst, write_fleet
+from benchmarks.spread.router_process import VARIANTS
+from benchmarks.spread.simulation import Spread, simulate
 from kvatlas.store.connection import Store
 from router_client import Prompt, RouterClient, RouterSettings
 
 pytestmark = pytest.mark.anyio
 
-BURST = burst(requests=240, workers=4, prefixes=12)
+BURST = make_burst(requests=240, workers=4, prefixes=12)
 
 
 async def spread_of(store: Store, url: str, routers: int, variant: str) -> Spread:
     """Routers take turns, and release nothing."""
-    await tell_fleet(store, BURST, time.time_ns() // 1_000)
+    await write_fleet(store, BURST, time.time_ns() // 1_000)
     settings = RouterSettings(booking=VARIANTS[variant], deadline_ms=None)
     placed = []
     async with AsyncExitStack() as stack:

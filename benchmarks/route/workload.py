@@ -1,17 +1,18 @@
-"""The pool and the prompts that `route` is measured on.
+"""The pool and the prompts that `route` is measured with.
 
-Prompts begin with one of PREFIXES shared prefixes, seven eighths of their blocks, which every worker holds to a depth of its
-own; the rest of each is its own. So each choice prices every worker, and books a prefix that is new.
+A prompt begins with one of PREFIXES shared prefixes, seven eighths of its blocks, which every worker holds to a depth of its
+own; the rest is unique. So each choice prices every worker, and books a prefix that is new.
 """
 
 import os
 import random
 import time
 
+from benchmarks.fleet_records import BLOCK_SIZE, routable_record
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
-from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
+from kvatlas.fleet.records import WorkerState
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
@@ -19,7 +20,7 @@ from kvatlas.store.connection import Store
 from router_client import Prompt
 
 SCOPE = Scope("bench", "bench")
-BLOCK_SIZE = 16
+WORKERS, BLOCKS = 64, 512
 PREFIXES = 8
 
 
@@ -33,10 +34,10 @@ class RouteWorkload:
         shared = blocks - blocks // 8
         self._tokens = [[rng.randrange(100_000) for _ in range(shared * BLOCK_SIZE)] for _ in range(PREFIXES)]
         self._chains = [extend_chain(tokens, BLOCK_SIZE) for tokens in self._tokens]
-        self._asked = 0
+        self._prompts = 0
 
-    async def tell(self, store: Store) -> None:
-        """Fill an empty store with the pool and what it holds."""
+    async def write(self, store: Store) -> None:
+        """Write the workers and what they hold into the store, which is emptied first."""
         await store.client.flushall()
         index = await open_redis_index(store, writer=True)
         use = ScopeUse(SCOPE, BLOCK_SIZE)
@@ -47,42 +48,33 @@ class RouteWorkload:
             for worker, rank in enumerate(ranks):
                 depth = max(1, held * (rank + 1) // self.workers)
                 await index.put(use, f"w{worker:03}", Tier.HBM, chain[: HASH_BYTES * depth])
-        await self.tell_load(store)
+        await self.write_load(store)
 
-    async def tell_load(self, store: Store) -> None:
-        """What publishers tell each second."""
+    async def write_load(self, store: Store) -> None:
+        """Write the workers' fleet records with a load of now, as publishers report it each second."""
         rng = random.Random(2)
-        records = {}
-        for number in range(self.workers):
-            id = f"w{number:03}"
-            endpoint = EngineEndpoint(
-                id=id,
-                kind=EngineKind.VLLM,
-                model_id=SCOPE.model_id,
-                tokenizer_id=SCOPE.tokenizer_id,
-                block_size=BLOCK_SIZE,
-            )
-            load = WorkerState(
-                id=id,
+        loads = [
+            WorkerState(
+                id=f"w{number:03}",
                 sampled_us=time.time_ns() // 1_000,
                 queued_prefill_tokens=rng.randrange(4_000),
                 running_decodes=rng.randrange(32),
             )
-            records[id] = FleetRecord(
-                endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE, load=load, incarnation=1
-            )
-        await FleetStore(store).write(records)
+            for number in range(self.workers)
+        ]
+        await FleetStore(store).write({load.id: routable_record(SCOPE, load) for load in loads})
 
     def hashed_prompt(self) -> Prompt:
         """The next prompt, as ready hashes."""
         return Prompt.of_hashes(SCOPE, self.hashes(), BLOCK_SIZE, input_tokens=self.blocks * BLOCK_SIZE + 7)
 
     def hashes(self) -> bytes:
-        self._asked += 1
-        return self._chains[self._asked % PREFIXES] + os.urandom(self.blocks // 8 * HASH_BYTES)
+        """The hashes of the next prompt."""
+        self._prompts += 1
+        return self._chains[self._prompts % PREFIXES] + os.urandom(self.blocks // 8 * HASH_BYTES)
 
     def token_prompt(self) -> Prompt:
         """The next prompt, as token ids."""
-        self._asked += 1
-        own = random.Random(os.urandom(8)).choices(range(100_000), k=self.blocks // 8 * BLOCK_SIZE + 7)
-        return Prompt.of_tokens(SCOPE, [*self._tokens[self._asked % PREFIXES], *own])
+        self._prompts += 1
+        unique = random.Random(os.urandom(8)).choices(range(100_000), k=self.blocks // 8 * BLOCK_SIZE + 7)
+        return Prompt.of_tokens(SCOPE, [*self._tokens[self._prompts % PREFIXES], *unique])

@@ -1,6 +1,6 @@
-"""A reverse proxy that does nothing but pass on, of the same parts as `kvatlas router`: what its overhead is beside.
+"""A reverse proxy that only forwards, built from the same parts as `kvatlas router`: the baseline for its overhead.
 
-`python -m benchmarks.bare_proxy ENGINE_URL` prints the URL it listens on.
+`python -m benchmarks.proxy.bare_proxy ENGINE_URL` prints the URL that it listens on.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ from starlette.routing import Route
 async def main(engine_url: str) -> None:
     async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
 
-        async def pass_on(request: Request) -> Response:
+        async def forward(request: Request) -> Response:
             headers = {"content-type": "application/json"}
-            asked = client.build_request(
+            engine_request = client.build_request(
                 "POST", engine_url + request.url.path, content=await request.body(), headers=headers
             )
-            answer = await client.send(asked, stream=True)
+            response = await client.send(engine_request, stream=True)
 
             async def body() -> AsyncIterator[bytes]:
-                async for chunk in answer.aiter_raw():
+                async for chunk in response.aiter_raw():
                     yield chunk
-                await answer.aclose()
+                await response.aclose()
 
-            return StreamingResponse(body(), answer.status_code, media_type=answer.headers.get("content-type"))
+            return StreamingResponse(body(), response.status_code, media_type=response.headers.get("content-type"))
 
         listener = socket.create_server(("127.0.0.1", 0))
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-        application = Starlette(routes=[Route("/v1/completions", pass_on, methods=["POST"])])
+        application = Starlette(routes=[Route("/v1/completions", forward, methods=["POST"])])
         config = uvicorn.Config(application, log_config=None, access_log=False, lifespan="off")
         await uvicorn.Server(config).serve(sockets=[listener])
 

@@ -1,5 +1,5 @@
-"""What digests and checks cost the store: applying the same messages by the function library as it is, and by one that keeps
-no digests and compares none, in turns on the same server."""
+"""The cost of digests and checks in the store: the same messages are applied by the function library as it is, and by a variant
+without digests, in turns on the same server."""
 
 import os
 from statistics import median
@@ -21,7 +21,7 @@ from kvatlas.store.connection import Store
 USE = ScopeUse(Scope("bench", "bench"), 16)
 WORKERS = 16
 BLOCKS_A_CALL = 8_000
-"""As many as an indexer under load puts in one call."""
+"""As many as an indexer under load sends in one call."""
 CALLS = 8
 ROUNDS = 40
 CHECKPOINT_EVERY = 1_000
@@ -34,12 +34,12 @@ WITHOUT = (
     ("local function digest_of(packed)\n", "  if true then return {} end\n"),
     ("  for holder, digest in pairs(c.digests) do\n", "    if true then break end\n"),
 )
-"""(a line of the library, what follows it in the variant)."""
+"""(line of the library, code that the variant inserts after it)."""
 
 
-def library_without_digests() -> str:
-    """The index's functions, with no digest read, summed, written or compared. Raises ValueError where the library is not as
-    this benchmark knows it."""
+def build_library_without_digests() -> str:
+    """The index's functions, with no digest read, summed, written or compared. Raises ValueError if the library lacks a line
+    that this benchmark expects."""
     code = library()
     for line, insertion in WITHOUT:
         if code.count(line) != 1:
@@ -54,15 +54,15 @@ async def measure(store: Store) -> list[Result]:
         calls = _calls(hashes_a_message)
         seconds: dict[bool, list[float]] = {True: [], False: []}
         inside: dict[bool, list[float]] = {True: [], False: []}
-        for lap in range(2 * ROUNDS):
-            with_digests = lap % 4 in (0, 3)
+        for turn in range(2 * ROUNDS):
+            with_digests = turn % 4 in (0, 3)
             await store.client.flushall()
             index = await open_redis_index(store, writer=True)
             if not with_digests:
-                await store.load_functions(library_without_digests())
+                await store.load_functions(build_library_without_digests())
             await store.client.config_resetstat()
             with patch.object(apply_call, "sums_of", sums_of if with_digests else _no_sums):
-                seconds[with_digests].append(await _seconds(index, calls))
+                seconds[with_digests].append(await _time_apply(index, calls))
             inside[with_digests].append((await store.client.info("commandstats"))["cmdstat_fcall"]["usec"])
         await store.load_functions(library())
         blocks = BLOCKS_A_CALL * CALLS
@@ -77,16 +77,17 @@ async def measure(store: Store) -> list[Result]:
 
 
 def _cost_percent(times: dict[bool, list[float]]) -> float:
-    """The median over neighbouring turns, one with and one without: the machine's pace changes from turn to turn."""
-    return 100 * (median(whole / bare for whole, bare in zip(times[True], times[False], strict=True)) - 1)
+    """The median over pairs of neighbouring turns, because the machine's speed changes from turn to turn."""
+    return 100 * (median(full / bare for full, bare in zip(times[True], times[False], strict=True)) - 1)
 
 
 def _no_sums(packed_hashes: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-async def _seconds(index: RedisIndex, calls: list[list[PartitionBatch]]) -> float:
-    await index.apply(0, calls[0])  # the incarnations begin, scopes are registered
+async def _time_apply(index: RedisIndex, calls: list[list[PartitionBatch]]) -> float:
+    """The seconds of all calls but the first, which begins the incarnations and registers the scopes."""
+    await index.apply(0, calls[0])
     began = perf_counter()
     for batches in calls[1:]:
         await index.apply(0, batches)
@@ -94,16 +95,18 @@ async def _seconds(index: RedisIndex, calls: list[list[PartitionBatch]]) -> floa
 
 
 def _calls(hashes_a_message: int) -> list[list[PartitionBatch]]:
-    """What publishers tell: stores, a removal for every other one of some time before, and checkpoints."""
-    tellers = [_Teller(f"w{i}", hashes_a_message) for i in range(WORKERS)]
-    calls = [[PartitionBatch(one.partition, [one.begin()]) for one in tellers]]
+    """What publishers send: stores, a removal of an older message's blocks after every second store, and checkpoints."""
+    workers = [_MessageSource(f"w{i}", hashes_a_message) for i in range(WORKERS)]
+    calls = [[PartitionBatch(worker.partition, [worker.begin()]) for worker in workers]]
     messages = BLOCKS_A_CALL // hashes_a_message // WORKERS
     for _ in range(CALLS):
-        calls.append([PartitionBatch(one.partition, [one.next() for _ in range(messages)]) for one in tellers])
+        calls.append([PartitionBatch(worker.partition, [worker.next() for _ in range(messages)]) for worker in workers])
     return calls
 
 
-class _Teller:
+class _MessageSource:
+    """The messages of one worker, in order."""
+
     def __init__(self, worker_id: str, hashes_a_message: int) -> None:
         self.worker_id = worker_id
         self.partition = partition_of(worker_id, 64)
@@ -120,9 +123,9 @@ class _Teller:
         if self._seq % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
             return self._message(Checkpoint(self._digest.words))
         if self._seq % 3 == 2 and len(self._held) > 4:
-            gone = self._held.pop(0)
-            self._digest.add(scope_id, Tier.HBM, gone, -1)
-            return self._message(Removed(scope_id, Tier.HBM, gone))
+            removed = self._held.pop(0)
+            self._digest.add(scope_id, Tier.HBM, removed, -1)
+            return self._message(Removed(scope_id, Tier.HBM, removed))
         hashes = os.urandom(self._bytes)
         self._held.append(hashes)
         self._digest.add(scope_id, Tier.HBM, hashes)

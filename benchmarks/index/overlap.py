@@ -1,11 +1,10 @@
-"""Overlap with hashes given: by length of the prompt, holders, how deep they hold it, and shards; and in process."""
+"""Overlap of ready hashes, by length of the prompt, number of holders, their depths, and shards; and in process."""
 
 import random
-from collections.abc import Awaitable, Callable
 from functools import partial
-from time import perf_counter
 
-from benchmarks.result import Result, quantile
+from benchmarks.result import Result
+from benchmarks.timing import quantile, time_async_calls, time_calls
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
@@ -34,12 +33,8 @@ SHARED_MS = {  # (blocks, holders, all depths different): budget
 IN_PROCESS_US = {(512, 64, False): 4.0, (2_048, 64, False): 10.0, (8_192, 64, False): 30.0}
 
 
-def chain_of(seed: int, blocks: int) -> bytes:
-    return extend_chain(range(seed * 200_000, seed * 200_000 + blocks * BLOCK_SIZE), BLOCK_SIZE)
-
-
 async def measure(store: Store, shards: int) -> list[Result]:
-    """The shared index with so many shards, and (with one) the one in process."""
+    """The shared index with this many shards, and (with one) the in-process index."""
     await store.client.flushall()
     index = await open_redis_index(store, shards=shards, writer=True)
     memory = MemoryIndex()
@@ -51,49 +46,39 @@ async def measure(store: Store, shards: int) -> list[Result]:
                 if different and holders == 1:
                     continue
                 seed += 1
-                chain = chain_of(seed, blocks)
-                await _hold(index, chain, holders, different)
+                chain = _chain_of(seed, blocks)
+                await _store_holders(index, chain, holders, different)
                 name = f"overlap {blocks:,} blocks, {holders} holders of {'different' if different else 'equal'} depth"
                 key = (blocks, holders, different)
-                times = await _times(partial(index.overlap, SCOPE, chain))
+                times = await time_async_calls([partial(index.overlap, SCOPE, chain)] * CALLS)
                 budget = SHARED_MS.get(key) if shards == 1 else None
                 where = "1 shard" if shards == 1 else f"{shards} shards"
                 results.append(Result(f"{name}, {where}, p50", quantile(times, 0.5) * 1e3, "ms", budget))
                 if key == (512, 64, False):
                     results.append(Result(f"{name}, {where}, p99", quantile(times, 0.99) * 1e3, "ms"))
                     found = await index.overlap(SCOPE, chain)
-                    depths = sorted(_elapsed(found.depths) for _ in range(CALLS))
-                    results.append(Result("depth by worker from that answer, p50", quantile(depths, 0.5) * 1e3, "ms"))
+                    times = time_calls([found.depths] * CALLS)
+                    results.append(Result("depth by worker from that answer, p50", quantile(times, 0.5) * 1e3, "ms"))
                 if shards == 1 and key in IN_PROCESS_US:
-                    await _hold(memory, chain, holders, different)
-                    inside = sorted(_elapsed(partial(memory.overlap_now, SCOPE, chain)) for _ in range(CALLS))
-                    budget_us = IN_PROCESS_US[key]
-                    results.append(Result(f"{name}, in process, p50", quantile(inside, 0.5) * 1e6, "us", budget_us))
-    cold = chain_of(seed + 1, 8_192)
-    times = await _times(partial(index.overlap, SCOPE, cold))
+                    await _store_holders(memory, chain, holders, different)
+                    times = time_calls([partial(memory.overlap_now, SCOPE, chain)] * CALLS)
+                    budget = IN_PROCESS_US[key]
+                    results.append(Result(f"{name}, in process, p50", quantile(times, 0.5) * 1e6, "us", budget))
+    cold = _chain_of(seed + 1, 8_192)
+    times = await time_async_calls([partial(index.overlap, SCOPE, cold)] * CALLS)
     results.append(Result(f"overlap, a miss ({shards} shards), p50", quantile(times, 0.5) * 1e3, "ms", 0.1))
     return results
 
 
-async def _hold(index: ResidencyIndex, chain: bytes, holders: int, different: bool) -> None:
+def _chain_of(seed: int, blocks: int) -> bytes:
+    return extend_chain(range(seed * 200_000, seed * 200_000 + blocks * BLOCK_SIZE), BLOCK_SIZE)
+
+
+async def _store_holders(index: ResidencyIndex, chain: bytes, holders: int, different: bool) -> None:
+    """Store the chain for each holder, as a whole or to a depth that is `different` for each."""
     blocks = len(chain) // 8
     order = list(range(1, holders + 1))
     random.Random(holders).shuffle(order)
     for worker, rank in enumerate(order):
         depth = max(1, blocks * rank // holders) if different else blocks
         await index.put(USE, f"holder-{worker}", Tier.HBM, chain[: 8 * depth])
-
-
-async def _times(call: Callable[[], Awaitable[object]]) -> list[float]:
-    times = []
-    for _ in range(CALLS):
-        began = perf_counter()
-        await call()
-        times.append(perf_counter() - began)
-    return sorted(times)
-
-
-def _elapsed(call: Callable[[], object]) -> float:
-    began = perf_counter()
-    call()
-    return perf_counter() - began

@@ -1,7 +1,7 @@
-"""A router process that chooses as fast as it can: `python -m benchmarks.route_router REDIS_URL WORKERS BLOCKS SECONDS`.
+"""A child process that routes as fast as it can: `python -m benchmarks.route.router_process REDIS_URL WORKERS BLOCKS SECONDS`.
 
-Says `ready`, waits for a line on stdin, routes AT_A_TIME prompts at a time, and prints how many it ended, in how many seconds,
-with how many seconds of processor time.
+Routes CONCURRENCY prompts at a time. Its result is the number of finished choices, the seconds, and the seconds of processor
+time.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from time import perf_counter, process_time
 
 import uvloop
 
-from benchmarks.route_workload import RouteWorkload
+from benchmarks.route.workload import RouteWorkload
 from router_client import RouterClient, RouterSettings
 
-AT_A_TIME = 16
+CONCURRENCY = 16
 
 
 async def _main(url: str, workers: int, blocks: int, seconds: float) -> None:
@@ -22,19 +22,20 @@ async def _main(url: str, workers: int, blocks: int, seconds: float) -> None:
         await (await router.book(workload.hashed_prompt())).finish()
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-        ended, began, worked = 0, perf_counter(), process_time()
+        finished, began, cpu_began = 0, perf_counter(), process_time()
 
         async def route() -> None:
-            nonlocal ended
+            nonlocal finished
             while perf_counter() - began < seconds:
                 async with router.route(workload.hashed_prompt()) as choice:
                     await choice.first_token()
-                ended += 1
+                finished += 1
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(AT_A_TIME):
+            for _ in range(CONCURRENCY):
                 group.create_task(route())
-        print(ended, perf_counter() - began, process_time() - worked, flush=True)
+        print(finished, perf_counter() - began, process_time() - cpu_began)
+        print("done", flush=True)
 
 
 if __name__ == "__main__":

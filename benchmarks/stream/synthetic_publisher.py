@@ -1,17 +1,18 @@
-"""A child process that publishes made-up events through the real outbox and sender, as fast as they go or at a rate.
+"""A child process that publishes synthetic events through the real outbox and sender, at a rate or (0) as fast as it can:
+`python -m benchmarks.stream.synthetic_publisher NATS_URL HASHES_A_MESSAGE MESSAGES RATE`.
 
-    python -m benchmarks.made_up_publisher NATS_URL HASHES_A_MESSAGE MESSAGES RATE
-
-Prints `ready`, waits for a line on stdin, publishes, prints `done` when the stream has acknowledged everything.
+It is done when the stream has acknowledged everything.
 """
 
 import asyncio
 import os
 import sys
+from contextlib import AbstractAsyncContextManager
 from time import perf_counter, time_ns
 
 import uvloop
 
+from benchmarks.child_processes import Child, child_process
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.connection import connect_nats
@@ -28,29 +29,37 @@ USE = ScopeUse(Scope("bench", "bench"), 16)
 TICK_S = 0.002
 
 
+def publisher_process(
+    nats_url: str, hashes_a_message: int, messages: int, rate: int = 0
+) -> AbstractAsyncContextManager[Child]:
+    """This module as a child process."""
+    args = [nats_url, str(hashes_a_message), str(messages), str(rate)]
+    return child_process("benchmarks.stream.synthetic_publisher", args)
+
+
 def worker_names(hashes_a_message: int) -> list[str]:
-    return [f"teller-{hashes_a_message}-{i}" for i in range(WORKERS)]
+    return [f"synthetic-{hashes_a_message}-{i}" for i in range(WORKERS)]
 
 
-async def tell(nats_url: str, hashes_a_message: int, messages: int, rate: int) -> None:
+async def publish(nats_url: str, hashes_a_message: int, messages: int, rate: int) -> None:
     client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
     scope_id = USE.scope.scope_id
     uses = {scope_id: USE}
-    tellers = []
+    streams = []
     for worker_id in worker_names(hashes_a_message):
         outbox = Outbox(worker_id)
         outbox.begin(time_ns(), [], Digest().words, uses, time_ns() // 1000)
         sender = Sender(client, outbox, events_subject(worker_id, PARTITIONS), PublisherCounters())
         await sender.start()
-        tellers.append((outbox, sender))
+        streams.append((outbox, sender))
     hashes = os.urandom(8 * hashes_a_message * messages)
     step = 8 * hashes_a_message
-    tasks = [asyncio.create_task(sender.run()) for _, sender in tellers]
+    tasks = [asyncio.create_task(sender.run()) for _, sender in streams]
     print("ready", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     began = perf_counter()
     for i in range(messages):
-        outbox, sender = tellers[i % WORKERS]
+        outbox, sender = streams[i % WORKERS]
         event = Stored(scope_id, Tier.HBM, hashes[i * step : (i + 1) * step])
         outbox.put([event], uses, time_ns() // 1000)
         sender.wake()
@@ -61,16 +70,16 @@ async def tell(nats_url: str, hashes_a_message: int, messages: int, rate: int) -
             await asyncio.sleep(0)
             while outbox.waiting > 4_096:
                 await asyncio.sleep(TICK_S)
-    while any(not outbox.empty for outbox, _ in tellers):
+    while any(not outbox.empty for outbox, _ in streams):
         await asyncio.sleep(TICK_S)
     print("done", flush=True)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for _, sender in tellers:
+    for _, sender in streams:
         await sender.stop()
     await client.close()
 
 
 if __name__ == "__main__":
-    uvloop.run(tell(sys.argv[1], *map(int, sys.argv[2:])))
+    uvloop.run(publish(sys.argv[1], *map(int, sys.argv[2:])))

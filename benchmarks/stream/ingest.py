@@ -1,14 +1,14 @@
-"""Events to index: what an indexer process takes from a stream that is full (its own limit), and what passes from a publisher
-process through NATS (file storage) and the indexer into the store while all of them share this machine's cores."""
+"""Throughput from events to index: of an indexer process that reads a full stream (its own limit), and of a publisher process,
+NATS (file storage), the indexer and the store together while all of them share this machine's cores."""
 
 from collections.abc import Sequence
 from time import perf_counter
 
 import anyio
 
-from benchmarks.children import indexer_process, telling_process
-from benchmarks.made_up_publisher import worker_names
+from benchmarks.child_processes import indexer_process
 from benchmarks.result import Result
+from benchmarks.stream.synthetic_publisher import publisher_process, worker_names
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
 from kvatlas.index.protocol import Position, ResidencyIndex
@@ -24,26 +24,27 @@ POLL_S = 0.01
 async def measure(store: Store, nats_url: str) -> list[Result]:
     results = []
     for hashes_a_message, messages in RUNS:
-        index = await _empty(store, nats_url)
-        async with telling_process(nats_url, hashes_a_message, messages) as teller:
-            await teller.ask()
+        index = await _prepare_index(store, nats_url)
+        async with publisher_process(nats_url, hashes_a_message, messages) as publisher:
+            await publisher.start()
+            await publisher.results()
         async with indexer_process(nats_url, store.url):
-            rate = await _rate(index, worker_names(hashes_a_message), messages, count_from_first=True)
+            rate = await _measure_rate(index, worker_names(hashes_a_message), messages, count_from_first=True)
         results.append(_result("stream to index", hashes_a_message, rate, BUDGET[hashes_a_message]))
     for hashes_a_message, messages in RUNS:
-        index = await _empty(store, nats_url)
+        index = await _prepare_index(store, nats_url)
         async with (
             indexer_process(nats_url, store.url),
-            telling_process(nats_url, hashes_a_message, messages // 2) as teller,
+            publisher_process(nats_url, hashes_a_message, messages // 2) as publisher,
         ):
-            await teller.go()
-            rate = await _rate(index, worker_names(hashes_a_message), messages // 2, count_from_first=False)
+            await publisher.start()
+            rate = await _measure_rate(index, worker_names(hashes_a_message), messages // 2, count_from_first=False)
         results.append(_result("publisher to index on the same cores", hashes_a_message, rate, None))
     return results
 
 
-async def _empty(store: Store, nats_url: str) -> ResidencyIndex:
-    """A store without anything but positions at the stream's end: what is told from now on is what an indexer reads."""
+async def _prepare_index(store: Store, nats_url: str) -> ResidencyIndex:
+    """An empty index with every position at the stream's end: an indexer reads only what is published from now on."""
     await store.client.flushall()
     index = await open_redis_index(store, writer=True)
     client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
@@ -55,13 +56,15 @@ async def _empty(store: Store, nats_url: str) -> ResidencyIndex:
     return index
 
 
-async def _rate(index: ResidencyIndex, workers: Sequence[str], messages: int, *, count_from_first: bool) -> float:
-    """Messages applied a second, from now on or from the first one that was."""
+async def _measure_rate(
+    index: ResidencyIndex, workers: Sequence[str], messages: int, *, count_from_first: bool
+) -> float:
+    """Messages applied per second, from now on or from the first applied one on."""
     first = 0
     began = perf_counter()
     with anyio.fail_after(DEADLINE_S):
         while True:
-            applied = await _applied(index, workers)
+            applied = await _count_applied(index, workers)
             if count_from_first and not first and applied:
                 first, began = applied, perf_counter()
             if applied >= messages:
@@ -69,8 +72,8 @@ async def _rate(index: ResidencyIndex, workers: Sequence[str], messages: int, *,
             await anyio.sleep(POLL_S)
 
 
-async def _applied(index: ResidencyIndex, workers: Sequence[str]) -> int:
-    """Messages behind the snapshots that the index has applied."""
+async def _count_applied(index: ResidencyIndex, workers: Sequence[str]) -> int:
+    """Applied messages, without the snapshots."""
     return sum(record.seq for record in await index.records(0) if record.worker_id in workers and record.seq > 0)
 
 

@@ -1,4 +1,4 @@
-"""Bytes a block takes in the store: with one holder, and for each further one."""
+"""Bytes that a block takes in the store: with one holder, and for each further one."""
 
 import os
 
@@ -12,17 +12,17 @@ from kvatlas.store.connection import Store
 USE = ScopeUse(Scope("bench", "bench"), 16)
 BLOCKS = 1 << 17
 HOLDERS = 16
-"""Enough that the steps of the store's allocator (16 bytes) even out."""
+"""Enough to average out the steps of the store's allocator (16 bytes)."""
 
 
 async def measure(store: Store) -> list[Result]:
-    await store.client.execute_command("FLUSHALL", "SYNC")  # what is freed later would count against the blocks
+    await store.client.execute_command("FLUSHALL", "SYNC")  # memory freed later would distort the figures
     index = await open_redis_index(store, writer=True)
     hashes = os.urandom(8 * BLOCKS)
-    used = [await _used(store)]
+    used = [await _used_bytes(store)]
     for holder in range(HOLDERS):
         await index.put(USE, f"holder-{holder}", Tier.HBM, hashes)
-        used.append(await _used(store))
+        used.append(await _used_bytes(store))
     return [
         Result("memory a block with one holder", (used[1] - used[0]) / BLOCKS, "bytes", 60),
         Result(
@@ -34,5 +34,5 @@ async def measure(store: Store) -> list[Result]:
     ]
 
 
-async def _used(store: Store) -> int:
+async def _used_bytes(store: Store) -> int:
     return int((await store.client.info("memory"))["used_memory"])

@@ -1,7 +1,7 @@
-"""The publishers of a whole fleet in one process: `python -m benchmarks.rebuild_fleet NATS_URL WORKERS BLOCKS`.
+"""The publishers of a whole fleet in one process: `python -m benchmarks.rebuild.fleet NATS_URL WORKERS BLOCKS`.
 
-Each worker's ledger is filled with as many blocks as an engine with a large cache holds; says `ready` when the stream has
-them all, and lives until it is killed.
+Fills the ledger of each worker with as many blocks as an engine with a large cache holds, prints `ready` when the stream has
+them all, and runs until it is killed.
 """
 
 import asyncio

@@ -1,15 +1,16 @@
-"""From published to visible: how long until a router sees a block, while the stream carries 5,000 messages a second.
+"""From published to visible: how long until a router finds a block, while the stream carries 5,000 messages a second.
 
-A probe worker publishes one new block at a time and asks the index for it until it is there; the rest of the load is
-another process'.
+A probe worker publishes one new block at a time and looks it up in the index until it is there; another process publishes
+the rest of the load.
 """
 
 import asyncio
 import os
 from time import perf_counter, time_ns
 
-from benchmarks.children import telling_process
-from benchmarks.result import Result, quantile
+from benchmarks.result import Result
+from benchmarks.stream.synthetic_publisher import publisher_process
+from benchmarks.timing import quantile
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
@@ -35,8 +36,8 @@ async def measure(store: Store, nats_url: str) -> list[Result]:
     begin = Message(WORKER, incarnation, 0, [SnapshotBegin(), SnapshotEnd(0, Digest().words)])
     await client.publish(subject, wire.encode(begin))
     times: list[float] = []
-    async with telling_process(nats_url, 4, RATE * SECONDS, RATE) as teller:
-        await teller.go()
+    async with publisher_process(nats_url, 4, RATE * SECONDS, RATE) as publisher:
+        await publisher.start()
         await asyncio.sleep(0.5)
         for seq in range(1, PROBES + 1):
             block = os.urandom(8)
@@ -45,7 +46,7 @@ async def measure(store: Store, nats_url: str) -> list[Result]:
             )
             began = perf_counter()
             await client.publish(subject, payload)
-            await client._flush_pending()  # the client would otherwise wait for its loop's next turn
+            await client._flush_pending()  # otherwise the client flushes in the event loop's next turn
             async with asyncio.timeout(10):
                 while not (await index.overlap(USE.scope, block)).depths():
                     pass

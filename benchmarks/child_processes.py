@@ -1,0 +1,106 @@
+"""Child processes of a benchmark; they end with it."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+READY_S = 30
+STOP_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProcess:
+    """A running server. `announced`: what its output said where the pattern has a group."""
+
+    pid: int
+    announced: str
+
+
+@asynccontextmanager
+async def server_process(module: str, args: Sequence[str], ready: str) -> AsyncIterator[ServerProcess]:
+    """Run `python -m module args` from the moment that a line of its output matches the pattern `ready`, with one group."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        *args,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(READY_S):
+            found: re.Match[str] | None = None
+            last = ""
+            while found is None:
+                line = (await process.stdout.readline()).decode()
+                if not line:
+                    raise RuntimeError(f"{module} {args[0]} exited before it was ready: {last.strip()}")
+                found, last = re.search(ready, line), line
+        drain = asyncio.create_task(process.stdout.read())
+        yield ServerProcess(process.pid, found[1])
+        drain.cancel()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+def indexer_process(nats_url: str, redis_url: str) -> AbstractAsyncContextManager[ServerProcess]:
+    """A `kvatlas indexer`."""
+    args = ["indexer", "--nats-url", nats_url, "--redis-url", redis_url]
+    return server_process("kvatlas_cli.main", args, "(is ready)")
+
+
+class Child:
+    """A benchmark module as a child process. It prints `ready`, waits for a line on stdin, runs, prints its results one a
+    line, and then `done`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def start(self) -> None:
+        """Let it run."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        await self._process.stdin.drain()
+
+    async def results(self, within_s: float = 2 * READY_S) -> list[str]:
+        """Wait until it is done; the lines that it printed."""
+        assert self._process.stdout is not None
+        lines: list[str] = []
+        async with asyncio.timeout(within_s):
+            while (line := await self._process.stdout.readline()) != b"done\n":
+                if not line:
+                    raise RuntimeError("a benchmark's child process exited before it was done")
+                lines.append(line.decode().strip())
+        return lines
+
+
+@asynccontextmanager
+async def child_process(module: str, args: Sequence[str], *, ready_s: float = READY_S) -> AsyncIterator[Child]:
+    """`python -m module args`, ready to start. Killed in the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *args, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(ready_s):
+            if await process.stdout.readline() != b"ready\n":
+                raise RuntimeError(f"{module} exited before it was ready")
+        yield Child(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -1,0 +1,1 @@
+"""The index alone: overlap, memory per block, and the cost of digests."""

@@ -1,0 +1,1 @@
+"""What `kvatlas router` adds to a request."""

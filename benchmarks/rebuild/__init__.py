@@ -1,0 +1,1 @@
+"""An index that lost everything, until it is complete again."""

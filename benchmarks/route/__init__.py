@@ -1,0 +1,1 @@
+"""`route`: its latency, how it scales, and its throughput."""

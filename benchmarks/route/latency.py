@@ -1,0 +1,103 @@
+"""How long a booked choice takes, and how that scales with workers and blocks."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+from rich.table import Table
+
+from benchmarks.result import Result
+from benchmarks.route.workload import BLOCKS, SCOPE, WORKERS, RouteWorkload
+from benchmarks.timing import quantile, time_async_calls
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
+from router_client import Prompt, RouterClient, RouterSettings
+
+BY_WORKERS = (8, 16, 32, 64, 128, 256)
+BY_BLOCKS = (64, 512, 2_048, 8_192)
+CALLS = 300
+WARM_UP = 30
+
+
+async def measure(store: Store) -> list[Result]:
+    """With 64 workers and prompts of 512 blocks."""
+    workload = RouteWorkload(WORKERS, BLOCKS)
+    from_hashes = await _time_bookings(store, workload, workload.hashed_prompt)
+    from_tokens = await _time_bookings(store, workload, workload.token_prompt)
+    overlaps = await _time_overlaps(store, workload)
+    index = await open_redis_index(store, writer=False)
+    round_trips = await time_async_calls([partial(index.overlap, SCOPE, os.urandom(HASH_BYTES)) for _ in range(CALLS)])
+    results = []
+    for q in (0.5, 0.99):
+        overlap, round_trip = quantile(overlaps, q) * 1e3, quantile(round_trips, q) * 1e3
+        name, p = f"{WORKERS} workers, {BLOCKS} blocks", f"p{q * 100:g}"
+        results += [
+            Result(f"overlap alone, {name}, {p}", overlap, "ms"),
+            Result(f"one round trip (a miss of one block), {p}", round_trip, "ms"),
+            Result(f"route, {name}, {p}", quantile(from_hashes, q) * 1e3, "ms", overlap + round_trip),
+            Result(f"route from token ids, {name}, {p}", quantile(from_tokens, q) * 1e3, "ms"),
+        ]
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class _Medians:
+    """For one number of workers and length of the prompt, ms."""
+
+    workers: int
+    blocks: int
+    overlap_ms: float
+    from_hashes_ms: float
+    from_tokens_ms: float
+
+    @classmethod
+    async def measure(cls, store: Store, workers: int, blocks: int) -> "_Medians":
+        workload = RouteWorkload(workers, blocks)
+        from_hashes = await _time_bookings(store, workload, workload.hashed_prompt)
+        from_tokens = await _time_bookings(store, workload, workload.token_prompt)
+        overlaps = await _time_overlaps(store, workload)
+        return cls(workers, blocks, *(quantile(times, 0.5) * 1e3 for times in (overlaps, from_hashes, from_tokens)))
+
+
+async def measure_scaling(store: Store) -> list[Table]:
+    """How the medians grow with the number of workers, and with the length of the prompt."""
+    by_workers = [await _Medians.measure(store, workers, BLOCKS) for workers in BY_WORKERS]
+    by_blocks = [await _Medians.measure(store, WORKERS, blocks) for blocks in BY_BLOCKS]
+    return [
+        _tabulate(
+            f"route by workers, {BLOCKS} blocks, p50 in ms", "workers", [(row.workers, row) for row in by_workers]
+        ),
+        _tabulate(f"route by blocks, {WORKERS} workers, p50 in ms", "blocks", [(row.blocks, row) for row in by_blocks]),
+    ]
+
+
+def _tabulate(title: str, what: str, rows: Sequence[tuple[int, _Medians]]) -> Table:
+    table = Table(what, "overlap alone", "route", "route from token ids", title=title)
+    for number, row in rows:
+        figures = (row.overlap_ms, row.from_hashes_ms, row.from_tokens_ms)
+        table.add_row(f"{number:,}", *(f"{figure:.2f}" for figure in figures))
+    return table
+
+
+async def _time_bookings(store: Store, workload: RouteWorkload, next_prompt: Callable[[], Prompt]) -> list[float]:
+    """The seconds of each `book`, sorted. One at a time, each finished before the next."""
+    await workload.write(store)
+    times = []
+    async with RouterClient.open(store.url, RouterSettings(deadline_ms=None), wait=False) as router:
+        for number in range(WARM_UP + CALLS):
+            prompt = next_prompt()
+            began = perf_counter()
+            choice = await router.book(prompt)
+            if number >= WARM_UP:
+                times.append(perf_counter() - began)
+            await choice.finish()
+    return sorted(times)
+
+
+async def _time_overlaps(store: Store, workload: RouteWorkload) -> list[float]:
+    """The seconds of each overlap alone, sorted, on what the workload has written."""
+    index = await open_redis_index(store, writer=False)
+    return await time_async_calls([partial(index.overlap, SCOPE, workload.hashes()) for _ in range(CALLS)])

@@ -1,0 +1,1 @@
+"""How evenly several routers spread a burst of requests, compared with one."""
