@@ -1,5 +1,5 @@
-# Every target does the whole set-up it needs: on a fresh machine `make demo` and `make test` are enough.
-# Needs Python 3.11 or later with venv and pip. PYTHON=... chooses one.
+# Every target sets up what it needs: on a fresh machine `make demo` and `make test` are enough.
+# Needs Python 3.11 or later with venv and pip. PYTHON=... selects one.
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
@@ -10,10 +10,10 @@ READY := .venv/.ready
 .DEFAULT_GOAL := help
 .PHONY: help test chaos demo bench bench-longer lint types clean
 
-help: ## this list
+help: ## show this list
 	@sed -n 's/^\([.a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-.venv: $(READY) ## the environment, with pinned versions of everything
+.venv: $(READY) ## create the environment, with pinned versions of everything
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "kvatlas needs Python 3.11 or later with venv and pip; none found" >&2; exit 1; }
@@ -25,26 +25,26 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-test: $(READY) ## all tests, on real servers
+test: $(READY) ## run all tests, on real servers
 	$(BIN)/python -m pytest -q
 
-chaos: $(READY) ## random faults into a running fleet (CHAOS_SECONDS, CHAOS_SEED) until the index must be exact again
+chaos: $(READY) ## inject random faults into a running fleet (CHAOS_SECONDS, CHAOS_SEED) and check that the index is exact
 	$(BIN)/python -m tests.chaos
 
-demo: $(READY) ## the whole system on this machine: 4 simulated engines, round-robin against kvatlas
+demo: $(READY) ## run the whole system on this machine: 4 simulated engines, round-robin against kvatlas
 	$(BIN)/kvatlas demo
 
-bench: $(READY) ## every budget, measured
+bench: $(READY) ## measure every budget
 	$(BIN)/python -m benchmarks
 
-bench-longer: $(READY) ## how routing grows, many routers beside one, the proxy's overhead, right predictions, a rebuild
+bench-longer: $(READY) ## measure how routing scales, many routers against one, the proxy's overhead, accuracy, rebuilds
 	$(BIN)/python -m benchmarks.longer
 
-lint: $(READY) ## ruff, rules and format
+lint: $(READY) ## run ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY) ## mypy, strict
+types: $(READY) ## run mypy, strict
 	$(BIN)/mypy
 
 clean: ## remove the environment and every cache
