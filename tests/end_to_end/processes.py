@@ -1,4 +1,4 @@
-"""The command line as child processes, which end with the test."""
+"""`kvatlas` commands as child processes that end with the test."""
 
 import asyncio
 import os
@@ -19,19 +19,19 @@ def environment() -> dict[str, str]:
 
 
 @asynccontextmanager
-async def service(*words: str, ready: str, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def service(*args: str, ready: str, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """A command that runs until it is stopped, from the moment that a line of its stderr contains `ready`."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment(), cwd=cwd
+        sys.executable, "-m", "kvatlas_cli.main", *args, stderr=asyncio.subprocess.PIPE, env=environment(), cwd=cwd
     )
     assert process.stderr is not None
-    said: list[str] = []
+    log: list[str] = []
     try:
         with anyio.fail_after(30):
-            while not said or ready not in said[-1]:
+            while not log or ready not in log[-1]:
                 line = (await process.stderr.readline()).decode()
-                assert line, f"kvatlas {words[0]} ended before it was ready: {''.join(said)}"
-                said.append(line)
+                assert line, f"kvatlas {args[0]} exited before it was ready: {''.join(log)}"
+                log.append(line)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(process.stderr.read)
             yield process
@@ -43,13 +43,13 @@ async def service(*words: str, ready: str, cwd: Path) -> AsyncIterator[asyncio.s
             await process.wait()
 
 
-async def query(*words: str) -> str:
-    """The stdout of a command that ends by itself with exit code 0."""
+async def query(*args: str) -> str:
+    """The stdout of a command that exits by itself, with code 0."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "kvatlas_cli.main",
-        *words,
+        *args,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment(),

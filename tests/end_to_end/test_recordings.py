@@ -1,7 +1,7 @@
-"""Real engines' bytes over real ZMQ, through sidecars, NATS and an indexer into Valkey: what export shows is exactly what
+"""Recorded bytes of real engines over real ZMQ, through sidecars, NATS and an indexer into Valkey: the export is exactly what
 each engine could use, and a router that hashes a prompt's tokens itself finds it.
 
-All recordings at once, for one model: vLLM 0.11 to 0.33 with integer and bytes hashes (each with its own hash seed), a
+All recordings together, for one model: vLLM 0.11 to 0.33 with integer and bytes hashes (each with a hash seed of its own), a
 hybrid model, SGLang with and without a host tier.
 """
 
@@ -37,17 +37,17 @@ def worker_of(name: str) -> str:
     return name.replace(".", "-")
 
 
-def usable(head: dict[str, Any]) -> set[tuple[Tier, EngineHash]]:
+def usable_blocks(head: dict[str, Any]) -> set[tuple[Tier, EngineHash]]:
     """The recorded residency that a publisher announces: (tier, engine hash)."""
     found = set()
-    for where, engine_hash in head["expected_usable"]:
-        tier = parse_tier(where) if isinstance(where, str) else Tier.HBM
+    for medium, engine_hash in head["expected_usable"]:
+        tier = parse_tier(medium) if isinstance(medium, str) else Tier.HBM
         found.add((tier, bytes.fromhex(engine_hash) if isinstance(engine_hash, str) else engine_hash))
     return found
 
 
 def expected_lines(kind: EngineKind, head: dict[str, Any], payloads: Sequence[bytes]) -> set[Line]:
-    """`expected_usable` in the words of export: engine hashes become ours by the tokens that the recording names."""
+    """`expected_usable` as export prints it: engine hashes become ours through the tokens in the recording."""
     ledger = Ledger(LedgerSettings(MODEL, MODEL))
     for payload in payloads:
         ledger.fold(decode_batch(kind, payload))
@@ -55,11 +55,11 @@ def expected_lines(kind: EngineKind, head: dict[str, Any], payloads: Sequence[by
         (tier, engine_hash): (ledger.uses[scope_id].scope.adapter_id, tier.label, f"{sequence_hash:016x}")
         for scope_id, tier, engine_hash, sequence_hash in ledger.announced()
     }
-    return {ours[key] for key in usable(head)}
+    return {ours[key] for key in usable_blocks(head)}
 
 
-def prompts(kind: EngineKind, payloads: Sequence[bytes]) -> dict[EngineHash, tuple[str | None, list[int]]]:
-    """(adapter, all tokens from the prompt's start) behind each plainly hashed block of a recording."""
+def prompts_by_hash(kind: EngineKind, payloads: Sequence[bytes]) -> dict[EngineHash, tuple[str | None, list[int]]]:
+    """(adapter, all tokens from the prompt's start) of each block of a recording that has no extra keys."""
     found: dict[EngineHash, tuple[str | None, list[int]]] = {}
     for payload in payloads:
         for event in decode_batch(kind, payload).events:
@@ -73,7 +73,7 @@ def prompts(kind: EngineKind, payloads: Sequence[bytes]) -> dict[EngineHash, tup
     return found
 
 
-async def test_every_recording_ends_in_what_its_engine_could_use(
+async def test_the_export_of_every_recording_is_what_its_engine_could_use(
     fresh_nats: str, fresh_valkey: str, tmp_path: Path
 ) -> None:
     servers = ["--nats-url", fresh_nats, "--redis-url", fresh_valkey]
@@ -84,16 +84,16 @@ async def test_every_recording_ends_in_what_its_engine_could_use(
             head, payloads = recording(name)
             kind = EngineKind(head["engine"])
             engine = await stack.enter_async_context(FakeEngine())
-            words = ["--engine", kind.value, "--endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint]
-            words += ["--worker-id", worker_of(name), "--model-id", MODEL]
-            await stack.enter_async_context(service("publish", *servers, *words, ready="is published", cwd=tmp_path))
+            args = ["--engine", kind.value, "--endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint]
+            args += ["--worker-id", worker_of(name), "--model-id", MODEL]
+            await stack.enter_async_context(service("publish", *servers, *args, ready="is published", cwd=tmp_path))
             await engine.subscribed()
             await engine.send(*payloads)
             expected[name] = expected_lines(kind, head, payloads)
 
         assert all(expected.values())
 
-        async def exported() -> dict[str, set[Line]]:
+        async def export() -> dict[str, set[Line]]:
             out = await query("export", "--redis-url", fresh_valkey)
             assert len(set(out.splitlines())) == len(out.splitlines())
             found: dict[str, set[Line]] = {worker_of(name): set() for name in NAMES}
@@ -103,7 +103,7 @@ async def test_every_recording_ends_in_what_its_engine_could_use(
             return found
 
         async def is_exact() -> bool:
-            return await exported() == {worker_of(name): lines for name, lines in expected.items()}
+            return await export() == {worker_of(name): lines for name, lines in expected.items()}
 
         await until(is_exact, deadline_s=60, what="every recording is exported exactly")
 
@@ -111,11 +111,11 @@ async def test_every_recording_ends_in_what_its_engine_could_use(
             for name in NAMES:
                 head, payloads = recording(name)
                 kind = EngineKind(head["engine"])
-                whole = prompts(kind, payloads)
-                device = [key for tier, key in usable(head) if tier is Tier.HBM and key in whole]
-                assert len(device) > 10
-                for engine_hash in device:
-                    adapter, tokens = whole[engine_hash]
+                prompts = prompts_by_hash(kind, payloads)
+                in_hbm = [key for tier, key in usable_blocks(head) if tier is Tier.HBM and key in prompts]
+                assert len(in_hbm) > 10
+                for engine_hash in in_hbm:
+                    adapter, tokens = prompts[engine_hash]
                     found = await router.overlap(Prompt.of_tokens(Scope(MODEL, MODEL, adapter), tokens))
                     mine = found.of(worker_of(name))
                     assert mine is not None

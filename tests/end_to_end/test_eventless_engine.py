@@ -1,4 +1,4 @@
-"""An engine that tells no events, from `kvatlas up` to the answers: what it holds is predicted, and said to be."""
+"""An engine without KV events, from `kvatlas up` to the answers: its cache is predicted, and marked as predicted."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ PROMPT = [*range(1_000, 1_385)]
 BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
 
 
-async def test_what_a_silent_engine_holds_is_predicted_and_marked(
+async def test_the_cache_of_an_eventless_engine_is_predicted_and_marked(
     fresh_nats: str, fresh_valkey: str, tmp_path: Path
 ) -> None:
     servers = ["--nats-url", fresh_nats, "--redis-url", fresh_valkey]
@@ -48,11 +48,11 @@ async def test_what_a_silent_engine_holds_is_predicted_and_marked(
         async with service("up", *servers, "--engine", url, ready="no events", cwd=tmp_path):
             await until(is_routable, what="the engine's worker is known")
             async with running_proxy(fresh_valkey) as client, RouterClient.open(fresh_valkey) as router:
-                worker_id, told = decision(await client.post("/v1/completions", json=BODY))
-                assert (told["cached"], told["by"]) == ("0", "cost")
+                worker_id, fields = decision(await client.post("/v1/completions", json=BODY))
+                assert (fields["cached"], fields["by"]) == ("0", "cost")
                 answer = await client.post("/v1/completions", json=BODY)
-                _, told = decision(answer)
-                assert (told["cached"], told["unconfirmed"]) == ("384", "384")
+                _, fields = decision(answer)
+                assert (fields["cached"], fields["unconfirmed"]) == ("384", "384")
                 assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
 
                 prompt = Prompt.of_tokens(scope, PROMPT)
@@ -65,19 +65,19 @@ async def test_what_a_silent_engine_holds_is_predicted_and_marked(
                     assert (choice.predicted_cached_tokens, choice.unconfirmed_tokens) == (384, 384)
                     assert "384 more predicted" in choice.explain()
                 (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
-                words = ["--model-id", MODEL, "--tokens", str(tmp_path / "prompt.json")]
-                shown = await query("overlap", *servers, *words)
-                assert "384 predicted: it tells no events" in shown
+                args = ["--model-id", MODEL, "--tokens", str(tmp_path / "prompt.json")]
+                output = await query("overlap", *servers, *args)
+                assert "384 predicted: it tells no events" in output
 
-                # another life of the engine has another, empty cache
+                # after a restart the engine's cache is empty
                 port = int(url.rpartition(":")[2])
                 stop.set()
                 await stopped.wait()
                 async with running_engine(events=False, num_gpu_blocks=512, port=port):
 
-                    async def is_forgotten() -> bool:
+                    async def is_dropped() -> bool:
                         (again,) = await router.overlap(prompt)
                         return again.worker_id == worker_id and again.routable and not again.predicted_tokens
 
-                    await until(is_forgotten, deadline_s=20, what="predictions ended with the engine's life")
+                    await until(is_dropped, deadline_s=20, what="predictions are dropped after the engine's restart")
     await store.close()
