@@ -15,7 +15,7 @@ STOP_S = 10
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """A running server. `announced`: what its output said where the pattern has a group."""
+    """A running server. `announced`: the part of its output that matched the group of `ready`."""
 
     pid: int
     announced: str

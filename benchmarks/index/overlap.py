@@ -48,7 +48,8 @@ async def measure(store: Store, shards: int) -> list[Result]:
                 seed += 1
                 chain = _chain_of(seed, blocks)
                 await _store_holders(index, chain, holders, different)
-                name = f"overlap {blocks:,} blocks, {holders} holders of {'different' if different else 'equal'} depth"
+                who = "1 holder" if holders == 1 else f"{holders} holders"
+                name = f"overlap {blocks:,} blocks, {who} of {'different' if different else 'equal'} depth"
                 key = (blocks, holders, different)
                 times = await time_async_calls([partial(index.overlap, SCOPE, chain)] * CALLS)
                 budget = SHARED_MS.get(key) if shards == 1 else None

@@ -78,7 +78,7 @@ async def _count_applied(index: ResidencyIndex, workers: Sequence[str]) -> int:
 
 
 def _result(what: str, hashes_a_message: int, rate: float, budget: float | None) -> Result:
-    name = f"{what}, {hashes_a_message} hashes a message"
+    name = f"{what}, {hashes_a_message} {'hash' if hashes_a_message == 1 else 'hashes'} a message"
     if hashes_a_message == 1:
         return Result(name, rate, "messages/s", budget, at_least=True)
     return Result(name, rate * hashes_a_message, "blocks/s", budget, at_least=True)

@@ -212,7 +212,7 @@ class Scheduler:
             sequence.computed = match.hit_tokens
             self._running.append(sequence)
             if not self._cache.write(sequence.sequence_id, sequence.next_tokens(count)):
-                raise RuntimeError("the cache lacks blocks although it said that there are enough")
+                raise RuntimeError("the cache lacks blocks that `can_open` promised")
             batch.add(sequence, count)
             budget -= count
 

@@ -104,20 +104,23 @@ class EngineApi:
         }
 
     async def _completions(self, request: Request) -> Response:
-        try:
-            body = CompletionRequest.parse(await request.body(), vocab_size=self._vocab_size)
-            model, adapter = self._resolve_model(body.model)
-        except InvalidValue as error:
-            return _invalid(error)
-        return CompletionResponse(self._engine, body, model=model, adapter=adapter)
+        return await self._generate(request, CompletionRequest, CompletionResponse)
 
     async def _chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, ChatRequest, ChatResponse)
+
+    async def _generate(
+        self,
+        request: Request,
+        body_type: type[CompletionRequest | ChatRequest],
+        response_type: type[CompletionResponse],
+    ) -> Response:
         try:
-            body = ChatRequest.parse(await request.body(), vocab_size=self._vocab_size)
+            body = body_type.parse(await request.body(), vocab_size=self._vocab_size)
             model, adapter = self._resolve_model(body.model)
         except InvalidValue as error:
             return _invalid(error)
-        return ChatResponse(self._engine, body, model=model, adapter=adapter)
+        return response_type(self._engine, body, model=model, adapter=adapter)
 
     async def _tokenize(self, request: Request) -> Response:
         try:

@@ -39,7 +39,7 @@ async def test_a_wrong_body_is_refused_in_one_clear_line(body: str, status: int,
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
+    ("path", "body", "status", "message"),
     [
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "expected a role"),
@@ -51,8 +51,8 @@ async def test_a_wrong_body_is_refused_in_one_clear_line(body: str, status: int,
     ],
 )
 async def test_a_wrong_chat_is_refused_in_one_clear_line(
-    path: str, body: dict[str, Any], status: int, said: str
+    path: str, body: dict[str, Any], status: int, message: str
 ) -> None:
     async with running_engine() as (_, client):
         answer = await client.post(path, json=body)
-        assert answer.status_code == status and said in answer.json()["error"]["message"]
+        assert answer.status_code == status and message in answer.json()["error"]["message"]
