@@ -1,4 +1,4 @@
-"""Engines and requests for tests, and what an engine's steps came to."""
+"""Engines and requests for the tests of this folder, and readers of step results."""
 
 from simulator.cache.block_hash import SeededBlockHasher
 from simulator.cache.kv_cache import KVCache
