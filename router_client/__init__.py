@@ -1,4 +1,4 @@
-"""The router client: overlap, cost and choice for routers. A plain install; it imports nothing of the other extras.
+"""The router client: overlap, cost and choice for routers. It needs the plain install only, none of the extras.
 
 from router_client import Prompt, RouterClient, Scope
 
@@ -7,6 +7,21 @@ async with RouterClient.open("redis://127.0.0.1:6379") as router:
         print(choice.url, choice.explain())
 
 `SyncRouterClient` is the same without `async` and `await`.
+
+The way of one choice through the files:
+
+    client.py, sync.py          the calls; results.py and prefill_decode_result.py are what they return
+    decision/decider.py         the steps below under one deadline; decision/fail_open.py if the store is slow or away
+      decision/fleet_cache.py   read the pool's workers (pricing/pool.py)
+      decision/index_lookup.py  look up the prompt's overlap (prompt_chain.py, chain_cache.py, pricing/overlap.py)
+      decision/policy.py        price the candidates without load (pricing/quotes.py, prefill_decode.py, surcharges.py)
+      booking/ask.py            ask for the cheapest under load, within its limits (pricing/slo.py)
+      booking/booker.py         look or book, in the store or alone (booking/reservation.py, leases.py)
+    pricing/ranking.py          every candidate with its terms, computed when it is read
+    learning/                   afterwards: rates learned from finished requests, and prediction accuracy
+
+Around it: tokens/ from text to token ids, proxy/ for `kvatlas router`, held_bookings.py for requests that other programs
+send, litellm/ for LiteLLM's Router.
 """
 
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules

@@ -1,7 +1,7 @@
-"""Remembers hash chains of prompts, so that a growing conversation is hashed only where it is new.
+"""A cache of prompts' hash chains, so that a growing conversation hashes only its new blocks.
 
-A prompt's tokens are digested as they lie in memory, piece by piece, which takes a tenth of the time that the chain
-takes; the digest of all tokens up to a piece's end names the piece's hashes. Prompts that begin alike share pieces.
+A prompt's packed tokens are digested piece by piece, which takes a tenth of the time of the chain itself. The digest of
+all tokens up to a piece's end is the key of the piece's hashes, so prompts with a common start share pieces.
 """
 
 import sys
@@ -14,29 +14,29 @@ from xxhash import xxh3_128
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, pack_tokens
 
 PIECE_BLOCKS = 32
-"""A conversation that went on hashes at most this many blocks again."""
+"""A conversation that continues hashes at most this many of its old blocks again."""
 
 MOST_BLOCKS = 1 << 20
 _TOKEN_BYTES = 4
 
 
-class ChainMemory:
-    """Bounded by blocks; the piece that was not used for longest goes first. For one thread at a time."""
+class ChainCache:
+    """Bounded by blocks; the least recently used piece is dropped first. For one thread at a time."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self.hashed_blocks = 0
-        self.remembered_blocks = 0
+        self.reused_blocks = 0
         self._most_pieces = max(1, most_blocks // PIECE_BLOCKS)
         self._pieces: OrderedDict[tuple[int, bytes], bytes] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks that are remembered."""
+        """Blocks in the cache."""
         return len(self._pieces) * PIECE_BLOCKS
 
     def chain(self, tokens: Sequence[int], block_size: int, chunk_blocks: int) -> Iterator[bytes]:
-        """The chain of a prompt in packed chunks of up to `chunk_blocks`, as `kvatlas.blocks.hashing.lazy_chain` gives it.
+        """The chain of a prompt in packed chunks of up to `chunk_blocks`, equal to `kvatlas.blocks.hashing.lazy_chain`.
 
-        `chunk_blocks` must be a multiple of PIECE_BLOCKS. Raises InvalidValue for a token id that is not one.
+        `chunk_blocks` must be a multiple of PIECE_BLOCKS. Raises InvalidValue for a token id that is out of range.
         """
         whole = len(tokens) // block_size
         packed = memoryview(pack_tokens(tokens))
@@ -47,7 +47,7 @@ class ChainMemory:
             blocks = min(PIECE_BLOCKS, whole - first)
             part = packed[first * block_size * _TOKEN_BYTES : (first + blocks) * block_size * _TOKEN_BYTES]
             digest.update(part)
-            hashes = self._piece(part, block_size, parent, digest.digest())
+            hashes = self._hash_piece(part, block_size, parent, digest.digest())
             parent = int.from_bytes(hashes[-HASH_BYTES:], "little")
             chunk.append(hashes)
             if len(chunk) * PIECE_BLOCKS >= chunk_blocks:
@@ -56,12 +56,12 @@ class ChainMemory:
         if chunk:
             yield b"".join(chunk)
 
-    def _piece(self, part: memoryview, block_size: int, parent: int | None, digest: bytes) -> bytes:
+    def _hash_piece(self, part: memoryview, block_size: int, parent: int | None, digest: bytes) -> bytes:
         key = (block_size, digest)
         blocks = len(part) // (block_size * _TOKEN_BYTES)
         if (hashes := self._pieces.get(key)) is not None:
             self._pieces.move_to_end(key)
-            self.remembered_blocks += blocks
+            self.reused_blocks += blocks
             return hashes
         tokens = array("I", bytes(part))
         if sys.byteorder == "big":

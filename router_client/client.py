@@ -1,11 +1,10 @@
-"""The router client: asks the index who holds a prompt, prices every worker of the pool, books the cheapest."""
+"""The router client: looks up which workers hold a prompt, prices every worker of the pool, books the cheapest."""
 
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -28,33 +27,36 @@ from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
 from router_client.decision.decider import Decider, Decision, PairDecision
 from router_client.decision.fail_open import Basis
-from router_client.decision.fleet_cache import CachedFleet, FleetReader
+from router_client.decision.fleet_cache import FleetCache, FleetReader
 from router_client.errors import NoWorkers
-from router_client.learning.prediction_accuracy import AnswerComparison, AnswerTelling
+from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy
 from router_client.learning.rates import RateLearner
 from router_client.prefill_decode_result import PairChoice
-from router_client.pricing.overlap import NOTHING, HeldPrefix, OverlapIndex, look_up
+from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, OverlapIndex
 from router_client.pricing.pool import Pool
-from router_client.pricing.ranking import Ranked
+from router_client.pricing.ranking import RankedResults
 from router_client.prompt import Prompt
-from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_to
+from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_for, list_left_out
 from router_client.settings import RouterSettings
 
 Request = Prompt | RequestHints | RequestShape
 
+MOST_NAMED = 8
+"""An error names up to this many of the workers that are left out."""
 MOST_TRACED = 8
-"""So many candidates of a choice are told in a trace."""
+"""A trace explains up to this many candidates of a choice."""
 
 
 class RouterClient:
-    """Answers `overlap` and `rank`, and chooses with `route`, `book` and `pick`; safe to share between tasks of one loop.
+    """Compares workers with `overlap` and `rank`, and chooses with `route`, `book` and `pick`; safe to share between tasks
+    of one loop.
 
-    `overlap` and `rank` raise Unreachable where the store does not answer. A choice is made within the deadline whatever
-    the store does (`Choice.basis` says by what); it raises Unreachable only where the pool's workers were never read. All
-    raise InvalidValue for a request that breaks the contract.
+    `overlap` and `rank` raise Unreachable if the store does not answer. A choice is made within the deadline whatever the
+    store does (`Choice.basis` says by what); it raises Unreachable only if the pool's workers were never read. All raise
+    InvalidValue for a request that breaks the contract.
 
-    Enter the client (`async with`) where it books in a store: then its lease there is renewed, and leaving gives back
-    whatever is still booked.
+    Enter the client (`async with`) if it books in a store: then its lease there is renewed, and leaving releases what is
+    still booked.
     """
 
     def __init__(
@@ -68,21 +70,20 @@ class RouterClient:
         store: Store | None = None,
     ) -> None:
         """Over an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` makes them from
-        a URL. Without reservations it books in this process, so that it knows of its own choices alone. `store`: where it
-        tells what it counts of answers."""
+        a URL. Without reservations the client books in this process, and knows only its own choices. `store`: where it
+        reports its prediction accuracy (`answers`)."""
         self.settings = settings or RouterSettings()
         self.counters = RouterCounters()
-        self.answers = AnswerComparison()
-        self._index = index
-        booked = reservations or MemoryReservations(now_us)
-        self._learner = RateLearner(booked, self.settings, self.counters)
-        self._fleet = CachedFleet(
+        self.answers = PredictionAccuracy()
+        shared = reservations or MemoryReservations(now_us)
+        self._learner = RateLearner(shared, self.settings, self.counters)
+        self._fleet = FleetCache(
             fleet, self.settings.fleet_max_age_ms, self.settings.rules, profile=self._learner.profile
         )
-        self._leases = Leases(booked, self.counters, self.settings.booking.lease_s, self.settings.router_id)
-        tell = partial(tell_answers, store, self._leases.router_id) if store is not None else None
-        self._telling = AnswerTelling(self.answers, tell) if tell is not None else None
-        self._decider = Decider(index, self._fleet, booked, self._leases, self.settings, self.counters, now_us)
+        self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
+        report = None if store is None else partial(tell_answers, store, self._leases.router_id)
+        self._accuracy_reporter = None if report is None else AccuracyReporter(self.answers, report)
+        self._decider = Decider(index, self._fleet, shared, self._leases, self.settings, self.counters, now_us)
 
     @classmethod
     @asynccontextmanager
@@ -96,8 +97,8 @@ class RouterClient:
     ) -> AsyncIterator["RouterClient"]:
         """`async with RouterClient.open(url) as router`: a client over the store that the indexer writes.
 
-        `wait`: try an unreachable store, or one that no indexer has laid out yet, again with back-off, telling `on_wait`
-        each time. Raises Unreachable (without `wait`), InvalidValue for the URL, LayoutMismatch where the store was laid
+        `wait`: try again, with back-off, if the store is unreachable or no indexer has laid it out yet; `on_wait` gets a
+        line each time. Raises Unreachable (without `wait`), InvalidValue for the URL, LayoutMismatch if the store was laid
         out by another version, or (without `wait`) not yet.
         """
         store = await open_store(redis_url, wait=wait, on_wait=on_wait)
@@ -113,8 +114,8 @@ class RouterClient:
     async def __aenter__(self) -> Self:
         self._leases.start()
         self._learner.start()
-        if self._telling is not None:
-            self._telling.start()
+        if self._accuracy_reporter is not None:
+            self._accuracy_reporter.start()
         return self
 
     async def __aexit__(
@@ -122,40 +123,39 @@ class RouterClient:
     ) -> None:
         await self._leases.stop()
         await self._learner.stop()
-        if self._telling is not None:
-            await self._telling.stop()
-        await self._decider.patience.close()
+        if self._accuracy_reporter is not None:
+            await self._accuracy_reporter.stop()
+        await self._decider.late_calls.close()
         await self._fleet.close()
 
     @property
     def load_only(self) -> bool:
-        """The kill switch: True, and choices are made by load alone, without the index. May be set at any time."""
-        return self._decider.sight.load_only
+        """The kill switch: if True, load alone decides, without the index. May be set at any time."""
+        return self._decider.index.load_only
 
     @load_only.setter
     def load_only(self, on: bool) -> None:
-        self._decider.sight.load_only = on
+        self._decider.index.load_only = on
 
     async def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
-        """Every worker of the scope's pool by id, also those that get no requests now; as last read where the store
-        does not answer within the deadline. Raises Unreachable where it never was."""
-        return (await self._decider.pool(scope.pool_id)).records
+        """Every worker of the scope's pool by id, also those that get no requests now; as last read if the store does not
+        answer within the deadline. Raises Unreachable if it was never read."""
+        return (await self._decider.read_pool(scope.pool_id)).records
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
-        """What was learned of how fast the scope's workers are, by worker; what nobody told of is as configured."""
+        """The learned rates of the scope's workers, by worker; a worker without evidence has the configured ones."""
         return self._learner.learned(scope.pool_id)
 
     async def overlap(self, request: Request) -> PromptOverlap:
-        """What each worker of the request's pool holds of the prompt, resident and usable, by tier."""
+        """The resident and usable blocks and tokens of the prompt on each worker of the pool, by tier."""
         prompt = self._prompt(request)
         with decision_span("overlap", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            pool = await self._fleet.pool(prompt.scope.pool_id)
-            found = await look_up(self._index, prompt, pool.groups)
-            self.counters.lookups += found.round_trips
-            silent = not all(record.endpoint.events for record in pool.records.values())
-            predicted = await self._decider.predicted(prompt, pool, found) if silent else {}
-            workers = [self._worker_overlap(prompt, record, found.held, predicted) for record in pool.records.values()]
-            workers.sort(key=_nearest)
+            pool = await self._fleet.read_pool(prompt.scope.pool_id)
+            lookup = await self._decider.index.look_up(prompt, pool)
+            eventless = not all(record.endpoint.events for record in pool.records.values())
+            predicted = await self._decider.predict_tokens(prompt, pool, lookup) if eventless else {}
+            workers = [self._worker_overlap(prompt, record, lookup.held, predicted) for record in pool.records.values()]
+            workers.sort(key=_overlap_order)
             describe_decision(span, candidates=len(workers))
         return PromptOverlap(prompt.input_tokens, tuple(workers))
 
@@ -182,10 +182,9 @@ class RouterClient:
     async def route(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[Choice]:
         """`async with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
-        Chosen and reserved in one call over reported load and the live reservations of all routers. Ties go by a hash
-        of the prompt, the worker and the seed: evenly, and the same from every router. `await choice.first_token()` says
-        that the prefill is over; leaving the block, that the request is (by an exception: that it failed). Raises
-        NoWorkers.
+        Chosen and reserved in one call over reported load and the live reservations of all routers. Ties are broken by a
+        hash of the prompt, the worker and the seed: evenly, and the same on every router. Call `await choice.first_token()`
+        when the prefill is over. Leaving the block ends the request, by an exception as failed. Raises NoWorkers.
         """
         choice = await self.book(request, avoid=avoid)
         try:
@@ -205,10 +204,10 @@ class RouterClient:
 
     @asynccontextmanager
     async def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[PairChoice]:
-        """`async with router.route_pd(request) as pair`: who computes the prompt and who the answer, both reserved.
+        """`async with router.route_pd(request) as pair`: the workers for prompt and answer, both reserved.
 
-        `pair.prefill` is None where one worker does both: because that costs less, or there is little to compute. Chosen
-        and reserved in one call, and given back together, as by `route`. Raises NoWorkers.
+        `pair.prefill` is None if one worker does both, because that is cheaper or there is little to compute. Chosen and
+        reserved in one call, and released together, as by `route`. Raises NoWorkers.
         """
         pair = await self.book_pd(request, avoid=avoid)
         try:
@@ -225,14 +224,16 @@ class RouterClient:
             decision = await self._decider.decide(prompt, avoid, book=book)
             if not decision.results:
                 self.counters.no_workers += 1
-                raise NoWorkers(why_none(prompt, decision.pool.left_out))
+                raise NoWorkers(_explain_no_workers(prompt, decision.pool.left_out))
             pool = decision.pool
             ranking = self._ranking(prompt, decision.results, pool.left_out)
-            choice = self._choice(prompt, pool, decision.result, ranking, decision, decision.reservation, learns=True)
+            choice = self._build_choice(
+                prompt, pool, decision.result, ranking, decision, decision.reservation, learns=True
+            )
             _describe(span, choice, pool)
             if span.is_recording():
                 span.set_attribute("kvatlas.explanation", json.dumps(choice.explanation(MOST_TRACED)))
-        self._count(choice, started_ns)
+        self._count_choice(choice, started_ns)
         return choice
 
     async def _choose_pair(self, request: Request, avoid: Collection[str], *, book: bool) -> PairChoice:
@@ -243,57 +244,58 @@ class RouterClient:
             ranking, pool = decision.ranking, decision.pool
             if ranking is None:
                 self.counters.no_workers += 1
-                raise NoWorkers(why_none(prompt, pool.unable_to_answer))
+                raise NoWorkers(_explain_no_workers(prompt, pool.left_out_of_pairs))
+            # rates are learned only if one worker did everything: a pair's time can't be split between its workers
+            learns = ranking.prefill is None
 
-            def part(result: SelectionResult, results: Ranked, booked: Reservation | None) -> Choice:
-                told = self._ranking(prompt, results, pool.unable)
-                # rates are learned where one worker did everything: who takes how much of a pair's time is not told
-                return self._choice(prompt, pool, result, told, decision, booked, learns=ranking.prefill is None)
+            def build(result: SelectionResult, results: RankedResults, reservation: Reservation | None) -> Choice:
+                whole = self._ranking(prompt, results, pool.unable)
+                return self._build_choice(prompt, pool, result, whole, decision, reservation, learns=learns)
 
-            answers, prompts = (*decision.booked, None, None)[:2]
-            prefill = None if ranking.prefill is None else part(ranking.prefill, ranking.prefills, prompts)
+            for_decode, for_prefill = (*decision.reservations, None, None)[:2]
+            prefill = None if ranking.prefill is None else build(ranking.prefill, ranking.prefills, for_prefill)
             results = ranking.wholes if prefill is None else ranking.decodes
-            pair = PairChoice(part(ranking.decode, results, answers), prefill, ranking)
+            pair = PairChoice(build(ranking.decode, results, for_decode), prefill, ranking)
             _describe(span, prefill or pair.decode, pool)
             if span.is_recording():
                 span.set_attribute("kvatlas.decode_worker", pair.worker_id)
                 span.set_attribute("kvatlas.explanation", json.dumps(pair.explanation(MOST_TRACED)))
         self.counters.pairs += prefill is not None
-        self._count(prefill or pair.decode, started_ns)
+        self._count_choice(prefill or pair.decode, started_ns)
         return pair
 
-    def _choice(
+    def _build_choice(
         self,
         prompt: Prompt,
         pool: Pool,
         result: SelectionResult,
         ranking: Ranking,
         decision: Decision | PairDecision,
-        booked: Reservation | None,
+        reservation: Reservation | None,
         *,
         learns: bool,
     ) -> Choice:
-        """`learns`: what the request takes is compared with what was predicted, and learned from."""
+        """`learns`: the answer's usage and times are compared with the prediction, and rates learned from them."""
         endpoint = pool.records[result.worker_id].endpoint
         return Choice(
             endpoint.id,
             endpoint.url,
-            headers_to(endpoint),
+            headers_for(endpoint),
             endpoint.role,
             result,
             ranking,
             decision.basis,
             decision.why,
             decision.would_be,
-            booked,
+            reservation,
             self._learner.feedback(prompt.scope.pool_id, ranking.results, result) if learns else None,
-            partial(self.answers.answered, prompt, result, decision.basis) if learns else None,
+            partial(self.answers.record, prompt, result, decision.basis) if learns else None,
         )
 
     def _ranking(self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str]) -> Ranking:
         return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self.settings.limits.shed_factor)
 
-    def _count(self, choice: Choice, started_ns: int) -> None:
+    def _count_choice(self, choice: Choice, started_ns: int) -> None:
         counters, result = self.counters, choice.result
         counters.routed += 1
         counters.by_load += choice.basis is Basis.LOAD
@@ -318,7 +320,7 @@ class RouterClient:
         self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix], predicted: Mapping[str, int]
     ) -> WorkerOverlap:
         endpoint = record.endpoint
-        mine = held.get(endpoint.id, NOTHING)
+        mine = held.get(endpoint.id, NOTHING_HELD)
         size = endpoint.block_size or 0
         usable = self.settings.rules.of(endpoint).usable_tokens(mine.tokens, prompt.input_tokens, size or 1)
         by_tier: dict[Tier, int] = {}
@@ -357,15 +359,14 @@ def _describe(span: Span, choice: Choice, pool: Pool) -> None:
             span.set_attribute("kvatlas.would_be", choice.would_be)
 
 
-def _nearest(worker: WorkerOverlap) -> tuple[int, int, str]:
+def _overlap_order(worker: WorkerOverlap) -> tuple[int, int, str]:
     return -worker.usable_tokens - worker.predicted_tokens, -worker.resident_tokens, worker.worker_id
 
 
-def why_none(prompt: Prompt, left_out: Mapping[str, str]) -> str:
-    """One line: why nobody may get a prompt."""
+def _explain_no_workers(prompt: Prompt, left_out: Mapping[str, str]) -> str:
+    """Why no worker can take a prompt, in one line."""
     scope = prompt.scope
     pool = f"pool {scope.pool_id} (model {scope.model_id}, tokenizer {scope.tokenizer_id})"
     if not left_out:
         return f"{pool} has no workers; is a publisher running for this model and tokenizer?"
-    told = ", ".join(f"{id} ({why})" for id, why in islice(left_out.items(), 8))
-    return f"{pool}: no worker is left of {len(left_out)}: {told}"
+    return f"{pool}: none of {len(left_out)} workers can take the request: {list_left_out(left_out, MOST_NAMED)}"

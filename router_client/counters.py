@@ -1,4 +1,4 @@
-"""What a router client counts."""
+"""The counters of a router client."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 class RouterCounters:
     """Plain integers since the client was made; a client from `RouterClient.open` exports them as metrics.
 
-    `routed`: choices made, of which `by_load` and `by_prefix_hash` without the index, `followed` by another policy (of
-    these `agreed`: it chose what would have been chosen). `lookups`: round trips to the index. `index_failures`,
-    `booking_failures`: what the store did not answer in time. `booked` and `released`: reservations in the store;
-    `lapsed`: times that this router's lease was over. `required_blocks` and `overlap_blocks`: of the routed prompts, at
-    the picked worker; `predicted_tokens`: those that it counted as holding because they were being computed there. `learned`:
-    finished requests that rates were learned from; `said_nothing`: those that told nothing sure. `pairs`: choices with a
-    worker for the prompt alone. `no_room`, `over_slo`: choices of a worker that had no room, or would miss the SLO.
+    `routed`: choices, of which `by_load` and `by_prefix_hash` without the index, `followed` by another policy (`agreed`: cost
+    would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `lookups`: round trips to the index.
+    `index_failures`, `booking_failures`: calls that the store did not answer in time. `booked`, `released`: reservations in
+    the store; `lapsed`: times that this router's lease had expired when it was renewed. `decision_time_us`: summed over
+    choices. `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those that the chosen worker held;
+    `predicted_tokens`: tokens that it was predicted to hold. `learned`: finished requests that taught rates;
+    `said_nothing`: those that did not. `pairs`: choices with a prefill worker. `no_room`, `over_slo`: choices of a worker
+    that had no room, or would miss the SLO.
     """
 
     routed: int = 0

@@ -1,16 +1,16 @@
 """Errors of the router client.
 
 KvatlasError
- |- NoWorkers        no worker of the pool may get the request now
- `- ClientClosed     a sync client is used outside of its `with` block, or in another process than the one that opened it
+ |- NoWorkers        no worker of the pool can take the request now
+ `- ClientClosed     a sync client is used outside its `with` block, or in another process than the one that opened it
 """
 
 from kvatlas.errors import KvatlasError
 
 
 class NoWorkers(KvatlasError):
-    """No worker of the request's pool may get it now: none is known, or none is alive, up and serving prompts."""
+    """No worker of the request's pool can take it now: none is known, or none is alive, up and allowed."""
 
 
 class ClientClosed(KvatlasError):
-    """A sync client is used before it is entered, after it is left, or in a process that was forked since."""
+    """A sync client is used before it is entered, after it is left, or in a process forked since."""

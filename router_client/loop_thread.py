@@ -18,8 +18,8 @@ T = TypeVar("T")
 class LoopThread:
     """Runs coroutine functions for any number of threads; leaving its block cancels what still runs and ends the thread.
 
-    Each coroutine runs in a copy of its caller's context, so spans have their parents. The thread lives neither longer
-    than the process nor in its forks: there every call raises ClientClosed, and leaving the block does nothing.
+    Each coroutine runs in a copy of its caller's context, so spans keep their parents. The thread does not outlive the
+    process, and a fork has none: there every call raises ClientClosed, and leaving the block does nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,62 +44,67 @@ class LoopThread:
             self._thread.join()
 
     def submit(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start it in the loop; cancelling the future cancels it there. Raises ClientClosed."""
+        """Start the function in the loop; cancelling the future cancels it there. Raises ClientClosed."""
         if self._forked:
             raise ClientClosed(
                 f"the router client was opened in process {self._pid}, which forked; open one in process {os.getpid()}"
             )
-        with self._closing:  # what is started before the loop is told to end is cancelled by it, and never forgotten
+        with self._closing:  # what starts before the loop ends is cancelled by it, and never lost
             if self._closed:
                 raise ClientClosed("the router client is closed")
             return asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop)
 
     def run(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What it returns or raises; a caller that is interrupted cancels it. Raises ClientClosed, also where the loop
-        was closed meanwhile, and RuntimeError within the loop itself, which would wait for itself."""
+        """What the function returns or raises; interrupting the caller cancels it.
+
+        Raises ClientClosed, also if the loop is closed meanwhile, and RuntimeError in the loop itself, which would wait for
+        itself.
+        """
         if self._thread.ident == get_ident():
             raise RuntimeError("a sync router client is called from its own event loop; use the async one there")
         future = self.submit(function, *args, **kwargs)
         try:
             return future.result()
         except CancelledError:
-            raise ClientClosed("the router client was closed while it was asked") from None
+            raise ClientClosed("the router client was closed during the call") from None
         finally:
-            future.cancel()  # nothing where it is done: it is not after a KeyboardInterrupt
+            future.cancel()  # without effect unless it is still running, as after a KeyboardInterrupt
 
     @contextmanager
-    def entered(self, made: AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """What an async context manager gives: entered and left by one task of the loop, which hears of no exception
-        of the block."""
-        inside: Future[T] = Future()
+    def enter(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """Enter an async context manager, and leave it with this block, both in one task of the loop.
+
+        An exception of the block is not passed on to the manager.
+        """
+        entered: Future[T] = Future()
         over = asyncio.Event()
 
         async def hold() -> None:
-            async with made as it:
-                inside.set_result(it)
+            async with manager as value:
+                entered.set_result(value)
                 await over.wait()
 
-        def ended(holding: Future[None]) -> None:
-            if not inside.done():
-                inside.set_exception(holding.exception() or RuntimeError("left before it was entered"))
+        def fail(task: Future[None]) -> None:
+            if not entered.done():
+                entered.set_exception(task.exception() or RuntimeError("left before it was entered"))
 
-        holding = self.submit(hold)
-        holding.add_done_callback(ended)
+        task = self.submit(hold)
+        task.add_done_callback(fail)
         try:
-            yield inside.result()
+            yield entered.result()
         finally:
             if not self._forked:
-                if inside.done():
+                if entered.done():
                     self._loop.call_soon_threadsafe(over.set)
                 else:  # the caller was interrupted
-                    holding.cancel()
-                wait([holding])
+                    task.cancel()
+                wait([task])
         if not self._forked:
-            holding.result()
+            task.result()
 
     @property
     def closed(self) -> bool:
-        """Was its block left, in this process?"""
+        """Was the block left, in this process?"""
         return self._closed
 
     @property

@@ -1,4 +1,4 @@
-"""What `route_pd` answers: the worker that computes the answer, and the one that computes the prompt, if that is another."""
+"""Results of `route_pd`: the worker that computes the answer, and the prefill worker, if that is another one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,20 +9,20 @@ from kvatlas.reservations.limits import NOTHING, Over
 from router_client.learning.timings import Timings
 from router_client.pricing.prefill_decode import PairRanking
 from router_client.pricing.slo import Advice
-from router_client.results import Choice, Chosen
+from router_client.results import Choice, ChoiceData, describe_difference
 from router_client.tokens.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenPair:
-    """`prefill` None: `decode` computes prompt and answer. Both are booked together, and given back together.
+class PairChoiceData:
+    """What `PairChoice` and `SyncPairChoice` have in common. `prefill` None: `decode` computes prompt and answer.
 
-    How the KV gets from one to the other is for the caller and the engines: `prefill.url` and `decode.url`, each with its
-    `headers`, are where to. What a request costs and when its first token is expected is of both together.
+    Both are booked together, and released together. Moving the KV from one to the other is up to the caller and the engines:
+    send to `prefill.url` and `decode.url`, each with its `headers`. Costs and times are those of both together.
     """
 
-    decode: Chosen
-    prefill: Chosen | None
+    decode: ChoiceData
+    prefill: ChoiceData | None
     ranking: PairRanking = field(compare=False, repr=False)
 
     @property
@@ -32,12 +32,12 @@ class ChosenPair:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The address of the worker that answers."""
         return self.decode.url
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What goes with a request to it."""
+        """Headers for a request to the worker that answers."""
         return self.decode.headers
 
     @property
@@ -47,28 +47,28 @@ class ChosenPair:
 
     @property
     def score_us(self) -> int:
-        """Of both."""
+        """Both workers' costs."""
         return self.decode.score_us + (self.prefill.score_us if self.prefill is not None else 0)
 
     @property
     def ttft_us(self) -> int | None:
-        """Until the first token: the prompt, the transfer; None where the profile does not predict it."""
+        """Time to the first token: the prompt and the transfer; None if the profile does not predict it."""
         parts = [choice.cost.ttft_us for choice in self._choices]
         return None if None in parts else sum(part for part in parts if part is not None)
 
     @property
     def predicted_cached_tokens(self) -> int:
-        """What the engine that computes the prompt should report as cached."""
+        """The prompt tokens that the engine that computes the prompt should report as cached."""
         return (self.prefill or self.decode).predicted_cached_tokens
 
     @property
     def unconfirmed_tokens(self) -> int:
-        """Of these, the ones that no event has confirmed."""
+        """Those of them that no event has confirmed."""
         return (self.prefill or self.decode).unconfirmed_tokens
 
     @property
     def over(self) -> Over:
-        """What one of them has no room for, and what of the SLO is missed."""
+        """What one of the workers has no room for, and what of the SLO is missed."""
         over = NOTHING
         for choice in self._choices:
             over |= choice.result.over
@@ -77,7 +77,7 @@ class ChosenPair:
 
     @property
     def advice(self) -> Advice:
-        """To send the request, or, where the best there is has no room or misses the SLO, to hold it back or refuse it."""
+        """To send the request; if even the best pair has no room or misses the SLO, to hold it back or refuse it."""
         if not self.over:
             return Advice.GO
         late = (self.ttft_us or 0) > self.decode.ranking.shed_factor * self._slo_ttft_us
@@ -85,38 +85,38 @@ class ChosenPair:
 
     @property
     def retry_after_s(self) -> int:
-        """For a request that is refused."""
+        """When a refused request should come again."""
         return max(1, -int((self._slo_ttft_us - (self.ttft_us or 0)) // 1_000_000))
 
     def explain(self) -> str:
-        """Both, term by term, and what it would cost otherwise."""
-        other = self.ranking.otherwise
+        """Both, term by term, and the cheapest alternative: with or without a separate prefill."""
+        other = self.ranking.alternative
         if self.prefill is None:
-            lines = [f"no separate prefill: {_indented(self.decode)}"]
+            lines = [f"no separate prefill: {_explain_indented(self.decode)}"]
             if other is not None:
-                lines.append(f"  with one, {_more(other.score_us - self.score_us)}: {other.explain()}")
+                difference = describe_difference(other.score_us - self.score_us)
+                lines.append(f"  with one, {difference}: {other.explain()}")
         else:
             lines = [f"{self.score_us} us together"]
-            lines += [f"  prefill: {_indented(self.prefill)}", f"  decode: {_indented(self.decode)}"]
+            lines += [f"  prefill: {_explain_indented(self.prefill)}", f"  decode: {_explain_indented(self.decode)}"]
             if other is not None:
-                lines.append(
-                    f"  without a separate prefill, {_more(other.score_us - self.score_us)}: {other.explain()}"
-                )
+                difference = describe_difference(other.score_us - self.score_us)
+                lines.append(f"  without a separate prefill, {difference}: {other.explain()}")
         return "\n".join(lines)
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The same as plain data; of at most so many candidates of each kind."""
+        """The same as plain data; of up to `most` candidates of each kind."""
         return {
             "score_us": self.score_us,
             "ttft_us": self.ttft_us,
             "advice": self.advice.value,
             "prefill": None if self.prefill is None else self.prefill.explanation(most),
             "decode": self.decode.explanation(most),
-            "otherwise": None if (other := self.ranking.otherwise) is None else other.explanation(),
+            "otherwise": None if (other := self.ranking.alternative) is None else other.explanation(),
         }
 
     @property
-    def _choices(self) -> tuple[Chosen, ...]:
+    def _choices(self) -> tuple[ChoiceData, ...]:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     @property
@@ -125,33 +125,29 @@ class ChosenPair:
 
 
 @dataclass(frozen=True, slots=True)
-class PairChoice(ChosenPair):
-    """What `RouterClient` chose."""
+class PairChoice(PairChoiceData):
+    """A choice of `RouterClient`."""
 
     decode: Choice
     prefill: Choice | None
 
     async def first_token(self) -> None:
-        """The first token is there: the prompt's worker is free again."""
+        """The first token is there: the prefill worker is free again."""
         if self.prefill is not None:
             await self.prefill.finish()
         await self.decode.first_token()
 
     async def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request ended well; leaving the block of `route_pd` says the same."""
+        """The request ended well; leaving the block of `route_pd` does the same."""
         if self.prefill is not None:
             await asyncio.gather(self.prefill.finish(), self.decode.finish(usage, timings))
         else:
             await self.decode.finish(usage, timings)
 
     async def fail(self) -> None:
-        """The request did not end well; leaving the block of `route_pd` by an exception says the same."""
+        """The request did not end well; leaving the block of `route_pd` by an exception does the same."""
         await asyncio.gather(*(choice.fail() for choice in (self.decode, self.prefill) if choice is not None))
 
 
-def _more(us: int) -> str:
-    return f"{abs(us)} us {'more' if us >= 0 else 'less'}"
-
-
-def _indented(choice: Chosen) -> str:
+def _explain_indented(choice: ChoiceData) -> str:
     return choice.explain().replace("\n", "\n  ")

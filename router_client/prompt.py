@@ -1,4 +1,4 @@
-"""What a caller asks about: a prompt in its identity scope, as token ids or as ready hashes."""
+"""A prompt in its identity scope, as token ids or as ready hashes: what a caller routes."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from kvatlas.request import (
     Slo,
 )
 from kvatlas.validation import MAX_OUTPUT_TOKENS
-from router_client.chain_cache import ChainMemory
+from router_client.chain_cache import ChainCache
 from router_client.decision.selector import Selector
 
 _HASH = re.compile(r"[0-9A-Fa-f]{16}")
@@ -28,12 +28,12 @@ _HASH = re.compile(r"[0-9A-Fa-f]{16}")
 class Prompt:
     """One request as the router client sees it. Make it with `of_tokens`, `of_hashes`, `of_hints` or `of_shape`.
 
-    `tokens` are hashed for whichever block sizes the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes
-    each) are of one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids
-    alone, has one entry a block, so it fits workers of one block size. `block_bytes`: KV bytes of `block_size` tokens,
-    for workers whose fleet record does not say; 0 for unknown. `memory`: where the hash chains of token ids are kept for
-    the next turn of a conversation; without one each prompt is hashed anew. `session_id`: requests of one session keep
-    their worker, where the router's settings say so. `select`: which workers may get it.
+    `tokens` are hashed for each block size that the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes
+    each) are of one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids only, has
+    one entry a block, so it fits workers of one block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose
+    fleet record does not say; 0 for unknown. `memory`: keeps the hash chains of token ids for the next turn of a
+    conversation; without it each prompt is hashed again. `session_id`: requests of one session keep their worker, if the
+    router's settings say so. `select`: which workers may get it.
     """
 
     scope: Scope
@@ -46,7 +46,7 @@ class Prompt:
     block_bytes: int = 0
     slo: Slo = DEFAULT_SLO
     id: str | None = None
-    memory: ChainMemory | None = field(default=None, compare=False, repr=False)
+    memory: ChainCache | None = field(default=None, compare=False, repr=False)
     session_id: str | None = None
     select: Selector | None = None
 
@@ -64,14 +64,14 @@ class Prompt:
         output_tokens: int = DEFAULT_DECODE_TOKENS,
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
-        memory: ChainMemory | None = None,
+        memory: ChainCache | None = None,
         session_id: str | None = None,
         select: Selector | None = None,
     ) -> Self:
         """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1).
 
-        Raises InvalidValue for text or bytes. A token id out of range raises it later, when its block is hashed: a long
-        prompt is hashed only as far as it matches.
+        Raises InvalidValue for text or bytes. A token id that is out of range raises it later, when its block is hashed:
+        a long prompt is hashed only as far as it matches.
         """
         pack_tokens(tokens[:1])
         return cls(
@@ -99,9 +99,9 @@ class Prompt:
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
     ) -> Self:
-        """A prompt of ready sequence hashes, packed or as integers; `input_tokens` absent: the full blocks alone.
+        """A prompt of ready sequence hashes, packed or as integers; `input_tokens` absent: the full blocks only.
 
-        Raises InvalidValue for hashes that are not of 64 bits, a block size below 1, or fewer tokens than blocks need.
+        Raises InvalidValue for hashes that are not 64 bits long, a block size below 1, or fewer tokens than the blocks hold.
         """
         packed = bytes(hashes) if isinstance(hashes, (bytes, bytearray)) else pack_hashes(hashes)
         if len(packed) % HASH_BYTES:
@@ -116,7 +116,7 @@ class Prompt:
 
     @classmethod
     def of_hints(cls, hints: RequestHints, fallbacks: Fallbacks | None = None) -> Self:
-        """A prompt from a request's hints. Its block hashes must be sequence hashes: integers or 16 hex digits.
+        """A prompt from a request's hints. Their block hashes must be sequence hashes: integers or 16 hex digits.
 
         Raises InvalidValue for other text, a prompt given twice or not at all, or a scope without a model.
         """
@@ -139,7 +139,7 @@ class Prompt:
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:
         """A prompt from a request's shape, whose block hashes are sequence hashes of 16 hex digits.
 
-        `block_size` absent: as its blocks say. Raises InvalidValue for other hashes, or blocks of different sizes.
+        `block_size` absent: that of its blocks. Raises InvalidValue for other hashes, or blocks of different sizes.
         """
         sizes = {key.token_count for key in shape.blocks} or {block_size or DEFAULT_BLOCK_TOKENS}
         if len(sizes) > 1 or (block_size is not None and sizes != {block_size}):
@@ -147,7 +147,7 @@ class Prompt:
         return cls(
             scope=shape.scope,
             input_tokens=shape.input_tokens,
-            hashes=pack_hashes([_hash_of(key.block_hash) for key in shape.blocks]),
+            hashes=pack_hashes([_parse_hash(key.block_hash) for key in shape.blocks]),
             block_size=sizes.pop(),
             output_tokens=shape.estimated_decode_tokens,
             block_bytes=block_bytes,
@@ -160,7 +160,7 @@ class Prompt:
         return self.input_tokens // block_size
 
 
-def _hash_of(text: str) -> int:
+def _parse_hash(text: str) -> int:
     if not _HASH.fullmatch(text):
         raise InvalidValue(f"block hash {text!r:.80}; expected 16 hex digits")
     return int(text, 16)

@@ -1,8 +1,8 @@
-"""A prompt's hash chain, computed only as far as somebody holds it.
+"""A prompt's hash chain, computed only as far as a worker holds it.
 
-The first question covers FIRST_BLOCKS blocks, every further one GROWTH times as many as the last: a cold prompt costs
+The first lookup covers FIRST_BLOCKS blocks, each further one GROWTH times as many as the one before: a cold prompt costs
 one round trip and FIRST_BLOCKS hashes however long it is, a hit of 512 blocks two round trips, one of 8,192 three.
-Ready hashes are asked about in one.
+Ready hashes are looked up at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class PromptChain:
             self._ready = prompt.hashes
 
     def chunk(self, number: int) -> bytes:
-        """The chunk's hashes, empty behind the last one. Raises InvalidValue for a token id that is not one."""
+        """The chunk's hashes, empty behind the last one. Raises InvalidValue for a token id that is out of range."""
         if self._ready is not None:
             return self._ready if number == 0 else b""
         while self._pieces is not None and len(self._chunks) <= number:
@@ -44,27 +44,27 @@ class PromptChain:
             self._chunks.append(chunk)
         return self._chunks[number] if number < len(self._chunks) else b""
 
-    def whole(self) -> bytes:
-        """All hashes. Raises InvalidValue for a token id that is not one."""
+    def all_hashes(self) -> bytes:
+        """The hashes of all full blocks. Raises InvalidValue for a token id that is out of range."""
         if self._ready is not None:
             return self._ready
         while self.chunk(len(self._chunks)):
             pass
         return b"".join(self._chunks)
 
-    def start(self, blocks: int) -> bytes:
-        """What names the prompt's first blocks, of which it takes up to FIRST_BLOCKS."""
+    def prefix_hash(self, blocks: int) -> bytes:
+        """The hash of the prompt's first blocks, up to FIRST_BLOCKS of them; without a full block, the fingerprint."""
         first = self.chunk(0)[: blocks * HASH_BYTES]
         return first[-HASH_BYTES:] or self.fingerprint
 
     @property
     def hashed_blocks(self) -> int:
-        """How many blocks were hashed so far."""
+        """Blocks hashed so far."""
         return sum(len(chunk) for chunk in self._chunks) // HASH_BYTES
 
     @property
     def fingerprint(self) -> bytes:
-        """What names the prompt where candidates tie: the last hash of the first chunk; without a block, its tokens."""
+        """Identifies the prompt when ties are broken: the last hash of the first chunk; without a full block, its tokens."""
         if first := self.chunk(0):
             return first[-HASH_BYTES:]
         return pack_tokens(self._tokens[:FIRST_BLOCKS])

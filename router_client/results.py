@@ -1,4 +1,4 @@
-"""What the router client answers: overlaps, a ranking, a choice; each can explain itself."""
+"""Results of the router client: overlaps, rankings and choices, each with `explain()`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,23 +20,23 @@ from router_client.settings import LimitSettings
 from router_client.tokens.usage import Usage
 
 RANK_HEADER = "X-Data-Parallel-Rank"
-MOST_TOLD = 16
-"""So many workers that are left out are named in a text; the data has all."""
+MOST_NAMED = 16
+"""A text names up to this many of the workers that are left out; the data has all."""
 
 
-def headers_to(worker: EngineEndpoint) -> dict[str, str]:
-    """What a request to this worker needs: the rank of a data-parallel engine."""
+def headers_for(worker: EngineEndpoint) -> dict[str, str]:
+    """The headers that a request to this worker needs: the rank of a data-parallel engine."""
     return {} if worker.dp_rank is None else {RANK_HEADER: str(worker.dp_rank)}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOverlap:
-    """What one worker holds of a prompt. Blocks are of its own size; `block_size` 0: it has announced nothing yet.
+    """What one worker holds of a prompt. Blocks are of its own size; `block_size` 0: it has announced no block yet.
 
-    `resident_tokens` is a lower bound where the worker announces only every g-th block; `usable_tokens` of them its
-    engine will really reuse. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get
-    requests now. `predicted_tokens`: usable ones of a worker that tells no events (`events` False), which is only believed
-    to hold them because they were computed there; they are never counted as resident.
+    `resident_tokens` is a lower bound if the worker announces only every g-th block; its engine will really reuse
+    `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests
+    now. `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them
+    because they were computed there; they are never counted as resident.
     """
 
     worker_id: str
@@ -52,11 +52,12 @@ class WorkerOverlap:
     predicted_tokens: int = 0
 
     def explain(self) -> str:
+        """One line."""
         tiers = ", ".join(f"{tokens} in {tier.label}" for tier, tokens in self.tokens_by_tier.items())
         text = f"{self.worker_id}: {self.resident_blocks} of {self.required_blocks} blocks"
         text += f", {self.resident_tokens} tokens resident ({tiers}), {self.usable_tokens} usable" if tiers else ""
         if not self.events:
-            text += f", {self.predicted_tokens} tokens predicted (it tells no events)"
+            text += f", {self.predicted_tokens} tokens predicted (its engine publishes no events)"
         return text if self.routable else text + " (gets no requests now)"
 
 
@@ -71,10 +72,11 @@ class PromptOverlap:
         return iter(self.workers)
 
     def of(self, worker_id: str) -> WorkerOverlap | None:
-        """One worker's; None for a worker that is not of the pool."""
+        """One worker's overlap; None for a worker of another pool."""
         return next((worker for worker in self.workers if worker.worker_id == worker_id), None)
 
     def explain(self) -> str:
+        """A line for each worker."""
         lines = [f"prompt of {self.input_tokens} tokens", *(worker.explain() for worker in self.workers)]
         return "\n  ".join(lines)
 
@@ -83,7 +85,7 @@ class PromptOverlap:
 class Ranking:
     """Every candidate with its cost, cheapest first, those without room last; empty without a candidate.
 
-    `left_out`: all other workers of the pool by id, each with the reason. `slo`: what the request asks for.
+    `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's.
     """
 
     input_tokens: int
@@ -100,33 +102,32 @@ class Ranking:
 
     @property
     def advice(self) -> Advice:
-        """To send the request, or, where every candidate has no room or misses the SLO, to hold it back or refuse it."""
+        """To send the request; if every candidate has no room or misses the SLO, to hold it back or refuse it."""
         return advise(self.results, self.slo, self.shed_factor)
 
     @property
     def retry_after_s(self) -> int:
-        """When the best candidate should have worked off what makes it miss the SLO: whole seconds, at least 1."""
+        """How long the best candidate should need to work off what makes it miss the SLO: whole seconds, at least 1."""
         late_us = (earliest_ttft_us(self.results) or 0) - self.slo.ttft_ms * 1_000
         return max(1, ceil(late_us / 1e6))
 
     def explain(self) -> str:
+        """A line for each candidate, then the notes."""
         lines = [f"prompt of {self.input_tokens} tokens", *(result.explain() for result in self.results)]
         lines += self.notes()
         return "\n  ".join(lines)
 
     def notes(self) -> list[str]:
-        """What is to be said besides costs: the advice, and who was left out."""
+        """The advice, if it is not to send the request, and the workers that are left out; up to two lines."""
         notes = []
         if self.results and self.advice is not Advice.GO:
             notes.append(f"advice: {self.advice.value}; every candidate has no room or misses the SLO")
         if self.left_out:
-            told = [f"{id} ({why})" for id, why in islice(self.left_out.items(), MOST_TOLD)]
-            more = len(self.left_out) - len(told)
-            notes.append(f"left out: {', '.join(told)}{f' and {more} more' if more else ''}")
+            notes.append(f"left out: {list_left_out(self.left_out, MOST_NAMED)}")
         return notes
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The same as plain data; of at most so many candidates."""
+        """The same as plain data; of up to `most` candidates."""
         return {
             "input_tokens": self.input_tokens,
             "advice": self.advice.value,
@@ -137,12 +138,12 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """Where to send a request, and why.
+class ChoiceData:
+    """Where to send a request, and why: what `Choice` and `SyncChoice` have in common.
 
     `url` is the engine's address for routers, `headers` go with the request (the rank of a data-parallel engine).
-    `source`: the worker to read `result.transferred_tokens` from, where a transfer pays. `basis`: what it was chosen by,
-    and `why` that is not cost, in one line. `would_be`: the worker that cost would have chosen, where another policy is
+    `source`: the worker to read `result.transferred_tokens` from, if a transfer pays. `basis`: what the worker was chosen
+    by, and `why` if not by cost, in one line. `would_be`: the worker that cost would have chosen, if another policy is
     followed.
     """
 
@@ -176,7 +177,7 @@ class Chosen:
 
     @property
     def retry_after_s(self) -> int:
-        """For a request that is refused: see `Ranking.retry_after_s`."""
+        """When a refused request should come again: see `Ranking.retry_after_s`."""
         return self.ranking.retry_after_s
 
     @property
@@ -185,12 +186,12 @@ class Chosen:
 
     @property
     def predicted_cached_tokens(self) -> int:
-        """What the engine should report as cached."""
+        """The prompt tokens that the engine should report as cached."""
         return self.result.cached_tokens
 
     @property
     def unconfirmed_tokens(self) -> int:
-        """Of these, the ones that no event has confirmed: they are being computed, or the worker tells no events."""
+        """Those of them that no event has confirmed: they are being computed, or the engine publishes no events."""
         return self.result.predicted_tokens
 
     def explain(self) -> str:
@@ -201,12 +202,12 @@ class Chosen:
         lines.append(self.result.explain())
         others = [result for result in self.ranking.results if result.worker_id != self.worker_id]
         if others:
-            more = others[0].score_us - self.result.score_us
-            lines.append(f"next, {abs(more)} us {'more' if more >= 0 else 'less'}: {others[0].explain()}")
+            difference = describe_difference(others[0].score_us - self.result.score_us)
+            lines.append(f"next, {difference}: {others[0].explain()}")
         return "\n  ".join([*lines, *self.ranking.notes()])
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The choice and its ranking as plain data; of at most so many candidates."""
+        """The choice and its ranking as plain data; of up to `most` candidates."""
         return {
             "worker": self.worker_id,
             "url": self.url,
@@ -224,28 +225,28 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Chosen):
-    """What `RouterClient` chose. `reservation` is there while it is booked."""
+class Choice(ChoiceData):
+    """A choice of `RouterClient`. `reservation` None: nothing is booked."""
 
     reservation: Reservation | None = field(default=None, compare=False)
     feedback: Feedback | None = field(default=None, compare=False)
     answered: Callable[[Usage], None] | None = field(default=None, compare=False)
 
     async def first_token(self) -> None:
-        """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
+        """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
         if self.reservation is not None:
             await self.reservation.first_token()
 
     async def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request ended well; leaving the block of `route` says the same.
+        """The request ended well; leaving the block of `route` does the same.
 
-        What the engine said of it is compared with what was predicted; with what its caller measured (`AnswerClock`) it
-        teaches how fast the worker is.
+        `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`)
+        the worker's rates are learned from it.
         """
         if self.answered is not None and usage is not None:
             self.answered(usage)
         if self.feedback is not None and usage is not None and timings is not None:
-            self.feedback.finished(usage, timings)
+            self.feedback.record(usage, timings)
         if self.reservation is not None:
             await self.reservation.end(Outcome.FINISHED)
 
@@ -253,3 +254,14 @@ class Choice(Chosen):
         """The request did not end well; leaving the block of `route` by an exception does the same."""
         if self.reservation is not None:
             await self.reservation.end(Outcome.FAILED)
+
+
+def list_left_out(left_out: Mapping[str, str], most: int) -> str:
+    """Up to `most` workers with the reason for each, and how many more there are."""
+    named = ", ".join(f"{id} ({why})" for id, why in islice(left_out.items(), most))
+    return f"{named} and {len(left_out) - most} more" if len(left_out) > most else named
+
+
+def describe_difference(us: int) -> str:
+    """Between two costs, as users read it."""
+    return f"{abs(us)} us {'more' if us >= 0 else 'less'}"

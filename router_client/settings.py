@@ -1,4 +1,4 @@
-"""How a router decides."""
+"""A router's settings, and the policy that it may follow in shadow mode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ from router_client.prompt import Prompt
 
 
 class Policy(Protocol):
-    """Another way to choose a worker, which a router in shadow mode follows."""
+    """Another way to choose a worker, followed by a router in shadow mode."""
 
     def choose(self, prompt: Prompt, workers: Sequence[EngineEndpoint]) -> str:
-        """The id of one of `workers`, which are those that may get the prompt now, sorted by id; never empty."""
+        """The id of one of `workers`: the candidates for the prompt, sorted by id, never empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class BookingSettings:
     """What routers book on a pool's workers, so that many of them decide like one.
 
     `reservations` False: nothing is booked, and load is only what workers report. `prefixes_in_flight` False: a prompt
-    that a worker is computing counts for nothing until its events say that it is held. `again_factor`: what it costs to
-    compute a prefix that another worker is computing right now, in times of its prefill; it keeps a burst on a new prefix
-    together. `lease_s`: how long a router's reservations outlive it; `longest_s`: how long one may last at all.
+    that a worker is computing counts for nothing until its events say that it is held. `again_factor`: the cost of computing
+    a prefix that another worker is computing right now, as a multiple of its prefill; it keeps a burst on a new prefix
+    together. `lease_s`: how long a router's reservations outlive it; `longest_s`: the longest that one may last.
 
-    What is predicted is believed for `confirm_s` after its prefill, until the engine's events confirm it. A worker that
-    tells no events is believed to hold what it computed for `predicted_s` after its last use, up to
-    `predicted_capacity_blocks` where it does not tell its size.
+    A prediction is believed for `confirm_s` after its prefill, until the engine's events confirm it. A worker without
+    events is believed to hold what it computed for `predicted_s` after its last use, up to `predicted_capacity_blocks` if
+    it does not report the size of its cache.
     """
 
     reservations: bool = True
@@ -48,8 +48,8 @@ class BookingSettings:
 
 
 class SloMode(StrEnum):
-    """What an SLO does to a choice. `TOLD`: nothing, but answers say where it is missed. `PENALTY`: what is missed of it
-    costs. `FILTER`: a worker that misses it is left out, unless all do."""
+    """What an SLO does to a choice. `TOLD`: nothing; results say if it is missed. `PENALTY`: the time by which it is missed
+    is added to the cost. `FILTER`: a worker that misses it is left out, unless all do."""
 
     TOLD = "told"
     PENALTY = "penalty"
@@ -58,11 +58,11 @@ class SloMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitSettings:
-    """Which workers are left out, as long as others are not.
+    """Which workers are left out while others are left.
 
-    `room`: those that tell that their request slots are taken, or that their free KV can't hold the prompt's new tokens.
-    `slo`: those that would miss the request's SLO, by mode; `slo_factor`: what a microsecond of missing costs where it is
-    a penalty. `shed_factor`: by how many times all must exceed the SLO's time to the first token for the advice to shed.
+    `room`: those that report that their request slots are taken, or that their free KV can't hold the prompt's new tokens.
+    `slo`: those that would miss the request's SLO, by mode; `slo_factor`: the penalty for each microsecond missed.
+    `shed_factor`: the advice is to shed if every worker takes more than this many times the SLO's time to first token.
     """
 
     room: bool = True
@@ -73,7 +73,7 @@ class LimitSettings:
 
 @dataclass(frozen=True, slots=True)
 class LearningSettings:
-    """Whether rates are learned from finished requests (profile `engine` alone), and shared every `every_s`."""
+    """`on`: rates are learned from finished requests (profile `engine` only), and shared every `every_s`."""
 
     on: bool = True
     every_s: float = 1.0
@@ -81,7 +81,7 @@ class LearningSettings:
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """Of `route_pd`. `least_new_tokens`: a worker that would compute fewer tokens of a prompt computes them itself."""
+    """For `route_pd`. `least_new_tokens`: a worker that would compute fewer tokens of a prompt gets no prefill worker."""
 
     least_new_tokens: int = 512
 
@@ -91,14 +91,14 @@ class RouterSettings:
     """How a router ranks and chooses. `fallbacks` complete requests given as hints; `rules` say what engines reuse.
 
     `fleet_max_age_ms`: how long a pool's records are kept. `deadline_ms`: how long a decision may wait for the store
-    before it falls open (None: as long as it takes). `load_only`: the index is not asked at all. `follow`: another policy
-    decides, and what would have been chosen is only recorded. `seed`: another one breaks ties otherwise. `router_id`
-    names this router's lease; absent: the host's name and something random.
+    before it falls open (None: no limit). `load_only`: the index is not called at all. `follow`: another policy decides,
+    and the worker that cost would choose is only recorded. `seed` decides how ties are broken. `router_id` names this
+    router's lease; absent: the host's name and random digits.
 
-    `limits`: who is left out for want of room or time. `pairs`: when another worker computes the prompt. `select`: which
-    workers may get requests at all; a request may narrow it further (`Prompt.select`). `session_us`: what it costs to
-    leave a session's worker; 0: sessions have none. `temperature`: 0 chooses the cheapest; above, dearer ones get requests
-    too (`router_client.pricing.surcharges`).
+    `limits`: which workers are left out for lack of room or time. `pairs`: when a prefill worker computes the prompt.
+    `select`: which workers may get requests at all; a request may narrow it further (`Prompt.select`). `session_us`: the cost
+    of leaving a session's worker; 0: sessions have none. `temperature`: 0 chooses the cheapest; above 0, dearer workers get
+    requests too (`router_client.pricing.surcharges`).
     """
 
     profile: CostProfile = field(default_factory=EngineProfile)
@@ -125,7 +125,7 @@ class RouterSettings:
 
 
 class RoundRobin:
-    """Every worker in turn: a policy to compare with."""
+    """Each worker in turn: a policy to compare with."""
 
     def __init__(self) -> None:
         self._turn = 0

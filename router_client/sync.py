@@ -1,4 +1,4 @@
-"""The router client for threads: the same calls as `RouterClient`, answered by one in a loop of its own.
+"""The router client for threads: the same calls as `RouterClient`, run by one in a loop of its own.
 
 with SyncRouterClient.open("redis://127.0.0.1:6379") as router:
     with router.route(Prompt.of_tokens(Scope("llama", "llama"), token_ids)) as choice:
@@ -18,11 +18,11 @@ from kvatlas.identity import Scope
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
 from router_client.errors import ClientClosed
-from router_client.learning.prediction_accuracy import AnswerComparison
+from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
 from router_client.loop_thread import LoopThread
-from router_client.prefill_decode_result import ChosenPair, PairChoice
-from router_client.results import Choice, Chosen, PromptOverlap, Ranking
+from router_client.prefill_decode_result import PairChoice, PairChoiceData
+from router_client.results import Choice, ChoiceData, PromptOverlap, Ranking
 from router_client.settings import RouterSettings
 from router_client.tokens.usage import Usage
 
@@ -31,79 +31,79 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class SyncChoice(Chosen):
-    """What `SyncRouterClient` chose: `Choice`, for threads."""
+class SyncChoice(ChoiceData):
+    """A choice of `SyncRouterClient`: `Choice`, for threads."""
 
     _choice: Choice = field(kw_only=True, compare=False, repr=False)
     _thread: LoopThread = field(kw_only=True, compare=False, repr=False)
 
     def first_token(self) -> None:
-        """The first token is there: the worker has this prompt queued no more. Nothing where nothing is booked."""
-        self._tell(self._choice.first_token)
+        """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
+        self._run(self._choice.first_token)
 
     def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request ended well; see `Choice.finish`. Leaving the block of `route` says the same."""
-        self._tell(self._choice.finish, usage, timings)
+        """The request ended well; see `Choice.finish`. Leaving the block of `route` does the same."""
+        self._run(self._choice.finish, usage, timings)
 
     def fail(self) -> None:
         """The request did not end well; leaving the block of `route` by an exception does the same."""
-        self._tell(self._choice.fail)
+        self._run(self._choice.fail)
 
-    def _tell(self, end: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _run(self, report: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            self._thread.run(end, *args, **kwargs)
+            self._thread.run(report, *args, **kwargs)
         except ClientClosed:
-            if not self._thread.closed:  # it was: then the client has given back what was booked
+            if not self._thread.closed:  # a closed client has released what was booked
                 raise
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPairChoice(ChosenPair):
-    """What `SyncRouterClient` chose: `PairChoice`, for threads."""
+class SyncPairChoice(PairChoiceData):
+    """A choice of `SyncRouterClient`: `PairChoice`, for threads."""
 
     decode: SyncChoice
     prefill: SyncChoice | None
     _pair: PairChoice = field(kw_only=True, compare=False, repr=False)
 
     def first_token(self) -> None:
-        """The first token is there: the prompt's worker is free again."""
-        self.decode._tell(self._pair.first_token)
+        """The first token is there: the prefill worker is free again."""
+        self.decode._run(self._pair.first_token)
 
     def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request ended well; leaving the block of `route_pd` says the same."""
-        self.decode._tell(self._pair.finish, usage, timings)
+        """The request ended well; leaving the block of `route_pd` does the same."""
+        self.decode._run(self._pair.finish, usage, timings)
 
     def fail(self) -> None:
-        """The request did not end well; leaving the block of `route_pd` by an exception says the same."""
-        self.decode._tell(self._pair.fail)
+        """The request did not end well; leaving the block of `route_pd` by an exception does the same."""
+        self.decode._run(self._pair.fail)
 
 
-_CHOSEN = tuple(field.name for field in fields(Chosen))
+_DATA_FIELDS = tuple(field.name for field in fields(ChoiceData))
 
 
-def _twin(choice: Choice, thread: LoopThread) -> SyncChoice:
-    """Of a choice that was made in the thread's loop."""
-    return SyncChoice(*(getattr(choice, name) for name in _CHOSEN), _choice=choice, _thread=thread)
+def _wrap(choice: Choice, thread: LoopThread) -> SyncChoice:
+    """For a choice that was made in the thread's loop."""
+    return SyncChoice(*(getattr(choice, name) for name in _DATA_FIELDS), _choice=choice, _thread=thread)
 
 
-def _twins(pair: PairChoice, thread: LoopThread) -> SyncPairChoice:
-    prefill = None if pair.prefill is None else _twin(pair.prefill, thread)
-    return SyncPairChoice(_twin(pair.decode, thread), prefill, pair.ranking, _pair=pair)
+def _wrap_pair(pair: PairChoice, thread: LoopThread) -> SyncPairChoice:
+    prefill = None if pair.prefill is None else _wrap(pair.prefill, thread)
+    return SyncPairChoice(_wrap(pair.decode, thread), prefill, pair.ranking, _pair=pair)
 
 
 class SyncRouterClient:
     """`RouterClient`, for threads: each call waits for the same call of an async client, which lives in a loop and a
     thread of its own from entering (`with`) to leaving.
 
-    Any number of threads may share it; their calls run side by side, over one pool of connections. It does not pass a
+    Any number of threads may share it; their calls run side by side, over one pool of connections. It does not survive a
     fork: a server that forks opens one in each process, after the fork. Calls raise what those of `RouterClient` raise,
-    and ClientClosed outside of the block and in another process. What the settings bring along (a policy, a profile)
-    runs in the loop's thread, and must not call this client.
+    and ClientClosed outside the block and in another process. Code in the settings (a policy, a profile) runs in the
+    loop's thread, and must not call this client.
     """
 
     def __init__(self, client: AbstractAsyncContextManager[RouterClient]) -> None:
-        """Over a client that nobody else uses and nobody has entered."""
-        self._made = client
+        """Over a client that has no other user and is not entered yet."""
+        self._unentered = client
         self._stack = ExitStack()
         self._open: tuple[RouterClient, LoopThread] | None = None
 
@@ -122,7 +122,7 @@ class SyncRouterClient:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             thread = stack.enter_context(LoopThread("kvatlas router client"))
-            self._open = stack.enter_context(thread.entered(self._made)), thread
+            self._open = stack.enter_context(thread.enter(self._unentered)), thread
             self._stack = stack.pop_all()
         return self
 
@@ -141,12 +141,13 @@ class SyncRouterClient:
         return self._client.counters
 
     @property
-    def answers(self) -> AnswerComparison:
+    def answers(self) -> PredictionAccuracy:
+        """See `RouterClient.answers`."""
         return self._client.answers
 
     @property
     def load_only(self) -> bool:
-        """The kill switch: True, and choices are made by load alone, without the index. May be set at any time."""
+        """The kill switch: if True, load alone decides, without the index. May be set at any time."""
         return self._client.load_only
 
     @load_only.setter
@@ -154,8 +155,8 @@ class SyncRouterClient:
         self._client.load_only = on
 
     def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
-        """Every worker of the scope's pool by id, also those that get no requests now; as last read where the store
-        does not answer within the deadline. Raises Unreachable where it never was."""
+        """Every worker of the scope's pool by id, also those that get no requests now; as last read if the store does not
+        answer within the deadline. Raises Unreachable if it was never read."""
         return self._thread.run(self._client.workers, scope)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
@@ -163,7 +164,7 @@ class SyncRouterClient:
         return self._client.rates(scope)
 
     def overlap(self, request: Request) -> PromptOverlap:
-        """What each worker of the request's pool holds of the prompt, resident and usable, by tier."""
+        """The resident and usable blocks and tokens of the prompt on each worker of the pool, by tier."""
         return self._thread.run(self._client.overlap, request)
 
     def rank(self, request: Request) -> Ranking:
@@ -172,21 +173,21 @@ class SyncRouterClient:
 
     def pick(self, request: Request, *, avoid: Collection[str] = ()) -> SyncChoice:
         """The worker that `route` would book now; nothing is booked. Raises NoWorkers."""
-        return _twin(self._thread.run(self._client.pick, request, avoid=avoid), self._thread)
+        return _wrap(self._thread.run(self._client.pick, request, avoid=avoid), self._thread)
 
     def book(self, request: Request, *, avoid: Collection[str] = ()) -> SyncChoice:
         """The cheapest worker, reserved until `choice.finish()` or `choice.fail()`. For callers that can't use `route`.
 
         `avoid`: workers that are no candidates. Raises NoWorkers.
         """
-        return _twin(self._thread.run(self._client.book, request, avoid=avoid), self._thread)
+        return _wrap(self._thread.run(self._client.book, request, avoid=avoid), self._thread)
 
     @contextmanager
     def route(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncChoice]:
         """`with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
-        `choice.first_token()` says that the prefill is over; leaving the block, that the request is (by an exception:
-        that it failed). Raises NoWorkers.
+        Call `choice.first_token()` when the prefill is over. Leaving the block ends the request, by an exception as failed.
+        Raises NoWorkers.
         """
         choice = self.book(request, avoid=avoid)
         try:
@@ -198,16 +199,18 @@ class SyncRouterClient:
 
     def pick_pd(self, request: Request, *, avoid: Collection[str] = ()) -> SyncPairChoice:
         """The workers that `route_pd` would book now; nothing is booked. Raises NoWorkers."""
-        return _twins(self._thread.run(self._client.pick_pd, request, avoid=avoid), self._thread)
+        return _wrap_pair(self._thread.run(self._client.pick_pd, request, avoid=avoid), self._thread)
 
     def book_pd(self, request: Request, *, avoid: Collection[str] = ()) -> SyncPairChoice:
         """What `route_pd` chooses, reserved until `choice.finish()` or `choice.fail()`. Raises NoWorkers."""
-        return _twins(self._thread.run(self._client.book_pd, request, avoid=avoid), self._thread)
+        return _wrap_pair(self._thread.run(self._client.book_pd, request, avoid=avoid), self._thread)
 
     @contextmanager
     def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncPairChoice]:
-        """`with router.route_pd(request) as pair`: who computes the prompt and who the answer, both reserved while the
-        block runs. Raises NoWorkers."""
+        """`with router.route_pd(request) as pair`: the workers for prompt and answer, both reserved while the block runs.
+
+        Raises NoWorkers.
+        """
         pair = self.book_pd(request, avoid=avoid)
         try:
             yield pair
@@ -227,13 +230,13 @@ class SyncRouterClient:
 
     @property
     def _client(self) -> RouterClient:
-        return self._opened()[0]
+        return self._entered()[0]
 
     @property
     def _thread(self) -> LoopThread:
-        return self._opened()[1]
+        return self._entered()[1]
 
-    def _opened(self) -> tuple[RouterClient, LoopThread]:
+    def _entered(self) -> tuple[RouterClient, LoopThread]:
         if self._open is None:
             raise ClientClosed("the router client is not open; use it in a `with` block")
         return self._open

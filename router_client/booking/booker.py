@@ -1,7 +1,8 @@
-"""Booking: asks are weighed and booked in the store with all other routers, or alone where it does not answer."""
+"""Weighs and books asks: in the store together with all other routers, or alone if it does not answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from secrets import token_bytes
+from typing import Any, NamedTuple, TypeVar
 
 from kvatlas.cost.protocol import Load
 from kvatlas.errors import Unreachable
@@ -19,27 +20,33 @@ from kvatlas.reservations.weigh import Busy, weigh
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import Breaker, Deadline, Patience
-from router_client.decision.fleet_cache import CachedFleet
-from router_client.pricing.pool import Candidate
+from router_client.decision.fail_open import STORE_FAILURES, CircuitBreaker, Deadline, LateCalls
+from router_client.decision.fleet_cache import FleetCache
+from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt
 from router_client.settings import RouterSettings
 
-Booked = tuple[Weighing, tuple[Reservation, ...]]
-"""What was chosen, and what is reserved: the worker that answers, then the one that computes the prompt, if that is another."""
+T = TypeVar("T")
+
+
+class BookingResult(NamedTuple):
+    """The weighing, and what is reserved: the worker that answers, then the prefill worker if that is another one."""
+
+    weighing: Weighing
+    reservations: tuple[Reservation, ...] = ()
 
 
 class Booker:
-    """Of one router."""
+    """Books for one router."""
 
     def __init__(
         self,
-        fleet: CachedFleet,
+        fleet: FleetCache,
         reservations: Reservations,
         leases: Leases,
         settings: RouterSettings,
         counters: RouterCounters,
-        patience: Patience,
+        late_calls: LateCalls,
         now_us: Callable[[], int],
     ) -> None:
         self._fleet = fleet
@@ -47,75 +54,87 @@ class Booker:
         self._leases = leases
         self._settings = settings
         self._counters = counters
-        self._patience = patience
+        self._late_calls = late_calls
         self._now_us = now_us
         self._own = MemoryReservations(now_us)
-        self._breaker = Breaker()
-        self._reported: dict[tuple[int, str], object] = {}
+        self._breaker = CircuitBreaker()
+        self._last_reported: dict[tuple[int, str], object] = {}
 
-    # ------------------------------------------------------------ with the other routers
+    # ------------------------------------------------------------ in the store, with the other routers
 
-    def allows(self) -> bool:
-        """May the store be asked now?"""
-        return self._breaker.allows()
+    def may_call_store(self) -> bool:
+        """False while the store is left alone after failures; see `CircuitBreaker.may_call`."""
+        return self._breaker.may_call()
 
-    def succeeded(self) -> None:
-        """The store answered."""
-        self._breaker.succeeded()
-
-    def failed(self) -> None:
-        """It did not."""
-        self._counters.booking_failures += 1
-        self._breaker.failed()
+    async def try_store(self, call: Coroutine[Any, Any, T], deadline: Deadline) -> tuple[T | None, str]:
+        """What the call returns; None, and why, if the store fails."""
+        try:
+            result = await call
+        except STORE_FAILURES as error:
+            self._counters.booking_failures += 1
+            self._breaker.record_failure()
+            return None, f"reservations: {deadline.describe(error)}"
+        self._breaker.record_success()
+        return result, ""
 
     async def look(self, pool_id: str, ask: Ask) -> Weighing:
         """What `book` would choose now. Raises what the store raises."""
-        await self._report(pool_id)
+        await self._report_workers(pool_id)
         return await self._reservations.look(pool_id, ask)
 
-    async def book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> Booked:
+    async def book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> BookingResult:
         """Choose and reserve in one call. Raises what the store raises, and TimeoutError; then nothing stays booked."""
         pool_id = prompt.scope.pool_id
-        await self._report(pool_id)
-        booking = self._booking(prompt, ask, leased=self._reservations.hears_fleet)
+        await self._report_workers(pool_id)
+        booking = self._new_booking(prompt, ask, leased=self._reservations.hears_fleet)
         ids = [id for id in (booking.id, booking.prefill_id) if id is not None]
         answered = False
         try:
-            weighing = await deadline.keep(self._reservations.book(pool_id, booking))
+            weighing = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
         finally:
-            if not answered:  # it may have been made all the same, or be made yet
+            if not answered:  # the store may have booked it all the same, or may book it yet
                 for id in ids:
-                    self._leases.later(pool_id, id, Outcome.CALLED_OFF)
+                    self._leases.report_later(pool_id, id, Outcome.CALLED_OFF)
         if weighing is None:
             raise Unreachable(f"reservation {booking.id.hex()} was called off before it was made")
-        made = ids if weighing.prefill is not None else ids[:1]
-        return weighing, tuple(
-            Reservation(pool_id, id, self._reservations, self._leases, self._settings.deadline_ms, self._patience)
-            for id in made
+        booked = ids if weighing.prefill is not None else ids[:1]
+        deadline_ms = self._settings.deadline_ms
+        return BookingResult(
+            weighing,
+            tuple(
+                Reservation(pool_id, id, self._reservations, self._leases, deadline_ms, self._late_calls)
+                for id in booked
+            ),
         )
+
+    async def look_or_book(self, prompt: Prompt, ask: Ask, deadline: Deadline, *, book: bool) -> BookingResult:
+        """In one call. Raises what the store raises, and TimeoutError."""
+        if book:
+            return await self.book(prompt, ask, deadline)
+        return BookingResult(await deadline.wait_for(self.look(prompt.scope.pool_id, ask)))
 
     # ------------------------------------------------------------ alone
 
     def look_alone(self, pool_id: str, ask: Ask) -> Weighing:
         """By loads as last read, and this router's own bookings."""
-        if reports := self._reports(pool_id, self._own):
+        if reports := self._new_reports(pool_id, self._own):
             self._own.report_now(pool_id, reports)
         return self._own.look_now(pool_id, ask)
 
     def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Reservation, ...]:
         """Reserve what `look_alone` chooses."""
         pool_id = prompt.scope.pool_id
-        booking = self._booking(prompt, ask, leased=False)
+        booking = self._new_booking(prompt, ask, leased=False)
         weighing = self._own.book_now(pool_id, booking)
         ids = [booking.id]
         if weighing is not None and weighing.prefill is not None and booking.prefill_id is not None:
             ids.append(booking.prefill_id)
-        return tuple(Reservation(pool_id, id, self._own, None, None, self._patience) for id in ids)
+        return tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
 
     # ------------------------------------------------------------ pieces
 
-    def _booking(self, prompt: Prompt, ask: Ask, *, leased: bool) -> Booking:
+    def _new_booking(self, prompt: Prompt, ask: Ask, *, leased: bool) -> Booking:
         longest_us = round(self._settings.booking.longest_s * 1e6)
         # in this process no lease is needed: a reservation ends with the process at the latest
         lease_us = self._leases.lease_us if leased else longest_us
@@ -123,22 +142,24 @@ class Booker:
         id = token_bytes(ID_BYTES)
         return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id)
 
-    async def _report(self, pool_id: str) -> None:
-        """Tell reservations that hear nothing of the fleet what was read of it."""
+    async def _report_workers(self, pool_id: str) -> None:
+        """Report the pool as last read to reservations that no indexer reports to."""
         reservations = self._reservations
-        if not reservations.hears_fleet and (reports := self._reports(pool_id, reservations)):
+        if not reservations.hears_fleet and (reports := self._new_reports(pool_id, reservations)):
             await reservations.report(pool_id, reports)
 
-    def _reports(self, pool_id: str, to: Reservations) -> dict[str, WorkerReport]:
-        pool, key = self._fleet.last(pool_id), (id(to), pool_id)
-        if pool is None or self._reported.get(key) is pool:
+    def _new_reports(self, pool_id: str, to: Reservations) -> dict[str, WorkerReport]:
+        """Empty if the pool was not read again since the last reports to these reservations."""
+        pool, key = self._fleet.last_known(pool_id), (id(to), pool_id)
+        if pool is None or self._last_reported.get(key) is pool:
             return {}
-        self._reported[key] = pool
+        self._last_reported[key] = pool
         now_us = self._now_us()
         return {worker_id: WorkerReport.of(record, now_us) for worker_id, record in pool.records.items()}
 
 
-def unbooked(ask: Ask, candidates: Sequence[Candidate]) -> Weighing:
-    """By reported load alone; `candidates` are those of the ask's offers."""
+def weigh_without_bookings(ask: Ask, quotes: Sequence[Quote]) -> Weighing:
+    """By reported load alone; `quotes` are those of the ask's offers."""
+    candidates = [quote.candidate for quote in quotes]
     busy = {c.id: Busy(c.load if c.load_known else None, Load()) for c in candidates}
     return weigh(ask, busy, (), 0)

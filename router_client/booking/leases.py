@@ -1,4 +1,4 @@
-"""A router's lease in each pool that it books in, and what it still has to tell the store."""
+"""A router's lease in each pool that it books in, and the reports that the store has not received yet."""
 
 import asyncio
 import logging
@@ -6,23 +6,35 @@ import time
 from collections import deque
 from secrets import token_hex
 from socket import gethostname
+from typing import NamedTuple
 
 from kvatlas.reservations import Outcome, Reservations
+from kvatlas.runtime.background_task import BackgroundTask
+from kvatlas.store.connection import reason
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import FAILING
+from router_client.decision.fail_open import STORE_FAILURES
 
 BEATS_A_LEASE = 3
 RETRY_S = 0.1
 CLOSE_S = 1.0
-MOST_LATER = 100_000
+KEEP_S = 30.0
+"""A report is tried for this long, or a lease's length if that is longer: by then the lease would have ended it."""
+MOST_PENDING = 100_000
 
 _log = logging.getLogger("router_client")
 
 
-class Leases:
-    """Renews the lease while the client is entered; without that a lease lasts from one booking to the next.
+class _PendingReport(NamedTuple):
+    pool_id: str
+    id: bytes
+    outcome: Outcome | None
+    until_s: float
 
-    What could not be told in time is told later, until the lease would have ended it anyway.
+
+class Leases:
+    """Renews the lease while the client is entered; otherwise a lease lasts from one booking to the next.
+
+    A report that the store did not receive in time is repeated in the background.
     """
 
     def __init__(
@@ -33,87 +45,89 @@ class Leases:
         self._lease_s = lease_s
         self._reservations = reservations
         self._counters = counters
-        self._used: dict[str, float] = {}
         self._live: dict[str, int] = {}
-        self._later: deque[tuple[str, bytes, Outcome | None, float]] = deque(maxlen=MOST_LATER)
+        self._pending: deque[_PendingReport] = deque(maxlen=MOST_PENDING)
         self._wake = asyncio.Event()
-        self._stopping = False
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask(self._run, "kvatlas router leases")
 
-    def booked(self, pool_id: str) -> None:
+    def record_booking(self, pool_id: str) -> None:
         """A reservation was made under this lease."""
-        self._used[pool_id] = time.monotonic()
         self._live[pool_id] = self._live.get(pool_id, 0) + 1
         self._counters.booked += 1
 
-    def ended(self, pool_id: str) -> None:
-        """One was ended."""
+    def record_release(self, pool_id: str) -> None:
+        """A reservation under this lease was ended."""
         self._live[pool_id] -= 1
         self._counters.released += 1
 
-    def later(self, pool_id: str, id: bytes, outcome: Outcome | None) -> None:
-        """Tell the store as soon as it answers: how a reservation ended, or (None) that its first token is there."""
-        self._later.append((pool_id, id, outcome, time.monotonic() + max(self._lease_s, 30.0)))
+    def report_later(self, pool_id: str, id: bytes, outcome: Outcome | None) -> None:
+        """Report to the store when it answers: how a reservation ended, or (None) that its first token is there."""
+        until_s = time.monotonic() + max(self._lease_s, KEEP_S)
+        self._pending.append(_PendingReport(pool_id, id, outcome, until_s))
         self._wake.set()
 
     def start(self) -> None:
         """Begin to renew."""
-        self._stopping = False
-        self._task = asyncio.create_task(self._run(), name="kvatlas router leases")
+        self._task.start()
 
     async def stop(self) -> None:
         """Give up every lease, with all that is still booked under it. Waits at most CLOSE_S for the store."""
-        if self._task is not None:
-            self._stopping = True
-            self._wake.set()
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await self._task.stop()
         try:
             async with asyncio.timeout(CLOSE_S):
-                await self._tell()
-                for pool_id in self._used:
+                await self._report_pending()
+                for pool_id in self._live:
                     await self._reservations.leave(pool_id, self.router_id)
-        except FAILING as error:
-            _log.warning("reservations of %s end with their lease: %s", self.router_id, error)
+        except STORE_FAILURES as error:
+            _log.warning(
+                "router %s: lease not given up (%s); its reservations end when the lease expires",
+                self.router_id,
+                reason(error),
+            )
 
     async def _run(self) -> None:
         beat_s = self._lease_s / BEATS_A_LEASE
         next_beat = time.monotonic() + beat_s
-        while not self._stopping:  # Python 3.11's wait_for, inside redis-py, may swallow the cancellation
+        while self._task.running:
             try:
                 async with asyncio.timeout(max(0.0, next_beat - time.monotonic())):
                     await self._wake.wait()
             except TimeoutError:
                 next_beat = time.monotonic() + beat_s
-                await self._beat()
+                await self._renew()
             self._wake.clear()
             try:
-                await self._tell()
-            except FAILING:
+                await self._report_pending()
+            except STORE_FAILURES:
                 await asyncio.sleep(RETRY_S)
                 self._wake.set()
 
-    async def _beat(self) -> None:
+    async def _renew(self) -> None:
         for pool_id, live in list(self._live.items()):
             if not live:
                 continue
             try:
                 async with asyncio.timeout(self._lease_s / BEATS_A_LEASE):
-                    lived = await self._reservations.beat(pool_id, self.router_id, self.lease_us)
-            except FAILING as error:
-                _log.warning("lease of %s not renewed: %s", self.router_id, error)
+                    still_held = await self._reservations.beat(pool_id, self.router_id, self.lease_us)
+            except STORE_FAILURES as error:
+                _log.warning(
+                    "router %s: lease in pool %s not renewed (%s); trying again in %g s",
+                    self.router_id,
+                    pool_id,
+                    reason(error),
+                    self._lease_s / BEATS_A_LEASE,
+                )
             else:
-                self._counters.lapsed += not lived
+                self._counters.lapsed += not still_held
 
-    async def _tell(self) -> None:
-        """Raises what the store raises; what it was about is kept."""
-        while self._later:
-            pool_id, id, outcome, until = self._later[0]
-            if time.monotonic() < until:
+    async def _report_pending(self) -> None:
+        """Raises what the store raises; the report that it failed on is kept."""
+        while self._pending:
+            report = self._pending[0]
+            if time.monotonic() < report.until_s:
                 async with asyncio.timeout(CLOSE_S):
-                    if outcome is None:
-                        await self._reservations.prefilled(pool_id, id)
+                    if report.outcome is None:
+                        await self._reservations.prefilled(report.pool_id, report.id)
                     else:
-                        await self._reservations.release(pool_id, id, outcome)
-            self._later.popleft()
+                        await self._reservations.release(report.pool_id, report.id, report.outcome)
+            self._pending.popleft()

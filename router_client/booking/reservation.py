@@ -1,12 +1,12 @@
-"""One reservation of this router, as the one who routes a request holds it."""
+"""One reservation of this router, as the caller that routes the request holds it."""
 
 from kvatlas.reservations import Outcome, Reservations
 from router_client.booking.leases import Leases
-from router_client.decision.fail_open import FAILING, Deadline, Patience
+from router_client.decision.fail_open import STORE_FAILURES, Deadline, LateCalls
 
 
 class Reservation:
-    """Every call is safe to repeat, and none raises for a store that does not answer: it is told later."""
+    """Every call is safe to repeat, and none raises if the store does not answer: the report is repeated later."""
 
     def __init__(
         self,
@@ -15,7 +15,7 @@ class Reservation:
         store: Reservations,
         leases: Leases | None,
         deadline_ms: float | None,
-        patience: Patience,
+        late_calls: LateCalls,
     ) -> None:
         """`leases` None: it is booked in this process alone."""
         self.pool_id = pool_id
@@ -23,17 +23,17 @@ class Reservation:
         self._store = store
         self._leases = leases
         self._deadline_ms = deadline_ms
-        self._patience = patience
+        self._late_calls = late_calls
         self._prefilled = False
         self._ended = False
         if leases is not None:
-            leases.booked(pool_id)
+            leases.record_booking(pool_id)
 
     async def first_token(self) -> None:
         """The request's first token is there: its prefill is over."""
         if not self._prefilled and not self._ended:
             self._prefilled = True
-            await self._tell(None)
+            await self._report(None)
 
     async def end(self, outcome: Outcome) -> None:
         """The request is over."""
@@ -41,21 +41,20 @@ class Reservation:
             return
         self._ended = True
         if self._leases is not None:
-            self._leases.ended(self.pool_id)
-        await self._tell(outcome)
+            self._leases.record_release(self.pool_id)
+        await self._report(outcome)
 
-    async def _tell(self, outcome: Outcome | None) -> None:
-        told = False
+    async def _report(self, outcome: Outcome | None) -> None:
+        deadline = Deadline(self._deadline_ms, self._late_calls)
+        received = False
         try:
             if outcome is None:
-                await Deadline(self._deadline_ms, self._patience).keep(self._store.prefilled(self.pool_id, self.id))
+                await deadline.wait_for(self._store.prefilled(self.pool_id, self.id))
             else:
-                await Deadline(self._deadline_ms, self._patience).keep(
-                    self._store.release(self.pool_id, self.id, outcome)
-                )
-            told = True
-        except FAILING:
-            pass  # told later, below
-        finally:  # also where the request's own task was cancelled
-            if not told and self._leases is not None:
-                self._leases.later(self.pool_id, self.id, outcome)
+                await deadline.wait_for(self._store.release(self.pool_id, self.id, outcome))
+            received = True
+        except STORE_FAILURES:
+            pass  # reported later, below
+        finally:  # also if the request's own task was cancelled
+            if not received and self._leases is not None:
+                self._leases.report_later(self.pool_id, self.id, outcome)

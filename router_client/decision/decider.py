@@ -1,37 +1,34 @@
-"""Deciding: overlap, cost, booking; and what is done instead where the store is slow or away."""
+"""The steps of one choice: read the pool, look up the overlap, price the candidates, book the cheapest under load.
 
-from collections.abc import Callable, Collection, Coroutine, Sequence
+Each step has a file of its own (`fleet_cache`, `index_lookup`, `policy`, `router_client.booking.booker`), and all share
+one deadline. If the store is slow or away, the step goes on without it.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Reservations, Weighing
-from router_client.booking.ask import ask_of
-from router_client.booking.booker import Booked, Booker, unbooked
+from router_client.booking.booker import Booker, BookingResult, weigh_without_bookings
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import FAILING, Basis, Deadline, Patience
-from router_client.decision.fleet_cache import CachedFleet
-from router_client.decision.sight import Seen, Sight
-from router_client.pricing.overlap import Lookup, OverlapIndex
+from router_client.decision.fail_open import Basis, Deadline, LateCalls
+from router_client.decision.fleet_cache import FleetCache
+from router_client.decision.index_lookup import IndexLookup, Situation
+from router_client.decision.policy import RoutingPolicy
+from router_client.pricing.overlap import OverlapIndex, PromptLookup
 from router_client.pricing.pool import Pool
-from router_client.pricing.prefill_decode import PairProspects, PairRanking, pair_prospects
-from router_client.pricing.quotes import Prospect, prospects, rendezvous
-from router_client.pricing.ranking import Judging, Ranked
-from router_client.pricing.surcharges import surcharged
+from router_client.pricing.prefill_decode import PairRanking
+from router_client.pricing.quotes import Quote
+from router_client.pricing.ranking import RankedResults
 from router_client.prompt import Prompt
-from router_client.settings import RouterSettings, SloMode
-
-T = TypeVar("T")
-
-PREFIX_TOKENS = 1_024
-"""Without load and index, prompts go together that share so many tokens at their start."""
+from router_client.settings import RouterSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`results` cheapest first, empty where nobody may get the prompt; `worker_id` is the one that is to be used."""
+    """`results` cheapest first, empty if no worker may get the prompt. `worker_id`: the worker to use."""
 
     pool: Pool
     results: Sequence[SelectionResult]
@@ -43,6 +40,7 @@ class Decision:
 
     @property
     def result(self) -> SelectionResult:
+        """The result of the worker to use."""
         first = self.results[0]
         if first.worker_id == self.worker_id:
             return first
@@ -51,15 +49,28 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PairDecision:
-    """`ranking` None: nobody may get the prompt. `booked`: the reservation of who answers, then that of the prefill. No other
-    policy is followed, so there is none that cost would choose instead."""
+    """`ranking` None: no worker may get the prompt. `reservations`: the worker that answers, then the prefill worker.
+
+    Pairs follow no other policy, so `would_be` is always None.
+    """
 
     pool: Pool
     ranking: PairRanking | None
     basis: Basis = Basis.COST
     why: str = ""
-    booked: tuple[Reservation, ...] = ()
+    reservations: tuple[Reservation, ...] = ()
     would_be: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A prompt whose candidates are priced without load. `followed`: the worker that another policy chose."""
+
+    prompt: Prompt
+    situation: Situation
+    quotes: Sequence[Quote]
+    ask: Ask
+    followed: str | None = None
 
 
 class Decider:
@@ -68,223 +79,143 @@ class Decider:
     def __init__(
         self,
         index: OverlapIndex,
-        fleet: CachedFleet,
+        fleet: FleetCache,
         reservations: Reservations,
         leases: Leases,
         settings: RouterSettings,
         counters: RouterCounters,
         now_us: Callable[[], int],
     ) -> None:
-        self.patience = Patience()
-        self.sight = Sight(index, fleet, counters, load_only=settings.load_only)
+        self.late_calls = LateCalls()
+        self.index = IndexLookup(index, counters, load_only=settings.load_only)
         self._fleet = fleet
         self._settings = settings
-        self._booker = Booker(fleet, reservations, leases, settings, counters, self.patience, now_us)
-        self._seed = settings.seed.to_bytes(8, "little", signed=True) if settings.seed else b""
+        self._policy = RoutingPolicy(settings)
+        self._booker = Booker(fleet, reservations, leases, settings, counters, self.late_calls, now_us)
 
-    async def pool(self, pool_id: str) -> Pool:
-        """Within the deadline: as last read, where the store is slow or away. Raises Unreachable where it never was."""
-        return await self.sight.pool(pool_id, Deadline(self._settings.deadline_ms, self.patience), asks=True)
+    async def read_pool(self, pool_id: str) -> Pool:
+        """Within the deadline, else as last read. Raises Unreachable if it never was."""
+        return await self._fleet.read_pool_in_time(pool_id, self._start_deadline(), call_store=True)
 
     async def rank(self, prompt: Prompt) -> Decision:
         """Every candidate. Raises what the store raises."""
-        pool = self._narrowed(await self._fleet.pool(prompt.scope.pool_id), prompt)
-        found = await self.sight.look_up(prompt, pool)
-        offered, weighing = await self._looked(prompt, pool, found)
-        if weighing is None:
-            return Decision(pool, ())
-        return self._decision(prompt, Seen(pool, found, Basis.COST, ""), offered, weighing)
+        pool = self._policy.narrow(await self._fleet.read_pool(prompt.scope.pool_id), prompt)
+        case = self._price(prompt, Situation(pool, await self.index.look_up(prompt, pool)))
+        return Decision(pool, ()) if case is None else self._decide(case, await self._look(case))
 
-    async def predicted(self, prompt: Prompt, pool: Pool, found: Lookup) -> dict[str, int]:
-        """By worker, the tokens that `rank` would predict it to hold beside what was found. Raises what the store raises."""
-        offered, weighing = await self._looked(prompt, self._narrowed(pool, prompt), found)
-        if weighing is None:
+    async def predict_tokens(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> dict[str, int]:
+        """By worker, the tokens that `rank` would predict it to hold beyond the lookup. Raises what the store raises."""
+        case = self._price(prompt, Situation(self._policy.narrow(pool, prompt), lookup))
+        if case is None:
             return {}
+        weighing = await self._look(case)
         return {
-            prospect.id: seen.predicted_tokens - prospect.cached_tokens
-            for prospect, seen in zip(offered, weighing.weighed, strict=True)
-            if seen.predicted_tokens
+            quote.id: weighed.predicted_tokens - quote.cached_tokens
+            for quote, weighed in zip(case.quotes, weighing.weighed, strict=True)
+            if weighed.predicted_tokens
         }
 
     async def decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> Decision:
-        """The worker to use, reserved if asked for.
+        """The worker to use, reserved if `book`.
 
-        Within the deadline, whatever the store does. Raises Unreachable where the pool was never read.
+        Within the deadline, whatever the store does. Raises Unreachable if the pool was never read.
         """
-        deadline, asks, seen = await self._seen(prompt, avoid)
-        pool = seen.pool
-        offered = self._prospects(prompt, pool, seen.found)
-        if not offered:
-            return Decision(pool, ())
-        followed = self._followed(prompt, pool)
-        ask = ask_of(prompt, offered, seen.found.chains, self._settings)
+        deadline, call_store = self._start_deadline(), self._booker.may_call_store()
+        situation = await self._read_situation(prompt, avoid, deadline, call_store=call_store)
+        case = self._price(prompt, situation, follow=True)
+        if case is None:
+            return Decision(situation.pool, ())
         if not self._settings.booking.reservations:
-            return self._decision(prompt, seen, offered, _unbooked(ask, offered), followed)
-        if asks:
-            answer = self._shared(prompt, seen, offered, ask, followed, book, deadline)
-            decision, failure = await self._answered(answer, deadline)
+            return self._decide(case, weigh_without_bookings(case.ask, case.quotes))
+        if call_store:
+            call = self._decide_in_store(case, deadline, book=book)
+            decision, failure = await self._booker.try_store(call, deadline)
             if decision is not None:
                 return decision
-            seen = replace(seen, why=seen.why or failure)
-        return self._alone(prompt, seen, offered, ask, followed, book)
+            case = replace(case, situation=replace(situation, why=situation.why or failure))
+        return self._decide_alone(case, book=book)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairDecision:
-        """The workers to use, both reserved in one call if asked for; see `decide`. No other policy is followed."""
-        deadline, asks, seen = await self._seen(prompt, avoid)
-        pairs = self._pairs(prompt, seen.pool, seen.found)
-        if not pairs.possible:
-            return PairDecision(seen.pool, None)
-        everyone, why = pairs.everyone, seen.why
-        ask = pairs.ask(ask_of(prompt, everyone, seen.found.chains, self._settings))
-        weighed: Booked | None = None
+        """The workers to use, reserved in one call if `book`; see `decide`. No other policy is followed."""
+        deadline, call_store = self._start_deadline(), self._booker.may_call_store()
+        situation = await self._read_situation(prompt, avoid, deadline, call_store=call_store)
+        pairs = self._policy.quote_pairs(prompt, situation.pool, situation.lookup)
+        if not pairs.can_serve:
+            return PairDecision(situation.pool, None)
+        quotes, why = pairs.all_quotes, situation.why
+        ask = pairs.to_pair_ask(self._policy.ask(prompt, quotes, situation.lookup))
+        result: BookingResult | None = None
         if not self._settings.booking.reservations:
-            weighed = _unbooked(ask, everyone), ()
-        elif asks:
-            weighed, failure = await self._answered(self._weighed(prompt, ask, book, deadline), deadline)
+            result = BookingResult(weigh_without_bookings(ask, quotes))
+        elif call_store:
+            call = self._booker.look_or_book(prompt, ask, deadline, book=book)
+            result, failure = await self._booker.try_store(call, deadline)
             why = why or failure
-        if weighed is None:
+        if result is None:
             weighing = self._booker.look_alone(prompt.scope.pool_id, ask)
-            weighed = weighing, self._booker.book_alone(prompt, ask) if book else ()
-        ranking = PairRanking(pairs, weighed[0], judging_of(prompt, self._settings))
-        return PairDecision(seen.pool, ranking, seen.basis, why, weighed[1])
+            result = BookingResult(weighing, self._booker.book_alone(prompt, ask) if book else ())
+        ranking = PairRanking(pairs, result.weighing, self._policy.criteria(prompt))
+        return PairDecision(situation.pool, ranking, situation.basis, why, result.reservations)
 
-    # ------------------------------------------------------------ with the other routers, and alone
+    # ------------------------------------------------------------ steps
 
-    async def _answered(self, answer: Coroutine[Any, Any, T], deadline: Deadline) -> tuple[T | None, str]:
-        """What reservations answer; None, and why, where they do not."""
-        try:
-            found = await answer
-        except FAILING as error:
-            self._booker.failed()
-            return None, f"reservations: {deadline.why(error)}"
-        self._booker.succeeded()
-        return found, ""
+    def _start_deadline(self) -> Deadline:
+        return Deadline(self._settings.deadline_ms, self.late_calls)
 
-    async def _weighed(self, prompt: Prompt, ask: Ask, book: bool, deadline: Deadline) -> Booked:
-        """In one call. Raises what the store raises, and TimeoutError."""
-        if book:
-            return await self._booker.book(prompt, ask, deadline)
-        return await deadline.keep(self._booker.look(prompt.scope.pool_id, ask)), ()
+    async def _read_situation(
+        self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool
+    ) -> Situation:
+        pool = await self._fleet.read_pool_in_time(prompt.scope.pool_id, deadline, call_store=call_store)
+        return await self.index.look_up_in_time(prompt, self._policy.narrow(pool, prompt, avoid), deadline)
 
-    async def _shared(
-        self,
-        prompt: Prompt,
-        seen: Seen,
-        offered: list[Prospect],
-        ask: Ask,
-        followed: str | None,
-        book: bool,
-        deadline: Deadline,
-    ) -> Decision:
-        weighing, booked = await self._weighed(prompt, ask, book and followed is None, deadline)
-        decision = self._decision(prompt, seen, offered, weighing, followed)
-        if book and followed is not None:
-            _, booked = await self._booker.book(prompt, _only(ask, decision.worker_id), deadline)
-        return replace(decision, reservation=booked[0]) if booked else decision
+    def _price(self, prompt: Prompt, situation: Situation, *, follow: bool = False) -> _Case | None:
+        """None without a candidate."""
+        quotes = self._policy.quote(prompt, situation.pool, situation.lookup)
+        if not quotes:
+            return None
+        followed = self._policy.choose_followed(prompt, situation.pool) if follow else None
+        return _Case(prompt, situation, quotes, self._policy.ask(prompt, quotes, situation.lookup), followed)
 
-    def _alone(
-        self, prompt: Prompt, seen: Seen, offered: list[Prospect], ask: Ask, followed: str | None, book: bool
-    ) -> Decision:
-        """By what this router knows by itself: loads as last read, and its own bookings."""
-        weighing = self._booker.look_alone(prompt.scope.pool_id, ask)
-        if seen.basis is not Basis.COST and not any(weighed.load_known for weighed in weighing.weighed):
-            seen = replace(seen, basis=Basis.PREFIX_HASH)
-            weighing = replace(weighing, chosen=self._by_prefix(offered, seen.found))
-        decision = self._decision(prompt, seen, offered, weighing, followed)
+    async def _look(self, case: _Case) -> Weighing:
+        """Under load, as it is now; nothing is booked. Raises what the store raises."""
+        if not self._settings.booking.reservations:
+            return weigh_without_bookings(case.ask, case.quotes)
+        return await self._booker.look(case.prompt.scope.pool_id, case.ask)
+
+    async def _decide_in_store(self, case: _Case, deadline: Deadline, *, book: bool) -> Decision:
+        """With all other routers' bookings. Raises what the store raises, and TimeoutError."""
+        book_cheapest = book and case.followed is None
+        weighing, reservations = await self._booker.look_or_book(case.prompt, case.ask, deadline, book=book_cheapest)
+        decision = self._decide(case, weighing)
+        if book and case.followed is not None:
+            ask = _narrow_ask(case.ask, decision.worker_id)
+            _, reservations = await self._booker.book(case.prompt, ask, deadline)
+        return replace(decision, reservation=reservations[0]) if reservations else decision
+
+    def _decide_alone(self, case: _Case, *, book: bool) -> Decision:
+        """By what this router knows itself: loads as last read, and its own bookings."""
+        weighing = self._booker.look_alone(case.prompt.scope.pool_id, case.ask)
+        situation = case.situation
+        if situation.basis is not Basis.COST and not any(weighed.load_known for weighed in weighing.weighed):
+            case = replace(case, situation=replace(situation, basis=Basis.PREFIX_HASH))
+            weighing = replace(weighing, chosen=self._policy.choose_by_prefix(case.quotes, situation.lookup))
+        decision = self._decide(case, weighing)
         if not book:
             return decision
-        return replace(decision, reservation=self._booker.book_alone(prompt, _only(ask, decision.worker_id))[0])
+        (reservation,) = self._booker.book_alone(case.prompt, _narrow_ask(case.ask, decision.worker_id))
+        return replace(decision, reservation=reservation)
 
-    async def _looked(self, prompt: Prompt, pool: Pool, found: Lookup) -> tuple[list[Prospect], Weighing | None]:
-        """Every candidate, and what it is judged by now; None without a candidate. Raises what the store raises."""
-        offered = self._prospects(prompt, pool, found)
-        if not offered:
-            return offered, None
-        ask = ask_of(prompt, offered, found.chains, self._settings)
-        if not self._settings.booking.reservations:
-            return offered, _unbooked(ask, offered)
-        return offered, await self._booker.look(prompt.scope.pool_id, ask)
-
-    # ------------------------------------------------------------ pieces
-
-    async def _seen(self, prompt: Prompt, avoid: Collection[str]) -> tuple[Deadline, bool, Seen]:
-        """What is known before load, within a deadline that has begun; and whether reservations may be asked."""
-        deadline = Deadline(self._settings.deadline_ms, self.patience)
-        asks = self._booker.allows()
-        pool = self._narrowed(await self.sight.pool(prompt.scope.pool_id, deadline, asks=asks), prompt, avoid)
-        return deadline, asks, await self.sight.see(prompt, pool, deadline)
-
-    def _narrowed(self, pool: Pool, prompt: Prompt, avoid: Collection[str] = ()) -> Pool:
-        if avoid:
-            pool = pool.without(avoid)
-        for select in (self._settings.select, prompt.select):
-            if select is not None:
-                pool = pool.narrowed(select.why_not)
-        return pool
-
-    def _prospects(self, prompt: Prompt, pool: Pool, found: Lookup) -> list[Prospect]:
-        fingerprint = found.fingerprint + self._seed
-        offered = prospects(prompt, pool, found.held, fingerprint=fingerprint)
-        return self._surcharged(prompt, offered, fingerprint)
-
-    def _surcharged(self, prompt: Prompt, offered: list[Prospect], fingerprint: bytes) -> list[Prospect]:
-        settings = self._settings
-        if not (settings.temperature or (settings.session_us and prompt.session_id)):
-            return offered
-        return surcharged(
-            offered,
-            fingerprint,
-            session_id=prompt.session_id,
-            session_us=settings.session_us,
-            temperature=settings.temperature,
-        )
-
-    def _pairs(self, prompt: Prompt, pool: Pool, found: Lookup) -> PairProspects:
-        fingerprint, least = found.fingerprint + self._seed, self._settings.pairs.least_new_tokens
-        pairs = pair_prospects(prompt, pool, found.held, fingerprint=fingerprint, least_new_tokens=least)
-        return pairs.surcharged(lambda answering: self._surcharged(prompt, answering, fingerprint))
-
-    def _followed(self, prompt: Prompt, pool: Pool) -> str | None:
-        """Whom another policy chooses; one that chooses nobody who may get it is not followed."""
-        if self._settings.follow is None:
-            return None
-        endpoints = [candidate.endpoint for candidate in pool.candidates]
-        followed = self._settings.follow.choose(prompt, endpoints)
-        return followed if any(endpoint.id == followed for endpoint in endpoints) else None
-
-    def _decision(
-        self,
-        prompt: Prompt,
-        seen: Seen,
-        offered: Sequence[Prospect],
-        weighing: Weighing,
-        followed: str | None = None,
-    ) -> Decision:
-        judging = judging_of(prompt, self._settings)
-        results = Ranked(offered, weighing.weighed, chosen=weighing.chosen, judging=judging)
+    def _decide(self, case: _Case, weighing: Weighing) -> Decision:
+        """The followed worker, if there is one, else the weighing's choice."""
+        situation, criteria = case.situation, self._policy.criteria(case.prompt)
+        results = RankedResults(case.quotes, weighing.weighed, chosen=weighing.chosen, criteria=criteria)
         best = results[0].worker_id
-        if followed is not None:
-            return Decision(seen.pool, results, followed, Basis.POLICY, f"cost would choose {best}", best)
-        return Decision(seen.pool, results, best, seen.basis, seen.why)
-
-    def _by_prefix(self, offered: Sequence[Prospect], found: Lookup) -> int:
-        """Where prompts go that begin like this one, so that what they share is cached once."""
-        size = min(found.chains, default=0)
-        start = found.chains[size].start(max(1, PREFIX_TOKENS // size)) if size else found.fingerprint
-        return max(range(len(offered)), key=lambda i: rendezvous(start + self._seed, offered[i].id))
+        if case.followed is not None:
+            why = f"cost would choose {best}"
+            return Decision(situation.pool, results, case.followed, Basis.POLICY, why, best)
+        return Decision(situation.pool, results, best, situation.basis, situation.why)
 
 
-def judging_of(prompt: Prompt, settings: RouterSettings) -> Judging:
-    """As `ask_of` asks."""
-    limits = settings.limits
-    factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
-    return Judging(prompt.slo, settings.booking.again_factor, factor, limits.slo is SloMode.FILTER)
-
-
-def _unbooked(ask: Ask, offered: Sequence[Prospect]) -> Weighing:
-    return unbooked(ask, [prospect.candidate for prospect in offered])
-
-
-def _only(ask: Ask, worker_id: str) -> Ask:
-    """An ask for one of its workers, whatever limits it is over."""
+def _narrow_ask(ask: Ask, worker_id: str) -> Ask:
+    """An ask for one of its workers, whatever limits that one is over."""
     return replace(ask, offers=[offer for offer in ask.offers if offer.worker_id == worker_id], limits=None)

@@ -1,4 +1,4 @@
-"""Falling open: deciding without the store where it is slow or away, and asking it again by itself."""
+"""Falling open: deciding without the store while it is slow or away, and calling it again without being told to."""
 
 import asyncio
 import time
@@ -14,18 +14,19 @@ T = TypeVar("T")
 
 FAILURES = 3
 REST_S = 0.25
-LAST_LOOKS = 3
+LAST_CHECKS = 3
+READ_SHARE = 0.6
+"""How much of a decision's time reading the pool and the index may take, so that some is left to book."""
 
-FAILING = (Unreachable, LayoutMismatch, RedisError, TimeoutError)
-"""What a store raises that is slow, away, or just back without what it knew."""
+STORE_FAILURES = (Unreachable, LayoutMismatch, RedisError, TimeoutError)
+"""What is raised for a store that is slow, away, or back without its data."""
 
 
 class Basis(StrEnum):
     """What a choice was made by.
 
-    `COST`: overlap, cost and load. `LOAD`: load alone, because the index did not answer or was not to be asked.
-    `PREFIX_HASH`: a hash of the prompt's start, because load was not known either. `POLICY`: another policy, in shadow
-    mode.
+    `COST`: overlap, cost and load. `LOAD`: load alone, because the index did not answer or is switched off. `PREFIX_HASH`:
+    a hash of the prompt's start, because load was not known either. `POLICY`: another policy, in shadow mode.
     """
 
     COST = "cost"
@@ -34,22 +35,22 @@ class Basis(StrEnum):
     POLICY = "policy"
 
 
-class Patience:
-    """Waits for answers only so long, but lets those that are late come to their end: a connection that is just being
-    made, and would be given up every time, is there for the next question. The store's own time limit ends them."""
+class LateCalls:
+    """Store calls past their deadline, left running to their end: a connection that is just being made, and would be
+    cancelled every time, is there for the next call. The store's own time limit ends them."""
 
     def __init__(self) -> None:
         self._late: set[asyncio.Task[Any]] = set()
 
-    async def wait(self, answer: Coroutine[Any, Any, T], seconds: float) -> T:
-        """The answer. Raises TimeoutError where it does not come in time, and what the answer raises."""
-        task = asyncio.create_task(answer)
+    async def wait_for(self, call: Coroutine[Any, Any, T], seconds: float) -> T:
+        """The call's result. Raises TimeoutError if it takes longer, and what the call raises."""
+        task = asyncio.create_task(call)
         try:
             async with asyncio.timeout(max(0.0, seconds)):
                 return await asyncio.shield(task)
         except TimeoutError:
-            # where it was this process that was busy, the answer is there by now
-            for _ in range(LAST_LOOKS):
+            # if it was this process that was busy, the result is there by now
+            for _ in range(LAST_CHECKS):
                 if task.done():
                     return task.result()
                 await asyncio.sleep(0)
@@ -57,48 +58,51 @@ class Patience:
         finally:
             if not task.done():
                 self._late.add(task)
-                task.add_done_callback(self._ended)
+                task.add_done_callback(self._discard)
 
     async def close(self) -> None:
-        """Give up what is still on its way."""
+        """Cancel the calls that are still running."""
         late = list(self._late)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _discard(self, task: asyncio.Task[Any]) -> None:
         self._late.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: nobody waits for it any more
+            task.exception()  # retrieved, or asyncio logs that it never was
 
 
 class Deadline:
-    """So many milliseconds of waiting; None: no end. What the router computes in between does not count: with a thousand
-    workers it may be more, and falling open would not save it."""
+    """The time that one decision may wait for the store; None: no limit.
 
-    def __init__(self, ms: float | None, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
+    What the router computes in between does not count: with a thousand workers it may be more than the limit, and falling
+    open would not save it.
+    """
+
+    def __init__(self, ms: float | None, late_calls: LateCalls, clock: Callable[[], float] = time.monotonic) -> None:
         self.ms = ms
-        self._patience = patience
+        self._late_calls = late_calls
         self._clock = clock
         self._waited_s = 0.0
 
-    async def keep(self, answer: Coroutine[Any, Any, T], share: float = 1.0) -> T:
-        """The answer. Raises TimeoutError where it does not come in this share of the time."""
+    async def wait_for(self, call: Coroutine[Any, Any, T], share: float = 1.0) -> T:
+        """The call's result. Raises TimeoutError if this share of the time is over first, and what the call raises."""
         if self.ms is None:
-            return await answer
+            return await call
         began = self._clock()
         try:
-            return await self._patience.wait(answer, self.ms * share / 1_000 - self._waited_s)
+            return await self._late_calls.wait_for(call, self.ms * share / 1_000 - self._waited_s)
         finally:
             self._waited_s += self._clock() - began
 
-    def why(self, error: BaseException) -> str:
-        """One line."""
+    def describe(self, error: BaseException) -> str:
+        """Why a call failed, in one line."""
         return f"no answer in {self.ms:g} ms" if isinstance(error, TimeoutError) else str(error)
 
 
-class Breaker:
-    """Stops asking a store that failed `failures` times in a row; one question each `rest_s` tries it again."""
+class CircuitBreaker:
+    """Stops calling a store that failed `failures` times in a row; one call each `rest_s` tries it again."""
 
     def __init__(
         self, failures: int = FAILURES, rest_s: float = REST_S, clock: Callable[[], float] = time.monotonic
@@ -109,8 +113,8 @@ class Breaker:
         self._failed = 0
         self._next_try = 0.0
 
-    def allows(self) -> bool:
-        """May the store be asked now?"""
+    def may_call(self) -> bool:
+        """True also for the one call that tries the store again: follow it by `record_success` or `record_failure`."""
         if self._failed < self._failures:
             return True
         now = self._clock()
@@ -119,12 +123,12 @@ class Breaker:
         self._next_try = now + self._rest_s
         return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """The store answered."""
         self._failed = 0
 
-    def failed(self) -> None:
-        """It did not."""
+    def record_failure(self) -> None:
+        """The store did not answer."""
         self._failed += 1
         if self._failed >= self._failures:
             self._next_try = self._clock() + self._rest_s

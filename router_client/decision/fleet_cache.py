@@ -1,4 +1,4 @@
-"""Where a router learns of its workers: a reader of a pool's fleet records, and a short memory of what it read."""
+"""The fleet records that a router decides by: read from a pool's reader, and kept for a short time."""
 
 import asyncio
 import time
@@ -8,6 +8,7 @@ from typing import Protocol
 from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.fleet.records import FleetRecord
+from router_client.decision.fail_open import READ_SHARE, STORE_FAILURES, Deadline
 from router_client.pricing.pool import Pool
 
 MAX_AGE_MS = 200.0
@@ -22,36 +23,37 @@ class FleetReader(Protocol):
 
 
 class StaticFleet:
-    """A fleet that is given, for an index in process and for tests. `records` may be changed at any time."""
+    """Given records, for an index in process and for tests. `records` may be changed at any time."""
 
     def __init__(self, records: Mapping[str, FleetRecord]) -> None:
         self.records = dict(records)
 
     async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
+        """See `FleetReader`."""
         return {id: record for id, record in self.records.items() if record.endpoint.pool_id == pool_id}
 
 
-class LastKnown:
-    """Fleet records as last read; where nothing is read, those from before, for a while: a store that came back without its
-    data knows nobody until the indexers have written again, which takes them a second or two."""
+class LastKnownRecords:
+    """Fleet records as last read. An empty read does not replace them for EMPTY_GRACE_S: a store that came back without
+    its data is empty until the indexers have written again, which takes them a second or two."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.records: Mapping[str, FleetRecord] = {}
         self._clock = clock
-        self._at = float("-inf")
+        self._read_at = float("-inf")
 
-    def after(self, read: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecord]:
-        """What to go by, now that this was read."""
+    def update(self, read: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecord]:
+        """The records to use now, after this read."""
         now = self._clock()
-        if read or now - self._at > EMPTY_GRACE_S:
-            self.records, self._at = read, now
+        if read or now - self._read_at > EMPTY_GRACE_S:
+            self.records, self._read_at = read, now
         return self.records
 
 
-class CachedFleet:
+class FleetCache:
     """Keeps a pool for `max_age_ms`: records change once a second, and unpacking hundreds takes milliseconds.
 
-    Callers that meet an old copy share one reading, which goes on when they have no more time to wait for it.
+    Callers that find an old copy share one read, which continues if they stop waiting for it.
     """
 
     def __init__(
@@ -62,52 +64,67 @@ class CachedFleet:
         clock: Callable[[], float] = time.monotonic,
         profile: Callable[[str], Awaitable[CostProfile]] | None = None,
     ) -> None:
-        """`profile`: what prices a pool's workers; asked while the records are read."""
+        """`profile`: the prices of a pool's workers; called while the records are read."""
         self._reader = reader
         self._rules = rules
         self._max_age_s = max_age_ms / 1_000
         self._clock = clock
-        self._profile = profile or _as_usual
+        self._profile = profile or _default_profile
         self._kept: dict[str, tuple[float, Pool]] = {}
-        self._reading: dict[str, asyncio.Task[Pool]] = {}
-        self._last: dict[str, LastKnown] = {}
+        self._reads: dict[str, asyncio.Task[Pool]] = {}
+        self._last: dict[str, LastKnownRecords] = {}
 
-    async def pool(self, pool_id: str) -> Pool:
+    async def read_pool(self, pool_id: str) -> Pool:
         """The pool as it was at most `max_age_ms` ago. Raises Unreachable."""
         kept = self._kept.get(pool_id)
         if kept is not None and self._clock() - kept[0] < self._max_age_s:
             return kept[1]
-        reading = self._reading.get(pool_id)
-        if reading is None:
-            reading = self._reading[pool_id] = asyncio.create_task(self._read(pool_id), name="kvatlas fleet records")
-            reading.add_done_callback(lambda done: self._done(pool_id, done))
-        return await asyncio.shield(reading)
+        read = self._reads.get(pool_id)
+        if read is None:
+            read = self._reads[pool_id] = asyncio.create_task(self._read(pool_id), name="kvatlas fleet records")
+            read.add_done_callback(lambda done: self._discard(pool_id, done))
+        return await asyncio.shield(read)
 
-    def last(self, pool_id: str) -> Pool | None:
-        """The pool as it was last read, however long ago; None where it never was."""
+    async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> Pool:
+        """The pool within READ_SHARE of the deadline; as last known if that fails, or if `call_store` is False.
+
+        A pool that was never read is waited for: there is nothing to decide by. Raises Unreachable for it.
+        """
+        known = self.last_known(pool_id)
+        if known is None:
+            return await self.read_pool(pool_id)
+        if not call_store:
+            return known
+        try:
+            return await deadline.wait_for(self.read_pool(pool_id), READ_SHARE)
+        except STORE_FAILURES:
+            return self.last_known(pool_id) or known
+
+    def last_known(self, pool_id: str) -> Pool | None:
+        """The pool as it was last read, however long ago; None if it never was."""
         kept = self._kept.get(pool_id)
         return kept[1] if kept is not None else None
 
     async def close(self) -> None:
         """Stop reading."""
-        readings = list(self._reading.values())
-        for reading in readings:
-            reading.cancel()
-        await asyncio.gather(*readings, return_exceptions=True)
+        reads = list(self._reads.values())
+        for read in reads:
+            read.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
 
     async def _read(self, pool_id: str) -> Pool:
-        asked_at = self._clock()
+        began = self._clock()
         read, profile = await asyncio.gather(self._reader.pool(pool_id), self._profile(pool_id))
-        records = self._last.setdefault(pool_id, LastKnown(self._clock)).after(read)
+        records = self._last.setdefault(pool_id, LastKnownRecords(self._clock)).update(read)
         pool = Pool.of(records, self._rules, profile)
-        self._kept[pool_id] = (asked_at, pool)
+        self._kept[pool_id] = (began, pool)
         return pool
 
-    def _done(self, pool_id: str, reading: asyncio.Task[Pool]) -> None:
-        del self._reading[pool_id]
-        if not reading.cancelled():
-            reading.exception()  # looked at, also where nobody waits any more
+    def _discard(self, pool_id: str, read: asyncio.Task[Pool]) -> None:
+        del self._reads[pool_id]
+        if not read.cancelled():
+            read.exception()  # retrieved, or asyncio logs that it never was
 
 
-async def _as_usual(pool_id: str) -> CostProfile:
+async def _default_profile(pool_id: str) -> CostProfile:
     return EngineProfile()

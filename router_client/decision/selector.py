@@ -1,4 +1,4 @@
-"""Selector: which workers may get a request, by their labels and by lists of their names."""
+"""Which workers may get a request: by their labels, and by lists of their ids."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class Selector:
     deny: Collection[str] = ()
 
     def why_not(self, worker: EngineEndpoint) -> str | None:
-        """Why a worker may not get the request, in a few words; None where it may."""
+        """Why a worker may not get the request, in a few words; None if it may."""
         if worker.id in self.deny:
             return "it is on the deny list"
         if self.allow is not None and worker.id not in self.allow:

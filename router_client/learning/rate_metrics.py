@@ -1,4 +1,4 @@
-"""Learned rates as metrics: a series a worker."""
+"""Learned rates as metrics: one series for each worker."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,21 +9,21 @@ from kvatlas.telemetry.metric_export import Observation
 
 
 class RateMetrics:
-    """Exports what it is shown until it is closed."""
+    """Exports the rates of every pool until it is closed."""
 
     def __init__(self) -> None:
-        self._shown: dict[str, Mapping[str, LearnedRates]] = {}
+        self._rates: dict[str, Mapping[str, LearnedRates]] = {}
         self._series: dict[tuple[str, str], Observation] = {}
 
-    def show(self, pool_id: str, rates: Mapping[str, LearnedRates]) -> None:
-        """A pool's rates as they are now; `rates` is read when an exporter asks."""
-        self._shown[pool_id] = rates
+    def export(self, pool_id: str, rates: Mapping[str, LearnedRates]) -> None:
+        """A pool's rates by worker; `rates` is read again each time an exporter asks."""
+        self._rates[pool_id] = rates
         for pool, worker_id in [key for key in self._series if key[0] == pool_id and key[1] not in rates]:
             self._series.pop((pool, worker_id)).close()
         for worker_id in rates:
             if (pool_id, worker_id) not in self._series:
-                series = observe("rates", partial(self._of, pool_id, worker_id), {"pool": pool_id, "worker": worker_id})
-                self._series[pool_id, worker_id] = series
+                rates_of = partial(self._rates_of, pool_id, worker_id)
+                self._series[pool_id, worker_id] = observe("rates", rates_of, {"pool": pool_id, "worker": worker_id})
 
     def close(self) -> None:
         """End every series."""
@@ -31,5 +31,5 @@ class RateMetrics:
             series.close()
         self._series.clear()
 
-    def _of(self, pool_id: str, worker_id: str) -> LearnedRates | None:
-        return self._shown[pool_id].get(worker_id)
+    def _rates_of(self, pool_id: str, worker_id: str) -> LearnedRates | None:
+        return self._rates[pool_id].get(worker_id)

@@ -1,7 +1,7 @@
-"""Rates learned from the requests that this router finished, shared with all others through the store.
+"""Rates learned from the requests that this router finished, shared with all other routers through the store.
 
-Nothing of it is on the way of a request: what is finished is only noted, and once a second evidence of it is told to the
-store and what all routers told is read back. Prices change with the next reading of the pool's records.
+Nothing of it delays a request: a finished request is only noted, and once a second its evidence is added to the store and
+the evidence of all routers is read back. Prices change with the next read of the pool's records.
 """
 
 import asyncio
@@ -15,94 +15,96 @@ from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Estimate, Evidence
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Reservations
+from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import FAILING
+from router_client.decision.fail_open import STORE_FAILURES
 from router_client.learning.rate_metrics import RateMetrics
 from router_client.learning.timings import Timings
-from router_client.pricing.ranking import IN_FLIGHT, Ranked
+from router_client.pricing.ranking import IN_FLIGHT, RankedResults
 from router_client.settings import RouterSettings
 from router_client.tokens.usage import Usage
 
 FIRST_READ_S = 1.0
 CLOSE_S = 1.0
 MOST_NOTED = 512
-"""The last so many requests are looked at in one turn, which takes 0.1 ms each: rates change slowly."""
+"""Up to this many requests, the last ones, are learned from in one turn, at 0.1 ms each: rates change slowly."""
 MOST_A_WORKER = 64
-"""Of them so many of one worker."""
-WITHOUT_A_BREAK = 8
-"""Estimates made before other tasks get their turn; each takes 0.3 ms."""
+"""Up to this many of them for one worker."""
+ESTIMATES_A_SLICE = 8
+"""Estimates made before other tasks get their turn, at 0.3 ms each."""
 
 _log = logging.getLogger("router_client")
 
 
 class PoolRates:
-    """A pool's rates as this router knows them: what all routers told, and what it has not told yet."""
+    """A pool's rates as this router knows them: from the evidence of all routers, and from its own that is not shared yet."""
 
     def __init__(self, configured: EngineProfile) -> None:
         self.profile = configured
         self.learned: dict[str, LearnedRates] = {}
         self._configured = configured
-        self._told: Mapping[str, Evidence] = {}
-        self._untold: dict[str, Evidence] = {}
+        self._shared: Mapping[str, Evidence] = {}
+        self._unshared: dict[str, Evidence] = {}
         self._estimates: dict[str, Estimate] = {}
-        self._shown: dict[str, Estimate] = {}
+        self._published: dict[str, Estimate] = {}
 
     def add(self, request: Finished) -> bool:
-        """Learn from a request; False where it says nothing."""
+        """Learn from a request; False if it teaches nothing."""
         worker_id = request.plan.worker_id
         rows = rows_of(request)
         if not rows:
             return False
-        one = Evidence.of(rows, self._estimate(worker_id))
-        self._untold[worker_id] = self._untold.get(worker_id, Evidence()).then(one)
+        evidence = Evidence.of(rows, self._estimate(worker_id))
+        self._unshared[worker_id] = self._unshared.get(worker_id, Evidence()).then(evidence)
         return True
 
-    def take(self) -> Mapping[str, Evidence]:
-        """What is to be told."""
-        untold, self._untold = self._untold, {}
-        return untold
+    def take_unshared(self) -> Mapping[str, Evidence]:
+        """The evidence to share now, by worker; it counts as shared from here on."""
+        unshared, self._unshared = self._unshared, {}
+        return unshared
 
-    def put_back(self, untold: Mapping[str, Evidence]) -> None:
-        """It could not be told, or nobody knows whether it was: it is told again. Twice told, it only counts twice."""
-        for worker_id, evidence in untold.items():
-            self._untold[worker_id] = evidence.then(self._untold.get(worker_id, Evidence()))
+    def put_back(self, unshared: Mapping[str, Evidence]) -> None:
+        """The store did not confirm it: share it again. Evidence that is shared twice only counts twice."""
+        for worker_id, evidence in unshared.items():
+            self._unshared[worker_id] = evidence.then(self._unshared.get(worker_id, Evidence()))
 
-    async def hear(self, told: Mapping[str, Evidence]) -> None:
-        """What all routers told so far."""
-        self._told = told
-        gone = self.learned.keys() - told.keys()
+    async def update(self, shared: Mapping[str, Evidence]) -> None:
+        """Learn from the evidence of all routers so far."""
+        self._shared = shared
+        gone = self.learned.keys() - shared.keys()
         for worker_id in gone:
-            del self.learned[worker_id], self._shown[worker_id]
-        for worker_id in self._estimates.keys() - told.keys() - self._untold.keys():
+            del self.learned[worker_id], self._published[worker_id]
+        for worker_id in self._estimates.keys() - shared.keys() - self._unshared.keys():
             del self._estimates[worker_id]
         changed = 0
-        for worker_id in told:
+        for worker_id in shared:
             estimate = self._estimate(worker_id)
-            if estimate is not self._shown.get(worker_id):
-                self._shown[worker_id] = estimate
-                self.learned[worker_id] = learned_of(estimate, self._rates(worker_id))
+            if estimate is not self._published.get(worker_id):
+                self._published[worker_id] = estimate
+                self.learned[worker_id] = learned_of(estimate, self._configured_rates(worker_id))
                 changed += 1
-                if changed % WITHOUT_A_BREAK == 0:
+                if changed % ESTIMATES_A_SLICE == 0:
                     await asyncio.sleep(0)
         if changed or gone:
-            self.profile = with_learned(self._configured, self.learned, Evidence.together(told.values()))
+            self.profile = with_learned(self._configured, self.learned, Evidence.together(shared.values()))
 
     def _estimate(self, worker_id: str) -> Estimate:
-        """By all that is known here; made anew when that has grown enough to matter."""
-        told, untold = self._told.get(worker_id, Evidence()), self._untold.get(worker_id, Evidence())
-        requests = told.requests + untold.requests
-        made = self._estimates.get(worker_id)
-        if made is None or not 0 <= requests - made.requests <= min(made.requests // 16, 16):
-            made = self._estimates[worker_id] = estimate_of(told.then(untold), self._rates(worker_id))
-        return made
+        """From all evidence known here; made again when that has grown enough to matter."""
+        shared, unshared = self._shared.get(worker_id, Evidence()), self._unshared.get(worker_id, Evidence())
+        requests = shared.requests + unshared.requests
+        known = self._estimates.get(worker_id)
+        if known is None or not 0 <= requests - known.requests <= min(known.requests // 16, 16):
+            known = estimate_of(shared.then(unshared), self._configured_rates(worker_id))
+            self._estimates[worker_id] = known
+        return known
 
-    def _rates(self, worker_id: str) -> EngineRates:
+    def _configured_rates(self, worker_id: str) -> EngineRates:
         return self._configured.by_worker.get(worker_id, self._configured.rates)
 
 
 class RateLearner:
-    """For one router. It learns while it is started; what others learned it reads with a pool's first records anyway."""
+    """Learns for one router from `start` to `stop`; other routers' evidence is read with a pool's first records anyway."""
 
     def __init__(self, reservations: Reservations, settings: RouterSettings, counters: RouterCounters) -> None:
         self._reservations = reservations
@@ -111,18 +113,17 @@ class RateLearner:
         self._counters = counters
         self._pools: dict[str, PoolRates] = {}
         self._noted: deque[tuple[str, Finished]] = deque(maxlen=MOST_NOTED)
-        self._last: dict[str, Ranked] = {}
+        self._last: dict[str, RankedResults] = {}
         self._metrics = RateMetrics()
-        self._stopping = False
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask(self._run, "kvatlas router rates")
 
     def learned(self, pool_id: str) -> Mapping[str, LearnedRates]:
-        """What was learned of a pool's workers, as of the last exchange with the store."""
+        """The learned rates of a pool's workers, as of the last exchange with the store."""
         rates = self._pools.get(pool_id)
         return dict(rates.learned) if rates is not None else {}
 
     async def profile(self, pool_id: str) -> CostProfile:
-        """What prices the pool's workers now. Waits for the store only when a pool is met for the first time."""
+        """The prices of the pool's workers now. Waits for the store only for a pool's first prices."""
         if not self._settings.on or not isinstance(self._profile, EngineProfile):
             return self._profile
         rates = self._pools.get(pool_id)
@@ -130,20 +131,22 @@ class RateLearner:
             rates = self._pools[pool_id] = PoolRates(self._profile)
             try:
                 async with asyncio.timeout(FIRST_READ_S):
-                    await rates.hear(await self._reservations.learned(pool_id))
-            except FAILING as error:
-                _log.warning("learned rates of pool %s not read: %s; prices are as configured", pool_id, reason(error))
+                    await rates.update(await self._reservations.learned(pool_id))
+            except STORE_FAILURES as error:
+                _log.warning("pool %s: learned rates not read (%s); using the configured rates", pool_id, reason(error))
         return rates.profile
 
     def feedback(self, pool_id: str, results: Sequence[SelectionResult], chosen: SelectionResult) -> "Feedback | None":
-        """For a choice: where its end is told. None where nothing is learned."""
-        if pool_id not in self._pools or not isinstance(results, Ranked):
+        """For a choice, to record its end with. None if nothing is learned."""
+        if pool_id not in self._pools or not isinstance(results, RankedResults):
             return None
         self._last[pool_id] = results
         return Feedback(self, pool_id, results, chosen)
 
-    def note(self, pool_id: str, results: Ranked, chosen: SelectionResult, usage: Usage, timings: Timings) -> None:
-        """A request ended well."""
+    def note(
+        self, pool_id: str, results: RankedResults, chosen: SelectionResult, usage: Usage, timings: Timings
+    ) -> None:
+        """A request ended well; it is learned from in the background."""
         if chosen.plan is None:
             return
         last = self._last.get(pool_id, results)
@@ -162,82 +165,82 @@ class RateLearner:
         self._noted.append((pool_id, finished))
 
     def start(self) -> None:
-        """Begin to tell and to listen."""
-        self._stopping = False
-        self._task = asyncio.create_task(self._run(), name="kvatlas router rates")
+        """Begin to learn and to share."""
+        self._task.start()
 
     async def stop(self) -> None:
-        """Tell what is left. Waits at most CLOSE_S for the store."""
-        if self._task is None:
+        """Share what is left. Waits at most CLOSE_S for the store."""
+        if not await self._task.stop():
             return
-        self._stopping = True
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._task = None
         self._metrics.close()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self._add_noted()
                 for pool_id, rates in self._pools.items():
-                    await self._tell(pool_id, rates)
-        except FAILING as error:
-            _log.warning("what was learned last is lost: %s", reason(error))
+                    await self._share(pool_id, rates)
+        except STORE_FAILURES as error:
+            _log.warning("last evidence of rates not shared (%s); it is lost", reason(error))
 
     async def _run(self) -> None:
-        while not self._stopping:  # Python 3.11's wait_for, inside redis-py, may swallow the cancellation
+        while self._task.running:
             await asyncio.sleep(self._settings.every_s)
             await self._add_noted()
             for pool_id, rates in list(self._pools.items()):
                 try:
                     async with asyncio.timeout(max(self._settings.every_s, FIRST_READ_S)):
-                        await self._tell(pool_id, rates)
-                        await rates.hear(await self._reservations.learned(pool_id))
-                    self._metrics.show(pool_id, rates.learned)
-                except FAILING as error:
-                    _log.warning("learned rates of pool %s not shared: %s", pool_id, reason(error))
+                        await self._share(pool_id, rates)
+                        await rates.update(await self._reservations.learned(pool_id))
+                    self._metrics.export(pool_id, rates.learned)
+                except STORE_FAILURES as error:
+                    _log.warning(
+                        "pool %s: learned rates not shared (%s); trying again in %g s",
+                        pool_id,
+                        reason(error),
+                        self._settings.every_s,
+                    )
 
     async def _add_noted(self) -> None:
         noted, self._noted = self._noted, deque(maxlen=MOST_NOTED)
-        looked_at: Counter[tuple[str, str]] = Counter()
+        seen: Counter[tuple[str, str]] = Counter()
         for number, (pool_id, request) in enumerate(noted):
             worker = pool_id, request.plan.worker_id
-            looked_at[worker] += 1
-            if looked_at[worker] > MOST_A_WORKER:
+            seen[worker] += 1
+            if seen[worker] > MOST_A_WORKER:
                 continue
             if self._pools[pool_id].add(request):
                 self._counters.learned += 1
             else:
                 self._counters.said_nothing += 1
-            if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
+            if number % ESTIMATES_A_SLICE == ESTIMATES_A_SLICE - 1:
                 await asyncio.sleep(0)
 
-    async def _tell(self, pool_id: str, rates: PoolRates) -> None:
-        untold = rates.take()
-        if not untold:
+    async def _share(self, pool_id: str, rates: PoolRates) -> None:
+        unshared = rates.take_unshared()
+        if not unshared:
             return
-        told = False
+        shared = False
         try:
-            await self._reservations.learn(pool_id, untold)
-            told = True
+            await self._reservations.learn(pool_id, unshared)
+            shared = True
         finally:
-            if not told:
-                rates.put_back(untold)
+            if not shared:
+                rates.put_back(unshared)
 
 
 class Feedback:
-    """Where the end of one choice is told, once."""
+    """Records the end of one choice, once."""
 
-    __slots__ = ("_chosen", "_learner", "_pool_id", "_results", "_told")
+    __slots__ = ("_chosen", "_learner", "_pool_id", "_recorded", "_results")
 
-    def __init__(self, learner: RateLearner, pool_id: str, results: Ranked, chosen: SelectionResult) -> None:
+    def __init__(self, learner: RateLearner, pool_id: str, results: RankedResults, chosen: SelectionResult) -> None:
         self._learner = learner
         self._pool_id = pool_id
         self._results = results
         self._chosen = chosen
-        self._told = False
+        self._recorded = False
 
-    def finished(self, usage: Usage, timings: Timings) -> None:
-        """The request ended well; told again it changes nothing."""
-        if not self._told:
-            self._told = True
+    def record(self, usage: Usage, timings: Timings) -> None:
+        """The request ended well; a second call changes nothing."""
+        if not self._recorded:
+            self._recorded = True
             self._learner.note(self._pool_id, self._results, self._chosen, usage, timings)

@@ -1,4 +1,4 @@
-"""What a caller of an engine can measure of an answer."""
+"""Times that a caller measures of an engine's answer."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +15,8 @@ MOST_GAPS = 512
 class Timings:
     """Microseconds; None: not measured. `AnswerClock` measures them.
 
-    `ttft_us`: from sending the request to its first token. `tpot_us`: from one token to the next as usual: the median,
-    because the mean has the prefill of other requests in it.
+    `ttft_us`: from sending the request to its first token. `tpot_us`: from one token to the next: the median, because the
+    mean includes the prefill of other requests.
     """
 
     ttft_us: float | None = None
@@ -24,7 +24,7 @@ class Timings:
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Self | None:
-        """Those that a JSON body has under `timings`. Raises InvalidValue for what are no times."""
+        """Those that a JSON body has under `timings`. Raises InvalidValue for values that are not times."""
         timings = body.get("timings")
         if timings is None:
             return None
@@ -41,7 +41,7 @@ class Timings:
 
 @dataclass(slots=True)
 class AnswerClock:
-    """Starts when the request is sent; call `part` for each part of a streamed answer when it is there."""
+    """Starts when the request is sent; call `part` as each part of a streamed answer arrives."""
 
     now_ns: Callable[[], int] = time.perf_counter_ns
     _sent_ns: int = field(init=False)
@@ -53,7 +53,7 @@ class AnswerClock:
         self._sent_ns = self.now_ns()
 
     def part(self) -> None:
-        """One more part of the answer: a token or more."""
+        """One more part of the answer arrived: a token or more."""
         now = self.now_ns()
         if self._first_ns is None:
             self._first_ns = now
@@ -67,13 +67,13 @@ class AnswerClock:
         return None if self._first_ns is None else (self._first_ns - self._sent_ns) / 1_000
 
     def timings(self, output_tokens: int) -> Timings:
-        """Of an answer with so many tokens that came in these parts.
+        """The times of an answer of `output_tokens` that came in these parts.
 
-        Parts of several tokens count by their mean, if that is less than the usual time between parts: an engine that
+        Parts of several tokens count with their mean, if that is less than the median time between parts: an engine that
         makes several tokens at a time, and a network that joins parts, look alike.
         """
         if self._first_ns is None or output_tokens < 2 or not self._gaps_ns:
-            # one part of several tokens: when the first one was there is not known
+            # one part of several tokens: when the first of them was there is unknown
             return Timings(self.ttft_us if output_tokens == 1 else None)
         mean_ns = (self._last_ns - self._first_ns) / (output_tokens - 1)
         return Timings(self.ttft_us, min(mean_ns, median_low(self._gaps_ns)) / 1_000)

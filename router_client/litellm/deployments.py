@@ -1,6 +1,6 @@
-"""What LiteLLM's Router calls a deployment, in the words of kvatlas: which model, which workers, which request.
+"""LiteLLM's deployments and callbacks in the words of kvatlas: model, workers, request, usage, timings.
 
-A deployment is a dictionary with `model_name`, `litellm_params` and `model_info`, as LiteLLM's model list has it.
+A deployment is a dictionary with `model_name`, `litellm_params` and `model_info`, as in LiteLLM's model list.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,14 +16,14 @@ from router_client.tokens.usage import Usage
 Deployment = dict[str, Any]
 
 RESERVATION = "kvatlas_reservation"
-"""In a chosen deployment's `model_info`. LiteLLM hands that to its callbacks, one for each try; the tries of a request
-share their metadata."""
+"""Key in a chosen deployment's `model_info`. LiteLLM passes that to its callbacks for each try; the metadata are shared by
+all tries of a request."""
 
 
 def by_engine_model(
     deployments: Sequence[Deployment], providers: Collection[str]
 ) -> Mapping[str, Sequence[Deployment]]:
-    """Deployments by the model that their engine is asked for: what stands behind the provider's name."""
+    """Deployments by the model that their engine is asked for: the name behind the provider's."""
     found: dict[str, list[Deployment]] = {}
     for deployment in deployments:
         model = deployment["litellm_params"]["model"]
@@ -48,8 +48,8 @@ def by_worker(deployments: Sequence[Deployment], records: Mapping[str, FleetReco
     return found
 
 
-def carrying(deployment: Deployment, reservation: str, headers: Mapping[str, str]) -> Deployment:
-    """The deployment as one try is to use it: its callbacks find the reservation, its engine the headers."""
+def with_reservation(deployment: Deployment, reservation: str, headers: Mapping[str, str]) -> Deployment:
+    """A copy of the deployment for one try: its callbacks find the reservation, its engine gets the headers."""
     params = deployment["litellm_params"]
     if headers:
         params = {**params, "extra_headers": {**(params.get("extra_headers") or {}), **headers}}
@@ -57,27 +57,27 @@ def carrying(deployment: Deployment, reservation: str, headers: Mapping[str, str
     return {**deployment, "litellm_params": params, "model_info": info}
 
 
-def put_headers(request_kwargs: dict[str, Any], headers: Mapping[str, str]) -> None:
-    """Where a request brings headers of its own, LiteLLM sends those alone, so these go with them."""
+def add_headers(request_kwargs: dict[str, Any], headers: Mapping[str, str]) -> None:
+    """Add headers to a request's own, if it has any: LiteLLM sends only those then."""
     if "extra_headers" in request_kwargs:
         own = request_kwargs["extra_headers"] or {}
         request_kwargs["extra_headers"] = {**{k: v for k, v in own.items() if k != RANK_HEADER}, **headers}
 
 
 def read_request(api: Api, messages: Sequence[Any], request_kwargs: Mapping[str, Any]) -> TextRequest:
-    """What the engine will be asked, as far as a router reads it. LiteLLM wraps a completion's prompt in a message."""
+    """The engine's request, as far as a router reads it. LiteLLM wraps a completion's prompt in a message."""
     asked = {"messages": messages} if api is Api.CHAT else {"prompt": messages[0]["content"]}
     return TextRequest(api, {**(request_kwargs.get("extra_body") or {}), **request_kwargs, **asked})
 
 
 def reservation_of(callback_kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `model_info` of the try that a callback is about, where kvatlas chose its deployment."""
+    """The `model_info` of the try that a callback is about; None if kvatlas did not choose its deployment."""
     info = (callback_kwargs.get("litellm_params") or {}).get("model_info")
     return info if isinstance(info, dict) and RESERVATION in info else None
 
 
-def told_usage(callback_kwargs: Mapping[str, Any], response: Any) -> Usage | None:
-    """What the engine said; None for a stream that was not asked for it, because LiteLLM puts an estimate there."""
+def engine_usage(callback_kwargs: Mapping[str, Any], response: Any) -> Usage | None:
+    """The engine's usage; None for a stream without `include_usage`, because LiteLLM puts an estimate there."""
     options = (callback_kwargs.get("optional_params") or {}).get("stream_options") or {}
     usage = getattr(response, "usage", None)
     if usage is None or (callback_kwargs.get("stream") and not options.get("include_usage")):
@@ -85,8 +85,8 @@ def told_usage(callback_kwargs: Mapping[str, Any], response: Any) -> Usage | Non
     return Usage.of({"usage": usage.model_dump()})
 
 
-def told_timings(callback_kwargs: Mapping[str, Any]) -> Timings | None:
-    """How long a stream's first token took; None for an answer that came whole."""
+def stream_timings(callback_kwargs: Mapping[str, Any]) -> Timings | None:
+    """The time to a stream's first token; None for an answer that is not streamed."""
     sent, first = callback_kwargs.get("api_call_start_time"), callback_kwargs.get("completion_start_time")
     if not callback_kwargs.get("stream") or not isinstance(sent, datetime) or not isinstance(first, datetime):
         return None

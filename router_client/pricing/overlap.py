@@ -1,7 +1,6 @@
-"""From a prompt to what each worker of the pool holds of it, in tokens.
+"""From a prompt to the part of it that each worker of a pool holds, in tokens.
 
-Workers that cut blocks alike (block size and granularity) form a group; each group is asked about with its own hashes,
-and the answers compare in tokens.
+Each block shape of the pool (block size and granularity) is looked up with its own hashes; results compare in tokens.
 """
 
 import asyncio
@@ -15,13 +14,13 @@ from kvatlas.blocks.residency import Overlap
 from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS
-from router_client.pricing.pool import Group
+from router_client.pricing.pool import BlockShape
 from router_client.prompt import Prompt
 from router_client.prompt_chain import PromptChain
 
 
 class OverlapIndex(Protocol):
-    """The one question a router asks; every `kvatlas.index.protocol.ResidencyIndex` answers it."""
+    """The only call that a router makes to the index; every `kvatlas.index.protocol.ResidencyIndex` has it."""
 
     async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
         """How many leading blocks of a chain each active worker holds. Raises Unreachable."""
@@ -38,13 +37,14 @@ class Run(NamedTuple):
 
 
 class HeldPrefix(NamedTuple):
-    """How much of a prompt's start one worker holds: its runs, in order. In whole blocks of the worker's own size.
+    """How much of a prompt's start one worker holds: its runs, in order, in whole blocks of its own size.
 
-    `at_hand`: all of it is in HBM."""
+    `in_hbm`: all of it is in HBM.
+    """
 
     runs: tuple[Run, ...] = ()
     tokens: int = 0
-    at_hand: bool = True
+    in_hbm: bool = True
 
     @classmethod
     def of(cls, runs: tuple[Run, ...]) -> "HeldPrefix":
@@ -53,44 +53,46 @@ class HeldPrefix(NamedTuple):
         return cls(runs, sum(run.tokens for run in runs), all(run.tiers[0] is Tier.HBM for run in runs))
 
 
-NOTHING = HeldPrefix()
+NOTHING_HELD = HeldPrefix()
 
-_tiers = cache(tiers_of)  # of 256 flags bytes, asked for each worker of each answer
+_tiers = cache(tiers_of)  # 256 flags bytes, read for each worker of each result
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
-    """What the pool holds of a prompt. `fingerprint` names the prompt's start, the same for every router; `chains` are by
-    block size, as far as they were hashed."""
+class PromptLookup:
+    """What a pool's workers hold of a prompt; those that hold nothing are absent.
+
+    `fingerprint` identifies the prompt's start, the same on every router. `chains`: by block size, as far as hashed.
+    """
 
     held: Mapping[str, HeldPrefix]
     fingerprint: bytes
     round_trips: int = 0
     chains: Mapping[int, PromptChain] = field(default_factory=dict)
 
+    @classmethod
+    def empty(cls, prompt: Prompt, block_shapes: Mapping[BlockShape, Set[str]]) -> "PromptLookup":
+        """As if no worker held anything; the index is not called."""
+        chains = {shape.block_size: PromptChain(prompt, shape.block_size) for shape in block_shapes}
+        return cls({}, _fingerprint(prompt, chains), 0, chains)
 
-async def look_up(index: OverlapIndex, prompt: Prompt, groups: Mapping[Group, Set[str]]) -> Lookup:
-    """Ask about a prompt for a pool's workers, by group (`Pool.groups`); those that hold nothing are absent.
 
-    Raises Unreachable.
-    """
-    chains = {size: PromptChain(prompt, size) for size, _ in groups}
-    answers = await _together(
+async def look_up_overlap(
+    index: OverlapIndex, prompt: Prompt, block_shapes: Mapping[BlockShape, Set[str]]
+) -> PromptLookup:
+    """Look a prompt up for a pool's workers, by block shape (`Pool.block_shapes`). Raises Unreachable."""
+    chains = {shape.block_size: PromptChain(prompt, shape.block_size) for shape in block_shapes}
+    results = await _gather(
         [
-            _ask(index, prompt.scope, chains[size], (size, granularity), ids)
-            for (size, granularity), ids in groups.items()
+            _look_up_shape(index, prompt.scope, chains[shape.block_size], shape, ids)
+            for shape, ids in block_shapes.items()
         ]
     )
     held: dict[str, HeldPrefix] = {}
-    for found, _ in answers:
-        held.update(found)
-    return Lookup(held, _fingerprint(prompt, chains), max((asked for _, asked in answers), default=0), chains)
-
-
-def without_index(prompt: Prompt, groups: Mapping[Group, Set[str]]) -> Lookup:
-    """As if nobody held anything."""
-    chains = {size: PromptChain(prompt, size) for size, _ in groups}
-    return Lookup({}, _fingerprint(prompt, chains), 0, chains)
+    for result in results:
+        held.update(result.held)
+    round_trips = max((result.round_trips for result in results), default=0)
+    return PromptLookup(held, _fingerprint(prompt, chains), round_trips, chains)
 
 
 def _fingerprint(prompt: Prompt, chains: Mapping[int, PromptChain]) -> bytes:
@@ -98,27 +100,29 @@ def _fingerprint(prompt: Prompt, chains: Mapping[int, PromptChain]) -> bytes:
     return smallest.fingerprint
 
 
-Answer = tuple[dict[str, HeldPrefix], int]
-"""What a group's workers hold, and how many times the index was asked."""
+class _ShapeLookup(NamedTuple):
+    held: dict[str, HeldPrefix]
+    round_trips: int
 
 
-async def _ask(index: OverlapIndex, scope: Scope, chain: PromptChain, group: Group, workers: Set[str]) -> Answer:
-    block_size, granularity = group
+async def _look_up_shape(
+    index: OverlapIndex, scope: Scope, chain: PromptChain, shape: BlockShape, workers: Set[str]
+) -> _ShapeLookup:
     runs: dict[str, list[tuple[int, int]]] = {}
-    first_index = number = asked = 0
+    first_index = number = round_trips = 0
     while chunk := chain.chunk(number):
-        hashes = thin(chunk, granularity, first_index)
+        hashes = thin(chunk, shape.granularity, first_index)
         if hashes:
-            asked += 1
+            round_trips += 1
             overlap = await index.overlap(scope, hashes)
-            before, whole = first_index // granularity, len(hashes) // HASH_BYTES
+            before, whole = first_index // shape.granularity, len(hashes) // HASH_BYTES
             reached_end = False
             for worker_id, found in overlap.held().items():
                 if worker_id in workers:
                     reached_end = reached_end or _length(found) == whole
                     if before:
                         known = runs.setdefault(worker_id, [])
-                        # residency is prefix-closed: what was not yet held in an earlier answer is held now
+                        # residency is prefix-closed: what an earlier chunk's result did not show is held now
                         if missing := before - _length(known):
                             known.append((missing, found[0][1]))
                         known.extend(found)
@@ -128,24 +132,24 @@ async def _ask(index: OverlapIndex, scope: Scope, chain: PromptChain, group: Gro
                 break
         first_index += len(chunk) // HASH_BYTES
         number += 1
-    step_tokens = block_size * granularity
+    step_tokens = shape.block_size * shape.granularity
     equal: dict[tuple[Any, ...], HeldPrefix] = {}  # many workers hold the same part of a shared prompt
     held: dict[str, HeldPrefix] = {}
     for worker_id, found in runs.items():
         key = found[0] if len(found) == 1 else tuple(found)
         if (prefix := equal.get(key)) is None:
-            prefix = equal[key] = HeldPrefix.of(_merged(found, step_tokens))
+            prefix = equal[key] = HeldPrefix.of(_merge_runs(found, step_tokens))
         held[worker_id] = prefix
-    return held, asked
+    return _ShapeLookup(held, round_trips)
 
 
-async def _together(questions: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """All answers; several groups are asked at once. An error is the first one's, not a group of errors."""
-    if len(questions) <= 1:
-        return [await question for question in questions]
+async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[_ShapeLookup]:
+    """All results; several lookups run at once. Raises the first error itself, not an exception group."""
+    if len(lookups) <= 1:
+        return [await lookup for lookup in lookups]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(question) for question in questions]
+            tasks = [group.create_task(lookup) for lookup in lookups]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -155,8 +159,8 @@ def _length(found: Sequence[tuple[int, int]]) -> int:
     return found[0][0] if len(found) == 1 else sum(length for length, _ in found)
 
 
-def _merged(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
-    """Runs in tokens, neighbours in equal tiers made one."""
+def _merge_runs(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
+    """From (length in steps, flags) to runs in tokens; neighbours in equal tiers become one."""
     if len(found) == 1:
         return (Run(found[0][0] * step_tokens, _tiers(found[0][1])),)
     merged: list[Run] = []

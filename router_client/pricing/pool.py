@@ -1,8 +1,9 @@
-"""A pool as ranking needs it: worked out once for each reading of its records, not for each request."""
+"""A pool's workers as pricing needs them, worked out once for each read of the fleet records, not for each request."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
@@ -18,27 +19,34 @@ from kvatlas.fleet.records import (
 )
 from kvatlas.reservations.limits import NOT_TOLD, Limit
 
-Group = tuple[int, int]
-"""Workers that cut blocks alike: (block size, granularity)."""
+
+class BlockShape(NamedTuple):
+    """How a worker cuts prompts into blocks. Workers of one shape are looked up with the same hashes."""
+
+    block_size: int
+    granularity: int
 
 
 def why_unable(record: FleetRecord) -> str | None:
-    """Why a worker gets no requests now, in a few words; None where it may."""
+    """Why a worker can't serve requests now, in a few words; None if it can."""
     if record.liveness is not Liveness.ALIVE:
-        return "it is not heard of"
+        return "no heartbeat"
     return None if record.state is EngineState.UP else f"its engine is {record.state.value}"
 
 
-def may_give(record: FleetRecord) -> bool:
+def is_readable(record: FleetRecord) -> bool:
     """May other workers read this one's cache now? A draining engine still answers reads."""
     return record.liveness is Liveness.ALIVE and record.state in (EngineState.UP, EngineState.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that may get a prompt. `kind`: the same number for workers on which a request meets the same, but for what
-    they hold and their load. `block_size` 0: it has announced nothing yet. `load`: told, or the pool's mean.
-    `total_blocks`: of its cache, 0 where it does not tell. `limit`: the room that it has."""
+    """A worker that may get a prompt.
+
+    `kind`: one number for all workers on which a request costs the same, apart from what they hold and their load.
+    `block_size` 0: it has announced no block yet. `load`: as reported, or the pool's mean. `total_blocks`: the size of its
+    cache, 0 if unknown. `limit`: how many requests and tokens it has room for.
+    """
 
     id: str
     kind: int
@@ -53,20 +61,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """One reading of a pool.
+    """One read of a pool.
 
-    `candidates` may get whole requests: those that compute prompts and answers; only where there are none, those that
-    compute prompts alone and can do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` get
-    nothing now, `left_out` are all that are no candidates; both with the reason, by id. All are sorted by id. `groups`
-    has every worker that announces blocks; `givers` are those whose copies others may read, if they share a transfer
-    group. `profile`: what prices them now.
+    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can
+    do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out`
+    are all that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that
+    announces blocks; `sources` are the workers whose copies others may read, if they share a transfer group. `profile`:
+    the prices now.
     """
 
     records: Mapping[str, FleetRecord]
     candidates: tuple[Candidate, ...]
     left_out: Mapping[str, str]
-    groups: Mapping[Group, frozenset[str]]
-    givers: tuple[EngineEndpoint, ...]
+    block_shapes: Mapping[BlockShape, frozenset[str]]
+    sources: tuple[EngineEndpoint, ...]
     prefillers: tuple[Candidate, ...] = ()
     decoders: tuple[Candidate, ...] = ()
     unable: Mapping[str, str] = field(default_factory=dict)
@@ -76,52 +84,52 @@ class Pool:
     def of(
         cls, records: Mapping[str, FleetRecord], rules: ReuseRules | None = None, profile: CostProfile | None = None
     ) -> "Pool":
-        candidates = partial(_candidates, rules or ReuseRules(), profile or EngineProfile(), {})
-        groups: dict[Group, set[str]] = {}
-        givers: list[EngineEndpoint] = []
+        candidates = partial(_build_candidates, rules or ReuseRules(), profile or EngineProfile(), {})
+        block_shapes: dict[BlockShape, set[str]] = {}
+        sources: list[EngineEndpoint] = []
         by_role: dict[Role, list[FleetRecord]] = {role: [] for role in Role}
         unable: dict[str, str] = {}
         for id, record in sorted(records.items()):
             endpoint = record.endpoint
             if endpoint.block_size is not None:
-                groups.setdefault((endpoint.block_size, endpoint.granularity), set()).add(id)
-                if endpoint.transfer_groups and may_give(record):
-                    givers.append(endpoint)
+                block_shapes.setdefault(BlockShape(endpoint.block_size, endpoint.granularity), set()).add(id)
+                if endpoint.transfer_groups and is_readable(record):
+                    sources.append(endpoint)
             if (why := why_unable(record)) is None:
                 by_role[endpoint.role].append(record)
             else:
                 unable[id] = why
-        able = by_role[Role.BOTH] or [r for r in by_role[Role.PREFILL] if serves_whole(r.endpoint)]
-        wanted = {record.endpoint.id for record in able}
-        others = {
+        whole = by_role[Role.BOTH] or [r for r in by_role[Role.PREFILL] if serves_whole(r.endpoint)]
+        wanted = {record.endpoint.id for record in whole}
+        of_one_role = {
             record.endpoint.id: f"it only computes {what}"
             for role, what in ((Role.PREFILL, "prompts"), (Role.DECODE, "answers"))
             for record in by_role[role]
             if record.endpoint.id not in wanted
         }
-        whole = candidates(able)
+        whole_candidates = candidates(whole)
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
         return cls(
             records,
-            whole,
-            dict(sorted({**unable, **others}.items())),
-            {k: frozenset(ids) for k, ids in groups.items()},
-            tuple(givers),
+            whole_candidates,
+            dict(sorted({**unable, **of_one_role}.items())),
+            {shape: frozenset(ids) for shape, ids in block_shapes.items()},
+            tuple(sources),
             candidates(by_role[Role.PREFILL]),
-            whole if decoders == able else candidates(decoders),
+            whole_candidates if decoders == whole else candidates(decoders),
             unable,
             profile or EngineProfile(),
         )
 
     @property
-    def unable_to_answer(self) -> Mapping[str, str]:
-        """Why no worker can answer a request, with or without a partner."""
-        alone = {c.id: "it only computes prompts" for c in self.prefillers}
-        answers = {c.id: "it computes no prompts, and no prefill worker reaches it" for c in self.decoders}
-        return dict(sorted({**self.unable, **alone, **answers}.items()))
+    def left_out_of_pairs(self) -> Mapping[str, str]:
+        """Why no worker can answer a request, alone or with a prefill worker: a reason for each, by id."""
+        prefill_only = {c.id: "it only computes prompts" for c in self.prefillers}
+        unreached = {c.id: "it computes no prompts, and no prefill worker reaches it" for c in self.decoders}
+        return dict(sorted({**self.unable, **prefill_only, **unreached}.items()))
 
-    def narrowed(self, why_not: Callable[[EngineEndpoint], str | None]) -> "Pool":
-        """The same without the workers that there is a reason against."""
+    def narrow(self, why_not: Callable[[EngineEndpoint], str | None]) -> "Pool":
+        """The pool without the workers that `why_not` gives a reason against."""
         reasons = {
             id: why
             for id, record in self.records.items()
@@ -130,21 +138,21 @@ class Pool:
         if not reasons:
             return self
 
-        def left(some: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        def keep(some: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
             return tuple(candidate for candidate in some if candidate.id not in reasons)
 
         return replace(
             self,
-            candidates=left(self.candidates),
+            candidates=keep(self.candidates),
             left_out=dict(sorted({**self.left_out, **reasons}.items())),
-            prefillers=left(self.prefillers),
-            decoders=left(self.decoders),
+            prefillers=keep(self.prefillers),
+            decoders=keep(self.decoders),
             unable=dict(sorted({**self.unable, **reasons}.items())),
         )
 
     def without(self, avoid: Collection[str]) -> "Pool":
-        """The same without these workers."""
-        return self.narrowed(lambda endpoint: "it is to be avoided" if endpoint.id in avoid else None)
+        """The pool without these workers."""
+        return self.narrow(lambda endpoint: "the caller avoids it" if endpoint.id in avoid else None)
 
 
 def serves_whole(worker: EngineEndpoint) -> bool:
@@ -155,20 +163,20 @@ def serves_whole(worker: EngineEndpoint) -> bool:
     return worker.role is Role.BOTH or worker.kind is not EngineKind.SGLANG
 
 
-def _candidates(
+def _build_candidates(
     rules: ReuseRules, profile: CostProfile, kinds: dict[Hashable, int], records: Sequence[FleetRecord]
 ) -> tuple[Candidate, ...]:
-    """`kinds`: the numbers of kinds met so far."""
+    """`kinds`: the numbers of the kinds so far; new kinds are added."""
     loads = [Load.of(r.load, r.endpoint.block_size or 1) if r.load else None for r in records]
     mean = mean_load([load for load in loads if load is not None])
-    made = []
+    candidates = []
     for record, load in zip(records, loads, strict=True):
         endpoint = record.endpoint
-        told = record.load.forward_pass if record.load else ForwardPassMetrics()
-        size, blocks = endpoint.block_size or 0, told.total_kv_blocks
-        limit = Limit(told.total_request_slots, blocks * size)
-        rule, id, cache = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
-        alike = (size, rule, endpoint.block_bytes, endpoint.events, cache, profile.alike(id))
+        metrics = record.load.forward_pass if record.load else ForwardPassMetrics()
+        size, blocks = endpoint.block_size or 0, metrics.total_kv_blocks
+        limit = Limit(metrics.total_request_slots, blocks * size)
+        rule, id, cache_blocks = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
+        alike = (size, rule, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
-        made.append(Candidate(id, kind, endpoint, size, rule, load or mean, load is not None, blocks, limit))
-    return tuple(made)
+        candidates.append(Candidate(id, kind, endpoint, size, rule, load or mean, load is not None, blocks, limit))
+    return tuple(candidates)

@@ -1,8 +1,8 @@
-"""Which worker a request should go to: pure ranking of a pool by cost.
+"""A pool's candidates by cost: quotes with load added. Pure.
 
 Candidates are the workers that may get a prompt now (alive, up, not decode-only), also those that hold nothing. A worker
-that does not tell its load is taken to have the mean of those that do. Load comes last, because it is what routers book
-that changes while they decide.
+whose load is unknown counts with the mean of the others. Load is added last, because routers' bookings change it while
+they decide.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from kvatlas.reservations.limits import NO_ROOM, Over, level
 from kvatlas.reservations.weigh import worth_us
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import Prospect, prospects
+from router_client.pricing.quotes import Quote, quote_candidates
 from router_client.prompt import Prompt
 
 IN_FLIGHT = TermKind("in_flight", "tokens")
@@ -26,13 +26,14 @@ SLO = TermKind("slo", "us missed")
 def rank(
     prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix], *, fingerprint: bytes = b""
 ) -> tuple[SelectionResult, ...]:
-    """Every candidate with its cost by what workers report, cheapest first; ties in rendezvous order. Deterministic."""
-    found = prospects(prompt, pool, held, fingerprint=fingerprint)
-    return tuple(Ranked(found, [Weighed(p.candidate.load, p.candidate.load_known) for p in found]))
+    """Every candidate with its cost under reported load, cheapest first; ties in rendezvous order. Deterministic."""
+    quotes = quote_candidates(prompt, pool, held, fingerprint=fingerprint)
+    return tuple(RankedResults(quotes, [Weighed(q.candidate.load, q.candidate.load_known) for q in quotes]))
 
 
-class Judging(NamedTuple):
-    """What is added to a result's cost, and what it is held to: as the ask was (`kvatlas.reservations.Ask`)."""
+class Criteria(NamedTuple):
+    """What is added to a result's cost, and the SLO that it is checked against: the same as in the ask
+    (`kvatlas.reservations.Ask`)."""
 
     slo: Slo = DEFAULT_SLO
     again_factor: float = 0.0
@@ -40,31 +41,30 @@ class Judging(NamedTuple):
     slo_filters: bool = False
 
 
-JUDGING = Judging()
+DEFAULT_CRITERIA = Criteria()
 
 
-class Ranked(Sequence[SelectionResult]):
-    """Prospects with their load, cheapest first.
+class RankedResults(Sequence[SelectionResult]):
+    """Quotes with their load, cheapest first; those over a limit that leaves workers out come last.
 
-    Where it is known which one is `chosen`, that is the first (the store's arithmetic may differ by a rounding), and the
-    others are priced only when somebody looks at them: a router reads one of hundreds. Those that are left out for a
-    limit come last.
+    If the `chosen` one is known, it is the first (the store's arithmetic may differ by a rounding), and the others are
+    priced only when they are read: a router reads one of hundreds.
     """
 
-    __slots__ = ("_all", "_chosen", "_first", "_found", "_judging", "_weighed")
+    __slots__ = ("_all", "_chosen", "_criteria", "_first", "_quotes", "_weighed")
 
     def __init__(
         self,
-        found: Sequence[Prospect],
+        quotes: Sequence[Quote],
         weighed: Sequence[Weighed],
         *,
         chosen: int | None = None,
-        judging: Judging = JUDGING,
+        criteria: Criteria = DEFAULT_CRITERIA,
     ) -> None:
-        self._found = found
+        self._quotes = quotes
         self._weighed = weighed
         self._chosen = chosen
-        self._judging = judging
+        self._criteria = criteria
         self._first = None if chosen is None else self._price(chosen)
         self._all: tuple[SelectionResult, ...] | None = None
 
@@ -73,13 +73,13 @@ class Ranked(Sequence[SelectionResult]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[SelectionResult]: ...
     def __getitem__(self, index: int | slice) -> SelectionResult | Sequence[SelectionResult]:
-        return self._first if index == 0 and self._first is not None else self._ranked()[index]
+        return self._first if index == 0 and self._first is not None else self._price_all()[index]
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._quotes)
 
     def __iter__(self) -> Iterator[SelectionResult]:
-        return iter(self._ranked())
+        return iter(self._price_all())
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
@@ -87,52 +87,52 @@ class Ranked(Sequence[SelectionResult]):
     __hash__ = None  # type: ignore[assignment]
 
     def load_of(self, worker_id: str) -> Load | None:
-        """The load that a worker was judged by; None for one that is no candidate."""
-        return next((self._weighed[i].load for i, one in enumerate(self._found) if one.id == worker_id), None)
+        """The load that a worker was priced with; None for one that is no candidate."""
+        return next((self._weighed[i].load for i, quote in enumerate(self._quotes) if quote.id == worker_id), None)
 
-    def _ranked(self) -> tuple[SelectionResult, ...]:
+    def _price_all(self) -> tuple[SelectionResult, ...]:
         if self._all is None:
-            results = [self._price(i) for i in range(len(self._found))]
-            filters = self._judging.slo_filters
+            results = [self._price(i) for i in range(len(self._quotes))]
+            filters = self._criteria.slo_filters
             levels = [level(result.over, slo_filters=filters) for result in results]
             order = sorted(range(len(results)), key=lambda i: (i != self._chosen, levels[i], results[i].score_us))
             self._all = tuple(results[i] for i in order)
         return self._all
 
     def _price(self, i: int) -> SelectionResult:
-        return _result(self._found[i], self._weighed[i], self._judging)
+        return _price_with_load(self._quotes[i], self._weighed[i], self._criteria)
 
 
-def _result(found: Prospect, seen: Weighed, judging: Judging) -> SelectionResult:
-    quote, cached = found.quote, found.cached_tokens
-    predicted = seen.predicted_tokens - cached if seen.predicted_tokens else 0
-    plan = found.plan(seen.load, predicted)
-    cost = quote.profile.price(plan)
-    if seen.wait_us:
-        cost = cost.plus(IN_FLIGHT, seen.wait_us, predicted, delays=True)
-    if seen.again_tokens:
+def _price_with_load(quote: Quote, weighed: Weighed, criteria: Criteria) -> SelectionResult:
+    for_kind, cached = quote.for_kind, quote.cached_tokens
+    predicted = weighed.predicted_tokens - cached if weighed.predicted_tokens else 0
+    plan = quote.plan(weighed.load, predicted)
+    cost = for_kind.profile.price(plan)
+    if weighed.wait_us:
+        cost = cost.plus(IN_FLIGHT, weighed.wait_us, predicted, delays=True)
+    if weighed.again_tokens:
         known = cached + predicted
-        more_us = worth_us(quote.prices, known + seen.again_tokens) - worth_us(quote.prices, known)
-        cost = cost.plus(AGAIN, judging.again_factor * more_us, seen.again_tokens)
-    over = seen.over & NO_ROOM
-    if cost.ttft_us is not None and cost.ttft_us > judging.slo.ttft_ms * 1_000:
+        more_us = worth_us(for_kind.prices, known + weighed.again_tokens) - worth_us(for_kind.prices, known)
+        cost = cost.plus(AGAIN, criteria.again_factor * more_us, weighed.again_tokens)
+    over = weighed.over & NO_ROOM
+    if cost.ttft_us is not None and cost.ttft_us > criteria.slo.ttft_ms * 1_000:
         over |= Over.TTFT
-    if cost.tpot_us is not None and plan.output_tokens and cost.tpot_us > judging.slo.tpot_ms * 1_000:
+    if cost.tpot_us is not None and plan.output_tokens and cost.tpot_us > criteria.slo.tpot_ms * 1_000:
         over |= Over.TPOT
-    if seen.missed_us and judging.slo_factor:
-        cost = cost.plus(SLO, judging.slo_factor * seen.missed_us, round(seen.missed_us))
-    for kind, us, amount in found.surcharges:
-        cost = cost.plus(kind, us, amount)
+    if weighed.missed_us and criteria.slo_factor:
+        cost = cost.plus(SLO, criteria.slo_factor * weighed.missed_us, round(weighed.missed_us))
+    for surcharge in quote.surcharges:
+        cost = cost.plus(*surcharge)
     return SelectionResult(
-        found.id,
-        quote.required_blocks,
-        found.own.tokens // quote.cut_tokens,
-        found.own.tokens,
-        found.usable,
+        quote.id,
+        for_kind.required_blocks,
+        quote.held.tokens // for_kind.block_tokens,
+        quote.held.tokens,
+        quote.usable_tokens,
         cost,
-        found.source,
-        found.transferred,
-        seen.load_known,
+        quote.source,
+        quote.transferred_tokens,
+        weighed.load_known,
         predicted,
         Over(over),
         plan=plan,

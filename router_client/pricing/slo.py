@@ -1,27 +1,27 @@
-"""What limits a request meets on each worker: room as the engine tells it, and the request's SLO as the settings say."""
+"""The limits of a request on each worker (room as the engine reports it, the SLO as the settings say), and the advice."""
 
 from collections.abc import Sequence
 from enum import StrEnum
 
 from kvatlas.request import SelectionResult, Slo
 from kvatlas.reservations.limits import NOT_TOLD, Limit, Limits
-from router_client.pricing.quotes import Prospect
+from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt
 from router_client.settings import LimitSettings, SloMode
 
 
-def limits_of(prompt: Prompt, found: Sequence[Prospect], settings: LimitSettings) -> Limits | None:
-    """Of prospects in their order; None where there is nothing to look at.
+def build_limits(prompt: Prompt, quotes: Sequence[Quote], settings: LimitSettings) -> Limits | None:
+    """The limits of quotes, in their order; None if there is nothing to check.
 
-    A profile that predicts no time knows of no SLO.
+    Under a profile that predicts no time the SLO is not checked.
     """
-    each = [p.candidate.limit for p in found] if settings.room else [NOT_TOLD] * len(found)
-    if settings.slo is SloMode.TOLD or not found or found[0].quote.nothing.ttft_us is None:
+    each = [quote.candidate.limit for quote in quotes] if settings.room else [NOT_TOLD] * len(quotes)
+    if settings.slo is SloMode.TOLD or not quotes or quotes[0].for_kind.cold_cost.ttft_us is None:
         return Limits(each, prompt.input_tokens) if each.count(NOT_TOLD) < len(each) else None
     return Limits(
         [
-            Limit(one.slots, one.kv_tokens, prompt.output_tokens * (p.quote.nothing.tpot_us or 0))
-            for one, p in zip(each, found, strict=True)
+            Limit(one.slots, one.kv_tokens, prompt.output_tokens * (quote.for_kind.cold_cost.tpot_us or 0))
+            for one, quote in zip(each, quotes, strict=True)
         ],
         prompt.input_tokens,
         prompt.slo.ttft_ms * 1_000,
@@ -32,8 +32,9 @@ def limits_of(prompt: Prompt, found: Sequence[Prospect], settings: LimitSettings
 
 
 class Advice(StrEnum):
-    """What to do with a request. `GO`: send it. `QUEUE`: every worker has no room or misses the SLO: hold it back, or send
-    it and expect it to wait. `SHED`: the best one misses it by far: refuse the request, others gain more."""
+    """What to do with a request. `GO`: send it. `QUEUE`: every worker has no room or misses the SLO: hold the request
+    back, or send it and expect it to wait. `SHED`: the best worker misses the SLO by far: refuse the request in favour of
+    others."""
 
     GO = "go"
     QUEUE = "queue"
@@ -41,7 +42,7 @@ class Advice(StrEnum):
 
 
 def advise(results: Sequence[SelectionResult], slo: Slo, shed_factor: float) -> Advice:
-    """By every candidate. To be shed: the earliest first token takes more than `shed_factor` times what the SLO allows."""
+    """From every candidate. SHED if the earliest first token takes more than `shed_factor` times what the SLO allows."""
     if results and not (results[0].over and all(result.over for result in results)):
         return Advice.GO
     earliest_us = earliest_ttft_us(results)
@@ -51,5 +52,5 @@ def advise(results: Sequence[SelectionResult], slo: Slo, shed_factor: float) -> 
 
 
 def earliest_ttft_us(results: Sequence[SelectionResult]) -> int | None:
-    """The earliest first token of all candidates; None where the profile does not predict it."""
+    """The earliest first token of all candidates; None if the profile does not predict it."""
     return min((result.cost.ttft_us for result in results if result.cost.ttft_us is not None), default=None)

@@ -1,18 +1,17 @@
 """`kvatlas router`: an OpenAI-compatible proxy in front of engines (extra `router`).
 
-    service.py       the process: settings, connections, server
-    application.py   its paths
-    exchange.py      one request: tokens, worker, answer; another worker while nothing was sent yet
-    upstream.py      one try on one engine
-    event_stream.py  reads an answer's stream while it passes
-    picking.py       what the proxy asks of the router client
-    catalogue.py     which models the fleet serves, under which names
-    held_routes.py   `/v1/route` and `/v1/done`, for routers in other languages
-    headers.py       which headers go on, and what the decision header says
-    tracing.py       the caller's trace, continued and handed on
-    counters.py      what is counted
+    service.py         the process: settings, connections, server
+    application.py     its paths; `/v1/route` and `/v1/done` over `router_client.held_bookings`
+    exchange.py        one request: its prompt, a booked worker; another worker while nothing was sent to the client yet
+    answer_relay.py    one try on one worker: the request sent, its answer passed on
+    client_request.py  the client's side: its request, answers and errors to it
+    upstream.py        the engine's side: a request to it, its answer or why there is none
+    event_stream.py    reads the usage from an answer's stream while it passes
+    request_reader.py  from a body to a prompt in its scope
+    catalogue.py       which models the fleet serves, under which names
+    headers.py         which headers are forwarded, and the decision header
+    tracing.py         continues the caller's trace
+    counters.py        counters
 
 Nothing is sent to a client before the engine's first byte is there; until then a request may go to another worker.
-
-Import its modules by name: `picking` and `held_routes` serve routers of other makes too, and need the plain install alone.
 """

@@ -1,17 +1,18 @@
-"""What the proxy counts."""
+"""The counters of the proxy."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class ProxyCounters:
-    """Plain integers since the proxy began.
+    """Plain integers since the proxy started.
 
-    `requests`: for which a worker was to be found. Of these `answered` (by an engine, whatever its status), `gave_up` (no
+    `requests`: completions and chats received. Of these `answered` (by an engine, whatever its status), `gave_up` (no
     worker left), `gone` (the client went away first) and `broken` (the engine went away in mid-answer). `refused` and
-    `unreachable`: tries that ended with another worker, because the engine was full or did not answer. `untokenized`:
-    routed by load alone. `shed`: refused because every engine would miss the SLO by far. `wait_us`: from a request's
-    arrival to its being sent to an engine, summed over tries.
+    `unreachable`: tries that failed because the engine was full or did not answer. `untokenized`: routed by load alone.
+    `shed`: refused because every engine would miss the SLO by far. `sent`: tries sent to an engine; `wait_us`: from a
+    request's arrival to that, summed over tries. `held`, `held_done`, `held_expired`: see
+    `router_client.held_bookings.HeldCounters`.
     """
 
     requests: int = 0

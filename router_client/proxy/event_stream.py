@@ -1,4 +1,4 @@
-"""Reads a stream of server-sent events while it passes: its usage, and what the client did not ask for."""
+"""Reads the usage from a stream of server-sent events while it passes, and hides it if the client did not ask for it."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 from router_client.tokens.usage import Usage
 
 MOST_BYTES = 4 << 20
-"""An event beyond this is passed on as it comes and not read."""
+"""A longer event is passed on as it comes and not read."""
 
 _NULL = (b'"usage":null', b'"usage": null')
 
@@ -15,8 +15,8 @@ _NULL = (b'"usage":null', b'"usage": null')
 class EventStream:
     """Bytes in, bytes out. `usage` is the last one seen.
 
-    `hide_usage`: leave out the event that has a usage and no choice, because the client did not ask for it; then bytes
-    go on event by event, else as they come.
+    `hide_usage`: leave out the event that has a usage and no choice; then the stream passes event by event, else as it
+    comes.
     """
 
     def __init__(self, *, hide_usage: bool) -> None:
@@ -25,7 +25,7 @@ class EventStream:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What the client gets now; may be empty."""
+        """The bytes for the client now; may be empty."""
         whole = self._rest + chunk if self._rest else chunk
         passed: list[bytes] = []
         at = 0
@@ -41,7 +41,7 @@ class EventStream:
         return b"".join(passed) if self._hide else chunk
 
     def end(self) -> bytes:
-        """What is left at the end of the stream: an event without its empty line."""
+        """The rest at the end of the stream: an event without its empty line."""
         rest, self._rest = self._rest, b""
         hidden = bool(rest) and self._read(rest)
         return rest if self._hide and not hidden else b""
@@ -58,7 +58,7 @@ class EventStream:
 
 
 def _end_of_event(text: bytes, start: int) -> int:
-    """Behind the empty line that ends the event which begins at `start`; -1 where it is not there yet."""
+    """The position behind the empty line that ends the event beginning at `start`; -1 if that line is not there yet."""
     ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := text.find(mark, start)) >= 0]
     return min(ends, default=-1)
 
@@ -68,5 +68,5 @@ def _data(event: bytes) -> Iterator[Any]:
         if line.startswith(b"data:"):
             try:
                 yield json.loads(line[5:])
-            except ValueError:  # not ours to judge: it is passed on as it is
+            except ValueError:  # for the client to judge: it passes unchanged
                 continue

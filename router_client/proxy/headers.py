@@ -1,15 +1,15 @@
-"""Which headers go on to engines and back, and what the decision header says."""
+"""Which headers are forwarded to engines and back, and the decision header."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from router_client.decision.picker import Booked
 from router_client.pricing.slo import Advice
+from router_client.results import Choice
 
 DECISION_HEADER = "X-KVAtlas-Decision"
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
-# RFC 9110, 7.6.1: those of one connection; and those that are made anew for each
+# RFC 9110, 7.6.1: those of one connection; and those that each sender sets itself
 _OWN = {
     b"connection",
     b"keep-alive",
@@ -31,33 +31,33 @@ def for_engine(headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str])
     listed = list(headers)
     left_out = _REQUEST_OWN | extra.keys() | _named_by_connection(listed)
     kept = [(name, value) for name, value in listed if name.lower() not in left_out]
-    # answers are read while they pass, so they must not be compressed
+    # answers are read on their way, so they must not be compressed
     return [*kept, (b"accept-encoding", b"identity"), *extra.items()]
 
 
 def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """An engine's headers as the client gets them; the length is the sender's to tell."""
+    """An engine's headers as the client gets them; the length is set by the sender."""
     listed = list(headers)
     left_out = _ANSWER_OWN | _named_by_connection(listed)
     return [(name.lower(), value) for name, value in listed if name.lower() not in left_out]
 
 
-def decision(booked: Booked, *, attempt: int, prompt_tokens: int | None) -> tuple[bytes, bytes]:
+def decision_header(choice: Choice, *, attempt: int, prompt_tokens: int | None) -> tuple[bytes, bytes]:
     """The decision as one header: a structured field (RFC 9651), the worker with parameters.
 
-    `cached`: tokens that its engine should find cached; `unconfirmed`: those of them that no event has confirmed, absent
-    where all are; `prompt`: the prompt's tokens, absent where they are not known; `attempt`: 1 for the first worker tried;
-    `by`: how it was found; `cost-us`: what was expected; `advice`: `queue` or `shed`, absent where an engine has room and
-    meets the SLO.
+    `cached`: tokens that its engine should find cached; `unconfirmed`: those of them that no event has confirmed, absent if
+    there are none; `prompt`: the prompt's tokens, absent if not known; `attempt`: 1 for the first worker tried; `by`: what
+    the choice was made by; `cost-us`: the expected cost; `advice`: `queue` or `shed`, absent if an engine has room and meets
+    the SLO.
     """
-    parts = [f'"{booked.worker_id}"', f"cached={booked.predicted_cached_tokens}"]
-    if booked.unconfirmed_tokens:
-        parts.append(f"unconfirmed={booked.unconfirmed_tokens}")
+    parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]
+    if choice.unconfirmed_tokens:
+        parts.append(f"unconfirmed={choice.unconfirmed_tokens}")
     if prompt_tokens is not None:
         parts.append(f"prompt={prompt_tokens}")
-    parts += [f"attempt={attempt}", f"by={booked.mode}", f"cost-us={booked.score_us}"]
-    if booked.advice != Advice.GO:
-        parts.append(f"advice={booked.advice}")
+    parts += [f"attempt={attempt}", f"by={choice.mode}", f"cost-us={choice.score_us}"]
+    if choice.advice is not Advice.GO:
+        parts.append(f"advice={choice.advice}")
     return DECISION_HEADER.lower().encode(), ";".join(parts).encode()
 
 

@@ -17,37 +17,38 @@ from kvatlas.runtime.http_server import listen, serve, url_of
 from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store, open_store
 from kvatlas.telemetry import observe
-from router_client.chain_cache import ChainMemory
+from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
-from router_client.decision.held_bookings import HeldRoutes
-from router_client.decision.picker import ClientPicker
 from router_client.decision.selector import Selector
+from router_client.held_bookings import HeldBookings
+from router_client.proxy.answer_relay import AnswerRelay
 from router_client.proxy.application import ProxyApplication
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
-from router_client.proxy.exchange import Exchanges, ExchangeSettings
+from router_client.proxy.exchange import Exchange, ExchangeSettings
 from router_client.proxy.request_reader import RequestReader
 from router_client.settings import LearningSettings, LimitSettings, RoundRobin, RouterSettings, SloMode
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.counters import TokenCounters
 from router_client.tokens.engine_tokenizer import EngineTokenizer
-from router_client.tokens.prompt_reader import ReadingSettings
+from router_client.tokens.prompt_reader import PromptSettings
 from router_client.tokens.tokenizer import ThreadedTokenizer, Tokenizer
 
 _log = logging.getLogger("router_client.proxy")
 
 CONNECT_S = 2.0
-ASK_S = 5.0
+TOKENIZE_S = 5.0
+"""How long an engine may take to tokenize a prompt, or to list its models."""
 CLOSE_S = 5.0
 GRACE_S = 5
-"""How long answers may still be sent after the proxy was asked to stop."""
+"""How long running answers may go on after the proxy was asked to stop."""
 
 
 async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None = None) -> None:
     """Serve until cancelled; `ready` is called once with the base URL, when requests are taken.
 
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
-    LayoutMismatch where the store can't be used and `wait` is off.
+    LayoutMismatch if the store can't be used and `wait` is off.
     """
     listener = listen(settings.host, settings.port, "the router")
     try:
@@ -61,40 +62,38 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
 
 @asynccontextmanager
 async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
-    """The application with everything it needs, for a server of the caller's."""
+    """The application with all its parts, for the caller's own server."""
     stack = AsyncExitStack()
     try:
-        store = await open_store(settings.redis_url, wait=settings.wait, on_wait=_say)
+        store = await open_store(settings.redis_url, wait=settings.wait, on_wait=_log_wait)
         stack.push_async_callback(store.close)
         engines = await stack.enter_async_context(_engine_client(settings.engine_timeout_s))
-        asking = await stack.enter_async_context(_engine_client(ASK_S))
+        short_calls = await stack.enter_async_context(_engine_client(TOKENIZE_S))
         counters, tokens = ProxyCounters(), TokenCounters()
         fleet = FleetStore(store)
-        catalogue = Catalogue(fleet.all, asking, tenant_id=settings.tenant_id)
-        tokenizer = await _tokenizer(settings, stack, catalogue, asking, tokens)
+        catalogue = Catalogue(fleet.all, short_calls, tenant_id=settings.tenant_id)
+        tokenizer = await _open_tokenizer(settings, stack, catalogue, short_calls, tokens)
         slo = Slo(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
-        reading = ReadingSettings(settings.output_tokens, settings.salt_is_tenant, slo)
-        reader = RequestReader(catalogue, tokenizer, ChainMemory(), reading)
-        router = await stack.enter_async_context(await _router(settings, store))
-        picker = ClientPicker(router)
-        attempts = ExchangeSettings(settings.max_attempts, settings.ask_usage, settings.shed)
-        exchanges = Exchanges(picker, reader, engines, counters, attempts)
-        held = HeldRoutes(picker, counters, held_s=settings.held_s)
+        prompts = PromptSettings(settings.output_tokens, settings.salt_is_tenant, slo)
+        reader = RequestReader(catalogue, tokenizer, ChainCache(), prompts)
+        router = await stack.enter_async_context(await _open_router(settings, store))
+        relay = AnswerRelay(engines, counters, ask_usage=settings.ask_usage)
+        attempts = ExchangeSettings(settings.max_attempts, settings.shed)
+        exchange = Exchange(router, reader, relay, counters, attempts)
+        held = HeldBookings(router, counters, held_s=settings.held_s)
         stack.push_async_callback(held.close)
         stack.enter_context(observe("router", router.counters))
         stack.enter_context(observe("proxy", counters))
         stack.enter_context(observe("tokens", tokens))
         stack.enter_context(observe("answers", router.answers.counts))
-        yield ProxyApplication(
-            exchanges, held, reader, catalogue, router.answers, tokens, counters, sheds=settings.shed
-        )
+        yield ProxyApplication(exchange, held, reader, catalogue, router.answers, tokens, counters, shed=settings.shed)
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):
             await stack.aclose()
 
 
-async def _router(settings: ProxySettings, store: Store) -> RouterClient:
-    index = await open_redis_index(store, writer=False, wait=settings.wait, on_wait=_say)
+async def _open_router(settings: ProxySettings, store: Store) -> RouterClient:
+    index = await open_redis_index(store, writer=False, wait=settings.wait, on_wait=_log_wait)
     profile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
     return RouterClient(
         index,
@@ -106,7 +105,7 @@ async def _router(settings: ProxySettings, store: Store) -> RouterClient:
             learning=LearningSettings(on=settings.learn),
             follow=RoundRobin() if settings.follow == "round_robin" else None,
             limits=LimitSettings(slo=SloMode(settings.slo)),
-            select=_select(settings),
+            select=_build_selector(settings),
             session_us=settings.session_ms * 1_000,
             temperature=settings.temperature,
         ),
@@ -115,12 +114,12 @@ async def _router(settings: ProxySettings, store: Store) -> RouterClient:
     )
 
 
-def _select(settings: ProxySettings) -> Selector | None:
+def _build_selector(settings: ProxySettings) -> Selector | None:
     labels, allow, deny = settings.select_labels, settings.allow_workers or None, settings.deny_workers
     return Selector(labels, allow, deny) if labels or allow or deny else None
 
 
-async def _tokenizer(
+async def _open_tokenizer(
     settings: ProxySettings,
     stack: AsyncExitStack,
     catalogue: Catalogue,
@@ -144,11 +143,11 @@ async def _tokenizer(
 
 
 def _engine_client(timeout_s: float) -> httpx.AsyncClient:
-    """Unlimited connections, kept open. No proxy of the environment: engines are near."""
+    """Any number of connections, kept open. Proxies from the environment are ignored: engines are near."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=1_024, keepalive_expiry=4.0)
     timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
     return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
 
 
-def _say(line: str) -> None:
+def _log_wait(line: str) -> None:
     _log.warning("%s", line)

@@ -1,4 +1,4 @@
-"""The caller's trace: its context is continued by a span of the proxy's, which engines get handed on."""
+"""The caller's trace: continued by a span of the proxy, whose context goes on to the engine."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _NAMES = (b"traceparent", b"tracestate")
 
 @contextmanager
 def request_span(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[Span]:
-    """The SERVER span of one request, a child of the caller's; current inside. Nothing while tracing is off."""
+    """The SERVER span of one request, a child of the caller's; current inside the block. No span while tracing is off."""
     if not tracing_enabled():
         yield INVALID_SPAN
         return
@@ -29,8 +29,8 @@ def request_span(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[
         yield span
 
 
-def handed_on() -> Mapping[str, str]:
-    """Headers that continue the current span; none while tracing is off: then the caller's own go on as they are."""
+def trace_headers() -> Mapping[str, str]:
+    """Headers that continue the current span; none while tracing is off: then the caller's own are forwarded."""
     headers: dict[str, str] = {}
     if tracing_enabled():
         _PROPAGATOR.inject(headers)
@@ -40,14 +40,18 @@ def handed_on() -> Mapping[str, str]:
 def describe_try(span: Span, *, worker_id: str, attempt: int, status: int | None, note: str = "") -> None:
     """One try on one engine, as an event of the request's span."""
     if span.is_recording():
-        told: dict[str, str | int] = {"kvatlas.worker": worker_id, "kvatlas.attempt": attempt, "kvatlas.note": note}
+        attributes: dict[str, str | int] = {
+            "kvatlas.worker": worker_id,
+            "kvatlas.attempt": attempt,
+            "kvatlas.note": note,
+        }
         if status is not None:
-            told["http.response.status_code"] = status
-        span.add_event("try", told)
+            attributes["http.response.status_code"] = status
+        span.add_event("try", attributes)
 
 
 def describe_answer(span: Span, status: int, worker_id: str | None) -> None:
-    """What the client got."""
+    """The answer that the client gets, on the request's span."""
     if not span.is_recording():
         return
     span.set_attribute("http.response.status_code", status)

@@ -10,14 +10,14 @@ from kvatlas.errors import KvatlasError
 from router_client.learning.timings import AnswerClock
 
 FULL = (503,)
-"""vLLM and SGLang answer so when their queue is full, or while they stop."""
+"""Status of vLLM and SGLang when their queue is full, or while they stop."""
 
 AWAY = (502, 504)
-"""What stands between us and the engine answers so when the engine is away."""
+"""Status of a gateway between proxy and engine when the engine is away."""
 
 
 class EngineRefused(KvatlasError):
-    """The engine takes no request now; `answer` is what it said."""
+    """The engine takes no request now; `answer` is its answer."""
 
     def __init__(self, line: str, answer: "WholeAnswer") -> None:
         super().__init__(line)
@@ -25,7 +25,7 @@ class EngineRefused(KvatlasError):
 
 
 class EngineUnreachable(KvatlasError):
-    """The engine did not answer, or went away before its first byte. `connected`: it took the request."""
+    """The engine did not answer, or went away before its first byte. `connected`: it accepted the connection."""
 
     def __init__(self, line: str, *, connected: bool) -> None:
         super().__init__(line)
@@ -37,8 +37,8 @@ class EngineLost(KvatlasError):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What an engine is sent."""
+class EngineRequest:
+    """What is sent to an engine."""
 
     path: str
     query: bytes
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """An answer that is complete. `clock`: when it came."""
+    """An answer that is complete. `clock`: when it arrived."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -57,7 +57,7 @@ class WholeAnswer:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer whose first bytes are there. `chunks` raises EngineLost. `clock`: when they came, and what followed."""
+    """An answer whose first bytes are there. `clock`: when they and the following ones arrived."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -66,6 +66,7 @@ class StreamedAnswer:
     clock: AnswerClock
 
     async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives. Raises EngineLost."""
         yield self.first
         try:
             async for chunk in self.rest:
@@ -79,27 +80,27 @@ Answer = WholeAnswer | StreamedAnswer
 
 
 @asynccontextmanager
-async def ask(
-    client: httpx.AsyncClient, base_url: str, question: Question, headers: list[tuple[bytes, bytes]]
+async def send_to_engine(
+    client: httpx.AsyncClient, base_url: str, request: EngineRequest, headers: list[tuple[bytes, bytes]]
 ) -> AsyncIterator[Answer]:
-    """Send a question and give the answer; leaving the block closes the connection where it is not over yet.
+    """`async with send_to_engine(...) as answer`; leaving the block before the answer's end closes the connection.
 
-    An event stream is given from its first bytes on, anything else when it is complete. Raises EngineRefused for an
+    An event stream is given from its first bytes on, any other answer when it is complete. Raises EngineRefused for an
     engine that is full, and EngineUnreachable for one that is away.
     """
-    url = httpx.URL(base_url.rstrip("/") + question.path)
-    if question.query:
-        url = url.copy_with(query=question.query)
+    url = httpx.URL(base_url.rstrip("/") + request.path)
+    if request.query:
+        url = url.copy_with(query=request.query)
     clock = AnswerClock()
     try:
-        request = client.build_request("POST", url, content=question.body, headers=headers)
-        response = await client.send(request, stream=True)
+        built = client.build_request("POST", url, content=request.body, headers=headers)
+        response = await client.send(built, stream=True)
     except httpx.HTTPError as error:
         connected = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
         raise EngineUnreachable(f"{base_url}: {error or type(error).__name__}", connected=connected) from error
     try:
         try:
-            answer = await _begin(response, clock)
+            answer = await _read_start(response, clock)
         except httpx.HTTPError as error:
             line = f"{base_url}: {error or type(error).__name__}"
             raise EngineUnreachable(line, connected=True) from error
@@ -110,7 +111,7 @@ async def ask(
         await response.aclose()
 
 
-async def _begin(response: httpx.Response, clock: AnswerClock) -> Answer:
+async def _read_start(response: httpx.Response, clock: AnswerClock) -> Answer:
     kind = response.headers.get("content-type", "")
     headers = response.headers.raw
     if response.status_code != 200 or not kind.startswith("text/event-stream"):

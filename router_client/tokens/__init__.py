@@ -1,14 +1,15 @@
-"""From a request as OpenAI's API has it to the token ids that its engine will compute: what a router hashes.
+"""From the body of an OpenAI request to the token ids that its engine will compute, which a router hashes.
 
-    text_request.py   the body of a completion or a chat, as far as a router reads it
-    tokenizer.py      the protocol, and tokenizers made of the caller's own function
-    budget.py         a deadline and a bound on what waits, around any tokenizer
-    local.py          a Hugging Face tokenizer and its chat template (extra `tokenizer`)
-    engine.py         the engine's own `/tokenize` (extra `router`)
-    usage.py          what engines say of tokens in their answers
-    counters.py       how requests came by their token ids
+    text_request.py      the body of a completion or a chat, as far as a router reads it
+    tokenizer.py         the protocol, and tokenizers made of the caller's own function
+    budget.py            a deadline, and a bound on pending prompts, around any tokenizer
+    prompt_reader.py     from a body to a `Prompt` in a known scope
+    local_tokenizer.py   a Hugging Face tokenizer and its chat template, chat_template.py (extra `tokenizer`)
+    engine_tokenizer.py  the engine's own `/tokenize` (extra `router`)
+    usage.py             token counts in engines' answers
+    counters.py          where requests' token ids came from
 
-Importing this package needs the plain install alone; `local` and `engine` are imported by name.
+Importing this package needs the plain install only; import `local_tokenizer` and `engine_tokenizer` by name.
 """
 
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget

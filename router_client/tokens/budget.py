@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from kvatlas.errors import InvalidValue, KvatlasError
 from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import TextRequest
-from router_client.tokens.tokenizer import CannotTokenize, Tokenizer, Why, packed
+from router_client.tokens.tokenizer import CannotTokenize, Tokenizer, Why, to_array
 
 _log = logging.getLogger("router_client.tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerBudget:
-    """`deadline_ms`: then the request is routed without its tokens. `most_pending`: asked but not answered yet.
+    """`deadline_ms`: after that a request is routed without its tokens. `most_pending`: prompts that wait for their tokens.
 
-    A prompt costs its engine some 40 us a token, a local tokenizer 1 us: waiting is cheaper than a miss.
+    A prompt costs its engine about 40 us a token, a local tokenizer 1 us: waiting is cheaper than a miss.
     """
 
     deadline_ms: float = 200.0
@@ -28,8 +28,8 @@ class TokenizerBudget:
 class BudgetedTokenizer:
     """Any tokenizer within a budget; each failure is a CannotTokenize, counted by its reason.
 
-    What is late goes on in its thread and ends there, so it counts as pending until then: a tokenizer that is too slow
-    for its load is asked less, and never piles up work.
+    A late call continues in its thread and counts as pending until it ends there: a tokenizer that is too slow for its
+    load gets fewer calls, and work never piles up.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class BudgetedTokenizer:
         self._pending: set[asyncio.Task[Sequence[int]]] = set()
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
-        """As an array of machine words. Raises CannotTokenize, and InvalidValue for token ids that are none."""
+        """As an array of machine words. Raises CannotTokenize, and InvalidValue for a token id that is out of range."""
         if (given := request.token_ids) is not None:
             self.counters.given += 1
-            return _checked(given)
+            return _check(given)
         began = time.perf_counter_ns()
         try:
-            found = _checked(await self._in_time(request))
+            found = _check(await self._tokenize_in_time(request))
         except CannotTokenize as error:
             _count(self.counters, error.why)
             raise
@@ -60,17 +60,17 @@ class BudgetedTokenizer:
         return found
 
     async def aclose(self) -> None:
-        """Give up what is pending."""
+        """Cancel the pending calls."""
         for task in self._pending:
             task.cancel()
         await asyncio.gather(*self._pending, return_exceptions=True)
 
-    async def _in_time(self, request: TextRequest) -> Sequence[int]:
+    async def _tokenize_in_time(self, request: TextRequest) -> Sequence[int]:
         if len(self._pending) >= self.budget.most_pending:
             raise CannotTokenize(Why.BUSY, f"{len(self._pending)} prompts wait for the tokenizer")
         task = asyncio.ensure_future(self._tokenizer.token_ids(request))
         self._pending.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._discard)
         try:
             done, _ = await asyncio.wait((task,), timeout=self.budget.deadline_ms / 1_000)
         except asyncio.CancelledError:
@@ -80,22 +80,24 @@ class BudgetedTokenizer:
             raise CannotTokenize(Why.LATE, f"no token ids within {self.budget.deadline_ms:g} ms")
         error = task.exception()
         if isinstance(error, Exception) and not isinstance(error, KvatlasError):
-            # a tokenizer may be any code of the user's: its fault must not cost the request
-            _log.warning("tokenizer: %s: %s", type(error).__name__, error, exc_info=error)
+            # a tokenizer may be any code of the user's: an error there must not fail the request
+            _log.warning(
+                "tokenizer failed (%s: %s); routing the request by load", type(error).__name__, error, exc_info=error
+            )
             raise CannotTokenize(Why.FAILED, f"tokenizer: {type(error).__name__}: {error}") from error
         return task.result()
 
-    def _ended(self, task: asyncio.Task[Sequence[int]]) -> None:
+    def _discard(self, task: asyncio.Task[Sequence[int]]) -> None:
         self._pending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.debug("tokenizer: %s", error)  # also of those that nobody waits for any more
+            _log.debug("tokenizer: %s", error)  # also for late calls
 
 
-def _checked(token_ids: Sequence[int]) -> Sequence[int]:
+def _check(token_ids: Sequence[int]) -> Sequence[int]:
     try:
-        return packed(token_ids)
+        return to_array(token_ids)
     except (OverflowError, TypeError) as error:
-        raise InvalidValue("the prompt has a token id that is no integer from 0 to 2^32-1") from error
+        raise InvalidValue("the prompt has a token id that is not an integer from 0 to 2^32-1") from error
 
 
 def _count(counters: TokenCounters, why: Why) -> None:

@@ -19,10 +19,10 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 class ChatTemplate:
-    """The named templates of a tokenizer; `tool_use` is taken for requests with tools, `default` for all others."""
+    """The named templates of a tokenizer; `tool_use` is applied to requests with tools, `default` to all others."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens`: `bos_token` and so on, which templates name. Raises SettingsError for what is no template."""
+        """`special_tokens`: `bos_token` and so on, for templates that use them. Raises SettingsError for a bad template."""
         self._special = dict(special_tokens or {})
         environment = _environment()
         try:
@@ -36,7 +36,7 @@ class ChatTemplate:
             raise SettingsError("no chat template; expected at least one")
 
     def render(self, request: TextRequest) -> str:
-        """The text of a chat. Raises CannotTokenize for what is not text alone, or what the template refuses."""
+        """The text of a chat. Raises CannotTokenize for content other than text, and for what the template refuses."""
         body = request.body
         if body.get("chat_template"):
             raise CannotTokenize(Why.UNSUPPORTED, "the request brings a chat template of its own")
@@ -119,7 +119,7 @@ def _environment() -> jinja2.Environment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only what it encloses."""
+    """`{% generation %}` marks the assistant's words for training; here only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -143,7 +143,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _loops_over_content(template: jinja2.nodes.Template) -> bool:
-    """Does the template walk through a message's parts itself? Then it gets them as a list, as vLLM decides it."""
+    """Does the template loop over a message's parts itself? Then it gets them as a list, as in vLLM."""
     names = {
         assignment.target.name
         for assignment in template.find_all(jinja2.nodes.Assign)

@@ -1,14 +1,14 @@
-"""What is counted of requests' token ids."""
+"""Counters of requests' token ids."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class TokenCounters:
-    """How requests came by their token ids: plain integers since the router began.
+    """Where requests' token ids came from: plain integers since the router started.
 
-    `tokenized`, `given` (token ids in the request itself), and those without tokens by reason: `late`, `busy`,
-    `unsupported`, `failed`.
+    `tokenized`, `given` (token ids in the request itself), and requests without token ids by reason: `late`, `busy`,
+    `unsupported`, `failed`. `time_us`: spent waiting for tokenizers.
     """
 
     tokenized: int = 0
@@ -20,7 +20,7 @@ class TokenCounters:
     time_us: int = 0
 
     def findings(self) -> list[str]:
-        """What somebody should look at, a line each; empty where nothing is."""
+        """What needs attention, a line each."""
         without = self.late + self.busy + self.failed
         if without <= self.tokenized // 20:
             return []

@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer and its chat template, in this process (extra `tokenizer`).
 
 A growing conversation costs only what is new. Tokenizers cut a text at special tokens before anything else, so a text
-is encoded piece by piece, each piece beginning at a special token, and pieces that were met before are remembered.
+is encoded piece by piece, each piece beginning at a special token, and the token ids of recent pieces are cached.
 """
 
 import json
@@ -27,8 +27,8 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 class LocalTokenizer:
     """Token ids as vLLM and SGLang make them: completions with special tokens, chats as their template has them.
 
-    `encode` is a plain function, safe in several threads: `ThreadedTokenizer(local.encode)`. `memo_bytes` bounds what is
-    remembered (text and token ids).
+    `encode` is a plain function, safe in several threads: `ThreadedTokenizer(local.encode)`. `memo_bytes` bounds the cached
+    pieces (text and token ids).
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class LocalTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(path.read_text())
         except Exception as error:  # the library raises no class of its own
             raise SettingsError(f"tokenizer {path}: {error}") from error
-        return cls(tokenizer, _template_of(path.parent), memo_bytes=memo_bytes)
+        return cls(tokenizer, _load_template(path.parent), memo_bytes=memo_bytes)
 
     def encode(self, request: TextRequest) -> Sequence[int]:
-        """Raises CannotTokenize (unsupported) for what is not text alone, and for a chat without a template."""
+        """Raises CannotTokenize (unsupported) for content other than text, and for a chat without a template."""
         asked = request.body.get("add_special_tokens")
         if request.api is Api.COMPLETIONS:
             prompt = request.prompt
@@ -89,7 +89,7 @@ class LocalTokenizer:
 
 
 class PieceMemo:
-    """Token ids of text pieces, the least recently used forgotten first. `hits` and `misses` count pieces."""
+    """Token ids of text pieces, the least recently used dropped first. `hits` and `misses` count pieces."""
 
     def __init__(self, most_bytes: int) -> None:
         self.hits = 0
@@ -109,7 +109,7 @@ class PieceMemo:
             return ids
 
     def add(self, piece: str, ids: "array[int]") -> None:
-        """Remember a piece; one that alone is beyond a quarter of the bound is not."""
+        """Keep a piece, unless it alone takes more than a quarter of the bound."""
         size = _bytes(piece, ids)
         if size > self._most_bytes // 4:
             return
@@ -131,10 +131,10 @@ def _bytes(piece: str, ids: "array[int]") -> int:
 
 
 def _cut_points(added: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
-    """Matches the special tokens before which a text may be cut without any change of its token ids.
+    """Matches the special tokens before which a text may be cut without changing its token ids.
 
-    Not those that take white space on their left, that need a word boundary, that are found only in normalized text,
-    or that might begin inside another one.
+    Not those that strip white space on their left, need a word boundary, are found only in normalized text, or might begin
+    inside another one.
     """
     tokens = list(added)
     names = [token.content for token in tokens]
@@ -152,7 +152,7 @@ def _begins_inside(token: str, other: str) -> bool:
     return token in other[1:] or any(token.startswith(other[at:]) for at in range(1, len(other)))
 
 
-def _template_of(folder: Path) -> ChatTemplate | None:
+def _load_template(folder: Path) -> ChatTemplate | None:
     path = folder / "tokenizer_config.json"
     config: dict[str, Any] = {}
     try:

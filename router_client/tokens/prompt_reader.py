@@ -1,4 +1,4 @@
-"""From a request's body to the prompt that a worker is found for, in a scope that is known."""
+"""From a request's body to its `Prompt`, in a known scope."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS, DEFAULT_SLO, Slo
-from router_client.chain_cache import ChainMemory
+from router_client.chain_cache import ChainCache
 from router_client.prompt import Prompt
 from router_client.tokens.budget import BudgetedTokenizer
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.tokenizer import CannotTokenize
 
 LETTERS_A_TOKEN = 4
-"""How long a prompt is taken to be whose tokens are not known."""
+"""For the length of a prompt whose tokens are not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadingSettings:
-    """`output_tokens`: how much a request is expected to generate at most. `salt_is_tenant`: as publishers have it.
-    `slo`: what requests ask for."""
+class PromptSettings:
+    """`output_tokens`: the most that a request is expected to generate. `salt_is_tenant`: as for the publishers. `slo`: of
+    all requests."""
 
     output_tokens: int = 128
     salt_is_tenant: bool = False
@@ -27,30 +27,30 @@ class ReadingSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRequest:
-    """`prompt_tokens` None: not known, so the prompt is a guess of its length and matches nothing."""
+class RequestPrompt:
+    """A request's prompt. `prompt_tokens` None: not known; then the prompt's length is a guess, and it matches nothing."""
 
     prompt: Prompt
     prompt_tokens: int | None
 
 
 class PromptReader:
-    """Finds a request's token ids."""
+    """Tokenizes requests and makes prompts of them."""
 
     def __init__(
-        self, tokenizer: BudgetedTokenizer | None, memory: ChainMemory, settings: ReadingSettings | None = None
+        self, tokenizer: BudgetedTokenizer | None, memory: ChainCache, settings: PromptSettings | None = None
     ) -> None:
-        self.settings = settings or ReadingSettings()
+        self.settings = settings or PromptSettings()
         self._tokenizer = tokenizer
         self._memory = memory
 
-    async def read(self, request: TextRequest, scope: Scope, request_id: str | None = None) -> ReadRequest:
-        """Raises InvalidValue for a request that no engine would take."""
-        tokens = await self._tokens(request)
+    async def read(self, request: TextRequest, scope: Scope, request_id: str | None = None) -> RequestPrompt:
+        """Raises InvalidValue for a request that no engine would accept."""
+        tokens = await self._tokenize(request)
         expected = min(request.output_tokens or self.settings.output_tokens, self.settings.output_tokens)
         if tokens is None:
-            guess = _guess(request, scope, expected, request_id)
-            return ReadRequest(replace(guess, slo=self.settings.slo, session_id=request.session_id), None)
+            guess = _guess_prompt(request, scope, expected, request_id)
+            return RequestPrompt(replace(guess, slo=self.settings.slo, session_id=request.session_id), None)
         salt = request.cache_salt
         keys = ((salt,),) if salt is not None and not self.settings.salt_is_tenant else None
         prompt = Prompt.of_tokens(
@@ -63,9 +63,9 @@ class PromptReader:
             memory=self._memory,
             session_id=request.session_id,
         )
-        return ReadRequest(prompt, len(tokens))
+        return RequestPrompt(prompt, len(tokens))
 
-    async def _tokens(self, request: TextRequest) -> Sequence[int] | None:
+    async def _tokenize(self, request: TextRequest) -> Sequence[int] | None:
         if self._tokenizer is None:
             return request.token_ids
         try:
@@ -74,7 +74,7 @@ class PromptReader:
             return None
 
 
-def _guess(request: TextRequest, scope: Scope, output_tokens: int, request_id: str | None) -> Prompt:
+def _guess_prompt(request: TextRequest, scope: Scope, output_tokens: int, request_id: str | None) -> Prompt:
     try:
         length = request.letters // LETTERS_A_TOKEN
     except InvalidValue:

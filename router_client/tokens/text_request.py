@@ -1,4 +1,4 @@
-"""The body of a completion or a chat, as far as a router reads it. The engine judges the rest."""
+"""The body of a completion or a chat, as far as a router reads it. The engine checks the rest."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from kvatlas.errors import InvalidValue
 
 
 class Api(StrEnum):
-    """Which of OpenAI's calls a body is of; the value is its path."""
+    """OpenAI's calls; the value is the path."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -18,32 +18,32 @@ class Api(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One request. `body` is its JSON, whatever is in it; the properties are what a router asks of it."""
+    """One request. `body` is its JSON, unchecked; the properties are what a router reads from it."""
 
     api: Api
     body: Mapping[str, Any]
 
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Self:
-        """Raises InvalidValue, one line, for a body that is no JSON object or has no prompt or messages."""
+        """Raises InvalidValue, one line, for a body that is not a JSON object or has no prompt or messages."""
         decoded = parse_object(body)
         asked = "messages" if api is Api.CHAT else "prompt"
         if not decoded.get(asked) or not isinstance(decoded[asked], list if api is Api.CHAT else (str, list)):
             raise InvalidValue(f"{asked} is {decoded.get(asked)!r:.80}; expected {_EXPECTED[api]}, not empty")
         request = cls(api, decoded)
         if api is Api.COMPLETIONS:
-            _ = request.prompt  # raises for what is neither
+            _ = request.prompt  # raises for anything else
         return request
 
     @property
     def session_id(self) -> str | None:
-        """What its caller says belongs together: OpenAI's `prompt_cache_key`."""
+        """The session that the request belongs to: OpenAI's `prompt_cache_key`."""
         key = self.body.get("prompt_cache_key")
         return key if isinstance(key, str) and key else None
 
     @property
     def model(self) -> str | None:
-        """The model it names: the engine's, or an adapter's."""
+        """The name of the engine's model, or of an adapter."""
         name = self.body.get("model")
         return name if isinstance(name, str) and name else None
 
@@ -53,13 +53,13 @@ class TextRequest:
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream is to end with its usage."""
+        """Does the client want the usage at the end of a stream?"""
         options = self.body.get("stream_options")
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     @property
     def output_tokens(self) -> int | None:
-        """The most tokens that it may generate, where it says so."""
+        """The most tokens that the request may generate, if it says so."""
         for name in ("max_completion_tokens", "max_tokens"):
             if isinstance(value := self.body.get(name), int) and value > 0:
                 return value
@@ -72,20 +72,20 @@ class TextRequest:
 
     @property
     def prompts(self) -> int:
-        """How many prompts a completion has; a chat has one."""
+        """The number of prompts of a completion; a chat has one."""
         prompt = self.body.get("prompt")
         nested = self.api is Api.COMPLETIONS and isinstance(prompt, list) and not isinstance(prompt[0], int)
         return len(prompt) if nested else 1  # type: ignore[arg-type]
 
     @property
     def choices(self) -> int:
-        """How many answers to a prompt it asks for."""
+        """The number of answers that it asks for to each prompt."""
         n = self.body.get("n")
         return n if isinstance(n, int) and n > 1 else 1
 
     @property
     def prompt(self) -> str | Sequence[int]:
-        """A completion's prompt, of several the first: text, or token ids."""
+        """A completion's first prompt: text, or token ids."""
         prompt = self.body["prompt"]
         first = (
             prompt[0] if self.prompts > 1 or (isinstance(prompt, list) and not isinstance(prompt[0], int)) else prompt
@@ -96,7 +96,7 @@ class TextRequest:
 
     @property
     def token_ids(self) -> Sequence[int] | None:
-        """The prompt's token ids, where the body gives them."""
+        """The prompt's token ids, if the body has them."""
         if self.api is Api.CHAT:
             return None
         prompt = self.prompt
@@ -104,7 +104,7 @@ class TextRequest:
 
     @property
     def letters(self) -> int:
-        """About how long its text is, in characters; token ids count as four."""
+        """The approximate length of the text in characters; a token id counts as four."""
         if self.api is Api.CHAT:
             return sum(_letters(message.get("content")) for message in self.messages)
         prompt = self.prompt
@@ -112,7 +112,7 @@ class TextRequest:
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
-        """A chat's messages. Raises InvalidValue for one that is no object."""
+        """A chat's messages. Raises InvalidValue for one that is not an object."""
         messages: list[Any] = self.body["messages"]
         for index, message in enumerate(messages):
             if not isinstance(message, dict):
@@ -124,7 +124,7 @@ _EXPECTED = {Api.CHAT: "a list of messages", Api.COMPLETIONS: "a text or a list 
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A body that is a JSON object. Raises InvalidValue."""
+    """Decode a body that must be a JSON object. Raises InvalidValue."""
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The protocol of tokenizers, and those that are made of a function of the caller's."""
+"""The tokenizer protocol, and tokenizers made of the caller's own function."""
 
 import asyncio
 from array import array
@@ -21,7 +21,7 @@ class Why(StrEnum):
 
 
 class CannotTokenize(KvatlasError):
-    """A request's token ids are not known; it is routed by load then."""
+    """A request's token ids are not known; it is routed by load."""
 
     def __init__(self, why: Why, line: str) -> None:
         super().__init__(line)
@@ -29,7 +29,7 @@ class CannotTokenize(KvatlasError):
 
 
 class Tokenizer(Protocol):
-    """Gives the token ids that the engine will compute for a request's (first) prompt, all of them, in order."""
+    """All token ids that the engine will compute for a request's (first) prompt, in order."""
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
         """Never blocks the event loop. Raises CannotTokenize."""
@@ -44,16 +44,16 @@ class ThreadedTokenizer:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvatlas-tokenizer")
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
-        """Raises what the function raises. A caller that gives up doesn't stop the function."""
+        """Raises what the function raises. Cancelling the caller doesn't stop the function."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, request)
 
     def close(self) -> None:
-        """Let the threads end; those that run finish first."""
+        """End the threads; running calls finish first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class AwaitedTokenizer:
-    """A coroutine function of the caller's."""
+    """Calls the caller's own coroutine function."""
 
     def __init__(self, function: Callable[[TextRequest], Awaitable[Sequence[int]]]) -> None:
         self._function = function
@@ -62,6 +62,6 @@ class AwaitedTokenizer:
         return await self._function(request)
 
 
-def packed(token_ids: Sequence[int]) -> "array[int]":
-    """Token ids as machine words: four bytes each, and hashed faster. Raises OverflowError and TypeError."""
+def to_array(token_ids: Sequence[int]) -> "array[int]":
+    """Token ids as machine words: four bytes each, and faster to hash. Raises OverflowError and TypeError."""
     return token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)

@@ -1,4 +1,4 @@
-"""What an engine says of a request's tokens in its answer."""
+"""The token counts in an engine's answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """OpenAI's `usage`. `cached_tokens` None: the engine does not tell.
+    """OpenAI's `usage`. `cached_tokens` None: the engine does not report them.
 
-    vLLM tells with `--enable-prompt-tokens-details`, SGLang with `--enable-cache-report`.
+    vLLM reports them with `--enable-prompt-tokens-details`, SGLang with `--enable-cache-report`.
     """
 
     prompt_tokens: int
@@ -18,7 +18,7 @@ class Usage:
 
     @classmethod
     def of(cls, answer: Any) -> Self | None:
-        """Of an answer, or of one event of a stream; None without one, or where it is no usage."""
+        """From an answer, or from one event of a stream; None if it has no valid usage."""
         usage = answer.get("usage") if isinstance(answer, Mapping) else None
         if not isinstance(usage, Mapping):
             return None

@@ -58,7 +58,7 @@ async def test_the_cache_of_an_eventless_engine_is_predicted_and_marked(
                 prompt = Prompt.of_tokens(scope, PROMPT)
                 (found,) = await router.overlap(prompt)
                 assert (found.resident_tokens, found.usable_tokens, found.predicted_tokens) == (0, 0, 384)
-                assert "384 tokens predicted (it tells no events)" in found.explain()
+                assert "384 tokens predicted (its engine publishes no events)" in found.explain()
                 (ranked,) = await router.rank(prompt)
                 assert (ranked.usable_tokens, ranked.predicted_tokens) == (0, 384)
                 async with router.route(prompt) as choice:

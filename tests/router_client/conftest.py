@@ -1,7 +1,11 @@
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
@@ -32,6 +36,16 @@ async def index(request: pytest.FixtureRequest, store: Store) -> ResidencyIndex:
     if request.param == "memory":
         return MemoryIndex()
     return await open_redis_index(store, writer=True)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """The spans of one test; the global tracer provider can be set only once a process."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    yield exporter
+    provider.shutdown()
 
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # what it needs is in its package; nothing is downloaded

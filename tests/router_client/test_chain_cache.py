@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.identity import Scope
-from router_client.chain_cache import PIECE_BLOCKS, ChainMemory
+from router_client.chain_cache import PIECE_BLOCKS, ChainCache
 from router_client.prompt import Prompt
 from router_client.prompt_chain import FIRST_BLOCKS, PromptChain
 
@@ -18,7 +18,7 @@ PROMPTS = st.lists(
 
 @given(PROMPTS)
 def test_chains_are_equal_to_computed_ones(prompts: list[tuple[int, int, int, int]]) -> None:
-    memory = ChainMemory(most_blocks=6 * PIECE_BLOCKS)
+    memory = ChainCache(most_blocks=6 * PIECE_BLOCKS)
     for seed, length, last, block_size in prompts:
         tokens = [*(seed * 1000 + i for i in range(length)), *[7] * last]
         chunks = list(memory.chain(tokens, block_size, 2 * PIECE_BLOCKS))
@@ -28,23 +28,23 @@ def test_chains_are_equal_to_computed_ones(prompts: list[tuple[int, int, int, in
 
 
 def test_a_growing_conversation_hashes_only_what_is_new() -> None:
-    memory = ChainMemory()
+    memory = ChainCache()
     tokens = list(range(16 * 500))
     list(memory.chain(tokens, 16, FIRST_BLOCKS))
     assert memory.hashed_blocks == 500
     tokens += range(16 * 20)
     list(memory.chain(tokens, 16, FIRST_BLOCKS))
-    assert memory.hashed_blocks <= 500 + 20 + PIECE_BLOCKS and memory.remembered_blocks >= 500 - PIECE_BLOCKS
+    assert memory.hashed_blocks <= 500 + 20 + PIECE_BLOCKS and memory.reused_blocks >= 500 - PIECE_BLOCKS
 
 
 def test_a_cold_prompt_is_hashed_only_as_far_as_it_is_asked_about() -> None:
-    memory = ChainMemory()
+    memory = ChainCache()
     next(memory.chain(list(range(16 * 5_000)), 16, FIRST_BLOCKS))
     assert memory.hashed_blocks == FIRST_BLOCKS
 
 
 def test_a_prompt_with_a_memory_has_the_same_chain() -> None:
-    memory = ChainMemory()
+    memory = ChainCache()
     tokens = list(range(5_000))
     for _ in range(2):
         with_memory = PromptChain(Prompt.of_tokens(Scope("m", "m"), tokens, memory=memory), 16)

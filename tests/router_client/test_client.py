@@ -27,7 +27,7 @@ from router_client import (
     StaticFleet,
     Unreachable,
 )
-from router_client.decision.fleet_cache import CachedFleet
+from router_client.decision.fleet_cache import FleetCache
 from tests.eventually import until
 from tests.router_client.pools import SCOPE, CountingFleet, hold, pool, worker
 
@@ -123,10 +123,10 @@ async def test_workers_that_do_not_serve_are_named() -> None:
     records = pool(worker("w1", state=EngineState.ASLEEP), worker("w2", liveness=Liveness.LOST))
     router = RouterClient(MemoryIndex(), StaticFleet(records))
     with pytest.raises(
-        NoWorkers, match=r"no worker is left of 2: w1 \(its engine is asleep\), w2 \(it is not heard of\)"
+        NoWorkers, match=r"none of 2 workers can take the request: w1 \(its engine is asleep\), w2 \(no heartbeat\)"
     ):
         await router.pick(PROMPT)
-    assert (await router.rank(PROMPT)).left_out == {"w1": "its engine is asleep", "w2": "it is not heard of"}
+    assert (await router.rank(PROMPT)).left_out == {"w1": "its engine is asleep", "w2": "no heartbeat"}
 
 
 async def test_another_models_workers_are_no_candidates() -> None:
@@ -167,12 +167,12 @@ async def test_several_block_sizes_fail_as_one_error() -> None:
 
 async def test_records_are_read_again_after_200_ms() -> None:
     fleet, now = CountingFleet(pool(worker("w1"))), [100.0]
-    cached = CachedFleet(fleet, clock=lambda: now[0])
+    cached = FleetCache(fleet, clock=lambda: now[0])
     for at, readings in [(100.0, 1), (100.199, 1), (100.2, 2), (100.3, 2), (200.0, 3)]:
         now[0] = at
-        assert set((await cached.pool(SCOPE.pool_id)).records) == {"w1"}
+        assert set((await cached.read_pool(SCOPE.pool_id)).records) == {"w1"}
         assert fleet.readings == readings
-    assert (await cached.pool(Scope("other", "t").pool_id)).candidates == ()
+    assert (await cached.read_pool(Scope("other", "t").pool_id)).candidates == ()
     assert fleet.readings == 4
 
 

@@ -16,7 +16,8 @@ ABSENT = [
         "uvicorn",
         "zmq",
     ),
-    *("opentelemetry.sdk", "publishers", "indexer", "simulator", "kvatlas.cli", "kvatlas.bus", "kvatlas.settings"),
+    *("opentelemetry.sdk", "publishers", "indexer", "simulator", "kvatlas_cli", "kvatlas.settings"),
+    *("kvatlas.bus.connection", "kvatlas.bus.stream", "kvatlas.bus.subscription"),
 ]
 
 SCRIPT = f"""

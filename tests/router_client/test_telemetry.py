@@ -1,12 +1,8 @@
 """One span a question, with what was decided."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvatlas.fleet.records import Role
@@ -17,16 +13,6 @@ from tests.router_client.pools import SCOPE, hold, pool, worker
 pytestmark = pytest.mark.anyio
 
 PROMPT = Prompt.of_tokens(SCOPE, list(range(100)), id="r-1")
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    yield exporter
-    provider.shutdown()
 
 
 async def test_a_decision_is_one_span(spans: InMemorySpanExporter) -> None:

@@ -105,10 +105,10 @@ def test_learned_rates_are_series_of_each_worker_while_it_is_there(reader: InMem
     rates = {
         id: LearnedRates(9, EngineRates(prefill_us_per_token=us), 0.0, 0.1, 0.1) for id, us in (("a", 20), ("b", 30))
     }
-    shown.show("pool", rates)
+    shown.export("pool", rates)
     prefill = {dict(key)["worker"]: us for (name, key), us in read(reader).items() if name.endswith(".prefill")}
     assert prefill == {"a": 20, "b": 30}
-    shown.show("pool", {"b": rates["b"]})
+    shown.export("pool", {"b": rates["b"]})
     assert {dict(key)["worker"] for _, key in read(reader)} == {"b"}
     shown.close()
     assert not read(reader)

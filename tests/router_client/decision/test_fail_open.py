@@ -24,7 +24,7 @@ from router_client import (
     RouterSettings,
     StaticFleet,
 )
-from router_client.decision.fail_open import Breaker, Deadline, Patience
+from router_client.decision.fail_open import CircuitBreaker, Deadline, LateCalls
 from tests.eventually import until
 from tests.router_client.pools import SCOPE, hold, pool, worker
 
@@ -250,7 +250,7 @@ async def test_without_reservations_only_reported_load_counts(index: BreakableIn
 
 async def test_a_deadline_counts_waiting_and_not_what_the_router_computes() -> None:
     now_s = 0.0
-    deadline = Deadline(10.0, Patience(), clock=lambda: now_s)
+    deadline = Deadline(10.0, LateCalls(), clock=lambda: now_s)
 
     async def answer(waiting_s: float) -> str:
         nonlocal now_s
@@ -259,26 +259,26 @@ async def test_a_deadline_counts_waiting_and_not_what_the_router_computes() -> N
         now_s += waiting_s
         return "answer"
 
-    assert await deadline.keep(answer(0.004)) == "answer"
+    assert await deadline.wait_for(answer(0.004)) == "answer"
     now_s += 60.0  # prices a thousand workers
-    assert await deadline.keep(answer(0.007)) == "answer"
+    assert await deadline.wait_for(answer(0.007)) == "answer"
     with pytest.raises(TimeoutError):  # 11 of 10 ms were waited
-        await deadline.keep(answer(0.0))
+        await deadline.wait_for(answer(0.0))
 
 
 def test_a_breaker_rests_after_failures_and_tries_one_at_a_time() -> None:
     now = [0.0]
-    breaker = Breaker(failures=2, rest_s=1.0, clock=lambda: now[0])
-    breaker.failed()
-    assert breaker.allows()
-    breaker.failed()
-    assert not breaker.allows()
+    breaker = CircuitBreaker(failures=2, rest_s=1.0, clock=lambda: now[0])
+    breaker.record_failure()
+    assert breaker.may_call()
+    breaker.record_failure()
+    assert not breaker.may_call()
     now[0] = 1.0
-    assert breaker.allows() and not breaker.allows()
-    breaker.failed()
+    assert breaker.may_call() and not breaker.may_call()
+    breaker.record_failure()
     now[0] = 1.9
-    assert not breaker.allows()
+    assert not breaker.may_call()
     now[0] = 2.0
-    assert breaker.allows()
-    breaker.succeeded()
-    assert breaker.allows() and breaker.allows()
+    assert breaker.may_call()
+    breaker.record_success()
+    assert breaker.may_call() and breaker.may_call()

@@ -32,10 +32,10 @@ from router_client import (
     StaticFleet,
 )
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import prospects
+from router_client.pricing.quotes import quote_candidates
 from router_client.pricing.ranking import rank
 from router_client.pricing.slo import advise
-from router_client.pricing.surcharges import session_worker, surcharged
+from router_client.pricing.surcharges import add_surcharges, session_worker
 from tests.router_client.pools import SCOPE, pool, worker
 
 pytestmark = pytest.mark.anyio
@@ -75,7 +75,7 @@ def test_candidates_are_those_that_every_selector_wants(
     labels: dict[str, dict[str, str]], first: Selector, second: Selector, avoid: frozenset[str]
 ) -> None:
     whole = Pool.of(pool(*(worker(id, labels=mine) for id, mine in labels.items())))
-    left = whole.without(avoid).narrowed(first.why_not).narrowed(second.why_not)
+    left = whole.without(avoid).narrow(first.why_not).narrow(second.why_not)
     wanted = [
         id
         for id, mine in sorted(labels.items())
@@ -106,7 +106,9 @@ async def test_settings_and_requests_select_and_answers_say_why_others_are_left_
     }
     assert choice.explain().splitlines()[-1].startswith("  left out: b (its label zone is 2; expected 1), c (it is on")
     assert choice.explanation()["left_out"] == choice.ranking.left_out
-    with pytest.raises(NoWorkers, match=r"no worker is left of 4: a \(it is not on the allow list\), b"):
+    with pytest.raises(
+        NoWorkers, match=r"none of 4 workers can take the request: a \(it is not on the allow list\), b"
+    ):
         await client.book(prompt(select=Selector(allow=["b"])))
 
 
@@ -297,8 +299,8 @@ def test_softened_choices_follow_the_costs() -> None:
     drawn: Counter[str] = Counter()
     for number in range(3_000):
         fingerprint = number.to_bytes(8, "little")
-        found = prospects(asked, whole, {}, fingerprint=fingerprint)
-        soft = surcharged(found, fingerprint, session_id=None, session_us=0.0, temperature=temperature)
+        found = quote_candidates(asked, whole, {}, fingerprint=fingerprint)
+        soft = add_surcharges(found, fingerprint, session_id=None, session_us=0.0, temperature=temperature)
         assert min(one.surcharge_us for one in soft) == 0
         drawn[min(soft, key=lambda one: costs[one.id] + one.surcharge_us).id] += 1
     unit = temperature * min(prospect.base_us for prospect in found)

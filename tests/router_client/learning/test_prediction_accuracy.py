@@ -3,7 +3,7 @@
 import pytest
 
 from kvatlas.predictions.accuracy import ENOUGH_ANSWERS, AnswerReport, Deviation, Prediction, deviation
-from router_client.learning.prediction_accuracy import AnswerComparison
+from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.tokens import Usage
 
 KNOWN = Prediction(100, cached_tokens=80, unconfirmed_tokens=32)
@@ -27,30 +27,30 @@ def test_a_deviation_has_one_reason(predicted: Prediction, prompt: int, cached: 
 
 
 def test_answers_are_counted_in_all_and_by_pool() -> None:
-    comparison = AnswerComparison()
-    assert comparison.findings() == [] and comparison.reports() == {}
+    accuracy = PredictionAccuracy()
+    assert accuracy.findings() == [] and accuracy.reports() == {}
     usage = Usage.of({"usage": {"prompt_tokens": 100, "completion_tokens": 1}})
     assert usage is not None and Usage.of({"usage": None}) is None and Usage.of([]) is None
-    comparison.add("a", KNOWN, usage)
-    (untold,) = comparison.findings()
+    accuracy.count("a", KNOWN, usage)
+    (untold,) = accuracy.findings()
     assert "--enable-prompt-tokens-details" in untold
-    comparison.add("a", KNOWN, Usage(100, 1, 80))
-    comparison.add("b", KNOWN, Usage(102, 1, 0))
-    comparison.add("b", Prediction(None), Usage(100, 1, 9))
-    counts = comparison.counts
+    accuracy.count("a", KNOWN, Usage(100, 1, 80))
+    accuracy.count("b", KNOWN, Usage(102, 1, 0))
+    accuracy.count("b", Prediction(None), Usage(100, 1, 9))
+    counts = accuracy.counts
     assert (counts.prompts_equal, counts.prompts_differ, counts.cached_untold) == (2, 1, 1)
     assert (counts.cached_equal, counts.by_deviation[Deviation.OTHER_TOKENS]) == (1, 1)
     assert (counts.predicted_tokens, counts.cached_tokens) == (160, 80)
-    reports = comparison.reports()
+    reports = accuracy.reports()
     assert (reports["a"].findings(), reports["b"].counts.prompts_differ) == ([], 1)
-    (differs,) = comparison.findings()
+    (differs,) = accuracy.findings()
     assert "1 of 1 prompts differ" in differs and "102 tokens where the router counted 100" in differs
     assert AnswerReport.unpack(reports["b"].pack()) == reports["b"]
 
 
 def test_many_wrong_predictions_are_a_finding_that_names_the_reason() -> None:
-    comparison = AnswerComparison()
+    accuracy = PredictionAccuracy()
     for number in range(ENOUGH_ANSWERS):
-        comparison.add("a", KNOWN, Usage(100, 1, 0 if number % 10 == 0 else 80))
-    (finding,) = comparison.findings()
+        accuracy.count("a", KNOWN, Usage(100, 1, 0 if number % 10 == 0 else 80))
+    (finding,) = accuracy.findings()
     assert "5 of 50 answers" in finding and "evicted since the choice: 5" in finding and "too small" in finding

@@ -8,14 +8,14 @@ import pytest
 
 from router_client import Timings
 from router_client.litellm.deployments import (
+    add_headers,
     by_engine_model,
     by_worker,
-    carrying,
-    put_headers,
+    engine_usage,
     read_request,
     reservation_of,
-    told_timings,
-    told_usage,
+    stream_timings,
+    with_reservation,
 )
 from router_client.tokens import Api, Usage
 from tests.router_client.pools import pool, worker
@@ -55,7 +55,7 @@ def test_a_deployment_is_of_the_workers_at_its_address_or_of_the_one_it_names() 
 
 def test_a_chosen_deployment_carries_its_reservation_and_leaves_the_list_as_it_was() -> None:
     listed = deployment(extra_headers={"a": "b"})
-    chosen = carrying(listed, "r1", {"X-Data-Parallel-Rank": "1"})
+    chosen = with_reservation(listed, "r1", {"X-Data-Parallel-Rank": "1"})
     assert chosen["litellm_params"]["extra_headers"] == {"a": "b", "X-Data-Parallel-Rank": "1"}
     assert reservation_of({"litellm_params": {"model_info": chosen["model_info"]}}) == chosen["model_info"]
     assert listed == deployment(extra_headers={"a": "b"})
@@ -65,12 +65,12 @@ def test_a_chosen_deployment_carries_its_reservation_and_leaves_the_list_as_it_w
 
 def test_the_rank_of_an_earlier_try_does_not_stay() -> None:
     kwargs: dict[str, Any] = {"extra_headers": {"a": "b"}}
-    put_headers(kwargs, {"X-Data-Parallel-Rank": "1"})
+    add_headers(kwargs, {"X-Data-Parallel-Rank": "1"})
     assert kwargs["extra_headers"] == {"a": "b", "X-Data-Parallel-Rank": "1"}
-    put_headers(kwargs, {})
+    add_headers(kwargs, {})
     assert kwargs["extra_headers"] == {"a": "b"}
     nothing: dict[str, Any] = {}
-    put_headers(nothing, {"X-Data-Parallel-Rank": "1"})
+    add_headers(nothing, {"X-Data-Parallel-Rank": "1"})
     assert nothing == {}
 
 
@@ -84,14 +84,14 @@ def test_a_request_has_what_goes_to_the_engine() -> None:
 def test_what_litellm_estimates_is_no_usage_of_the_engine() -> None:
     answer = SimpleNamespace(usage=SimpleNamespace(model_dump=lambda: {"prompt_tokens": 5, "completion_tokens": 2}))
     asked = {"optional_params": {"stream_options": {"include_usage": True}}}
-    assert told_usage({}, answer) == told_usage({"stream": True, **asked}, answer) == Usage(5, 2)
-    assert told_usage({"stream": True}, answer) is None
-    assert told_usage({}, SimpleNamespace()) is None
+    assert engine_usage({}, answer) == engine_usage({"stream": True, **asked}, answer) == Usage(5, 2)
+    assert engine_usage({"stream": True}, answer) is None
+    assert engine_usage({}, SimpleNamespace()) is None
 
 
 def test_a_streams_first_token_is_timed_from_the_call_of_the_engine() -> None:
     sent = datetime(2026, 1, 1, tzinfo=UTC)
     told = {"api_call_start_time": sent, "completion_start_time": sent + timedelta(milliseconds=30)}
-    assert told_timings({"stream": True, **told}) == Timings(ttft_us=30_000)
-    assert told_timings(told) is None
-    assert told_timings({"stream": True}) is None
+    assert stream_timings({"stream": True, **told}) == Timings(ttft_us=30_000)
+    assert stream_timings(told) is None
+    assert stream_timings({"stream": True}) is None

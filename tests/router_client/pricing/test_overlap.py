@@ -12,7 +12,7 @@ from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from router_client import Prompt, RouterClient, StaticFleet
-from router_client.pricing.overlap import look_up
+from router_client.pricing.overlap import look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.prompt_chain import FIRST_BLOCKS, GROWTH
 from tests.router_client.pools import SCOPE, CountingIndex, hold, pool, worker
@@ -83,7 +83,7 @@ async def test_overlap_counts_in_tokens_for_every_block_size_and_granularity(
         await hold(index, record, TOKENS[:depth])
         if both := min(depth, count) // size // g * g * size:
             expected[record.endpoint.id] = both
-    found = await look_up(index, Prompt.of_tokens(SCOPE, tokens), Pool.of(pool(*records)).groups)
+    found = await look_up_overlap(index, Prompt.of_tokens(SCOPE, tokens), Pool.of(pool(*records)).block_shapes)
     assert {id: prefix.tokens for id, prefix in found.held.items()} == expected
 
 
@@ -94,9 +94,9 @@ async def test_ready_hashes_and_token_ids_tell_the_same(depths: list[int]) -> No
     records = [worker(f"w{i}", block_size=1) for i in range(len(depths))]
     for record, depth in zip(records, depths, strict=True):
         await hold(index, record, tokens[:depth])
-    groups = Pool.of(pool(*records)).groups
-    hashed = await look_up(index, Prompt.of_hashes(SCOPE, extend_chain(tokens, 1), 1), groups)
-    given_tokens = await look_up(index, Prompt.of_tokens(SCOPE, tokens), groups)
+    shapes = Pool.of(pool(*records)).block_shapes
+    hashed = await look_up_overlap(index, Prompt.of_hashes(SCOPE, extend_chain(tokens, 1), 1), shapes)
+    given_tokens = await look_up_overlap(index, Prompt.of_tokens(SCOPE, tokens), shapes)
     assert hashed.held == given_tokens.held
 
 
@@ -106,7 +106,7 @@ async def test_a_long_cold_prompt_is_hashed_only_as_far_as_it_matches() -> None:
     counting = CountingIndex(index)
     for tokens, held in [(list(range(5_000, 205_000)), 0), ([*TOKENS[:320], *range(5_000, 205_000)], 320)]:
         counting.questions.clear()
-        found = await look_up(counting, Prompt.of_tokens(SCOPE, tokens), Pool.of(pool(w1)).groups)
+        found = await look_up_overlap(counting, Prompt.of_tokens(SCOPE, tokens), Pool.of(pool(w1)).block_shapes)
         assert sum(prefix.tokens for prefix in found.held.values()) == held
         assert counting.questions == [FIRST_BLOCKS]
         assert (sum(chain.hashed_blocks for chain in found.chains.values()), found.round_trips) == (FIRST_BLOCKS, 1)
@@ -117,7 +117,7 @@ async def test_a_hit_takes_one_to_three_round_trips(blocks: int, round_trips: in
     index, w1, tokens = MemoryIndex(), worker("w1", block_size=1), list(range(20_000))
     await hold(index, w1, tokens, blocks=blocks)
     counting = CountingIndex(index)
-    found = await look_up(counting, Prompt.of_tokens(SCOPE, tokens), Pool.of(pool(w1)).groups)
+    found = await look_up_overlap(counting, Prompt.of_tokens(SCOPE, tokens), Pool.of(pool(w1)).block_shapes)
     assert sum(prefix.tokens for prefix in found.held.values()) == blocks
     assert counting.questions == [FIRST_BLOCKS * GROWTH**i for i in range(round_trips)]
 
@@ -126,7 +126,7 @@ async def test_others_with_the_same_blocks_do_not_lengthen_the_question() -> Non
     index, w1, stranger = MemoryIndex(), worker("w1", block_size=1), worker("stranger", block_size=1)
     await hold(index, stranger, TOKENS)
     counting = CountingIndex(index)
-    await look_up(counting, Prompt.of_tokens(SCOPE, TOKENS), Pool.of(pool(w1)).groups)
+    await look_up_overlap(counting, Prompt.of_tokens(SCOPE, TOKENS), Pool.of(pool(w1)).block_shapes)
     assert counting.questions == [FIRST_BLOCKS]
 
 
@@ -134,7 +134,7 @@ async def test_ready_hashes_are_one_question() -> None:
     index, w1 = MemoryIndex(), worker("w1", block_size=1)
     await hold(index, w1, TOKENS)
     counting = CountingIndex(index)
-    await look_up(counting, Prompt.of_hashes(SCOPE, extend_chain(TOKENS, 1), 1), Pool.of(pool(w1)).groups)
+    await look_up_overlap(counting, Prompt.of_hashes(SCOPE, extend_chain(TOKENS, 1), 1), Pool.of(pool(w1)).block_shapes)
     assert counting.questions == [len(TOKENS)]
 
 
@@ -142,7 +142,7 @@ async def test_ready_hashes_are_one_question() -> None:
 async def test_hashes_of_another_block_size_match_nothing(fields: dict[str, Any]) -> None:
     counting = CountingIndex(MemoryIndex())
     prompt = Prompt.of_hashes(SCOPE, extend_chain(TOKENS, 16), 16)
-    assert (await look_up(counting, prompt, Pool.of(pool(worker("w1", **fields))).groups)).held == {}
+    assert (await look_up_overlap(counting, prompt, Pool.of(pool(worker("w1", **fields))).block_shapes)).held == {}
     assert counting.questions == []
 
 

@@ -243,7 +243,7 @@ async def test_no_way_is_cheaper(fleet: tuple[dict[str, FleetRecord], dict[str, 
         return
     pair = await client.pick_pd(asked)
     assert pair.score_us == pytest.approx(min(costs), abs=3)  # roundings of terms
-    other = pair.ranking.otherwise
+    other = pair.ranking.alternative
     assert other is None or other.score_us >= pair.score_us - 3
 
 
@@ -409,5 +409,5 @@ async def test_the_worked_example_of_the_documentation() -> None:
     pair = await RouterClient(index, StaticFleet(records), SETTINGS).pick_pd(PROMPT)
     assert pair.prefill is not None
     assert (pair.score_us, pair.prefill.score_us, pair.decode.score_us) == (1_186_744, 226_944, 959_800)
-    other = pair.ranking.otherwise
+    other = pair.ranking.alternative
     assert other is not None and other.score_us - pair.score_us == 922_056

@@ -15,7 +15,7 @@ from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness
 from router_client import Prompt, SelectionResult
 from router_client.pricing.overlap import HeldPrefix, Run
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import rendezvous
+from router_client.pricing.quotes import rendezvous_weight
 from router_client.pricing.ranking import rank as rank_pool
 from tests.router_client.pools import SCOPE, pool, worker
 from tests.router_client.pricing import naive_costs
@@ -94,7 +94,7 @@ def test_every_candidate_costs_what_a_naive_ranking_says(
     assert {result.worker_id: result.score_us for result in results} == pytest.approx(
         expected, rel=0, abs=2
     )  # rounding
-    order = [(result.score_us, -rendezvous(b"f", result.worker_id)) for result in results]
+    order = [(result.score_us, -rendezvous_weight(b"f", result.worker_id)) for result in results]
     assert order == sorted(order)
     for result in results:
         assert result.score_us == sum(term.us for term in result.terms)

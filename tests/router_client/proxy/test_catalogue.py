@@ -8,7 +8,7 @@ import pytest
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import FleetRecord
-from router_client.decision.fleet_cache import EMPTY_GRACE_S, LastKnown
+from router_client.decision.fleet_cache import EMPTY_GRACE_S, LastKnownRecords
 from router_client.proxy.catalogue import FLEET_AGE_S, Catalogue
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, SCOPE, record
@@ -69,10 +69,10 @@ async def test_a_fleet_that_was_never_read_is_no_reason_to_call_a_model_unknown(
 
 def test_an_empty_store_is_not_believed_at_once() -> None:
     fleet = Fleet()
-    last = LastKnown(lambda: fleet.now_s)
-    assert last.after({}) == {}
-    assert last.after(RECORDS) == RECORDS
+    last = LastKnownRecords(lambda: fleet.now_s)
+    assert last.update({}) == {}
+    assert last.update(RECORDS) == RECORDS
     fleet.now_s += EMPTY_GRACE_S
-    assert last.after({}) == RECORDS
+    assert last.update({}) == RECORDS
     fleet.now_s += 0.1
-    assert last.after({}) == {}
+    assert last.update({}) == {}

@@ -1,4 +1,4 @@
-"""Workers booked for requests that somebody else sends: held until they are told done, or are too old."""
+"""Bookings for requests that another program sends: held until it reports their end, or until they are too old."""
 
 import asyncio
 import logging
@@ -8,9 +8,11 @@ from typing import Protocol
 from uuid import uuid4
 
 from kvatlas.errors import KvatlasError, Unreachable
-from router_client.decision.picker import Booked, Picker
+from router_client.client import RouterClient
 from router_client.learning.timings import AnswerClock, Timings
+from router_client.prefill_decode_result import PairChoice
 from router_client.prompt import Prompt
+from router_client.results import Choice
 from router_client.tokens.usage import Usage
 
 HELD_S = 600.0
@@ -20,11 +22,11 @@ _log = logging.getLogger("router_client.proxy")
 
 
 class TooManyHeld(KvatlasError):
-    """More workers are booked and not given back than a router should have."""
+    """More bookings are held than a router should have."""
 
 
 class HeldCounters(Protocol):
-    """`held`: booked; `held_done`: told done; `held_expired`: given back because nobody told."""
+    """`held`: bookings made; `held_done`: their end was reported; `held_expired`: released because it never was."""
 
     held: int
     held_done: int
@@ -32,8 +34,8 @@ class HeldCounters(Protocol):
 
 
 @dataclass(slots=True)
-class _Held:
-    booked: asyncio.Future[Booked]
+class _HeldBooking:
+    choice: asyncio.Future[Choice | PairChoice]
     over: asyncio.Event = field(default_factory=asyncio.Event)
     usage: Usage | None = None
     timings: Timings | None = None
@@ -41,46 +43,46 @@ class _Held:
     clock: AnswerClock = field(default_factory=AnswerClock)
 
 
-class HeldRoutes:
-    """Each booking is entered and left in a task of its own; `close` leaves them all."""
+class HeldBookings:
+    """Enters and leaves each booking in a task of its own; `close` leaves them all."""
 
     def __init__(
-        self, picker: Picker, counters: HeldCounters, *, held_s: float = HELD_S, most: int = MOST_HELD
+        self, client: RouterClient, counters: HeldCounters, *, held_s: float = HELD_S, most: int = MOST_HELD
     ) -> None:
-        """`held_s`: what nobody ended by then is given back."""
-        self._picker = picker
+        """`held_s`: a booking whose end is not reported by then is released."""
+        self._client = client
         self._counters = counters
         self._held_s = held_s
         self._most = most
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldBooking] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    async def route(
+    async def book(
         self, prompt: Prompt, avoid: frozenset[str] = frozenset(), *, pd: bool = False
-    ) -> tuple[str, Booked]:
-        """A worker, and the id to end its booking with; `pd`: a `PairChoice`. Raises what the picker raises, and
-        TooManyHeld."""
+    ) -> tuple[str, Choice | PairChoice]:
+        """An id to end the booking with, and the worker; `pd`: as by `route_pd`. Raises what `RouterClient.route` raises,
+        and TooManyHeld."""
         if len(self._held) >= self._most:
             raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /v1/done for each")
-        entered: AbstractAsyncContextManager[Booked]
-        entered = self._picker.route_pd(prompt, avoid) if pd else self._picker.route(prompt, avoid)
+        route: AbstractAsyncContextManager[Choice | PairChoice]
+        route = self._client.route_pd(prompt, avoid=avoid) if pd else self._client.route(prompt, avoid=avoid)
         held_id = uuid4().hex
-        held = _Held(asyncio.get_running_loop().create_future())
+        held = _HeldBooking(asyncio.get_running_loop().create_future())
         self._held[held_id] = held
-        task = asyncio.ensure_future(self._hold(held_id, held, entered))
+        task = asyncio.ensure_future(self._hold(held_id, held, route))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            booked = await asyncio.shield(held.booked)
+            choice = await asyncio.shield(held.choice)
         except BaseException:
             held.over.set()
             raise
         self._counters.held += 1
         held.clock = AnswerClock()
-        return held_id, booked
+        return held_id, choice
 
     async def first_token(self, held_id: str) -> bool:
         """The request's prefill is over. False for an id that is not held (any more)."""
@@ -88,13 +90,13 @@ class HeldRoutes:
         if held is None:
             return False
         held.clock.part()
-        await (await asyncio.shield(held.booked)).first_token()
+        await (await asyncio.shield(held.choice)).first_token()
         return True
 
-    def done(self, held_id: str, usage: Usage | None, timings: Timings | None = None, *, well: bool) -> bool:
+    def end(self, held_id: str, usage: Usage | None, timings: Timings | None = None, *, well: bool) -> bool:
         """The request is over; `well`: it was answered. False for an id that is not held (any more).
 
-        Without `timings` the time to the first token is what passed from `route` to `first_token`.
+        Without `timings` the time from `book` to `first_token` counts as the time to the first token.
         """
         held = self._held.pop(held_id, None)
         if held is None:
@@ -104,23 +106,25 @@ class HeldRoutes:
         return True
 
     async def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         for held in self._held.values():
             held.over.set()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _hold(self, held_id: str, held: _Held, entered: AbstractAsyncContextManager[Booked]) -> None:
+    async def _hold(
+        self, held_id: str, held: _HeldBooking, route: AbstractAsyncContextManager[Choice | PairChoice]
+    ) -> None:
         try:
             async with AsyncExitStack() as stack:
                 try:
-                    booked = await stack.enter_async_context(entered)
+                    choice = await stack.enter_async_context(route)
                 except KvatlasError as error:
-                    if not held.booked.done():  # the asker may have given up
-                        held.booked.set_exception(error)
+                    if not held.choice.done():  # the caller may have given up
+                        held.choice.set_exception(error)
                     return
-                if not held.booked.done():
-                    held.booked.set_result(booked)
+                if not held.choice.done():
+                    held.choice.set_result(choice)
                 try:
                     async with asyncio.timeout(self._held_s):
                         await held.over.wait()
@@ -128,10 +132,10 @@ class HeldRoutes:
                     self._counters.held_expired += 1
                 else:
                     self._counters.held_done += 1
-                await (booked.finish(held.usage, held.timings) if held.well else booked.fail())
-        except Unreachable as error:  # what could not be given back ends by itself
-            _log.warning("%s", error)
+                await (choice.finish(held.usage, held.timings) if held.well else choice.fail())
+        except Unreachable as error:  # a reservation that could not be released expires
+            _log.warning("held booking %s not released (%s); it ends when its lease expires", held_id, error)
         finally:
             self._held.pop(held_id, None)
-            if not held.booked.done():
-                held.booked.cancel()
+            if not held.choice.done():
+                held.choice.cancel()

@@ -1,0 +1,53 @@
+"""Looking a prompt up in the index within a decision's deadline; if the index is slow, away or switched off, load decides."""
+
+from dataclasses import dataclass
+
+from router_client.counters import RouterCounters
+from router_client.decision.fail_open import READ_SHARE, STORE_FAILURES, Basis, CircuitBreaker, Deadline
+from router_client.pricing.overlap import OverlapIndex, PromptLookup, look_up_overlap
+from router_client.pricing.pool import Pool
+from router_client.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a decision knows before load. `why`: the reason if the lookup is without the index, in one line."""
+
+    pool: Pool
+    lookup: PromptLookup
+    basis: Basis = Basis.COST
+    why: str = ""
+
+
+class IndexLookup:
+    """Calls the index for one router. `load_only` may be set at any time: then the index is not called."""
+
+    def __init__(self, index: OverlapIndex, counters: RouterCounters, *, load_only: bool) -> None:
+        self.load_only = load_only
+        self._index = index
+        self._counters = counters
+        self._breaker = CircuitBreaker()
+
+    async def look_up(self, prompt: Prompt, pool: Pool) -> PromptLookup:
+        """What the pool's workers hold of the prompt. Raises what the store raises."""
+        lookup = await look_up_overlap(self._index, prompt, pool.block_shapes)
+        self._counters.lookups += lookup.round_trips
+        return lookup
+
+    async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline) -> Situation:
+        """The same within READ_SHARE of the deadline; if that fails, an empty lookup and why."""
+        if self.load_only:
+            why = "the router is switched to load alone"
+        elif not self._breaker.may_call():
+            why = "index: no answer lately"
+        else:
+            try:
+                lookup = await deadline.wait_for(self.look_up(prompt, pool), READ_SHARE)
+            except STORE_FAILURES as error:
+                self._counters.index_failures += 1
+                self._breaker.record_failure()
+                why = f"index: {deadline.describe(error)}"
+            else:
+                self._breaker.record_success()
+                return Situation(pool, lookup)
+        return Situation(pool, PromptLookup.empty(prompt, pool.block_shapes), Basis.LOAD, why)

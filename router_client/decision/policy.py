@@ -1,0 +1,86 @@
+"""A router's policy: which workers may get a prompt, what is added to their costs, and what results are checked against.
+
+Pure, and the same on every router with the same settings.
+"""
+
+from collections.abc import Collection, Sequence
+
+from kvatlas.reservations import Ask
+from router_client.booking.ask import build_ask
+from router_client.pricing.overlap import PromptLookup
+from router_client.pricing.pool import Pool
+from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
+from router_client.pricing.quotes import Quote, quote_candidates, rendezvous_weight
+from router_client.pricing.ranking import Criteria
+from router_client.pricing.surcharges import add_surcharges
+from router_client.prompt import Prompt
+from router_client.settings import RouterSettings, SloMode
+
+PREFIX_TOKENS = 1_024
+"""Without load and index, prompts that share this many tokens at their start go to the same worker."""
+
+
+class RoutingPolicy:
+    """The settings of one router, applied to its prompts."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._seed = settings.seed.to_bytes(8, "little", signed=True) if settings.seed else b""
+
+    def narrow(self, pool: Pool, prompt: Prompt, avoid: Collection[str] = ()) -> Pool:
+        """The pool without the workers that the caller avoids, or that a selector leaves out."""
+        if avoid:
+            pool = pool.without(avoid)
+        for select in (self._settings.select, prompt.select):
+            if select is not None:
+                pool = pool.narrow(select.why_not)
+        return pool
+
+    def quote(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> list[Quote]:
+        """Every candidate's cost without load, surcharges included, in the order in which ties are broken."""
+        fingerprint = lookup.fingerprint + self._seed
+        return self._add_surcharges(
+            prompt, quote_candidates(prompt, pool, lookup.held, fingerprint=fingerprint), fingerprint
+        )
+
+    def quote_pairs(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> PairQuotes:
+        """The same for prefill and decode workers."""
+        fingerprint, least = lookup.fingerprint + self._seed, self._settings.pairs.least_new_tokens
+        pairs = quote_pairs(prompt, pool, lookup.held, fingerprint=fingerprint, least_new_tokens=least)
+        return pairs.add_surcharges(lambda answering: self._add_surcharges(prompt, answering, fingerprint))
+
+    def ask(self, prompt: Prompt, quotes: Sequence[Quote], lookup: PromptLookup) -> Ask:
+        """The booking's question: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
+        return build_ask(prompt, quotes, lookup.chains, self._settings)
+
+    def criteria(self, prompt: Prompt) -> Criteria:
+        """What results are checked against: the same as in the ask."""
+        limits = self._settings.limits
+        factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
+        return Criteria(prompt.slo, self._settings.booking.again_factor, factor, limits.slo is SloMode.FILTER)
+
+    def choose_followed(self, prompt: Prompt, pool: Pool) -> str | None:
+        """The worker that the followed policy chooses; None without such a policy, or if it chooses no candidate."""
+        if self._settings.follow is None:
+            return None
+        endpoints = [candidate.endpoint for candidate in pool.candidates]
+        worker_id = self._settings.follow.choose(prompt, endpoints)
+        return worker_id if any(endpoint.id == worker_id for endpoint in endpoints) else None
+
+    def choose_by_prefix(self, quotes: Sequence[Quote], lookup: PromptLookup) -> int:
+        """The number of the quote by a hash of the prompt's start: prompts that begin alike meet, and share a cache."""
+        size = min(lookup.chains, default=0)
+        prefix = lookup.chains[size].prefix_hash(max(1, PREFIX_TOKENS // size)) if size else lookup.fingerprint
+        return max(range(len(quotes)), key=lambda i: rendezvous_weight(prefix + self._seed, quotes[i].id))
+
+    def _add_surcharges(self, prompt: Prompt, quotes: list[Quote], fingerprint: bytes) -> list[Quote]:
+        settings = self._settings
+        if not (settings.temperature or (settings.session_us and prompt.session_id)):
+            return quotes
+        return add_surcharges(
+            quotes,
+            fingerprint,
+            session_id=prompt.session_id,
+            session_us=settings.session_us,
+            temperature=settings.temperature,
+        )
