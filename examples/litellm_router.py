@@ -12,7 +12,7 @@ import sys
 import litellm
 
 from router_client import SyncRouterClient
-from router_client.litellm.strategy import KvatlasRouting
+from router_client.litellm import KvatlasRouting
 from router_client.tokens import BudgetedTokenizer, ThreadedTokenizer
 from router_client.tokens.local_tokenizer import LocalTokenizer
 

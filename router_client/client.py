@@ -199,7 +199,7 @@ class RouterClient:
         return await self._choose_pair(request, avoid, book=False)
 
     async def book_pd(self, request: Request, *, avoid: Collection[str] = ()) -> PairChoice:
-        """What `route_pd` chooses, reserved until `choice.finish()` or `choice.fail()`. Raises NoWorkers."""
+        """The pair that `route_pd` would choose, reserved until `pair.finish()` or `pair.fail()`. Raises NoWorkers."""
         return await self._choose_pair(request, avoid, book=True)
 
     @asynccontextmanager

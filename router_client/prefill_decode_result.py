@@ -42,7 +42,7 @@ class PairChoiceData:
 
     @property
     def mode(self) -> str:
-        """What it was chosen by."""
+        """The basis of the choice, as text."""
         return self.decode.mode
 
     @property
@@ -68,7 +68,7 @@ class PairChoiceData:
 
     @property
     def over(self) -> Over:
-        """What one of the workers has no room for, and what of the SLO is missed."""
+        """Limits that one of the workers is over, and parts of the SLO that are missed."""
         over = NOTHING
         for choice in self._choices:
             over |= choice.result.over

@@ -128,12 +128,12 @@ class Prompt:
         size = hints.block_tokens or known.block_tokens
         if hints.token_ids is not None and hints.block_hashes is None:
             tokens = hints.token_ids
-            made = cls(scope, len(tokens), tokens, None, size, None, output, block_bytes, hints.slo, hints.request_id)
+            prompt = cls(scope, len(tokens), tokens, None, size, None, output, block_bytes, hints.slo, hints.request_id)
         else:
-            made = cls.of_shape(hints.to_shape(known), block_size=size, block_bytes=block_bytes)
+            prompt = cls.of_shape(hints.to_shape(known), block_size=size, block_bytes=block_bytes)
         narrows = hints.labels or hints.allow is not None or hints.deny
         select = Selector(hints.labels, hints.allow, hints.deny) if narrows else None
-        return replace(made, session_id=hints.session_id, select=select)
+        return replace(prompt, session_id=hints.session_id, select=select)
 
     @classmethod
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:

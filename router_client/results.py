@@ -31,7 +31,7 @@ def headers_for(worker: EngineEndpoint) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOverlap:
-    """What one worker holds of a prompt. Blocks are of its own size; `block_size` 0: it has announced no block yet.
+    """The part of a prompt that one worker holds. Blocks are of its own size; `block_size` 0: it has announced no block yet.
 
     `resident_tokens` is a lower bound if the worker announces only every g-th block; its engine will really reuse
     `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests
@@ -63,7 +63,7 @@ class WorkerOverlap:
 
 @dataclass(frozen=True, slots=True)
 class PromptOverlap:
-    """What a pool holds of a prompt: every worker of the pool, the most usable tokens first."""
+    """Every worker of a pool with the part of a prompt that it holds, the most usable tokens first."""
 
     input_tokens: int
     workers: Sequence[WorkerOverlap]
@@ -172,7 +172,7 @@ class ChoiceData:
 
     @property
     def advice(self) -> Advice:
-        """What to do with the request: see `Ranking.advice`."""
+        """See `Ranking.advice`."""
         return self.ranking.advice
 
     @property

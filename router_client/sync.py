@@ -202,7 +202,7 @@ class SyncRouterClient:
         return _wrap_pair(self._thread.run(self._client.pick_pd, request, avoid=avoid), self._thread)
 
     def book_pd(self, request: Request, *, avoid: Collection[str] = ()) -> SyncPairChoice:
-        """What `route_pd` chooses, reserved until `choice.finish()` or `choice.fail()`. Raises NoWorkers."""
+        """The pair that `route_pd` would choose, reserved until `pair.finish()` or `pair.fail()`. Raises NoWorkers."""
         return _wrap_pair(self._thread.run(self._client.book_pd, request, avoid=avoid), self._thread)
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""Bookings of this router, in the store with all others."""
+"""Bookings of this router, in the store together with those of all others."""

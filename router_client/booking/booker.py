@@ -67,7 +67,7 @@ class Booker:
         return self._breaker.may_call()
 
     async def try_store(self, call: Coroutine[Any, Any, T], deadline: Deadline) -> tuple[T | None, str]:
-        """What the call returns; None, and why, if the store fails."""
+        """The call's result; None and the reason if the store fails."""
         try:
             result = await call
         except STORE_FAILURES as error:
@@ -78,7 +78,7 @@ class Booker:
         return result, ""
 
     async def look(self, pool_id: str, ask: Ask) -> Weighing:
-        """What `book` would choose now. Raises what the store raises."""
+        """The weighing that `book` would make now; nothing is booked. Raises what the store raises."""
         await self._report_workers(pool_id)
         return await self._reservations.look(pool_id, ask)
 

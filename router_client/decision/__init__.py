@@ -1,1 +1,1 @@
-"""From a prompt to a booked worker."""
+"""From a prompt to a booked worker, whatever the store does."""

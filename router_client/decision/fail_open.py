@@ -1,4 +1,4 @@
-"""Falling open: deciding without the store while it is slow or away, and calling it again without being told to."""
+"""Falling open: deciding without the store while it is slow or away, and trying it again on its own."""
 
 import asyncio
 import time
@@ -19,11 +19,11 @@ READ_SHARE = 0.6
 """How much of a decision's time reading the pool and the index may take, so that some is left to book."""
 
 STORE_FAILURES = (Unreachable, LayoutMismatch, RedisError, TimeoutError)
-"""What is raised for a store that is slow, away, or back without its data."""
+"""Raised for a store that is slow, away, or back without its data."""
 
 
 class Basis(StrEnum):
-    """What a choice was made by.
+    """The grounds of a choice.
 
     `COST`: overlap, cost and load. `LOAD`: load alone, because the index did not answer or is switched off. `PREFIX_HASH`:
     a hash of the prompt's start, because load was not known either. `POLICY`: another policy, in shadow mode.

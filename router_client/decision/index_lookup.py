@@ -11,7 +11,7 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a decision knows before load. `why`: the reason if the lookup is without the index, in one line."""
+    """The state that a decision starts from, before load. `why`: one line, if the lookup is without the index."""
 
     pool: Pool
     lookup: PromptLookup
@@ -29,7 +29,7 @@ class IndexLookup:
         self._breaker = CircuitBreaker()
 
     async def look_up(self, prompt: Prompt, pool: Pool) -> PromptLookup:
-        """What the pool's workers hold of the prompt. Raises what the store raises."""
+        """The part of the prompt that each of the pool's workers holds. Raises what the store raises."""
         lookup = await look_up_overlap(self._index, prompt, pool.block_shapes)
         self._counters.lookups += lookup.round_trips
         return lookup

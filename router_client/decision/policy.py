@@ -54,7 +54,7 @@ class RoutingPolicy:
         return build_ask(prompt, quotes, lookup.chains, self._settings)
 
     def criteria(self, prompt: Prompt) -> Criteria:
-        """What results are checked against: the same as in the ask."""
+        """The terms and limits of results: the same as in the ask."""
         limits = self._settings.limits
         factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
         return Criteria(prompt.slo, self._settings.booking.again_factor, factor, limits.slo is SloMode.FILTER)

@@ -1,1 +1,1 @@
-"""What finished requests teach: rates, and how good predictions were."""
+"""Rates learned from finished requests, and the accuracy of predictions."""

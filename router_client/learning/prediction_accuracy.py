@@ -58,7 +58,7 @@ class PredictionAccuracy:
         }
 
     def findings(self) -> list[str]:
-        """What needs attention, and what to do, a line each."""
+        """Problems that need attention, and what to do about them, a line each."""
         found = [pair for report in self.reports().values() for pair in report.findings()]
         return [f"{line}; {advice}" for line, advice in dict.fromkeys(found)]
 

@@ -66,8 +66,8 @@ def add_headers(request_kwargs: dict[str, Any], headers: Mapping[str, str]) -> N
 
 def read_request(api: Api, messages: Sequence[Any], request_kwargs: Mapping[str, Any]) -> TextRequest:
     """The engine's request, as far as a router reads it. LiteLLM wraps a completion's prompt in a message."""
-    asked = {"messages": messages} if api is Api.CHAT else {"prompt": messages[0]["content"]}
-    return TextRequest(api, {**(request_kwargs.get("extra_body") or {}), **request_kwargs, **asked})
+    content = {"messages": messages} if api is Api.CHAT else {"prompt": messages[0]["content"]}
+    return TextRequest(api, {**(request_kwargs.get("extra_body") or {}), **request_kwargs, **content})
 
 
 def reservation_of(callback_kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -167,7 +167,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         specific_deployment: bool | None = False,
         request_kwargs: dict[str, Any] | None = None,
     ) -> Deployment:
-        """The same for calls without `await`. LiteLLM refuses these where it has routing plugins."""
+        """The same for calls without `await`. LiteLLM refuses these if it has routing plugins."""
         call = _StrategyCall(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
         if messages and request_kwargs is not None and not self._router.routing_plugins:

@@ -1,1 +1,1 @@
-"""What a request costs on each worker."""
+"""The cost of a request on each worker."""

@@ -60,7 +60,7 @@ _tiers = cache(tiers_of)  # 256 flags bytes, read for each worker of each result
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """What a pool's workers hold of a prompt; those that hold nothing are absent.
+    """The part of a prompt that each of a pool's workers holds; those that hold nothing are absent.
 
     `fingerprint` identifies the prompt's start, the same on every router. `chains`: by block size, as far as hashed.
     """

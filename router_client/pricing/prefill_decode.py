@@ -25,7 +25,7 @@ from router_client.prompt import Prompt
 
 
 class _KvSource(NamedTuple):
-    """What decides who can read a prefill worker's KV, and at what price."""
+    """The properties of a prefill worker that decide which workers can read its KV, and at what price."""
 
     transfer_groups: frozenset[str]
     block_size: int
@@ -199,7 +199,7 @@ class PairRanking:
 
 
 class Alternative(NamedTuple):
-    """What was not chosen."""
+    """The cheapest choice of the kind that was not chosen."""
 
     prefill: SelectionResult | None
     decode: SelectionResult

@@ -24,7 +24,7 @@ from router_client.prompt import Prompt
 
 
 class Surcharge(NamedTuple):
-    """What a router's policy adds to a worker's cost: see `router_client.pricing.surcharges`."""
+    """An addition to a worker's cost by the router's policy: see `router_client.pricing.surcharges`."""
 
     kind: TermKind
     us: int
@@ -44,7 +44,7 @@ class PrefixPrice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KindQuote:
-    """What a request costs, without load, on any worker of a kind (`Candidate.kind`) that holds nothing of it.
+    """The cost of a request, without load, on any worker of a kind (`Candidate.kind`) that holds nothing of it.
 
     `work_us` of `base_us` pass before the first token; for a profile that predicts no time, the price of the prompt's
     tokens stands in. `block_size` 0: these workers have announced no block yet.
@@ -111,7 +111,7 @@ class KindQuote:
     def pieces(
         self, runs: Sequence[Run], start: int, end: int, *, own: bool = True, same_domain: bool = True
     ) -> list[Piece]:
-        """What is read of these runs from token `start` up to token `end`."""
+        """The reads of these runs from token `start` up to token `end`, one for each run."""
         return [
             Piece(tokens, self.kv_bytes(tokens), tier, own, same_domain)
             for tokens, tier in _clip_runs(runs, start, end)
@@ -126,7 +126,7 @@ class KindQuote:
 
 
 class Quote(NamedTuple):
-    """What a request would cost on one candidate without load: `base_us`, of which `work_us` pass before the first token.
+    """The cost of a request on one candidate without load: `base_us`, of which `work_us` pass before the first token.
 
     The worker would reuse `usable_tokens` of the prefix that it holds, and read `transfers` from the worker `source`.
     """

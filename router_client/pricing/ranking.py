@@ -32,7 +32,7 @@ def rank(
 
 
 class Criteria(NamedTuple):
-    """What is added to a result's cost, and the SLO that it is checked against: the same as in the ask
+    """Factors of a result's added terms, and the SLO that it is checked against: those of the ask
     (`kvatlas.reservations.Ask`)."""
 
     slo: Slo = DEFAULT_SLO

@@ -32,7 +32,7 @@ def build_limits(prompt: Prompt, quotes: Sequence[Quote], settings: LimitSetting
 
 
 class Advice(StrEnum):
-    """What to do with a request. `GO`: send it. `QUEUE`: every worker has no room or misses the SLO: hold the request
+    """Advice for a request. `GO`: send it. `QUEUE`: every worker has no room or misses the SLO: hold the request
     back, or send it and expect it to wait. `SHED`: the best worker misses the SLO by far: refuse the request in favour of
     others."""
 

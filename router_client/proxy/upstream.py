@@ -38,7 +38,7 @@ class EngineLost(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What is sent to an engine."""
+    """A request as it is sent to an engine."""
 
     path: str
     query: bytes

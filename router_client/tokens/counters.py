@@ -20,7 +20,7 @@ class TokenCounters:
     time_us: int = 0
 
     def findings(self) -> list[str]:
-        """What needs attention, a line each."""
+        """Problems that need attention, a line each."""
         without = self.late + self.busy + self.failed
         if without <= self.tokenized // 20:
             return []

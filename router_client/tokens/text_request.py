@@ -27,9 +27,9 @@ class TextRequest:
     def parse(cls, api: Api, body: bytes) -> Self:
         """Raises InvalidValue, one line, for a body that is not a JSON object or has no prompt or messages."""
         decoded = parse_object(body)
-        asked = "messages" if api is Api.CHAT else "prompt"
-        if not decoded.get(asked) or not isinstance(decoded[asked], list if api is Api.CHAT else (str, list)):
-            raise InvalidValue(f"{asked} is {decoded.get(asked)!r:.80}; expected {_EXPECTED[api]}, not empty")
+        name = "messages" if api is Api.CHAT else "prompt"
+        if not decoded.get(name) or not isinstance(decoded[name], list if api is Api.CHAT else (str, list)):
+            raise InvalidValue(f"{name} is {decoded.get(name)!r:.80}; expected {_EXPECTED[api]}, not empty")
         request = cls(api, decoded)
         if api is Api.COMPLETIONS:
             _ = request.prompt  # raises for anything else

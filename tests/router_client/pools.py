@@ -24,7 +24,7 @@ def worker(
     scope: Scope = SCOPE,
     **endpoint: Any,
 ) -> FleetRecord:
-    """A routable worker of the scope's pool with blocks of 16 tokens, and no load told unless given."""
+    """A routable worker of the scope's pool with blocks of 16 tokens; its load is unknown unless given."""
     fields: dict[str, Any] = {
         "kind": EngineKind.VLLM,
         "model_id": scope.model_id,
@@ -58,9 +58,9 @@ async def hold(
     size, step = record.endpoint.block_size, record.endpoint.granularity
     assert size is not None
     chain = extend_chain(tokens, size)[: None if blocks is None else blocks * HASH_BYTES]
-    told = thin(chain, step)
-    if told:
-        await index.put(ScopeUse(scope, size, record.endpoint.block_bytes), record.endpoint.id, tier, told)
+    announced = thin(chain, step)
+    if announced:
+        await index.put(ScopeUse(scope, size, record.endpoint.block_bytes), record.endpoint.id, tier, announced)
 
 
 class CountingIndex:

@@ -37,13 +37,13 @@ def test_a_growing_conversation_hashes_only_what_is_new() -> None:
     assert memory.hashed_blocks <= 500 + 20 + PIECE_BLOCKS and memory.reused_blocks >= 500 - PIECE_BLOCKS
 
 
-def test_a_cold_prompt_is_hashed_only_as_far_as_it_is_asked_about() -> None:
+def test_a_cold_prompt_is_hashed_only_as_far_as_it_is_looked_up() -> None:
     memory = ChainCache()
     next(memory.chain(list(range(16 * 5_000)), 16, FIRST_BLOCKS))
     assert memory.hashed_blocks == FIRST_BLOCKS
 
 
-def test_a_prompt_with_a_memory_has_the_same_chain() -> None:
+def test_a_prompt_with_a_chain_cache_has_the_same_chain() -> None:
     memory = ChainCache()
     tokens = list(range(5_000))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The router client: picking, refusing, explaining, and reading the fleet."""
+"""The router client: picking, refusing, explaining, and opening a store."""
 
 from typing import Any
 
@@ -27,9 +27,8 @@ from router_client import (
     StaticFleet,
     Unreachable,
 )
-from router_client.decision.fleet_cache import FleetCache
 from tests.eventually import until
-from tests.router_client.pools import SCOPE, CountingFleet, hold, pool, worker
+from tests.router_client.pools import SCOPE, hold, pool, worker
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +36,7 @@ TOKENS = list(range(1_000))
 PROMPT = Prompt.of_tokens(SCOPE, TOKENS)
 
 
-async def test_a_request_goes_to_who_holds_it(index: ResidencyIndex) -> None:
+async def test_a_request_goes_to_the_worker_that_holds_its_prompt(index: ResidencyIndex) -> None:
     workers = [worker(f"w{i}", base_url=f"http://w{i}:8000") for i in range(4)]
     await hold(index, workers[2], TOKENS, blocks=50)
     await hold(index, workers[1], TOKENS, blocks=20)
@@ -62,7 +61,7 @@ async def test_a_choice_can_be_carried_out() -> None:
     assert choice.role is Role.BOTH
 
 
-async def test_a_choice_names_the_copy_to_read() -> None:
+async def test_a_choice_names_the_worker_to_read_a_copy_from() -> None:
     index = MemoryIndex()
     full = worker("full", transfer_groups=("g",), state=EngineState.DRAINING)
     await hold(index, full, TOKENS)
@@ -119,7 +118,7 @@ async def test_no_worker_is_one_clear_line() -> None:
     assert router.counters.no_workers == 1
 
 
-async def test_workers_that_do_not_serve_are_named() -> None:
+async def test_an_error_names_the_workers_that_can_not_serve() -> None:
     records = pool(worker("w1", state=EngineState.ASLEEP), worker("w2", liveness=Liveness.LOST))
     router = RouterClient(MemoryIndex(), StaticFleet(records))
     with pytest.raises(
@@ -150,7 +149,7 @@ async def test_the_profile_can_be_chosen() -> None:
     assert choice.cost.score_us == 45_000
 
 
-async def test_a_bad_token_is_refused_where_it_is_hashed() -> None:
+async def test_a_bad_token_id_is_refused_when_its_block_is_hashed() -> None:
     router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))))
     with pytest.raises(InvalidValue, match="4294967296"):
         await router.pick(Prompt.of_tokens(SCOPE, [1] * 20 + [1 << 32]))
@@ -162,24 +161,10 @@ async def test_several_block_sizes_fail_as_one_error() -> None:
         await RouterClient(MemoryIndex(), StaticFleet(records)).pick(Prompt.of_tokens(SCOPE, [1, -1] * 40))
 
 
-# ---------------------------------------------------------------- the fleet
-
-
-async def test_records_are_read_again_after_200_ms() -> None:
-    fleet, now = CountingFleet(pool(worker("w1"))), [100.0]
-    cached = FleetCache(fleet, clock=lambda: now[0])
-    for at, readings in [(100.0, 1), (100.199, 1), (100.2, 2), (100.3, 2), (200.0, 3)]:
-        now[0] = at
-        assert set((await cached.read_pool(SCOPE.pool_id)).records) == {"w1"}
-        assert fleet.readings == readings
-    assert (await cached.read_pool(Scope("other", "t").pool_id)).candidates == ()
-    assert fleet.readings == 4
-
-
 # ---------------------------------------------------------------- opened from a URL
 
 
-async def test_a_client_over_the_store_that_an_indexer_writes(store: Store, valkey_url: str) -> None:
+async def test_a_client_reads_the_store_that_an_indexer_writes(store: Store, valkey_url: str) -> None:
     index = await open_redis_index(store, shards=2, writer=True)
     workers = [worker("w1", base_url="http://w1:1"), worker("w2", base_url="http://w2:1")]
     await FleetStore(store).write(pool(*workers))
@@ -196,17 +181,17 @@ async def test_a_store_without_an_index_is_one_clear_line(store: Store, valkey_u
 
 
 async def test_a_router_that_starts_before_the_first_indexer_waits_for_it(store: Store, valkey_url: str) -> None:
-    opened, told = anyio.Event(), list[str]()
+    opened, lines = anyio.Event(), list[str]()
 
     async def open_router() -> None:
-        async with RouterClient.open(valkey_url, on_wait=told.append):
+        async with RouterClient.open(valkey_url, on_wait=lines.append):
             opened.set()
 
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(open_router)
-            await until(lambda: told, what="the router waits")
-            assert "start an indexer first; trying again in 0.25 s" in told[0]
+            await until(lambda: lines, what="the router waits")
+            assert "start an indexer first; trying again in 0.25 s" in lines[0]
             await open_redis_index(store, writer=True)
             await opened.wait()
 
@@ -218,7 +203,7 @@ async def test_a_router_that_starts_before_the_first_indexer_waits_for_it(store:
         ("http://127.0.0.1:6379", InvalidValue, "expected redis://"),
     ],
 )
-async def test_a_wrong_address_is_named(url: str, error: Any, text: str) -> None:
+async def test_an_error_names_the_wrong_address(url: str, error: Any, text: str) -> None:
     with pytest.raises(error, match=text) as caught:
         async with RouterClient.open(url, wait=False):
             pass

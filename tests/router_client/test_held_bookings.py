@@ -16,7 +16,7 @@ PROMPT = list(range(1_000, 3_000))
 """Long enough to be worth more than an idle worker."""
 
 
-async def test_a_worker_is_picked_booked_and_given_back(store: Store, valkey_url: str) -> None:
+async def test_a_worker_is_chosen_booked_and_released(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}, "w2": {}}) as fleet, running_proxy(valkey_url) as client:
         await fleet.holds("w2", PROMPT)
         bodies: list[dict[str, Any]] = [
@@ -25,14 +25,14 @@ async def test_a_worker_is_picked_booked_and_given_back(store: Store, valkey_url
             {"model": MODEL, "prompt": PROMPT},
         ]
         for body in bodies:
-            told = (await client.post("/v1/route", json=body)).json()
-            assert (told["worker"], told["url"], told["headers"]) == ("w2", fleet.urls["w2"], {})
-            assert (told["prompt_tokens"], told["predicted_cached_tokens"]) == (2_000, 1_996)
-            assert "w2" in told["explanation"]
-            first = {"id": told["id"], "phase": "first_token"}
+            answer = (await client.post("/v1/route", json=body)).json()
+            assert (answer["worker"], answer["url"], answer["headers"]) == ("w2", fleet.urls["w2"], {})
+            assert (answer["prompt_tokens"], answer["predicted_cached_tokens"]) == (2_000, 1_996)
+            assert "w2" in answer["explanation"]
+            first = {"id": answer["id"], "phase": "first_token"}
             assert (await client.post("/v1/done", json=first)).json() == {"known": True}
             usage = {"prompt_tokens": 2_000, "completion_tokens": 3}
-            done = {"id": told["id"], "usage": usage}
+            done = {"id": answer["id"], "usage": usage}
             assert (await client.post("/v1/done", json=done)).json() == {"known": True}
             assert (await client.post("/v1/done", json=done)).json() == {"known": False}
             assert (await client.post("/v1/done", json=first)).json() == {"known": False}
@@ -40,7 +40,7 @@ async def test_a_worker_is_picked_booked_and_given_back(store: Store, valkey_url
         assert counted["held"] == 0 and counted["proxy"]["held"] == 3
 
 
-async def test_a_chat_is_tokenized_for_others_too_and_workers_can_be_avoided(store: Store, valkey_url: str) -> None:
+async def test_route_tokenizes_a_chat_and_avoids_workers(store: Store, valkey_url: str) -> None:
     messages = [{"role": "user", "content": "Who holds this prefix? " * 100}]
     async with (
         running_fleet(store, {"w1": {}, "w2": {}}) as fleet,
@@ -54,17 +54,17 @@ async def test_a_chat_is_tokenized_for_others_too_and_workers_can_be_avoided(sto
         assert none.status_code == 503 and "none of 2 workers" in none.json()["error"]
 
 
-async def test_what_nobody_ends_is_given_back(store: Store, valkey_url: str) -> None:
+async def test_a_booking_whose_end_is_not_reported_expires(store: Store, valkey_url: str) -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running_fleet(store, {"w1": {}}))
         client = await stack.enter_async_context(running_proxy(valkey_url, held_s=0.01))
-        told = (await client.post("/v1/route", json={"token_ids": PROMPT})).json()
+        answer = (await client.post("/v1/route", json={"token_ids": PROMPT})).json()
 
         async def expired() -> bool:
             return bool((await client.get("/status")).json()["proxy"]["held_expired"] == 1)
 
         await until(expired, what="the booking expired")
-        assert (await client.post("/v1/done", json={"id": told["id"]})).json() == {"known": False}
+        assert (await client.post("/v1/done", json={"id": answer["id"]})).json() == {"known": False}
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ import router_client
 """
 
 
-def test_it_works_where_only_the_plain_install_is() -> None:
+def test_the_plain_install_is_enough() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_every_public_name_is_there_and_documented() -> None:
+def test_every_public_name_exists_and_is_documented() -> None:
     import router_client
 
     assert sorted(router_client.__all__) == list(router_client.__all__)

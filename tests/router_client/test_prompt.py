@@ -34,11 +34,11 @@ def test_chunks_make_up_the_whole_chain(count: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "chunks"), [(1, 1), (256, 1), (257, 2), (512, 2), (2_304, 2), (8_192, 3)])
-def test_a_long_hit_takes_few_questions(blocks: int, chunks: int) -> None:
+def test_a_long_hit_takes_few_lookups(blocks: int, chunks: int) -> None:
     assert len(all_chunks(PromptChain(Prompt.of_tokens(SCOPE, range(blocks)), 1))) == chunks
 
 
-def test_only_what_is_asked_for_is_hashed() -> None:
+def test_only_the_chunks_that_are_read_are_hashed() -> None:
     chain = PromptChain(Prompt.of_tokens(SCOPE, range(100_000)), 16)
     assert chain.hashed_blocks == 0
     chain.chunk(0)
@@ -91,7 +91,7 @@ def test_wrong_hashes_are_refused(hashes: Any, size: int, tokens: int | None, te
 FALLBACKS = Fallbacks(model_id="model", tokenizer_id="tokenizer", estimated_decode_tokens=9, block_bytes=77)
 
 
-def test_hints_with_tokens() -> None:
+def test_hints_with_tokens_become_a_prompt() -> None:
     hints = RequestHints(request_id="r", token_ids=tuple(TOKENS), slo=Slo(ttft_ms=5))
     prompt = Prompt.of_hints(hints, FALLBACKS)
     assert (prompt.scope, prompt.input_tokens, prompt.tokens) == (SCOPE, 100, tuple(TOKENS))
@@ -100,7 +100,7 @@ def test_hints_with_tokens() -> None:
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_hints_with_hashes(as_text: bool) -> None:
+def test_hints_with_hashes_become_a_prompt(as_text: bool) -> None:
     hashes = unpack_hashes(extend_chain(TOKENS, 32))
     given = tuple(f"{value:016x}" for value in hashes) if as_text else tuple(hashes)
     hints = RequestHints.parse({"request_id": "r", "block_hashes": given, "block_tokens": 32, "token_count": 100})
@@ -108,7 +108,7 @@ def test_hints_with_hashes(as_text: bool) -> None:
     assert (prompt.hashes, prompt.block_size, prompt.input_tokens) == (extend_chain(TOKENS, 32), 32, 100)
 
 
-def test_a_request_shape() -> None:
+def test_a_request_shape_becomes_a_prompt() -> None:
     hints = RequestHints.parse({"request_id": "r", "token_ids": TOKENS, "block_tokens": 16})
     prompt = Prompt.of_shape(hints.to_shape(FALLBACKS))
     assert (prompt.hashes, prompt.block_size, prompt.input_tokens) == (extend_chain(TOKENS, 16), 16, 100)
@@ -132,6 +132,6 @@ def test_hashes_that_no_index_holds_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"token_ids": [1], "block_hashes": [1]}])
-def test_a_prompt_is_given_once(fields: dict[str, Any]) -> None:
+def test_a_prompt_is_given_exactly_once(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match="expected one"):
         Prompt.of_hints(RequestHints.parse({"request_id": "r", **fields}), FALLBACKS)

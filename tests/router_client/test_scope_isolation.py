@@ -20,7 +20,7 @@ TOKENS = list(range(160))
 
 @given(held=st.lists(scopes, min_size=1, max_size=6), asked=scopes, depths=st.lists(st.integers(0, 10), min_size=6))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-async def test_only_the_very_same_scope_overlaps(
+async def test_only_the_same_scope_overlaps(
     indexes: list[ResidencyIndex], held: list[Scope], asked: Scope, depths: list[int]
 ) -> None:
     # workers of the asked pool, whatever they hold: even then other scopes' blocks count for nothing
@@ -40,7 +40,7 @@ FIELDS = {"model_id": "m2", "tokenizer_id": "t2", "adapter_id": "a2", "tenant_id
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "no adapter"])
-async def test_one_other_field_is_enough(indexes: list[ResidencyIndex], field: str) -> None:
+async def test_one_different_field_is_enough(indexes: list[ResidencyIndex], field: str) -> None:
     ours = Scope("m", "t", "a", "x")
     theirs = Scope("m", "t", None, "x") if field == "no adapter" else Scope(**{**_fields(ours), field: FIELDS[field]})
     for index in indexes:

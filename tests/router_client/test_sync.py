@@ -110,16 +110,16 @@ def parameters(function: Callable[..., object]) -> list[tuple[str, Any, Any, Any
 
 
 def answer(function: Callable[..., object]) -> Any:
-    told = inspect.signature(function).return_annotation
+    returned = inspect.signature(function).return_annotation
     return {
         Choice: SyncChoice,
         AsyncIterator[Choice]: Iterator[SyncChoice],
         PairChoice: SyncPairChoice,
         AsyncIterator[PairChoice]: Iterator[SyncPairChoice],
-    }.get(told, told)
+    }.get(returned, returned)
 
 
-def test_the_client_has_the_same_calls_and_one_more() -> None:
+def test_the_client_has_the_async_clients_calls_and_submit() -> None:
     router = RouterClient(MemoryIndex(), StaticFleet({}))
     with SyncRouterClient(router) as twin:
         assert public(twin) - public(router) == {"submit"}
@@ -140,7 +140,7 @@ def test_the_client_has_the_same_calls_and_one_more() -> None:
     ("choice", "twin", "less"),
     [(Choice, SyncChoice, {"reservation", "feedback", "answered"}), (PairChoice, SyncPairChoice, set())],
 )
-def test_a_choice_has_the_same_calls(choice: type, twin: type, less: set[str]) -> None:
+def test_a_choice_has_the_async_choices_calls(choice: type, twin: type, less: set[str]) -> None:
     assert public(twin) == public(choice) - less
     for name in public(twin):
         mine, theirs = getattr(choice, name), getattr(twin, name)
@@ -150,7 +150,7 @@ def test_a_choice_has_the_same_calls(choice: type, twin: type, less: set[str]) -
             assert inspect.signature(mine) == inspect.signature(theirs), name
 
 
-def test_it_answers_what_the_async_client_answers(store: str) -> None:
+def test_the_client_returns_what_the_async_client_returns(store: str) -> None:
     async def ask() -> tuple[Any, ...]:
         async with RouterClient.open(store, SETTINGS, wait=False) as router:
             return await router.overlap(PROMPT), await router.rank(PROMPT), await router.pick(PROMPT)
@@ -169,7 +169,7 @@ def test_it_answers_what_the_async_client_answers(store: str) -> None:
         assert router.pick(PROMPT, avoid=["w2"]).worker_id == "w1"
 
 
-def test_it_raises_what_the_async_client_raises() -> None:
+def test_the_client_raises_what_the_async_client_raises() -> None:
     with in_process() as router:
         with pytest.raises(NoWorkers, match="none of 2 workers"):
             router.pick(PROMPT, avoid=["a", "b"])
@@ -177,7 +177,7 @@ def test_it_raises_what_the_async_client_raises() -> None:
             router.book(Prompt.of_tokens(SCOPE, [1 << 32] * 20))
 
 
-def test_the_kill_switch() -> None:
+def test_the_kill_switch_leaves_load_to_decide() -> None:
     with in_process(Silent()) as router:
         router.load_only = True
         assert router.pick(PROMPT).mode == "load"
@@ -201,7 +201,7 @@ def test_a_reservation_lasts_as_long_as_the_block(store: str) -> None:
         assert (router.counters.booked, router.counters.released) == (2, 2)
 
 
-def test_many_threads_share_it(store: str) -> None:
+def test_many_threads_share_one_client(store: str) -> None:
     with SyncRouterClient.open(store, SETTINGS) as router:
         together = threading.Barrier(8)
 
@@ -227,7 +227,7 @@ def connections(url: str) -> int:
         return len(client.client_list()) - 1
 
 
-def test_leaving_gives_back_what_is_booked_and_leaves_nothing_behind(store: str) -> None:
+def test_leaving_releases_all_bookings_and_leaves_nothing_behind(store: str) -> None:
     with SyncRouterClient.open(store, SETTINGS) as other:
         assert booked(other) == [1, 1, 1, 1]
         before = connections(store)
@@ -243,7 +243,7 @@ def test_leaving_gives_back_what_is_booked_and_leaves_nothing_behind(store: str)
     assert threads() == set()
 
 
-def test_who_asks_while_it_is_closed_is_told() -> None:
+def test_a_call_during_the_close_raises_client_closed() -> None:
     index = Silent()
     with ThreadPoolExecutor(1) as asker:
         with in_process(index) as router:
@@ -254,7 +254,7 @@ def test_who_asks_while_it_is_closed_is_told() -> None:
     assert index.given_up.is_set()
 
 
-def test_an_interrupted_call_is_given_up() -> None:
+def test_an_interrupted_call_is_cancelled() -> None:
     index = Silent()
 
     def interrupt() -> None:
@@ -272,19 +272,19 @@ def test_an_interrupted_call_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(("url", "error"), [("redis://127.0.0.1:1", Unreachable), ("http://127.0.0.1", InvalidValue)])
-def test_what_can_not_be_opened_leaves_nothing_behind(url: str, error: type[Exception]) -> None:
+def test_a_client_that_can_not_be_opened_leaves_nothing_behind(url: str, error: type[Exception]) -> None:
     with pytest.raises(error) as caught, SyncRouterClient.open(url, wait=False):
         pass
     assert len(str(caught.value).splitlines()) == 1
     assert threads() == set()
 
 
-def test_it_is_entered_before_it_is_used() -> None:
+def test_the_client_must_be_entered_before_it_is_used() -> None:
     with pytest.raises(ClientClosed, match="`with` block"):
         in_process().rank(PROMPT)
 
 
-def test_it_does_not_wait_for_itself() -> None:
+def test_the_client_does_not_wait_for_itself() -> None:
     with in_process() as router:
 
         async def ask_again(_: RouterClient) -> None:
@@ -314,7 +314,7 @@ with SyncRouterClient(RouterClient(MemoryIndex(), StaticFleet({}))) as router:
 """
 
 
-def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORK]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     child, parent = done.stdout.splitlines()
@@ -325,7 +325,7 @@ def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
 # ---------------------------------------------------------------- seen from outside
 
 
-def test_its_spans_are_children_of_the_callers(spans: InMemorySpanExporter) -> None:
+def test_spans_are_children_of_the_callers_span(spans: InMemorySpanExporter) -> None:
     with in_process() as router, trace.get_tracer("test").start_as_current_span("caller"):
         router.pick(PROMPT)
     inner, outer = spans.get_finished_spans()

@@ -21,12 +21,16 @@ async def test_a_decision_is_one_span(spans: InMemorySpanExporter) -> None:
     choice = await RouterClient(index, StaticFleet(pool(w1, worker("w2")))).pick(PROMPT)
     (span,) = spans.get_finished_spans()
     assert span.name == "route kvatlas"
-    told = dict(span.attributes or {})
-    assert told["kvatlas.request"] == "r-1"
-    assert told["kvatlas.worker"] == "w1"
-    assert (told["kvatlas.required_blocks"], told["kvatlas.overlap_blocks"], told["kvatlas.candidates"]) == (6, 5, 2)
-    assert (told["kvatlas.usable_tokens"], told["kvatlas.cost_us"]) == (80, choice.cost.score_us)
-    assert json.loads(str(told["kvatlas.explanation"])) == choice.explanation()
+    attributes = dict(span.attributes or {})
+    assert attributes["kvatlas.request"] == "r-1"
+    assert attributes["kvatlas.worker"] == "w1"
+    assert (
+        attributes["kvatlas.required_blocks"],
+        attributes["kvatlas.overlap_blocks"],
+        attributes["kvatlas.candidates"],
+    ) == (6, 5, 2)
+    assert (attributes["kvatlas.usable_tokens"], attributes["kvatlas.cost_us"]) == (80, choice.cost.score_us)
+    assert json.loads(str(attributes["kvatlas.explanation"])) == choice.explanation()
 
 
 async def test_a_pair_is_one_span(spans: InMemorySpanExporter) -> None:
@@ -35,9 +39,9 @@ async def test_a_pair_is_one_span(spans: InMemorySpanExporter) -> None:
     pair = await RouterClient(MemoryIndex(), StaticFleet(workers), settings).pick_pd(PROMPT)
     (span,) = spans.get_finished_spans()
     assert span.name == "route_pd kvatlas"
-    told = dict(span.attributes or {})
-    assert (told["kvatlas.worker"], told["kvatlas.decode_worker"]) == ("p", "d")
-    assert json.loads(str(told["kvatlas.explanation"])) == pair.explanation()
+    attributes = dict(span.attributes or {})
+    assert (attributes["kvatlas.worker"], attributes["kvatlas.decode_worker"]) == ("p", "d")
+    assert json.loads(str(attributes["kvatlas.explanation"])) == pair.explanation()
 
 
 async def test_a_refused_request_is_a_failed_span(spans: InMemorySpanExporter) -> None:

@@ -73,7 +73,7 @@ async def test_a_reservation_lasts_as_long_as_the_block(reservations: Reservatio
 
 
 @pytest.mark.parametrize("leave", ["exception", "cancelled", "finish", "fail"])
-async def test_every_way_out_of_the_block_ends_it(reservations: Reservations, leave: str) -> None:
+async def test_every_way_out_of_the_block_ends_the_reservation(reservations: Reservations, leave: str) -> None:
     router, other = routers(2, reservations, "a")
 
     async def request() -> None:
@@ -119,7 +119,7 @@ async def test_workers_can_be_avoided(reservations: Reservations) -> None:
         await router.book(short(1), avoid=["a", "b"])
 
 
-async def test_ties_go_evenly_and_by_seed(reservations: Reservations) -> None:
+async def test_ties_spread_evenly_and_depend_on_the_seed(reservations: Reservations) -> None:
     def picks(choices: list[Choice]) -> list[str]:
         return [choice.worker_id for choice in choices]
 
@@ -127,9 +127,9 @@ async def test_ties_go_evenly_and_by_seed(reservations: Reservations) -> None:
     (one,) = routers(1, reservations, *ids)
     (same,) = routers(1, reservations, *ids)
     (other,) = routers(1, reservations, *ids, settings=RouterSettings(deadline_ms=None, seed=5))
-    told = [picks([await router.pick(short(n)) for n in range(120)]) for router in (one, same, other)]
-    assert told[0] == told[1] != told[2]
-    assert all(min(picked.count(id) for id in ids) > 12 for picked in told)
+    by_router = [picks([await router.pick(short(n)) for n in range(120)]) for router in (one, same, other)]
+    assert by_router[0] == by_router[1] != by_router[2]
+    assert all(min(picked.count(id) for id in ids) > 12 for picked in by_router)
 
 
 async def test_a_burst_on_one_new_prefix_is_computed_once_or_twice(reservations: Reservations) -> None:
@@ -162,21 +162,21 @@ async def test_a_failed_request_leaves_no_prefix_behind(reservations: Reservatio
     assert (found.worker_id, found.predicted_tokens) == (second.worker_id, LONG[-1] + 1 - 16)
 
 
-async def test_terms_of_prefixes_in_flight_are_told_and_sum_up(reservations: Reservations) -> None:
+async def test_costs_have_terms_for_prefixes_in_flight_that_add_up(reservations: Reservations) -> None:
     (router,) = routers(1, reservations, "a", "b")
     prompt = Prompt.of_tokens(SCOPE, LONG)
     first = await router.book(prompt)
     ranking = await router.rank(prompt)
     for result in ranking:
         assert sum(term.us for term in result.terms) == result.score_us
-    told = {result.worker_id: {term.name: term for term in result.terms} for result in ranking}
+    terms = {result.worker_id: {term.name: term for term in result.terms} for result in ranking}
     other = "b" if first.worker_id == "a" else "a"
-    assert told[first.worker_id]["in_flight"].amount == 8_176
-    assert told[other]["again"].amount == 8_176
-    assert told[other]["again"].us == pytest.approx(16 * (8_176 * 40 + 0.00065 * 8_176**2), abs=1)
+    assert terms[first.worker_id]["in_flight"].amount == 8_176
+    assert terms[other]["again"].amount == 8_176
+    assert terms[other]["again"].us == pytest.approx(16 * (8_176 * 40 + 0.00065 * 8_176**2), abs=1)
 
 
-async def test_without_events_what_was_sent_there_is_predicted(reservations: Reservations) -> None:
+async def test_the_cache_of_an_engine_without_events_is_predicted(reservations: Reservations) -> None:
     fleet = StaticFleet(pool(*(worker(id, events=False) for id in ("a", "b", "c"))))
     router = RouterClient(MemoryIndex(), fleet, SETTINGS, reservations=reservations)
     async with router.route(Prompt.of_tokens(SCOPE, LONG)) as first:
@@ -187,13 +187,15 @@ async def test_without_events_what_was_sent_there_is_predicted(reservations: Res
         assert again.predicted_cached_tokens == 8_192
 
 
-async def test_an_engine_that_tells_nothing_yet_is_not_given_a_prefix_twice(reservations: Reservations) -> None:
+async def test_a_prefix_is_not_computed_twice_on_workers_that_have_announced_no_block_yet(
+    reservations: Reservations,
+) -> None:
     fleet = StaticFleet(pool(*(worker(id, block_size=None) for id in ("a", "b", "c"))))
     router = RouterClient(MemoryIndex(), fleet, SETTINGS, reservations=reservations)
     assert len({(await router.book(Prompt.of_tokens(SCOPE, LONG))).worker_id for _ in range(6)}) == 1
 
 
-async def test_what_the_index_shows_is_predicted_no_more(reservations: Reservations) -> None:
+async def test_blocks_in_the_index_are_no_longer_predicted(reservations: Reservations) -> None:
     index, a = MemoryIndex(), worker("a")
     router = RouterClient(index, StaticFleet(pool(a)), SETTINGS, reservations=reservations)
     async with router.route(Prompt.of_tokens(SCOPE, LONG)):
@@ -267,7 +269,7 @@ async def test_leases_are_renewed_while_the_client_is_entered(store: Store, valk
     assert await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations") == 0
 
 
-async def test_what_the_store_did_not_hear_is_told_when_it_is_back() -> None:
+async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_back() -> None:
     with ValkeyProcess() as server:
         store = await open_store(server.url, wait=False)
         try:
@@ -282,10 +284,10 @@ async def test_what_the_store_did_not_hear_is_told_when_it_is_back() -> None:
                 finally:
                     server.resume()
 
-                async def heard() -> bool:
+                async def released() -> bool:
                     return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
 
-                await until(heard, what="the release is told")
+                await until(released, what="the release is repeated")
         finally:
             await store.close()
 
@@ -321,7 +323,7 @@ async def test_the_worked_example_of_the_documentation() -> None:
     (router,) = routers(1, MemoryReservations(lambda: 10**15), "a", "b")
     prompt = Prompt.of_tokens(SCOPE, LONG)
     first = (await router.book(prompt)).worker_id
-    told = {r.worker_id: {term.name: term.us for term in r.terms} for r in await router.rank(prompt)}
+    terms = {r.worker_id: {term.name: term.us for term in r.terms} for r in await router.rank(prompt)}
     other = "b" if first == "a" else "a"
-    assert (told[first]["backlog"], told[first]["in_flight"]) == (327_680, 43_621)
-    assert (told[other]["prefill"], told[other]["again"]) == (371_301, 5_927_849)
+    assert (terms[first]["backlog"], terms[first]["in_flight"]) == (327_680, 43_621)
+    assert (terms[other]["prefill"], terms[other]["again"]) == (371_301, 5_927_849)

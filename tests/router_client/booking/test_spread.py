@@ -40,7 +40,9 @@ async def test_many_routers_decide_like_one(store: Store, valkey_url: str) -> No
     assert many.hit_rate >= one.hit_rate - 0.02
 
 
-async def test_reservations_and_prefixes_in_flight_are_worth_it(store: Store, valkey_url: str) -> None:
+async def test_reservations_and_prefixes_in_flight_lower_the_fullest_load_and_the_ttft(
+    store: Store, valkey_url: str
+) -> None:
     both = await spread_of(store, valkey_url, 2, "all")
     blind = await spread_of(store, valkey_url, 2, "no reservations")
     assert blind.fullest > 1.2 * both.fullest

@@ -87,7 +87,7 @@ async def test_without_the_index_load_decides_and_the_choice_says_so(index: Brea
     assert (router.counters.by_load, router.counters.index_failures) == (1, 1)
 
 
-async def test_it_recovers_by_itself_and_does_not_ask_all_the_time(index: BreakableIndex) -> None:
+async def test_a_failing_index_is_called_rarely_and_used_again_when_it_recovers(index: BreakableIndex) -> None:
     router = RouterClient(index, StaticFleet(WORKERS))
     index.broken = "away"
     for _ in range(50):
@@ -99,7 +99,7 @@ async def test_it_recovers_by_itself_and_does_not_ask_all_the_time(index: Breaka
     async def recovered() -> bool:
         return (await router.pick(PROMPT)).basis is Basis.COST
 
-    await until(recovered, what="the index is asked again")
+    await until(recovered, what="the index is called again")
     assert (await router.pick(PROMPT)).worker_id == HOLDER
 
 
@@ -110,7 +110,7 @@ async def test_choices_without_the_index_are_booked_too(index: BreakableIndex) -
     assert sorted(chosen) == [*"aabbccdd"]
 
 
-async def test_the_kill_switch_leaves_the_index_alone(index: BreakableIndex) -> None:
+async def test_with_the_kill_switch_the_index_is_not_called(index: BreakableIndex) -> None:
     router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(load_only=True))
     chosen = {(await router.pick(Prompt.of_tokens(SCOPE, [n] * 100))).worker_id for n in range(40)}
     assert len(chosen) == 4
@@ -123,7 +123,7 @@ async def test_the_kill_switch_leaves_the_index_alone(index: BreakableIndex) -> 
     assert "switched to load alone" in choice.explain()
 
 
-async def test_a_fleet_that_can_not_be_read_is_as_it_was(index: BreakableIndex) -> None:
+async def test_a_fleet_that_can_not_be_read_is_used_as_last_known(index: BreakableIndex) -> None:
     fleet = BreakableFleet(WORKERS)
     router = RouterClient(index, fleet, RouterSettings(fleet_max_age_ms=0))
     fleet.broken = True
@@ -152,7 +152,7 @@ async def server() -> AsyncIterator[ValkeyProcess]:
         yield server
 
 
-async def test_a_store_that_hangs_holds_up_no_choice(server: ValkeyProcess) -> None:
+async def test_a_store_that_hangs_delays_no_choice(server: ValkeyProcess) -> None:
     async with RouterClient.open(server.url, RouterSettings(deadline_ms=20), wait=False) as router:
 
         async def by_cost() -> bool:
@@ -180,12 +180,12 @@ async def test_a_store_that_hangs_holds_up_no_choice(server: ValkeyProcess) -> N
                 key = f"kva:{{pool:{SCOPE.pool_id}}}:booked"
                 return int(await reader.client.zcard(key)) == 0
 
-            await until(nothing_booked, what="what was booked in spite of the time-out is called off")
+            await until(nothing_booked, what="bookings made in spite of the time-out are called off")
         finally:
             await reader.close()
 
 
-async def test_a_killed_store_leaves_the_hash_of_the_prompt(server: ValkeyProcess) -> None:
+async def test_without_a_store_the_hash_of_the_prefix_decides(server: ValkeyProcess) -> None:
     async with RouterClient.open(server.url, RouterSettings(deadline_ms=None), wait=False) as router:
         assert (await router.pick(PROMPT)).worker_id == HOLDER
         server.kill()
@@ -214,7 +214,7 @@ class Always:
         return self.worker_id
 
 
-async def test_shadow_mode_follows_another_policy_and_records(index: BreakableIndex) -> None:
+async def test_shadow_mode_follows_another_policy_and_records_what_cost_would_choose(index: BreakableIndex) -> None:
     router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(follow=RoundRobin(), deadline_ms=None))
     choices = [await router.book(PROMPT) for _ in range(4)]
     assert [choice.worker_id for choice in choices] == [*"abcd"]
@@ -227,7 +227,7 @@ async def test_shadow_mode_follows_another_policy_and_records(index: BreakableIn
     assert [r.cost.amounts[4] for r in await router.rank(Prompt.of_tokens(SCOPE, [5]))] == [2, 2, 2, 2]
 
 
-async def test_a_policy_that_chooses_nobody_is_not_followed(index: BreakableIndex) -> None:
+async def test_a_policy_that_chooses_no_candidate_is_not_followed(index: BreakableIndex) -> None:
     router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(follow=Always("gone"), deadline_ms=None))
     choice = await router.book(PROMPT)
     assert (choice.worker_id, choice.basis, choice.would_be) == (HOLDER, Basis.COST, None)
@@ -266,7 +266,7 @@ async def test_a_deadline_counts_waiting_and_not_what_the_router_computes() -> N
         await deadline.wait_for(answer(0.0))
 
 
-def test_a_breaker_rests_after_failures_and_tries_one_at_a_time() -> None:
+def test_the_circuit_breaker_rests_after_failures_and_then_allows_one_call_at_a_time() -> None:
     now = [0.0]
     breaker = CircuitBreaker(failures=2, rest_s=1.0, clock=lambda: now[0])
     breaker.record_failure()

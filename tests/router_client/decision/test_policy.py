@@ -1,4 +1,4 @@
-"""Routing policy: who may get a request, who has room, sessions, softening, SLO; and that choices tell each of them."""
+"""Routing policy: selection, roles, room, SLO, sessions, softening; and how results explain each of them."""
 
 import json
 from collections import Counter
@@ -52,7 +52,7 @@ def router(records: Mapping[str, FleetRecord], settings: RouterSettings = SETTIN
     return RouterClient(MemoryIndex(), StaticFleet(records), replace(settings, **other))
 
 
-async def sharing(reservations: Reservations, records: Mapping[str, FleetRecord], **other: Any) -> RouterClient:
+async def router_sharing(reservations: Reservations, records: Mapping[str, FleetRecord], **other: Any) -> RouterClient:
     """A router over shared reservations that know the workers' loads."""
     await reservations.report(SCOPE.pool_id, {id: WorkerReport.of(record, 0) for id, record in records.items()})
     return RouterClient(MemoryIndex(), StaticFleet(records), replace(SETTINGS, **other), reservations=reservations)
@@ -62,7 +62,7 @@ def prompt(number: int = 1, tokens: int = 100, **other: Any) -> Prompt:
     return Prompt.of_tokens(SCOPE, [number] * tokens, **other)
 
 
-# ---------------------------------------------------------------- who may get it
+# ---------------------------------------------------------------- selection
 
 
 names = st.sampled_from(["a", "b", "c", "d", "e"])
@@ -71,7 +71,7 @@ selectors = st.builds(Selector, label_sets, st.none() | st.frozensets(names), st
 
 
 @given(st.dictionaries(names, label_sets), selectors, selectors, st.frozensets(names))
-def test_candidates_are_those_that_every_selector_wants(
+def test_candidates_are_the_workers_that_every_selector_allows(
     labels: dict[str, dict[str, str]], first: Selector, second: Selector, avoid: frozenset[str]
 ) -> None:
     whole = Pool.of(pool(*(worker(id, labels=mine) for id, mine in labels.items())))
@@ -89,7 +89,7 @@ def test_candidates_are_those_that_every_selector_wants(
     assert sorted([*left.left_out, *wanted]) == sorted(labels)
 
 
-async def test_settings_and_requests_select_and_answers_say_why_others_are_left_out() -> None:
+async def test_settings_and_requests_select_and_results_say_why_others_are_left_out() -> None:
     records = pool(
         worker("a", labels={"zone": "1"}),
         worker("b", labels={"zone": "2"}),
@@ -112,7 +112,7 @@ async def test_settings_and_requests_select_and_answers_say_why_others_are_left_
         await client.book(prompt(select=Selector(allow=["b"])))
 
 
-def test_hints_select_and_name_the_session() -> None:
+def test_hints_carry_a_selector_and_a_session() -> None:
     hints = RequestHints.parse(
         {
             "request_id": "r",
@@ -138,7 +138,7 @@ async def test_a_worker_of_one_role_gets_no_whole_requests() -> None:
     assert ranking.left_out == {"d": "it only computes answers", "p": "it only computes prompts"}
 
 
-async def test_prefill_workers_get_whole_requests_where_nobody_else_can() -> None:
+async def test_prefill_workers_get_whole_requests_if_no_other_worker_can() -> None:
     client = router(
         pool(
             worker("p", role=Role.PREFILL),
@@ -154,14 +154,18 @@ async def test_prefill_workers_get_whole_requests_where_nobody_else_can() -> Non
 # ---------------------------------------------------------------- room
 
 
-def told(id: str, running: int = 0, active_blocks: int = 0, **load: Any) -> FleetRecord:
+def full_or_free(id: str, running: int = 0, active_blocks: int = 0, **load: Any) -> FleetRecord:
     metrics = {"total_request_slots": 4, "active_kv_blocks": active_blocks, "total_kv_blocks": 100}
     return worker(id, load={"running_decodes": running, "forward_pass": metrics, **load})
 
 
 async def test_full_workers_get_nothing_while_others_have_room(reservations: Reservations) -> None:
-    records = pool(told("a", running=4), told("b", active_blocks=97), told("c", running=3, queued_prefill_tokens=500))
-    client = await sharing(reservations, records)
+    records = pool(
+        full_or_free("a", running=4),
+        full_or_free("b", active_blocks=97),
+        full_or_free("c", running=3, queued_prefill_tokens=500),
+    )
+    client = await router_sharing(reservations, records)
     choice = await client.book(prompt())  # 100 tokens; b has 48 free
     assert choice.worker_id == "c"
     over = {result.worker_id: result.over for result in choice.ranking}
@@ -174,22 +178,22 @@ async def test_full_workers_get_nothing_while_others_have_room(reservations: Res
     assert last.explanation()["advice"] == "queue"
 
 
-async def test_room_need_not_be_looked_at() -> None:
-    records = pool(told("a", running=4), told("b", queued_prefill_tokens=1_400))
+async def test_the_room_check_can_be_switched_off() -> None:
+    records = pool(full_or_free("a", running=4), full_or_free("b", queued_prefill_tokens=1_400))
     assert (await router(records).pick(prompt())).worker_id == "b"
     assert (await router(records, limits=LimitSettings(room=False)).pick(prompt())).worker_id == "a"
 
 
 async def test_room_counts_without_reservations_too() -> None:
-    records = pool(told("a", running=4), told("b", queued_prefill_tokens=1_500))
+    records = pool(full_or_free("a", running=4), full_or_free("b", queued_prefill_tokens=1_500))
     client = router(records, booking=BookingSettings(reservations=False))
     assert (await client.pick(prompt())).worker_id == "b"
     assert [result.worker_id for result in await client.rank(prompt())] == ["b", "a"]
 
 
-async def test_an_avoided_worker_comes_before_a_full_one() -> None:
-    """A full worker may be chosen where nothing else is left; one to be avoided never."""
-    choice = await router(pool(told("a", running=9), told("b"))).pick(prompt(), avoid=["b"])
+async def test_a_full_worker_is_chosen_rather_than_an_avoided_one() -> None:
+    """A full worker may be chosen if no other is left; an avoided one never."""
+    choice = await router(pool(full_or_free("a", running=9), full_or_free("b"))).pick(prompt(), avoid=["b"])
     assert choice.worker_id == "a"
 
 
@@ -207,7 +211,7 @@ def dear_decode(id: str) -> FleetRecord:
     return worker(id, load={"running_decodes": 200, "queued_prefill_tokens": 0})
 
 
-async def test_the_slo_is_told_priced_or_filtered(reservations: Reservations) -> None:
+async def test_the_slo_is_reported_priced_or_filtered(reservations: Reservations) -> None:
     """`a`: a first token after 904 ms, `b`: after 4 ms, but 1,024 ms more for its answer."""
     records = {**busy(22_500), **pool(dear_decode("b"))}
     asked = prompt(slo=Slo(ttft_ms=500))
@@ -218,7 +222,7 @@ async def test_the_slo_is_told_priced_or_filtered(reservations: Reservations) ->
         "dear": LimitSettings(slo=SloMode.PENALTY, slo_factor=1.0),
         "filter": LimitSettings(slo=SloMode.FILTER),
     }.items():
-        client = await sharing(reservations, records, limits=limits)
+        client = await router_sharing(reservations, records, limits=limits)
         choice = await client.pick(asked)
         chosen[name] = choice.worker_id
         a = next(result for result in choice.ranking if result.worker_id == "a")
@@ -233,7 +237,7 @@ async def test_the_slo_is_told_priced_or_filtered(reservations: Reservations) ->
 
 
 @pytest.mark.parametrize("mode", SloMode)
-async def test_where_all_miss_the_slo_the_answer_says_so(mode: SloMode) -> None:
+async def test_if_all_workers_miss_the_slo_the_advice_says_so(mode: SloMode) -> None:
     limits = LimitSettings(slo=mode, shed_factor=3)
     for queued, advice, retry_s in [
         ((5_000, 0), Advice.GO, 1),
@@ -246,7 +250,7 @@ async def test_where_all_miss_the_slo_the_answer_says_so(mode: SloMode) -> None:
         assert (await router(busy(*queued), limits=limits).rank(prompt())).advice is advice
 
 
-async def test_a_profile_that_prices_no_time_judges_no_slo() -> None:
+async def test_under_a_profile_that_predicts_no_time_the_slo_is_not_checked() -> None:
     client = router(busy(90_000), profile=QuillcacheProfile(), limits=LimitSettings(slo=SloMode.FILTER))
     assert (await client.pick(prompt())).advice is Advice.GO
 
@@ -258,7 +262,7 @@ def test_without_candidates_a_request_is_to_be_shed() -> None:
 # ---------------------------------------------------------------- sessions
 
 
-async def test_a_session_keeps_its_worker_from_every_router_as_long_as_that_is_worth_it() -> None:
+async def test_a_session_keeps_its_worker_on_every_router() -> None:
     records = pool(*(worker(f"w{i}") for i in range(8)))
     homes = {}
     for session in map(str, range(200)):
@@ -312,18 +316,18 @@ def test_softened_choices_follow_the_costs() -> None:
 async def test_softening_is_off_unless_asked_for_and_the_same_for_the_same_prompt() -> None:
     records = busy(0, 3_000)
     assert {(await router(records).pick(prompt(n))).worker_id for n in range(60)} == {"a"}
-    told = []
+    chosen = []
     for seed in (1, 1, 2):
         client = router(records, temperature=0.2, seed=seed)
-        told.append([(await client.pick(prompt(n))).worker_id for n in range(60)])
-    assert told[0] == told[1] != told[2]
-    assert set(told[0]) == {"a", "b"}
+        chosen.append([(await client.pick(prompt(n))).worker_id for n in range(60)])
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert set(chosen[0]) == {"a", "b"}
     choice = await router(records, temperature=0.2).pick(prompt())
     assert sum("softening" in {term.name for term in result.terms} for result in choice.ranking) == 1
 
 
 async def test_booked_choices_are_softened_as_they_are_ranked(reservations: Reservations) -> None:
-    client = await sharing(reservations, busy(0, 1_000, 2_000), temperature=0.2, session_us=30_000.0)
+    client = await router_sharing(reservations, busy(0, 1_000, 2_000), temperature=0.2, session_us=30_000.0)
     for number in range(30):
         asked = prompt(number, session_id="s")
         ranked = (await client.rank(asked)).results

@@ -1,4 +1,4 @@
-"""What engines answer beside what was predicted: why it deviates, and what somebody should look at."""
+"""Engines' answers compared with predictions: why they deviate, and which findings need attention."""
 
 import pytest
 
@@ -26,14 +26,14 @@ def test_a_deviation_has_one_reason(predicted: Prediction, prompt: int, cached: 
     assert deviation(predicted, prompt, cached) is why
 
 
-def test_answers_are_counted_in_all_and_by_pool() -> None:
+def test_answers_are_counted_in_total_and_by_pool() -> None:
     accuracy = PredictionAccuracy()
     assert accuracy.findings() == [] and accuracy.reports() == {}
     usage = Usage.of({"usage": {"prompt_tokens": 100, "completion_tokens": 1}})
     assert usage is not None and Usage.of({"usage": None}) is None and Usage.of([]) is None
     accuracy.count("a", KNOWN, usage)
-    (untold,) = accuracy.findings()
-    assert "--enable-prompt-tokens-details" in untold
+    (finding,) = accuracy.findings()
+    assert "--enable-prompt-tokens-details" in finding
     accuracy.count("a", KNOWN, Usage(100, 1, 80))
     accuracy.count("b", KNOWN, Usage(102, 1, 0))
     accuracy.count("b", Prediction(None), Usage(100, 1, 9))
@@ -48,7 +48,7 @@ def test_answers_are_counted_in_all_and_by_pool() -> None:
     assert AnswerReport.unpack(reports["b"].pack()) == reports["b"]
 
 
-def test_many_wrong_predictions_are_a_finding_that_names_the_reason() -> None:
+def test_many_wrong_predictions_are_a_finding_with_the_reason() -> None:
     accuracy = PredictionAccuracy()
     for number in range(ENOUGH_ANSWERS):
         accuracy.count("a", KNOWN, Usage(100, 1, 0 if number % 10 == 0 else 80))

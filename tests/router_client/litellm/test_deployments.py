@@ -36,11 +36,11 @@ def deployment(
         ("llama", "llama"),
     ],
 )
-def test_the_engine_is_asked_for_what_stands_behind_the_provider(model: str, engines: str) -> None:
+def test_the_engines_model_is_the_name_behind_the_provider(model: str, engines: str) -> None:
     assert list(by_engine_model([deployment(model)], {"hosted_vllm", "openai"})) == [engines]
 
 
-def test_a_deployment_is_of_the_workers_at_its_address_or_of_the_one_it_names() -> None:
+def test_a_deployment_belongs_to_the_workers_at_its_address_or_to_the_one_it_names() -> None:
     records = pool(
         worker("i-dp0", base_url="http://10.0.0.1:8000"),
         worker("i-dp1", base_url="http://127.0.0.1:8000", advertised_url="http://10.0.0.1:8000/"),
@@ -74,14 +74,14 @@ def test_the_rank_of_an_earlier_try_does_not_stay() -> None:
     assert nothing == {}
 
 
-def test_a_request_has_what_goes_to_the_engine() -> None:
+def test_a_request_has_the_fields_that_go_to_the_engine() -> None:
     messages = [{"role": "user", "content": "Who?"}]
     chat = read_request(Api.CHAT, messages, {"max_tokens": 3, "extra_body": {"cache_salt": "s"}})
     assert (chat.messages, chat.output_tokens, chat.cache_salt) == (messages, 3, "s")
     assert read_request(Api.COMPLETIONS, messages, {}).prompt == "Who?"
 
 
-def test_what_litellm_estimates_is_no_usage_of_the_engine() -> None:
+def test_usage_that_litellm_estimates_is_ignored() -> None:
     answer = SimpleNamespace(usage=SimpleNamespace(model_dump=lambda: {"prompt_tokens": 5, "completion_tokens": 2}))
     asked = {"optional_params": {"stream_options": {"include_usage": True}}}
     assert engine_usage({}, answer) == engine_usage({"stream": True, **asked}, answer) == Usage(5, 2)
@@ -89,9 +89,9 @@ def test_what_litellm_estimates_is_no_usage_of_the_engine() -> None:
     assert engine_usage({}, SimpleNamespace()) is None
 
 
-def test_a_streams_first_token_is_timed_from_the_call_of_the_engine() -> None:
+def test_a_streams_first_token_is_timed_from_the_call_to_the_engine() -> None:
     sent = datetime(2026, 1, 1, tzinfo=UTC)
-    told = {"api_call_start_time": sent, "completion_start_time": sent + timedelta(milliseconds=30)}
-    assert stream_timings({"stream": True, **told}) == Timings(ttft_us=30_000)
-    assert stream_timings(told) is None
+    times = {"api_call_start_time": sent, "completion_start_time": sent + timedelta(milliseconds=30)}
+    assert stream_timings({"stream": True, **times}) == Timings(ttft_us=30_000)
+    assert stream_timings(times) is None
     assert stream_timings({"stream": True}) is None

@@ -1,4 +1,4 @@
-"""LiteLLM's own Router, choosing by kvatlas among simulated engines."""
+"""LiteLLM's own Router in front of simulated engines, with kvatlas choosing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -14,7 +14,7 @@ from examples.litellm_router import main as example
 from kvatlas.fleet.store import FleetStore
 from kvatlas.store.connection import Store
 from router_client import Prompt, RouterSettings, SyncRouterClient
-from router_client.litellm.strategy import KvatlasRouting
+from router_client.litellm import KvatlasRouting
 from router_client.tokens import BudgetedTokenizer, ThreadedTokenizer, TokenizerBudget
 from router_client.tokens.local_tokenizer import LocalTokenizer
 from simulator.http.chat_template import render
@@ -49,7 +49,7 @@ def _forgetful() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BudgetedTokenizer]:
-    """The simulated engines' own, from its files."""
+    """The simulated engines' tokenizer, from its files."""
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     save_simulators(folder)
     threads = ThreadedTokenizer(LocalTokenizer.from_folder(folder).encode)
@@ -62,7 +62,7 @@ def deployment(url: str, **changed: Any) -> dict[str, Any]:
     return {"model_name": "group", "litellm_params": params, **changed}
 
 
-class Asked:
+class LiteRouter:
     """LiteLLM's Router over some engines, with kvatlas."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Asked:
         self.workers = {f"{url}/v1": worker_id for worker_id, url in urls.items()}
 
     def by(self, answer: Any) -> str:
-        """The worker that an answer is from."""
+        """The worker that answered."""
         worker_id: str = self.workers[answer._hidden_params["api_base"]]
         return worker_id
 
@@ -89,7 +89,7 @@ class Asked:
         return result.cost.amounts[4] - 1, result.cost.amounts[0]
 
     async def nothing_is_left(self, held: int) -> None:
-        """Every booking was told done, and the store has none."""
+        """The end of every booking was reported, and the store has none."""
 
         async def none() -> bool:
             return self.routing.held == 0 and not any((await self.booked()).values())
@@ -100,18 +100,18 @@ class Asked:
 
 
 @asynccontextmanager
-async def asked(
+async def lite_router(
     fleet: Fleet,
     redis_url: str,
     tokenizer: BudgetedTokenizer | None,
     urls: Mapping[str, str] | None = None,
     held_s: float = 600.0,
     **changed: Any,
-) -> AsyncIterator[Asked]:
+) -> AsyncIterator[LiteRouter]:
     """`urls`: other engines beside those of the fleet, by worker."""
     known = {**fleet.urls, **(urls or {})}
     for worker_id in known:
-        await fleet.tell(worker_id, known[worker_id])
+        await fleet.report(worker_id, known[worker_id])
     router = litellm.Router(
         model_list=[deployment(url) for url in known.values()],
         **{"num_retries": 0, "disable_cooldowns": True, **changed},
@@ -121,7 +121,7 @@ async def asked(
         SyncRouterClient.open(redis_url, settings) as client,
         KvatlasRouting(router, client, tokenizer, held_s=held_s) as r,
     ):
-        yield Asked(router, r, client, known)
+        yield LiteRouter(router, r, client, known)
         await close_litellm_async_clients()  # engines wait for connections that are kept
         litellm.in_memory_llm_clients_cache.flush_cache()
 
@@ -129,12 +129,14 @@ async def asked(
 # ---------------------------------------------------------------- where requests go
 
 
-async def test_a_chat_goes_where_its_prefix_is(store: Store, valkey_url: str, tokenizer: BudgetedTokenizer) -> None:
+async def test_a_chat_goes_to_the_worker_that_holds_its_prefix(
+    store: Store, valkey_url: str, tokenizer: BudgetedTokenizer
+) -> None:
     async with running_fleet(store, TWO) as fleet:
         for worker_id in ("w2", "w1"):
             await fleet.index.clear()
             await fleet.holds(worker_id, TOKENS)
-            async with asked(fleet, valkey_url, tokenizer) as lite:
+            async with lite_router(fleet, valkey_url, tokenizer) as lite:
                 for _ in range(5):
                     assert lite.by(await lite.router.acompletion(**CHAT)) == worker_id
                     assert lite.by(await asyncio.to_thread(lite.router.completion, **CHAT)) == worker_id
@@ -142,11 +144,11 @@ async def test_a_chat_goes_where_its_prefix_is(store: Store, valkey_url: str, to
                 assert lite.routing.counters.left == 0
 
 
-async def test_a_completion_goes_where_its_prefix_is(
+async def test_a_completion_goes_to_the_worker_that_holds_its_prefix(
     store: Store, valkey_url: str, tokenizer: BudgetedTokenizer
 ) -> None:
     text = "Once upon a time, " * 50
-    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, tokenizer) as lite:
+    async with running_fleet(store, TWO) as fleet, lite_router(fleet, valkey_url, tokenizer) as lite:
         await fleet.holds("w2", list(text.encode()))
         for _ in range(4):
             answer = await lite.router.atext_completion(model="group", prompt=text, max_tokens=2)
@@ -156,18 +158,18 @@ async def test_a_completion_goes_where_its_prefix_is(
 
 
 async def test_without_tokens_load_decides(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
+    async with running_fleet(store, TWO) as fleet, lite_router(fleet, valkey_url, None) as lite:
         await fleet.holds("w2", TOKENS)
-        await fleet.tell("w2", queued_prefill_tokens=9_000)
+        await fleet.report("w2", queued_prefill_tokens=9_000)
         assert lite.by(await lite.router.acompletion(**CHAT)) == "w1"
         await lite.nothing_is_left(1)
 
 
-async def test_the_rank_of_a_data_parallel_engine_is_told(store: Store, valkey_url: str) -> None:
+async def test_the_rank_of_a_data_parallel_engine_is_sent(store: Store, valkey_url: str) -> None:
     async with (
         raw_engine(ERROR) as engine,
         running_fleet(store, {}) as fleet,
-        asked(fleet, valkey_url, None, {"i": engine.url}) as lite,
+        lite_router(fleet, valkey_url, None, {"i": engine.url}) as lite,
     ):
         ranks = [
             worker(f"i-dp{n}", scope=SCOPE, base_url=engine.url, dp_rank=n, load={"running_decodes": 5 - n})
@@ -192,7 +194,7 @@ async def test_a_deployment_that_cools_down_is_not_chosen(
     async with (
         raw_engine(ERROR) as broken,
         running_fleet(store, ONE) as fleet,
-        asked(fleet, valkey_url, tokenizer, {"w2": broken.url}, **COOLING) as lite,
+        lite_router(fleet, valkey_url, tokenizer, {"w2": broken.url}, **COOLING) as lite,
     ):
         await fleet.holds("w2", TOKENS)
         with pytest.raises(litellm.InternalServerError):
@@ -205,15 +207,15 @@ async def test_a_deployment_that_cools_down_is_not_chosen(
 
 
 class Refusing:
-    """A routing plugin that lets nobody have the request."""
+    """A routing plugin that leaves no candidate."""
 
     async def run(self, context: Any) -> Any:
         context.candidate_models = []
         return context
 
 
-async def test_plugins_say_who_may_get_a_request(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, ONE) as fleet, asked(fleet, valkey_url, None, plugins=[Refusing()]) as lite:
+async def test_litellm_plugins_narrow_the_candidates(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, ONE) as fleet, lite_router(fleet, valkey_url, None, plugins=[Refusing()]) as lite:
         with pytest.raises(ValueError, match="No deployments left after routing-plugin"):
             await lite.router.acompletion(**CHAT)
         with pytest.raises(ValueError, match="routing-plugin pipeline"):
@@ -227,7 +229,7 @@ async def test_a_retry_leaves_no_booking_of_the_first_try(
     async with (
         raw_engine(ERROR) as broken,
         running_fleet(store, ONE) as fleet,
-        asked(fleet, valkey_url, tokenizer, {"w2": broken.url}, num_retries=2, **COOLING) as lite,
+        lite_router(fleet, valkey_url, tokenizer, {"w2": broken.url}, num_retries=2, **COOLING) as lite,
     ):
         await fleet.holds("w2", TOKENS)
         assert lite.by(await lite.router.acompletion(**CHAT)) == "w1"
@@ -235,8 +237,8 @@ async def test_a_retry_leaves_no_booking_of_the_first_try(
         await lite.nothing_is_left(2)
 
 
-async def test_where_kvatlas_knows_no_worker_litellm_chooses(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
+async def test_litellm_chooses_if_kvatlas_knows_no_worker(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, lite_router(fleet, valkey_url, None) as lite:
         for worker_id in fleet.urls:
             await FleetStore(store).forget(worker_id, SCOPE.pool_id)
         assert lite.by(await lite.router.acompletion(**CHAT)) in fleet.urls
@@ -244,17 +246,17 @@ async def test_where_kvatlas_knows_no_worker_litellm_chooses(store: Store, valke
         assert (lite.routing.counters.left, lite.routing.counters.held) == (2, 0)
 
 
-async def test_without_its_client_litellm_chooses(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
+async def test_litellm_chooses_if_the_client_is_closed(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, lite_router(fleet, valkey_url, None) as lite:
         lite.client.__exit__(None, None, None)
         assert lite.by(await lite.router.acompletion(**CHAT)) in fleet.urls
         assert lite.by(await asyncio.to_thread(lite.router.completion, **CHAT)) in fleet.urls
         assert lite.routing.counters.left == 2
 
 
-async def test_afterwards_litellm_chooses_as_before(store: Store, valkey_url: str) -> None:
+async def test_litellm_chooses_as_before_after_leaving(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, TWO) as fleet:
-        async with asked(fleet, valkey_url, None) as lite:
+        async with lite_router(fleet, valkey_url, None) as lite:
             pass
         before = set(vars(litellm.Router(model_list=[])))
         assert set(vars(lite.router)) <= before
@@ -270,7 +272,7 @@ async def test_a_stream_holds_its_worker_until_its_end(
     store: Store, valkey_url: str, tokenizer: BudgetedTokenizer, usage: bool
 ) -> None:
     streamed = {**CHAT, "stream": True, **({"stream_options": {"include_usage": True}} if usage else {})}
-    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, tokenizer) as lite:
+    async with running_fleet(store, TWO) as fleet, lite_router(fleet, valkey_url, tokenizer) as lite:
         await fleet.holds("w2", TOKENS)
         async for _ in await lite.router.acompletion(**streamed):
             assert lite.routing.held == 1 and await lite.booked() == {"w1": 0, "w2": 1}
@@ -279,7 +281,7 @@ async def test_a_stream_holds_its_worker_until_its_end(
         def read() -> None:
             stream = lite.router.completion(**streamed)
             next(stream)
-            until_sync(lambda: lite.load_of("w2") == (1, 0), what="its first token is told")
+            until_sync(lambda: lite.load_of("w2") == (1, 0), what="its first token is reported")
             for _ in stream:
                 pass
 
@@ -287,20 +289,20 @@ async def test_a_stream_holds_its_worker_until_its_end(
         await lite.nothing_is_left(2)
 
 
-async def test_a_stream_that_nobody_reads_to_its_end_is_given_back(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None, held_s=0.2) as lite:
+async def test_the_booking_of_a_stream_that_is_not_read_to_its_end_expires(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, lite_router(fleet, valkey_url, None, held_s=0.2) as lite:
         stream = await lite.router.acompletion(**CHAT, stream=True)
         await anext(aiter(stream))
 
-        async def given_back() -> bool:
+        async def released() -> bool:
             return lite.routing.held == 0 and not any((await lite.booked()).values())
 
-        await until(given_back, what="the booking is given back")
+        await until(released, what="the booking is released")
         assert (lite.routing.counters.held_expired, lite.routing.counters.held_done) == (1, 0)
 
 
-async def test_leaving_gives_back_what_is_booked(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, TWO) as fleet, asked(fleet, valkey_url, None) as lite:
+async def test_leaving_releases_all_bookings(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, TWO) as fleet, lite_router(fleet, valkey_url, None) as lite:
         stream = await lite.router.acompletion(**CHAT, stream=True)
         await anext(aiter(stream))
         assert sum((await lite.booked()).values()) == 1

@@ -1,4 +1,4 @@
-"""What a request costs on each worker, written down from docs/router.md alone: token by token, with its numbers, every
+"""What a request costs on each worker, written down from docs/router.md only: token by token, with its numbers, every
 worker tried as a source. Nothing of `kvatlas.cost`, `kvatlas.blocks.reuse` or the ranking is used."""
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ A_MIB = {Tier.REMOTE_HBM: 20, Tier.CPU_DRAM: 55, Tier.LOCAL_SSD: 280, Tier.OBJEC
 
 @dataclass(frozen=True)
 class Busy:
-    """Running requests, queued tokens, waiting requests whose tokens are not told, tokens of KV in use."""
+    """Running requests, queued tokens, waiting requests whose tokens are unknown, tokens of KV in use."""
 
     running: int = 0
     queued: int = 0
@@ -68,12 +68,12 @@ def scores(
     whole = [id for id, worker in able.items() if worker.role is Role.BOTH]
     prompts_alone = [id for id, w in able.items() if w.role is Role.PREFILL and w.kind is not EngineKind.SGLANG]
     candidates = whole or prompts_alone
-    told = {id: told_by(workers[id]) for id in candidates}
-    mean = mean_of([busy for busy in told.values() if busy is not None])
+    reported = {id: reported_by(workers[id]) for id in candidates}
+    mean = mean_of([busy for busy in reported.values() if busy is not None])
     found: dict[str, int] = {}
     for id in candidates:
         me, mine = workers[id].endpoint, held.get(id, ())
-        busy = (told[id] or mean) + (booked or {}).get(id, Busy())
+        busy = (reported[id] or mean) + (booked or {}).get(id, Busy())
         usable = reused(me, len(mine), input_tokens)
         own = cut(mine[:usable], me, me)
         ways = [own]
@@ -86,8 +86,8 @@ def scores(
     return found
 
 
-def told_by(record: FleetRecord) -> Busy | None:
-    """What a worker tells of its load; waiting requests count where it does not tell their tokens."""
+def reported_by(record: FleetRecord) -> Busy | None:
+    """A worker's reported load; waiting requests count if it does not report their tokens."""
     state = record.load
     if state is None:
         return None
@@ -101,7 +101,7 @@ def told_by(record: FleetRecord) -> Busy | None:
 
 
 def mean_of(known: Sequence[Busy]) -> Busy:
-    """What a worker that tells nothing is taken to have."""
+    """The load of a worker that reports none."""
     if not known:
         return Busy()
     n = len(known)

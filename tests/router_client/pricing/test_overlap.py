@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 TOKENS = list(range(1, 3_000))
 
 
-async def test_each_worker_tells_resident_and_usable_tokens_by_tier(index: ResidencyIndex) -> None:
+async def test_each_worker_has_resident_and_usable_tokens_by_tier(index: ResidencyIndex) -> None:
     tokens = TOKENS[:1_000]
     w1, w2, w3 = worker("w1"), worker("w2", kind=EngineKind.LMCACHE), worker("w3", state=EngineState.DOWN)
     await hold(index, w1, tokens, blocks=40)
@@ -89,7 +89,7 @@ async def test_overlap_counts_in_tokens_for_every_block_size_and_granularity(
 
 @given(depths=st.lists(st.integers(0, 700), min_size=1, max_size=5))
 @settings(max_examples=40)
-async def test_ready_hashes_and_token_ids_tell_the_same(depths: list[int]) -> None:
+async def test_ready_hashes_and_token_ids_give_the_same_overlap(depths: list[int]) -> None:
     index, tokens = MemoryIndex(), list(range(700))
     records = [worker(f"w{i}", block_size=1) for i in range(len(depths))]
     for record, depth in zip(records, depths, strict=True):
@@ -122,7 +122,7 @@ async def test_a_hit_takes_one_to_three_round_trips(blocks: int, round_trips: in
     assert counting.questions == [FIRST_BLOCKS * GROWTH**i for i in range(round_trips)]
 
 
-async def test_others_with_the_same_blocks_do_not_lengthen_the_question() -> None:
+async def test_workers_of_other_pools_do_not_lengthen_a_lookup() -> None:
     index, w1, stranger = MemoryIndex(), worker("w1", block_size=1), worker("stranger", block_size=1)
     await hold(index, stranger, TOKENS)
     counting = CountingIndex(index)
@@ -130,7 +130,7 @@ async def test_others_with_the_same_blocks_do_not_lengthen_the_question() -> Non
     assert counting.questions == [FIRST_BLOCKS]
 
 
-async def test_ready_hashes_are_one_question() -> None:
+async def test_ready_hashes_are_looked_up_at_once() -> None:
     index, w1 = MemoryIndex(), worker("w1", block_size=1)
     await hold(index, w1, TOKENS)
     counting = CountingIndex(index)

@@ -1,4 +1,4 @@
-"""`route_pd`: who computes the prompt and who the answer; held to trying every pair, and booked in one call."""
+"""`route_pd`: the workers for prompt and answer, checked against trying every pair, and booked in one call."""
 
 import json
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def reservations(request: pytest.FixtureRequest, store: Store) -> Reservations:
 
 
 def prefill(id: str, **fields: Any) -> FleetRecord:
-    """Idle, unless told otherwise."""
+    """Idle unless a load is given."""
     return worker(id, role=Role.PREFILL, **{"load": {}, **fields})
 
 
@@ -95,13 +95,13 @@ async def test_an_idle_decode_worker_computes_its_prompt_itself() -> None:
     assert pair.score_us == pair.decode.score_us
 
 
-async def test_few_new_tokens_are_computed_where_the_answer_is() -> None:
+async def test_few_new_tokens_are_computed_on_the_decode_worker() -> None:
     for least, apart in [(8_000, True), (8_001, False)]:
         client = await router(pool(prefill("p"), decode("d", load=QUEUED)), pairs=PairSettings(least_new_tokens=least))
         assert ((await client.pick_pd(PROMPT)).prefill is not None) == apart
 
 
-async def test_cached_tokens_are_no_new_ones_and_need_no_transfer() -> None:
+async def test_cached_tokens_are_not_new_and_need_no_transfer() -> None:
     records = pool(prefill("p"), decode("d", load=QUEUED))
     for blocks, moved in [(400, 1_600), (490, None)]:  # of 500; 160 new tokens are fewer than 512
         index = MemoryIndex()
@@ -110,7 +110,7 @@ async def test_cached_tokens_are_no_new_ones_and_need_no_transfer() -> None:
         assert (pair.decode.result.transferred_tokens if pair.prefill else None) == moved
 
 
-async def test_an_engine_that_can_not_do_both_is_given_a_partner_however_short_the_prompt() -> None:
+async def test_an_engine_that_can_not_do_both_gets_a_partner_however_short_the_prompt() -> None:
     sglang = {"kind": EngineKind.SGLANG}
     short = Prompt.of_tokens(SCOPE, [1, 2, 3])
     client = await router(pool(prefill("p", **sglang), decode("d", **sglang)))
@@ -133,7 +133,7 @@ async def test_kv_goes_only_within_a_transfer_group_and_the_nearer_the_cheaper()
         assert (await (await router(other)).pick_pd(PROMPT)).prefill is None
 
 
-async def test_the_prefix_makes_the_prefill_worker() -> None:
+async def test_the_worker_that_holds_the_prefix_becomes_the_prefill_worker() -> None:
     records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED))
     for holder in ("p", "q"):
         index = MemoryIndex()
@@ -183,7 +183,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
     def near(id: str, other: str) -> bool:
         return records[id].endpoint.locality_domain == records[other].endpoint.locality_domain
 
-    def told(id: str) -> Load:
+    def reported_load(id: str) -> Load:
         state = records[id].load
         assert state is not None
         return Load.of(state, 16)
@@ -200,7 +200,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         return min(plans, key=lambda one: profile.price(one).score_us)
 
     def whole(id: str, output: int) -> int:
-        return profile.price(plan(id, output)._replace(load=told(id))).score_us
+        return profile.price(plan(id, output)._replace(load=reported_load(id))).score_us
 
     costs = []
     for id, record in records.items():
@@ -219,14 +219,16 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
             if not set(it.transfer_groups or ("",)) & set(me.transfer_groups or ("",)):
                 continue
             pieces = [*own(id), *piece(id, tokens - usable(id), own=False, same_domain=near(id, other))]
-            answer = profile.price(Plan(id, tokens, 100, pieces, told(id)._replace(queued_prefill_tokens=0)))
+            answer = profile.price(Plan(id, tokens, 100, pieces, reported_load(id)._replace(queued_prefill_tokens=0)))
             costs.append(whole(other, 0) + answer.score_us)
     return costs
 
 
 @given(fleets(), st.integers(1, 1_500), st.sampled_from([0, 300]))
 @settings(max_examples=100)
-async def test_no_way_is_cheaper(fleet: tuple[dict[str, FleetRecord], dict[str, int]], tokens: int, least: int) -> None:
+async def test_no_worker_or_pair_is_cheaper_than_the_choice(
+    fleet: tuple[dict[str, FleetRecord], dict[str, int]], tokens: int, least: int
+) -> None:
     records, blocks = fleet
     index = MemoryIndex()
     for id, count in blocks.items():
@@ -250,7 +252,7 @@ async def test_no_way_is_cheaper(fleet: tuple[dict[str, FleetRecord], dict[str, 
 # ---------------------------------------------------------------- booked
 
 
-async def test_both_are_booked_and_given_back_together(reservations: Reservations) -> None:
+async def test_both_workers_are_booked_and_released_together(reservations: Reservations) -> None:
     records = pool(prefill("p"), decode("d"), decode("e", load={"running_decodes": 90}))
     client = await router(records, reservations, pairs=PairSettings(least_new_tokens=0))
     blocked = [await client.book_pd(PROMPT)]
@@ -271,7 +273,7 @@ async def test_both_are_booked_and_given_back_together(reservations: Reservation
     assert (client.counters.booked, client.counters.released) == (3, 3)
 
 
-async def test_a_failure_gives_both_back(reservations: Reservations) -> None:
+async def test_a_failure_releases_both_workers(reservations: Reservations) -> None:
     client = await router(pool(prefill("p"), decode("d", load=QUEUED)), reservations)
     before = await load(reservations, "d")
     with pytest.raises(ZeroDivisionError):
@@ -298,7 +300,7 @@ async def test_bookings_of_pairs_are_seen_by_all(reservations: Reservations) -> 
     assert sorted(pair.worker_id for pair in chosen) == ["d", "d", "e", "e"]
 
 
-async def test_a_store_that_hangs_holds_up_no_pair() -> None:
+async def test_a_store_that_hangs_delays_no_pair() -> None:
     records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED))
     with ValkeyProcess() as server:
         store = await open_store(server.url, wait=False)
@@ -327,7 +329,7 @@ async def test_a_store_that_hangs_holds_up_no_pair() -> None:
                 async def nothing_booked() -> bool:
                     return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
 
-                await until(nothing_booked, what="what was booked in spite of the time-out is called off")
+                await until(nothing_booked, what="bookings made in spite of the time-out are called off")
         finally:
             await store.close()
 
@@ -343,7 +345,7 @@ async def test_without_reservations_a_pair_is_chosen_by_reported_load() -> None:
 # ---------------------------------------------------------------- policy and answers
 
 
-async def test_policy_holds_for_both_of_a_pair() -> None:
+async def test_policy_applies_to_both_workers_of_a_pair() -> None:
     zones = [prefill(f"p{n}", labels={"zone": str(n)}) for n in (1, 2)]
     answers = [decode(f"d{n}", labels={"zone": str(n)}, load=QUEUED) for n in (1, 2)]
     client = await router(pool(*zones, *answers), session_us=1_000.0)
@@ -358,8 +360,8 @@ async def test_policy_holds_for_both_of_a_pair() -> None:
 
 async def test_a_full_worker_is_no_part_of_a_pair(reservations: Reservations) -> None:
     def metrics(running: int) -> dict[str, Any]:
-        told = {"total_request_slots": 8, "total_kv_blocks": 2_000}
-        return {"running_decodes": running, "queued_prefill_tokens": 20_000, "forward_pass": told}
+        sizes = {"total_request_slots": 8, "total_kv_blocks": 2_000}
+        return {"running_decodes": running, "queued_prefill_tokens": 20_000, "forward_pass": sizes}
 
     records = pool(prefill("p"), decode("d", load=metrics(8)), decode("e", load=metrics(1)))
     client = await router(records, reservations)

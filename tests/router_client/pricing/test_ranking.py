@@ -171,7 +171,7 @@ def test_a_copy_elsewhere_is_read_only_within_a_shared_transfer_group(
     assert (result.usable_tokens, result.resident_tokens) == (0, 0)
 
 
-def test_neighbours_in_one_tier_are_one_piece_also_where_some_are_in_a_farther_tier_too() -> None:
+def test_neighbours_in_one_nearest_tier_are_one_piece() -> None:
     prefix = HeldPrefix.of((Run(320, (Tier.CPU_DRAM, Tier.LOCAL_SSD)), Run(320, (Tier.CPU_DRAM,))))
     apart, together = [
         rank(prompt(1_000), pool(worker("w1")), {"w1": held}, EngineProfile())[0].cost.terms[1]
@@ -180,14 +180,14 @@ def test_neighbours_in_one_tier_are_one_piece_also_where_some_are_in_a_farther_t
     assert apart == together
 
 
-def test_what_is_dearer_to_read_than_to_compute_is_computed() -> None:
+def test_a_copy_that_is_dearer_to_read_than_to_compute_is_not_read() -> None:
     far: dict[str, Any] = {"transfer_groups": ("g",), "block_bytes": 64 << 20}
     workers = pool(worker("w1", **far), worker("w2", state=EngineState.DRAINING, **far))
     (result,) = rank(prompt(10_000), workers, {"w2": held(9_600, Tier.OBJECT_STORE)}, EngineProfile())
     assert result.source is None
 
 
-def test_a_draining_worker_may_still_be_read_from_a_lost_one_not() -> None:
+def test_a_draining_worker_may_still_be_read_but_a_lost_one_may_not() -> None:
     group: dict[str, Any] = {"transfer_groups": ("g",)}
     for record, source in [
         (worker("w2", state=EngineState.DRAINING, **group), "w2"),

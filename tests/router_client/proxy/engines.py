@@ -51,14 +51,14 @@ class Fleet:
         """Let the index say that a worker holds a prompt's full blocks."""
         await self.index.put(ScopeUse(scope, BLOCK_SIZE, 1024), worker_id, Tier.HBM, extend_chain(tokens, BLOCK_SIZE))
 
-    async def tell(self, worker_id: str, url: str | None = None, **load: Any) -> None:
-        """Write a worker's record: where it is said to be, and how busy."""
+    async def report(self, worker_id: str, url: str | None = None, **load: Any) -> None:
+        """Write a worker's record: its address and its load."""
         await FleetStore(self.store).write({worker_id: record(worker_id, url or self.urls[worker_id], **load)})
 
 
 @asynccontextmanager
 async def running_fleet(store: Store, workers: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[Fleet]:
-    """An engine for each worker, with changed settings, all told to be up."""
+    """An engine for each worker, with changed settings, all reported to be up."""
     async with AsyncExitStack() as stack:
         urls: dict[str, str] = {}
         clients: dict[str, httpx.AsyncClient] = {}
@@ -68,7 +68,7 @@ async def running_fleet(store: Store, workers: Mapping[str, Mapping[str, Any]]) 
             urls[worker_id] = addresses.base_url
         fleet = Fleet(store, index, urls, clients)
         for worker_id in workers:
-            await fleet.tell(worker_id)
+            await fleet.report(worker_id)
         yield fleet
 
 

@@ -1,4 +1,4 @@
-"""What the proxy knows of the fleet while the store is slow, away, or back without its data."""
+"""The proxy's knowledge of the fleet while the store is slow or away."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,7 +8,6 @@ import pytest
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import FleetRecord
-from router_client.decision.fleet_cache import EMPTY_GRACE_S, LastKnownRecords
 from router_client.proxy.catalogue import FLEET_AGE_S, Catalogue
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, SCOPE, record
@@ -40,19 +39,19 @@ async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None
     async with httpx.AsyncClient() as client, asyncio.TaskGroup() as tasks:
         catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
         first = [tasks.create_task(catalogue.scope_of(MODEL)) for _ in range(3)]
-        await until(lambda: fleet.asked == 1, deadline_s=10, what="the fleet to be asked for")
+        await until(lambda: fleet.asked == 1, deadline_s=10, what="the fleet is read")
         fleet.open.set()
         assert [await each for each in first] == [SCOPE] * 3 and fleet.asked == 1
         fleet.now_s += 2 * FLEET_AGE_S
         fleet.open.clear()
         slow = tasks.create_task(catalogue.scope_of(MODEL))
-        await until(lambda: fleet.asked == 2, deadline_s=10, what="the fleet to be asked for again")
+        await until(lambda: fleet.asked == 2, deadline_s=10, what="the fleet is read again")
         assert await catalogue.scope_of(MODEL) == SCOPE
         fleet.open.set()
         assert await slow == SCOPE
 
 
-async def test_a_fleet_that_was_never_read_is_no_reason_to_call_a_model_unknown() -> None:
+async def test_a_model_is_not_called_unknown_before_the_fleet_was_read() -> None:
     fleet = Fleet()
     fleet.open.set()
     async with httpx.AsyncClient() as client:
@@ -65,14 +64,3 @@ async def test_a_fleet_that_was_never_read_is_no_reason_to_call_a_model_unknown(
         assert await catalogue.scope_of(MODEL) == SCOPE
         fleet.records, fleet.now_s = None, fleet.now_s + 2 * FLEET_AGE_S
         assert await catalogue.scope_of(MODEL) == SCOPE
-
-
-def test_an_empty_store_is_not_believed_at_once() -> None:
-    fleet = Fleet()
-    last = LastKnownRecords(lambda: fleet.now_s)
-    assert last.update({}) == {}
-    assert last.update(RECORDS) == RECORDS
-    fleet.now_s += EMPTY_GRACE_S
-    assert last.update({}) == RECORDS
-    fleet.now_s += 0.1
-    assert last.update({}) == {}

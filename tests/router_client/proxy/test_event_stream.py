@@ -30,7 +30,7 @@ def cut(text: bytes, places: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.integers(0, 1_000), max_size=20), st.sampled_from([b"\n\n", b"\r\n\r\n"]))
-def test_what_was_not_asked_for_is_left_out_and_nothing_else(places: list[int], mark: bytes) -> None:
+def test_usage_that_was_not_asked_for_is_left_out_and_nothing_else(places: list[int], mark: bytes) -> None:
     stream = EventStream(hide_usage=True)
     text = WHOLE.replace(b"\n\n", mark)
     passed = b"".join([*(stream.feed(part) for part in cut(text, places)), stream.end()])
@@ -38,7 +38,7 @@ def test_what_was_not_asked_for_is_left_out_and_nothing_else(places: list[int], 
 
 
 @given(st.lists(st.integers(0, 1_000), max_size=20))
-def test_what_was_asked_for_passes_byte_by_byte(places: list[int]) -> None:
+def test_a_stream_with_its_usage_asked_for_passes_byte_by_byte(places: list[int]) -> None:
     stream = EventStream(hide_usage=False)
     parts = cut(WHOLE, places)
     assert [stream.feed(part) for part in parts] == parts and stream.end() == b""
@@ -46,7 +46,7 @@ def test_what_was_asked_for_passes_byte_by_byte(places: list[int]) -> None:
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
-def test_a_last_event_without_its_end_passes_too(end: bytes) -> None:
+def test_a_last_event_without_its_empty_line_passes_too(end: bytes) -> None:
     stream = EventStream(hide_usage=True)
     rest = DONE.rstrip() + end
     assert stream.feed(CHOICES[0] + rest) + stream.end() == CHOICES[0] + rest

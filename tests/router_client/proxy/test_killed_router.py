@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 SLOW = {"speed_up": 1, "decode_step_us": 50_000}
 
 
-async def test_a_killed_router_frees_what_it_booked(store: Store, valkey_url: str) -> None:
+async def test_a_killed_router_frees_its_bookings(store: Store, valkey_url: str) -> None:
     _, load, reservations, *_ = pool_keys(pool_id(MODEL, MODEL))
     async with running_fleet(store, {"w1": SLOW}) as fleet:
         words = ["router", "--redis-url", valkey_url, "--port", "0", "--tokenizer", "none"]
@@ -48,7 +48,7 @@ async def test_a_killed_router_frees_what_it_booked(store: Store, valkey_url: st
                 await process.wait()
 
         async def is_free() -> bool:
-            await fleet.tell("w1")  # as the indexer does each second
+            await fleet.report("w1")  # as the indexer does each second
             booked_running = struct.unpack_from(">10d", await store.client.hget(load, "w1"))[7]
             return not await store.client.hlen(reservations) and booked_running == 0
 

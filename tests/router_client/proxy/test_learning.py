@@ -1,4 +1,4 @@
-"""What answers teach that pass through the proxy, or that others tell of by `/v1/done`."""
+"""Rates learned from answers that pass through the proxy, and from `/v1/done`."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ async def complete(client: httpx.AsyncClient, number: int, **body: Any) -> None:
     assert (await client.post("/v1/completions", json=asked)).status_code == 200
 
 
-async def told(store: Store, requests: int) -> Evidence:
-    """Of so many requests."""
+async def learned_from(store: Store, requests: int) -> Evidence:
+    """The evidence once this many requests are learned from."""
 
     found = Evidence()
 
@@ -29,7 +29,7 @@ async def told(store: Store, requests: int) -> Evidence:
         found = (await RedisReservations(store).learned(SCOPE.pool_id)).get("w1", found)
         return found.requests >= requests
 
-    await until(enough, what=f"{requests} requests have taught")
+    await until(enough, what=f"{requests} requests are learned from")
     assert found.requests == requests
     return found
 
@@ -39,35 +39,35 @@ def rows(evidence: Evidence, kind: Kind) -> float:
     return evidence.sums[2 * kind + 1]
 
 
-async def test_streams_and_answers_of_one_token_teach(store: Store, valkey_url: str) -> None:
+async def test_streams_and_answers_of_one_token_teach_rates(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {"speed_up": 20}}), running_proxy(valkey_url) as client:
         await complete(client, 1, max_tokens=8, stream=True)
         await complete(client, 2, max_tokens=1)
         await complete(client, 3, max_tokens=8)  # in one piece: nobody knows when its first token was there
         await complete(client, 4, max_tokens=8, stream=True, n=2)
-        evidence = await told(store, 2)
+        evidence = await learned_from(store, 2)
         assert rows(evidence, Kind.FIRST) > rows(evidence, Kind.NEXT) > 0
 
 
-async def test_routers_in_other_languages_teach(store: Store, valkey_url: str) -> None:
+async def test_done_teaches_rates(store: Store, valkey_url: str) -> None:
     usage = {"prompt_tokens": 64, "completion_tokens": 8, "prompt_tokens_details": {"cached_tokens": 0}}
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
         ends: list[dict[str, Any]] = [
             {"usage": usage, "timings": {"ttft_us": 5_000, "tpot_us": 7_000.5}},
             {"usage": usage, "timings": {"ttft_us": 5_000}},
-            {"usage": usage},  # then by when they told of the first token
+            {"usage": usage},  # then the time of their first_token counts
             {"usage": usage, "failed": True, "timings": {"ttft_us": 5_000}},
         ]
         for number, done in enumerate(ends):
             id = (await client.post("/v1/route", json={"token_ids": [number] * 64})).json()["id"]
             await client.post("/v1/done", json={"id": id, "phase": "first_token"})
             assert (await client.post("/v1/done", json={"id": id, **done})).json() == {"known": True}
-        evidence = await told(store, 3)
+        evidence = await learned_from(store, 3)
         assert rows(evidence, Kind.FIRST) > 2 * rows(evidence, Kind.NEXT) > 0
 
 
 @pytest.mark.parametrize("timings", ["5 ms", {"ttft_us": "5"}, {"tpot_us": True}])
-async def test_what_is_no_time_is_said(store: Store, valkey_url: str, timings: object) -> None:
+async def test_timings_that_are_not_times_are_an_error(store: Store, valkey_url: str, timings: object) -> None:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
         id = (await client.post("/v1/route", json={"token_ids": [1] * 64})).json()["id"]
         answer = await client.post("/v1/done", json={"id": id, "timings": timings})

@@ -1,4 +1,4 @@
-"""Engines that hang up: before the first byte nothing is lost, after it the client is told."""
+"""Engines that hang up: before the first byte nothing is lost, after it the client gets an error event."""
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -20,7 +20,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     [b"", b"HTTP/1.1 200", HEAD, LENGTH + b'{"choices"'],
     ids=["nothing", "half", "head", "cut"],
 )
-async def test_what_is_lost_before_the_first_byte_is_asked_of_another(
+async def test_a_request_lost_before_the_first_byte_goes_to_another_engine(
     store: Store, valkey_url: str, before_the_first_byte: bytes
 ) -> None:
     async with (
@@ -28,7 +28,7 @@ async def test_what_is_lost_before_the_first_byte_is_asked_of_another(
         running_fleet(store, {"w1": {}}) as fleet,
         running_proxy(valkey_url) as client,
     ):
-        await fleet.tell("w2", rude.url)
+        await fleet.report("w2", rude.url)
         await fleet.holds("w2", PROMPT)
         for streamed in (True, False):
             body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "stream": streamed}
@@ -39,13 +39,13 @@ async def test_what_is_lost_before_the_first_byte_is_asked_of_another(
         assert (counted["unreachable"], counted["answered"], counted["broken"]) == (1, 2, 0)
 
 
-async def test_what_is_lost_in_mid_answer_is_told_as_an_error_event(store: Store, valkey_url: str) -> None:
+async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Store, valkey_url: str) -> None:
     async with (
         raw_engine(HEAD + chunk(EVENT)) as rude,
         running_fleet(store, {}) as fleet,
         running_proxy(valkey_url) as client,
     ):
-        await fleet.tell("w1", rude.url)
+        await fleet.report("w1", rude.url)
         body = {"model": MODEL, "prompt": PROMPT, "stream": True}
         answer = await client.post("/v1/completions", json=body)
         assert answer.headers["x-engine"] == "raw"
@@ -53,7 +53,7 @@ async def test_what_is_lost_in_mid_answer_is_told_as_an_error_event(store: Store
         assert (await status(client))["proxy"]["broken"] == 1
 
 
-async def test_the_callers_trace_goes_on_to_the_engine_through_the_proxys_span(
+async def test_the_callers_trace_continues_to_the_engine_through_the_proxys_span(
     store: Store, valkey_url: str, spans: InMemorySpanExporter
 ) -> None:
     async with (
@@ -61,7 +61,7 @@ async def test_the_callers_trace_goes_on_to_the_engine_through_the_proxys_span(
         running_fleet(store, {}) as fleet,
         running_proxy(valkey_url) as client,
     ):
-        await fleet.tell("w1", rude.url)
+        await fleet.report("w1", rude.url)
         headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "r1", "authorization": "Bearer key"}
         body = {"model": MODEL, "prompt": PROMPT, "stream": True}
         assert (await client.post("/v1/completions?a=b", json=body, headers=headers)).status_code == 200
@@ -78,14 +78,14 @@ async def test_the_callers_trace_goes_on_to_the_engine_through_the_proxys_span(
     assert head.startswith("POST /v1/completions?a=b ") and lines["host"] == rude.url.removeprefix("http://")
 
 
-async def test_without_tracing_the_callers_own_context_goes_on(store: Store, valkey_url: str) -> None:
+async def test_without_tracing_the_callers_own_context_is_forwarded(store: Store, valkey_url: str) -> None:
     async with (
         raw_engine(HEAD + chunk(EVENT) + b"0\r\n\r\n") as rude,
         running_fleet(store, {}) as fleet,
         running_proxy(valkey_url) as client,
     ):
-        await fleet.tell("w1", rude.url)
+        await fleet.report("w1", rude.url)
         body = {"model": MODEL, "prompt": PROMPT, "stream": True}
-        told = f"00-{TRACE}-{SPAN}-01"
-        await client.post("/v1/completions", json=body, headers={"traceparent": told})
-    assert f"traceparent: {told}\r\n" in rude.heads[0].lower()
+        traceparent = f"00-{TRACE}-{SPAN}-01"
+        await client.post("/v1/completions", json=body, headers={"traceparent": traceparent})
+    assert f"traceparent: {traceparent}\r\n" in rude.heads[0].lower()

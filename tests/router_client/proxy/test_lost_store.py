@@ -46,9 +46,9 @@ async def test_no_request_is_lost_while_the_store_is_away() -> None:
             async with valkey_server(port=port):
                 again = await open_store(url, wait=False)
                 try:
-                    async with running_fleet(again, {}) as told:
+                    async with running_fleet(again, {}) as refilled:
                         for worker_id in ("w1", "w2"):
-                            await told.tell(worker_id, fleet.urls[worker_id])
+                            await refilled.report(worker_id, fleet.urls[worker_id])
 
                         async def is_with_store() -> bool:
                             answer = await client.post("/v1/completions", json=BODY)

@@ -54,9 +54,14 @@ async def test_a_completion_goes_to_the_worker_that_holds_its_prompt(store: Stor
             await fleet.holds(worker_id, prompt)
             answer = await client.post("/v1/completions", json=body)
             assert answer.status_code == 200 and answer.json()["choices"] == direct["choices"]
-            worker, told = decision(answer)
+            worker, parameters = decision(answer)
             assert worker == worker_id
-            assert (told["cached"], told["prompt"], told["attempt"], told["by"]) == ("40", "44", "1", "cost")
+            assert (parameters["cached"], parameters["prompt"], parameters["attempt"], parameters["by"]) == (
+                "40",
+                "44",
+                "1",
+                "cost",
+            )
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 40
         counted = await status(client)
         answers = counted["answers"]
@@ -65,7 +70,7 @@ async def test_a_completion_goes_to_the_worker_that_holds_its_prompt(store: Stor
 
 
 @pytest.mark.parametrize("tokenizer", ["engine", "local"])
-async def test_a_chat_is_tokenized_and_goes_where_it_is_held(
+async def test_a_chat_is_tokenized_and_goes_to_the_worker_that_holds_it(
     store: Store, valkey_url: str, tmp_path: Path, tokenizer: str
 ) -> None:
     chosen = "engine" if tokenizer == "engine" else str(save_simulators(tmp_path))
@@ -78,14 +83,14 @@ async def test_a_chat_is_tokenized_and_goes_where_it_is_held(
         for worker_id in ("w2", "w1"):
             body["messages"] = [*MESSAGES, {"role": "user", "content": worker_id}]
             await fleet.holds(worker_id, list(render(body["messages"]).encode()))
-            worker, told = decision(await client.post("/v1/chat/completions", json=body))
-            assert worker == worker_id and int(told["prompt"]) > len(tokens)
+            worker, parameters = decision(await client.post("/v1/chat/completions", json=body))
+            assert worker == worker_id and int(parameters["prompt"]) > len(tokens)
         counted = await status(client)
         answers = counted["answers"]
         assert (counted["tokens"]["tokenized"], answers["prompts_equal"], answers["prompts_differ"]) == (2, 2, 0)
 
 
-async def test_a_wrong_tokenizer_is_found_out(store: Store, valkey_url: str, tmp_path: Path) -> None:
+async def test_a_wrong_tokenizer_is_a_finding(store: Store, valkey_url: str, tmp_path: Path) -> None:
     folder = save_simulators(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     async with (
@@ -99,7 +104,7 @@ async def test_a_wrong_tokenizer_is_found_out(store: Store, valkey_url: str, tmp
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_a_stream_passes_as_it_is_and_tells_its_usage_only_where_asked(
+async def test_a_stream_passes_unchanged_and_has_its_usage_only_if_the_client_asks(
     store: Store, valkey_url: str, wanted: bool
 ) -> None:
     async with running_fleet(store, {"w1": {}}) as fleet, running_proxy(valkey_url) as client:
@@ -127,20 +132,20 @@ async def test_the_first_bytes_come_before_the_last_are_made(store: Store, valke
                 break
 
 
-async def test_an_engine_that_is_away_costs_nothing_but_another_try(store: Store, valkey_url: str) -> None:
+async def test_an_engine_that_is_away_costs_only_another_try(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}, "w2": {}}) as fleet, running_proxy(valkey_url) as client:
-        await fleet.tell("w2", NOTHING_LISTENS)
+        await fleet.report("w2", NOTHING_LISTENS)
         await fleet.holds("w2", PROMPT)
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
-        worker, told = decision(await client.post("/v1/completions", json=body))
-        assert (worker, told["attempt"]) == ("w1", "2")
+        worker, parameters = decision(await client.post("/v1/completions", json=body))
+        assert (worker, parameters["attempt"]) == ("w1", "2")
         # for a while nobody else is sent there first
-        worker, told = decision(await client.post("/v1/completions", json={**body, "stream": True}))
-        assert (worker, told["attempt"]) == ("w1", "1")
+        worker, parameters = decision(await client.post("/v1/completions", json={**body, "stream": True}))
+        assert (worker, parameters["attempt"]) == ("w1", "1")
         assert (await status(client))["proxy"]["unreachable"] == 1
 
 
-async def test_a_full_engine_is_left_for_another(store: Store, valkey_url: str) -> None:
+async def test_a_request_leaves_a_full_engine_for_another(store: Store, valkey_url: str) -> None:
     full = {"queue_limit": 1, "max_num_seqs": 1, "speed_up": 0.001}
     async with running_fleet(store, {"w1": {}, "w2": full}) as fleet, running_proxy(valkey_url) as client:
         await fleet.holds("w2", PROMPT)
@@ -150,15 +155,15 @@ async def test_a_full_engine_is_left_for_another(store: Store, valkey_url: str) 
                 post = partial(fleet.clients["w2"].post, json={**body, "prompt": [i + 500]})
                 tasks.start_soon(post, "/v1/completions")
                 await until(partial(requests_are, fleet.clients["w2"], gauge, 1), what=f"a request is {gauge}")
-            worker, told = decision(await client.post("/v1/completions", json=body))
-            assert (worker, told["attempt"]) == ("w1", "2")
+            worker, parameters = decision(await client.post("/v1/completions", json=body))
+            assert (worker, parameters["attempt"]) == ("w1", "2")
             assert (await status(client))["proxy"]["refused"] == 1
             tasks.cancel_scope.cancel()
 
 
-async def test_nobody_left_is_told_as_the_engines_say_it(store: Store, valkey_url: str) -> None:
+async def test_without_a_worker_left_the_client_gets_the_last_error(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}}) as fleet, running_proxy(valkey_url) as client:
-        await fleet.tell("w1", NOTHING_LISTENS)
+        await fleet.report("w1", NOTHING_LISTENS)
         answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT})
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "127.0.0.1:1" in answer.json()["error"]["message"]
@@ -224,14 +229,14 @@ async def test_a_cache_salt_is_part_of_the_first_block(store: Store, valkey_url:
         assert decision(await client.post("/v1/completions", json=body))[1]["cached"] == "0"
 
 
-async def test_a_tokenizer_that_is_away_does_not_cost_the_request(store: Store, valkey_url: str) -> None:
+async def test_a_request_without_a_tokenizer_is_routed_by_load(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url, tokenizer="none") as client:
         answer = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES})
         assert answer.status_code == 200 and "prompt" not in decision(answer)[1]
         assert (await status(client))["proxy"]["untokenized"] == 1
 
 
-async def test_probes(store: Store, valkey_url: str) -> None:
+async def test_probes_say_if_the_proxy_is_alive_and_ready(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/readyz")).json() == {"workers": 1}

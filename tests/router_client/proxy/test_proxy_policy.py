@@ -18,10 +18,10 @@ LATE: dict[str, Any] = {"queued_prefill_tokens": 100_000}
 """4 s of work: five times what the SLO allows for the first token."""
 
 
-async def test_advice_is_told_and_followed_only_if_asked_for(store: Store, valkey_url: str) -> None:
+async def test_advice_is_given_always_and_followed_only_if_configured(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {"w1": {}, "w2": {}}) as fleet:
         for worker_id in fleet.urls:
-            await fleet.tell(worker_id, **LATE)
+            await fleet.report(worker_id, **LATE)
         async with running_proxy(valkey_url) as client:
             answer = await client.post("/v1/completions", json=ASK)
             assert answer.status_code == 200
@@ -35,14 +35,14 @@ async def test_advice_is_told_and_followed_only_if_asked_for(store: Store, valke
             counted = (await client.get("/status")).json()
             assert (counted["proxy"]["shed"], counted["proxy"]["sent"], counted["proxy"]["gave_up"]) == (2, 0, 0)
 
-            async def given_back() -> bool:
+            async def released() -> bool:
                 return not await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations")
 
-            await until(given_back, what="what was booked for refused requests is given back")
+            await until(released, what="bookings of refused requests are released")
         async with running_proxy(valkey_url, shed=True, slo_ttft_ms=2_000) as client:
             answer = await client.post("/v1/completions", json=ASK)
             assert answer.status_code == 200 and ";advice=queue" in answer.headers["x-kvatlas-decision"]
-        await fleet.tell("w1")
+        await fleet.report("w1")
         async with running_proxy(valkey_url, shed=True) as client:
             answer = await client.post("/v1/completions", json=ASK)
             assert answer.status_code == 200 and "advice" not in answer.headers["x-kvatlas-decision"]
@@ -68,7 +68,7 @@ async def test_a_session_keeps_its_worker_and_selection_holds(store: Store, valk
             assert "its label zone is absent; expected 1" in refused.text
 
 
-async def test_both_workers_of_a_pair_are_told(store: Store, valkey_url: str) -> None:
+async def test_route_returns_both_workers_of_a_pair(store: Store, valkey_url: str) -> None:
     async with running_fleet(store, {}):
         records = {}
         for worker_id, role, rank in (("p", Role.PREFILL, 2), ("d", Role.DECODE, None)):
@@ -78,11 +78,11 @@ async def test_both_workers_of_a_pair_are_told(store: Store, valkey_url: str) ->
         await FleetStore(store).write(records)
         async with running_proxy(valkey_url) as client:
             assert (await client.post("/v1/route", json={"token_ids": [1] * 99})).status_code == 503
-            told = (await client.post("/v1/route", json={"token_ids": [1] * 99, "pd": True})).json()
-            assert (told["worker"], told["url"], told["headers"]) == ("d", "http://d", {})
-            assert told["prefill"] == {"worker": "p", "url": "http://p", "headers": {"X-Data-Parallel-Rank": "2"}}
+            answer = (await client.post("/v1/route", json={"token_ids": [1] * 99, "pd": True})).json()
+            assert (answer["worker"], answer["url"], answer["headers"]) == ("d", "http://d", {})
+            assert answer["prefill"] == {"worker": "p", "url": "http://p", "headers": {"X-Data-Parallel-Rank": "2"}}
             for phase in ("first_token", "done"):
-                done = await client.post("/v1/done", json={"id": told["id"], "phase": phase})
+                done = await client.post("/v1/done", json={"id": answer["id"], "phase": phase})
                 assert done.json() == {"known": True}
             wrong = await client.post("/v1/route", json={"token_ids": [1], "pd": "yes"})
             assert (wrong.status_code, wrong.json()) == (400, {"error": "pd is 'yes'; expected true or false"})

@@ -45,14 +45,14 @@ async def test_an_engine_and_a_local_tokenizer_agree_with_what_the_engine_comput
                 assert answer.json()["choices"][0]["prompt_token_ids"] == tokens
 
 
-async def test_another_engine_is_asked_where_one_is_away() -> None:
+async def test_another_engine_is_asked_if_one_is_away() -> None:
     async with running_engine() as (addresses, client):
         tokenizer = EngineTokenizer(client, of("http://127.0.0.1:1", addresses.base_url))
         for _ in range(2):
             assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]
 
 
-async def test_engines_that_dont_know_are_told_apart_from_those_that_fail() -> None:
+async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail() -> None:
     async with running_engine() as (addresses, client):
         request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
         for urls, why in (
@@ -68,7 +68,7 @@ async def test_engines_that_dont_know_are_told_apart_from_those_that_fail() -> N
             await EngineTokenizer(client, of(addresses.base_url)).token_ids(other)
 
 
-async def test_no_proxy_of_the_environment_is_between(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_from_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     async with running_engine() as (addresses, _), httpx.AsyncClient(trust_env=False) as client:
         tokenizer = EngineTokenizer(client, of(addresses.base_url))

@@ -52,7 +52,7 @@ def test_a_growing_conversation_costs_only_what_is_new() -> None:
     assert tokenizer.memo.hits - hits >= 3 and tokenizer.memo.misses - misses <= 3
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_piece_memo_is_bounded() -> None:
     tokenizer = local(memo_bytes=20_000)
     for i in range(100):
         tokenizer.encode(chat([{"role": "user", "content": f"question {i} " * 20}]))
@@ -89,14 +89,14 @@ def test_a_template_gets_tools_documents_and_the_requests_own_arguments() -> Non
 
 
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000])
-def test_tool_call_arguments_that_are_no_json_are_said(arguments: str) -> None:
+def test_tool_call_arguments_that_are_not_json_are_an_error(arguments: str) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
     template = ChatTemplate({"default": "{{ messages[0].tool_calls }}"})
     with pytest.raises(InvalidValue, match="tool call arguments are .*; expected JSON"):
         template.render(chat([{"role": "assistant", "content": None, "tool_calls": [call]}]))
 
 
-def test_content_is_text_or_parts_as_the_template_walks_through_it() -> None:
+def test_content_is_text_or_parts_as_the_template_loops_over_it() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     as_text = ChatTemplate({"default": "{% for m in messages %}{{ m.content }}{% endfor %}"})
     assert as_text.render(chat([{"role": "user", "content": parts}])) == "a\nb"
@@ -106,13 +106,13 @@ def test_content_is_text_or_parts_as_the_template_walks_through_it() -> None:
     assert walking.render(chat([{"role": "user", "content": "one"}])) == "<one>"
 
 
-def test_an_answer_that_goes_on_ends_the_text_with_the_last_message() -> None:
+def test_continuing_the_final_message_ends_the_text_with_it() -> None:
     template = ChatTemplate({"default": CHATML})
     messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, two,"}]
     assert template.render(chat(messages, continue_final_message=True)).endswith("<|im_start|>assistant\none, two,")
 
 
-def test_a_template_may_mark_what_the_assistant_says_and_leave_loops() -> None:
+def test_a_template_may_mark_generations_and_break_out_of_loops() -> None:
     source = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
     source += "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
@@ -127,7 +127,7 @@ def test_a_template_may_mark_what_the_assistant_says_and_leave_loops() -> None:
         (chat([{"role": "nobody", "content": "a"}]), Why.FAILED),
     ],
 )
-def test_what_is_not_text_alone_has_no_tokens(request_: TextRequest, why: Why) -> None:
+def test_a_request_with_more_than_text_has_no_tokens(request_: TextRequest, why: Why) -> None:
     refusing = "{% if messages[0].role == 'nobody' %}{{ raise_exception('unknown role') }}{% endif %}" + CHATML
     with pytest.raises(CannotTokenize) as error:
         local(refusing).encode(request_)
