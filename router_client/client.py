@@ -249,8 +249,8 @@ class RouterClient:
             learns = ranking.prefill is None
 
             def build(result: SelectionResult, results: RankedResults, reservation: Reservation | None) -> Choice:
-                whole = self._ranking(prompt, results, pool.unable)
-                return self._build_choice(prompt, pool, result, whole, decision, reservation, learns=learns)
+                part = self._ranking(prompt, results, pool.unable)
+                return self._build_choice(prompt, pool, result, part, decision, reservation, learns=learns)
 
             for_decode, for_prefill = (*decision.reservations, None, None)[:2]
             prefill = None if ranking.prefill is None else build(ranking.prefill, ranking.prefills, for_prefill)

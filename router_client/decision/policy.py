@@ -1,6 +1,6 @@
 """A router's policy: which workers may get a prompt, what is added to their costs, and what results are checked against.
 
-Pure, and the same on every router with the same settings.
+Pure, and the same on every router with the same settings; only a followed policy may have state of its own.
 """
 
 from collections.abc import Collection, Sequence

@@ -124,7 +124,8 @@ async def _look_up_shape(
                         known = runs.setdefault(worker_id, [])
                         # residency is prefix-closed: what an earlier chunk's result did not show is held now
                         if missing := before - _length(known):
-                            known.append((missing, found[0][1]))
+                            _, first_flags = found[0]
+                            known.append((missing, first_flags))
                         known.extend(found)
                     else:
                         runs[worker_id] = found
@@ -156,13 +157,14 @@ async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[
 
 
 def _length(found: Sequence[tuple[int, int]]) -> int:
-    return found[0][0] if len(found) == 1 else sum(length for length, _ in found)
+    return sum(length for length, _ in found)
 
 
 def _merge_runs(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
     """From (length in steps, flags) to runs in tokens; neighbours in equal tiers become one."""
     if len(found) == 1:
-        return (Run(found[0][0] * step_tokens, _tiers(found[0][1])),)
+        ((length, flags),) = found
+        return (Run(length * step_tokens, _tiers(flags)),)
     merged: list[Run] = []
     for length, flags in found:
         tiers = _tiers(flags)
