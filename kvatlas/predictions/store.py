@@ -2,7 +2,7 @@
 
 from kvatlas.errors import Unreachable
 from kvatlas.predictions.accuracy import AnswerReport
-from kvatlas.reservations.redis_calls import pool_call
+from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import UNREACHABLE, Store, reason
 
 KEEP_US = 60_000_000
@@ -17,7 +17,7 @@ def answers_key(pool_id: str) -> str:
 async def tell_answers(store: Store, router_id: str, pool_id: str, report: AnswerReport) -> None:
     """Replace what this router told before. Raises Unreachable."""
     args = [router_id, KEEP_US, MOST_ROUTERS, report.pack()]
-    await pool_call(store, "answered", pool_id, args, keys=[answers_key(pool_id)])
+    await call_pool(store, "answered", pool_id, args, keys=[answers_key(pool_id)])
 
 
 async def told_answers(store: Store, pool_id: str, now_us: int) -> dict[str, AnswerReport]:

@@ -12,7 +12,7 @@ from kvatlas.cost.regression import ERRORS, FORM, Evidence
 from kvatlas.reservations.limits import Limits
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, Outcome, Weighed, Weighing, WorkerReport
-from kvatlas.reservations.redis_calls import pool_call, pool_call_ro
+from kvatlas.reservations.redis_calls import call_pool, call_pool_ro
 from kvatlas.reservations.weigh import Busy, judge
 from kvatlas.store.connection import Store
 
@@ -32,7 +32,7 @@ class RedisReservations:
         self._store = store
 
     async def look(self, pool_id: str, ask: Ask) -> Weighing:
-        weighing = _weighing(ask, await pool_call_ro(self._store, "look", pool_id, [_packed_ask(ask)]))
+        weighing = _weighing(ask, await call_pool_ro(self._store, "look", pool_id, [_packed_ask(ask)]))
         assert weighing is not None
         return weighing
 
@@ -46,35 +46,35 @@ class RedisReservations:
             _packed_ask(booking.ask),
             *(() if booking.prefill_id is None else (booking.prefill_id,)),
         ]
-        return _weighing(booking.ask, await pool_call(self._store, "book", pool_id, args))
+        return _weighing(booking.ask, await call_pool(self._store, "book", pool_id, args))
 
     async def prefilled(self, pool_id: str, id: bytes) -> bool:
-        return bool(await pool_call(self._store, "prefilled", pool_id, [id]))
+        return bool(await call_pool(self._store, "prefilled", pool_id, [id]))
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
-        return bool(await pool_call(self._store, "release", pool_id, [id, outcome.value, CALLED_OFF_US]))
+        return bool(await call_pool(self._store, "release", pool_id, [id, outcome.value, CALLED_OFF_US]))
 
     async def beat(self, pool_id: str, router_id: str, lease_us: int) -> bool:
-        return bool(await pool_call(self._store, "beat", pool_id, [router_id, lease_us]))
+        return bool(await call_pool(self._store, "beat", pool_id, [router_id, lease_us]))
 
     async def leave(self, pool_id: str, router_id: str) -> None:
-        await pool_call(self._store, "leave", pool_id, [router_id])
+        await call_pool(self._store, "leave", pool_id, [router_id])
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         await write_reports(self._store, pool_id, {worker_id: (b"", report) for worker_id, report in reports.items()})
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
-        await pool_call(self._store, "forget", pool_id, [worker_id])
+        await call_pool(self._store, "forget", pool_id, [worker_id])
 
     async def learn(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
         told = [(id, e.requests, e.keep, e.errors_keep, e.sums) for id, e in evidence.items()]
         for first in range(0, len(told), WORKERS_A_CALL):
-            await pool_call(
+            await call_pool(
                 self._store, "learn", pool_id, [_pack((FORM, *told[first : first + WORKERS_A_CALL])), ERRORS]
             )
 
     async def learned(self, pool_id: str) -> Mapping[str, Evidence]:
-        flat = await pool_call_ro(self._store, "learned", pool_id, [])
+        flat = await call_pool_ro(self._store, "learned", pool_id, [])
         found = {}
         for worker_id, packed in zip(flat[::2], flat[1::2], strict=True):
             form, requests, sums = msgpack.unpackb(packed)
@@ -107,7 +107,7 @@ async def write_reports(store: Store, pool_id: str, reports: Mapping[str, tuple[
                 load.kv_tokens,
             )
         )
-    await pool_call(store, "report", pool_id, [_pack(told)])
+    await call_pool(store, "report", pool_id, [_pack(told)])
 
 
 def _pack(value: Any) -> bytes:

@@ -128,7 +128,7 @@ class Fleet:
         await pause()
         self.records.update(records)
 
-    async def correct(self, records: Mapping[str, FleetRecord]) -> None:
+    async def update_existing(self, records: Mapping[str, FleetRecord]) -> None:
         there = {worker_id: record for worker_id, record in records.items() if worker_id in self.records}
         await self.write(there)
 

@@ -12,7 +12,7 @@ from kvatlas.identity import pool_id
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
 from kvatlas.predictions.store import answers_key, tell_answers, told_answers
-from kvatlas.reservations.redis_calls import pool_call
+from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import open_store
 from kvatlas_cli.doctor import Level
 from tests.eventually import until
@@ -62,9 +62,9 @@ async def test_nobody_indexes(system: Installation) -> None:
     assert (await system.wrong("indexers.members")).level is Level.ERROR
     assert "64 of 64 partitions are nobody's" in (await system.wrong("indexers.leases")).line
     fleet = FleetStore(system.store)
-    await fleet.claim("ghost", 60_000, range(64))
+    await fleet.claim_leases("ghost", 60_000, range(64))
     assert "ghost" in (await system.wrong("indexers.leases")).line
-    await fleet.beat("ghost", 60_000)
+    await fleet.renew_membership("ghost", 60_000)
     assert (await system.wrong("indexers.members")).level is Level.INFO  # one alone
     await system.store.client.hdel(LEASES, "3", "5")
     assert "2 of 64 partitions are nobody's: 3, 5" in (await system.wrong("indexers.leases")).line
@@ -163,12 +163,12 @@ async def test_counts_of_routers_are_bounded_and_end_with_them(fresh_store: str)
         for number, keep_us in ((1, 40_000_000), (2, 20_000_000), (3, 60_000_000)):
             report = AnswerReport(counts=AnswerCounts(prompts_equal=number))
             args = [f"r{number}", keep_us, 2, report.pack()]
-            await pool_call(store, "answered", POOL, args, keys=[answers_key(POOL)])
+            await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
         told = await told_answers(store, POOL, now_us())
         assert {router_id: one.counts.prompts_equal for router_id, one in told.items()} == {"r1": 1, "r3": 3}
         assert list(await told_answers(store, POOL, now_us() + 50_000_000)) == ["r3"]
         args = ["r4", 1, 9, AnswerReport().pack()]
-        await pool_call(store, "answered", POOL, args, keys=[answers_key(POOL)])
+        await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
 
         async def are_over() -> bool:
             return not await store.client.exists(answers_key(POOL))
