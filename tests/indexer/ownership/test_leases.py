@@ -30,7 +30,10 @@ async def test_leases_of_the_dead_end_although_the_clock_went_back(store: Store,
     assert await fleet.claim_leases("a", TTL_MS, [2, 3]) == [2]
 
     async def takes_over() -> bool:
-        return await fleet.renew_membership("a", TTL_MS) == ["a"] and await fleet.claim_leases("a", TTL_MS, [2, 3]) == [2, 3]
+        return await fleet.renew_membership("a", TTL_MS) == ["a"] and await fleet.claim_leases("a", TTL_MS, [2, 3]) == [
+            2,
+            3,
+        ]
 
     await until(takes_over, what="member and lease are over")
 

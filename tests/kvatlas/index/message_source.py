@@ -18,7 +18,7 @@ from kvatlas.events import (
     Stored,
 )
 from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import Applied, PartitionBatch, ResidencyIndex
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, ResidencyIndex
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1_000
@@ -81,7 +81,7 @@ class Teller:
         return digest
 
 
-async def tell(index: ResidencyIndex, *messages: wire.RawMessage) -> Applied:
+async def tell(index: ResidencyIndex, *messages: wire.RawMessage) -> ApplyResult:
     """Apply messages of one worker, without a stream."""
     partition = partition_of(messages[0][1], index.partitions)
     return await index.apply(shard_of(partition, index.shards), [PartitionBatch(partition, messages)])

@@ -1,8 +1,8 @@
 """The benchmark of what digests cost needs the function library as it knows it."""
 
 from benchmarks.digests import library_without_digests
-from kvatlas.index.redis.layout import library
+from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 
 
 def test_the_variant_without_digests_can_be_made() -> None:
-    assert library_without_digests() != library()
+    assert library_without_digests() != INDEX_LIBRARY.code

@@ -3,6 +3,7 @@ is never free while blocks have it, and no worker is ever seen with another one'
 
 import random
 from collections.abc import AsyncIterator
+from copy import copy
 
 import pytest
 
@@ -10,9 +11,9 @@ from kvatlas.blocks.hashing import pack_hashes
 from kvatlas.bus.wire import RawMessage
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import Scope
+from kvatlas.index.holder_entries import entries_of
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.values import blocks_in
 from kvatlas.store.connection import Store, open_store
 from tests.kvatlas.index.failover import dumped, restore
 from tests.kvatlas.index.message_source import Held, Teller, contents, tell
@@ -44,6 +45,8 @@ async def stores() -> AsyncIterator[list[Store]]:
 class World:
     def __init__(self, stores: list[Store], rng: random.Random) -> None:
         self.stores = stores
+        self.address = copy(stores[0])
+        """Leads to the primary, which is the first of `stores`."""
         self.rng = rng
         self.owners: list[RedisIndex] = []
         self.tellers = [Teller(f"w{i}", incarnation=0) for i in range(3)]
@@ -52,7 +55,7 @@ class World:
         self.freed = 0
 
     async def open(self) -> RedisIndex:
-        return await open_redis_index(self.stores[0], shards=1, writer=True, reuse_ms=0)
+        return await open_redis_index(self.address, shards=1, writer=True, reuse_ms=0)
 
     async def start(self) -> None:
         for _ in self.stores:
@@ -73,6 +76,7 @@ class World:
 
     def next_server(self) -> None:
         self.stores.append(self.stores.pop(0))
+        vars(self.address).update(vars(self.stores[0]))
 
     async def tell(self) -> None:
         rng = self.rng
@@ -108,8 +112,6 @@ class World:
         if self.dumps:
             self.next_server()
             await restore(self.stores[0], self.rng.choice(self.dumps))
-            for owner in self.owners:
-                owner._store = self.stores[0]
 
     async def check(self) -> None:
         owner, client = self.owners[0], self.stores[0].client
@@ -122,7 +124,7 @@ class World:
         self.freed += len(free)
         for scope in SCOPES:
             for value in (await client.hgetall(K.blocks(scope.scope_id))).values():
-                assert not {number for number, _ in blocks_in(value)} & free
+                assert not {number for number, _ in entries_of(value)} & free
 
 
 async def test_a_number_is_free_only_when_nothing_has_it(stores: list[Store], monkeypatch: pytest.MonkeyPatch) -> None:

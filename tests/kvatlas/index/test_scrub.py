@@ -7,7 +7,7 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import ResidencyIndex, Scrubbed
+from kvatlas.index.protocol import ResidencyIndex, ScrubResult
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import SCOPES
 from kvatlas.index.redis.recount import ENTRIES_A_CALL
@@ -26,10 +26,10 @@ def block(number: int) -> bytes:
     return CHAIN[8 * number : 8 * number + 8]
 
 
-async def whole_round(index: ResidencyIndex) -> Scrubbed:
+async def whole_round(index: ResidencyIndex) -> ScrubResult:
     """One round of every shard."""
     found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
-    return Scrubbed(
+    return ScrubResult(
         sum(one.checked for one in found),
         [worker_id for one in found for worker_id in one.damaged],
         sum(one.strays for one in found),
@@ -55,7 +55,7 @@ async def told(index: ResidencyIndex) -> dict[str, Teller]:
 
 async def test_what_messages_did_is_right(index: ResidencyIndex, told: dict[str, Teller]) -> None:
     await tell(index, told["b"].clear())
-    assert await whole_round(index) == Scrubbed(3, [], 0, 0, True)
+    assert await whole_round(index) == ScrubResult(3, [], 0, 0, True)
     for worker in told:
         record = await index.record(worker)
         assert record is not None and not record.bad
@@ -94,13 +94,13 @@ async def test_damage_is_found_and_healed_by_a_snapshot(
         assert left == 0
     assert await contents(index, "b") == told["b"].held
     assert await contents(index, "a") == told["a"].held
-    assert await whole_round(index) == Scrubbed(4, [], 0, 0, True)
+    assert await whole_round(index) == ScrubResult(4, [], 0, 0, True)
 
 
 async def test_a_flag_that_was_told_is_no_damage_and_others_are(index: ResidencyIndex) -> None:
     use = ScopeUse(SCOPE, 4)
     await index.put(use, "w", Tier.HBM, CHAIN[:160], pinned=True)
-    assert await whole_round(index) == Scrubbed(1, [], 0, 0, True)
+    assert await whole_round(index) == ScrubResult(1, [], 0, 0, True)
     digest = await index.digest("w")
     assert digest is not None and len(digest) == WORDS and await index.length() == 20
     await Damage(index, "w").change_flags(SCOPE, block(3), Tier.HBM.flag | FLAG_PINNED | FLAG_RESUMABLE)
@@ -116,7 +116,7 @@ async def test_a_told_flag_that_moved_to_another_block_or_went_is_damage(index: 
     await index.put(use, "v", Tier.HBM, CHAIN[:80], pinned=True)
     await index.remove(SCOPE, "v", Tier.HBM, CHAIN[:80])
     await index.put(use, "v", Tier.HBM, CHAIN[:80])  # it went with its last copy
-    assert await whole_round(index) == Scrubbed(2, [], 0, 0, True)
+    assert await whole_round(index) == ScrubResult(2, [], 0, 0, True)
     damage = Damage(index, "w")
     await damage.change_flags(SCOPE, block(3), Tier.CPU_DRAM.flag)
     assert (await whole_round(index)).damaged == ["w"]
@@ -124,7 +124,7 @@ async def test_a_told_flag_that_moved_to_another_block_or_went_is_damage(index: 
     assert (await whole_round(index)).damaged == ["w"]
     await damage.change_flags(SCOPE, block(3), Tier.CPU_DRAM.flag | FLAG_PINNED)
     await damage.change_flags(SCOPE, block(25), Tier.CPU_DRAM.flag)
-    assert await whole_round(index) == Scrubbed(2, [], 0, 0, True)
+    assert await whole_round(index) == ScrubResult(2, [], 0, 0, True)
     await Damage(index, "v").change_flags(SCOPE, block(3), Tier.HBM.flag | FLAG_PINNED)
     assert (await whole_round(index)).damaged == ["v"]
 
@@ -146,9 +146,9 @@ async def test_entries_of_nobody_are_taken_out(index: ResidencyIndex, told: dict
     damage = Damage(index, "a")
     await damage.add(SCOPE, block(3), number=b"\x7f\x00\x01")
     await damage.add(SCOPE, NEVER, number=b"\x7f\x00\x01")
-    assert await whole_round(index) == Scrubbed(3, [], 2, 0, True)
+    assert await whole_round(index) == ScrubResult(3, [], 2, 0, True)
     assert await damage.value(SCOPE, NEVER) == b""
-    assert await whole_round(index) == Scrubbed(3, [], 0, 0, True)
+    assert await whole_round(index) == ScrubResult(3, [], 0, 0, True)
     assert await contents(index, "a") == told["a"].held
 
 
@@ -173,7 +173,7 @@ async def test_a_worker_that_never_rests_is_counted_too(
     teller, damage = told["a"], Damage(index, "a")
     if damaged:
         await damage.take(SCOPE, block(900))
-    parts: list[Scrubbed] = []
+    parts: list[ScrubResult] = []
     while not (parts and parts[-1].ended):
         at = 10 + len(parts)
         await tell(
@@ -197,7 +197,7 @@ async def test_a_worker_that_another_process_tells_of_is_no_damage(
         return
     elsewhere = await open_redis_index(index._store, shards=index.shards, side_index=True, writer=True)
     teller, shard = told["a"], Damage(index, "a").shard
-    parts: list[Scrubbed] = []
+    parts: list[ScrubResult] = []
     while not (parts and parts[-1].ended):
         await tell(elsewhere, teller.remove(SCOPE, block(BLOCKS - 1 - len(parts))))
         parts.append(await index.scrub(shard, ENTRIES_A_CALL))
@@ -224,7 +224,7 @@ async def test_only_workers_of_the_partitions_asked_for(index: ResidencyIndex, t
     shard = shard_of(mine, index.shards)
     others = set(range(index.partitions)) - {mine}
     assert (await index.scrub(shard, 1 << 30, others)).damaged == []
-    assert (await index.scrub(shard, 1 << 30, {mine})) == Scrubbed(1, ["a"], 0, 0, True)
+    assert (await index.scrub(shard, 1 << 30, {mine})) == ScrubResult(1, ["a"], 0, 0, True)
 
 
 async def test_a_recount_says_what_blocks_say_by_scope(index: ResidencyIndex, told: dict[str, Teller]) -> None:

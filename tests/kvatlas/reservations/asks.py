@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvatlas.cost import Prices
 from kvatlas.reservations import Ask, Booking, Offer, OfferKind, Reservations, StepChain
-from kvatlas.reservations.redis_calls import FUNCTIONS, pool_library
+from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.reservations.weigh import worth_us
 from kvatlas.store.connection import Store
 
@@ -31,9 +31,9 @@ class Clock:
 
     async def prepare(self) -> None:
         """Functions that read this clock instead of the server's."""
-        real = (FUNCTIONS / "_clock.lua").read_text()
+        real = POOL_LIBRARY.source("_clock")
         told = f"local function now_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
-        code = pool_library()
+        code = POOL_LIBRARY.code
         assert real in code
         await self._store.load_functions(code.replace(real, told))
         await self.pass_us(0)

@@ -11,7 +11,7 @@ from indexer.counters import IndexerCounters
 from indexer.partition.queue import PartitionFeed
 from kvatlas.identity import partition_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import Applied, Position
+from kvatlas.index.protocol import ApplyResult, Position
 from kvatlas.telemetry import flush_span, inject_headers
 from kvatlas.telemetry.spans import PROCESS
 from tests.eventually import until
@@ -27,7 +27,7 @@ async def test_a_batch_that_no_engine_led_to_is_no_workers_trace(spans: InMemory
     index = MemoryIndex()
     told: list[Mapping[str, str]] = []
 
-    def on_applied(_: Applied, traces: Mapping[str, str]) -> None:
+    def on_applied(_: ApplyResult, traces: Mapping[str, str]) -> None:
         told.append(traces)
 
     applier = Applier(0, index, IndexerCounters(), on_applied=on_applied)
