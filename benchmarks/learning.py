@@ -55,7 +55,7 @@ async def learned_rates(requests: int = REQUESTS) -> list[LearnedRates]:
                 await _until_routable(FleetStore(store))
                 await _drive(fleet.routers["router"], requests * len(TRUE))
                 await asyncio.sleep(TOLD_S)
-                evidence = await RedisReservations(store).learned(SCOPE.pool_id)
+                evidence = await RedisReservations(store).read_evidence(SCOPE.pool_id)
             finally:
                 await store.close()
     usual = EngineRates()

@@ -12,7 +12,7 @@ from kvatlas.store.connection import Store
 from kvatlas.store.function_library import FunctionLibrary
 
 POOL_LIBRARY = FunctionLibrary(
-    "kvatlas_pool", Path(__file__).parent / "functions", ("_register", "_clock", "_pool", "_pairing", "_weigh")
+    "kvatlas_pool", Path(__file__).parent / "functions", ("_register", "_clock", "_pool", "_pair_choice", "_evaluation")
 )
 
 _PARTS = (

@@ -28,7 +28,7 @@ async def _rates(settings: Settings, as_json: bool) -> None:
         fleet, reservations = FleetStore(store), RedisReservations(store)
         found: dict[str, LearnedRates] = {}
         for pool_id in await fleet.pools():
-            evidence = await reservations.learned(pool_id)
+            evidence = await reservations.read_evidence(pool_id)
             for worker_id in await fleet.pool(pool_id):
                 found[worker_id] = _learned(evidence.get(worker_id, Evidence()))
     finally:

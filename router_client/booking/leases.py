@@ -73,7 +73,7 @@ class Leases:
             async with asyncio.timeout(CLOSE_S):
                 await self._tell()
                 for pool_id in self._used:
-                    await self._reservations.leave(pool_id, self.router_id)
+                    await self._reservations.end_lease(pool_id, self.router_id)
         except FAILING as error:
             _log.warning("reservations of %s end with their lease: %s", self.router_id, error)
 
@@ -100,7 +100,7 @@ class Leases:
                 continue
             try:
                 async with asyncio.timeout(self._lease_s / BEATS_A_LEASE):
-                    lived = await self._reservations.beat(pool_id, self.router_id, self.lease_us)
+                    lived = await self._reservations.renew_lease(pool_id, self.router_id, self.lease_us)
             except FAILING as error:
                 _log.warning("lease of %s not renewed: %s", self.router_id, error)
             else:
@@ -113,7 +113,7 @@ class Leases:
             if time.monotonic() < until:
                 async with asyncio.timeout(CLOSE_S):
                     if outcome is None:
-                        await self._reservations.prefilled(pool_id, id)
+                        await self._reservations.record_first_token(pool_id, id)
                     else:
                         await self._reservations.release(pool_id, id, outcome)
             self._later.popleft()

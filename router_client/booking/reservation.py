@@ -48,7 +48,9 @@ class Reservation:
         told = False
         try:
             if outcome is None:
-                await Deadline(self._deadline_ms, self._patience).keep(self._store.prefilled(self.pool_id, self.id))
+                await Deadline(self._deadline_ms, self._patience).keep(
+                    self._store.record_first_token(self.pool_id, self.id)
+                )
             else:
                 await Deadline(self._deadline_ms, self._patience).keep(
                     self._store.release(self.pool_id, self.id, outcome)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvatlas.request import SelectionResult
-from kvatlas.reservations import Ask, Reservations, Weighing
+from kvatlas.reservations import Ask, Evaluation, Reservations
 from router_client.booking.ask import ask_of
 from router_client.booking.booker import Booked, Booker, unbooked
 from router_client.booking.leases import Leases
@@ -102,7 +102,7 @@ class Decider:
             return {}
         return {
             prospect.id: seen.predicted_tokens - prospect.cached_tokens
-            for prospect, seen in zip(offered, weighing.weighed, strict=True)
+            for prospect, seen in zip(offered, weighing.by_offer, strict=True)
             if seen.predicted_tokens
         }
 
@@ -187,7 +187,7 @@ class Decider:
     ) -> Decision:
         """By what this router knows by itself: loads as last read, and its own bookings."""
         weighing = self._booker.look_alone(prompt.scope.pool_id, ask)
-        if seen.basis is not Basis.COST and not any(weighed.load_known for weighed in weighing.weighed):
+        if seen.basis is not Basis.COST and not any(weighed.load_known for weighed in weighing.by_offer):
             seen = replace(seen, basis=Basis.PREFIX_HASH)
             weighing = replace(weighing, chosen=self._by_prefix(offered, seen.found))
         decision = self._decision(prompt, seen, offered, weighing, followed)
@@ -195,7 +195,7 @@ class Decider:
             return decision
         return replace(decision, reservation=self._booker.book_alone(prompt, _only(ask, decision.worker_id))[0])
 
-    async def _looked(self, prompt: Prompt, pool: Pool, found: Lookup) -> tuple[list[Prospect], Weighing | None]:
+    async def _looked(self, prompt: Prompt, pool: Pool, found: Lookup) -> tuple[list[Prospect], Evaluation | None]:
         """Every candidate, and what it is judged by now; None without a candidate. Raises what the store raises."""
         offered = self._prospects(prompt, pool, found)
         if not offered:
@@ -257,11 +257,11 @@ class Decider:
         prompt: Prompt,
         seen: Seen,
         offered: Sequence[Prospect],
-        weighing: Weighing,
+        weighing: Evaluation,
         followed: str | None = None,
     ) -> Decision:
         judging = judging_of(prompt, self._settings)
-        results = Ranked(offered, weighing.weighed, chosen=weighing.chosen, judging=judging)
+        results = Ranked(offered, weighing.by_offer, chosen=weighing.chosen, judging=judging)
         best = results[0].worker_id
         if followed is not None:
             return Decision(seen.pool, results, followed, Basis.POLICY, f"cost would choose {best}", best)
@@ -281,7 +281,7 @@ def judging_of(prompt: Prompt, settings: RouterSettings) -> Judging:
     return Judging(prompt.slo, settings.booking.again_factor, factor, limits.slo is SloMode.FILTER)
 
 
-def _unbooked(ask: Ask, offered: Sequence[Prospect]) -> Weighing:
+def _unbooked(ask: Ask, offered: Sequence[Prospect]) -> Evaluation:
     return unbooked(ask, [prospect.candidate for prospect in offered])
 
 

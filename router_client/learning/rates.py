@@ -130,7 +130,7 @@ class RateLearner:
             rates = self._pools[pool_id] = PoolRates(self._profile)
             try:
                 async with asyncio.timeout(FIRST_READ_S):
-                    await rates.hear(await self._reservations.learned(pool_id))
+                    await rates.hear(await self._reservations.read_evidence(pool_id))
             except FAILING as error:
                 _log.warning("learned rates of pool %s not read: %s; prices are as configured", pool_id, reason(error))
         return rates.profile
@@ -191,7 +191,7 @@ class RateLearner:
                 try:
                     async with asyncio.timeout(max(self._settings.every_s, FIRST_READ_S)):
                         await self._tell(pool_id, rates)
-                        await rates.hear(await self._reservations.learned(pool_id))
+                        await rates.hear(await self._reservations.read_evidence(pool_id))
                     self._metrics.show(pool_id, rates.learned)
                 except FAILING as error:
                     _log.warning("learned rates of pool %s not shared: %s", pool_id, reason(error))
@@ -217,7 +217,7 @@ class RateLearner:
             return
         told = False
         try:
-            await self._reservations.learn(pool_id, untold)
+            await self._reservations.add_evidence(pool_id, untold)
             told = True
         finally:
             if not told:

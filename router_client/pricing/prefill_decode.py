@@ -15,7 +15,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Piece
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
-from kvatlas.reservations import Ask, Offer, Pairing, Weighed, Weighing
+from kvatlas.reservations import Ask, Evaluation, Offer, OfferEvaluation, PairLayout
 from kvatlas.reservations.limits import Limit
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Candidate, Pool, serves_whole
@@ -82,8 +82,8 @@ class PairProspects:
                 each[i] = _with_room_for(each[i], prospect.transferred)
             limits = replace(limits, of_offers=each)
         transfers = [[-1.0 if us is None else us for us in prices] for prices in self.prices_us]
-        pairing = Pairing(len(self.prefills), len(self.decodes), self.groups, transfers)
-        return replace(ask, offers=offers, limits=limits, pairing=pairing)
+        pairing = PairLayout(len(self.prefills), len(self.decodes), self.groups, transfers)
+        return replace(ask, offers=offers, limits=limits, pair_layout=pairing)
 
 
 def pair_prospects(
@@ -118,7 +118,7 @@ def pair_prospects(
 class PairRanking:
     """What was chosen of a request's pairs, and what else could have been: priced when somebody looks."""
 
-    def __init__(self, found: PairProspects, weighing: Weighing, judging: Judging) -> None:
+    def __init__(self, found: PairProspects, weighing: Evaluation, judging: Judging) -> None:
         self._found = found
         self._weighing = weighing
         self._judging = judging
@@ -166,14 +166,14 @@ class PairRanking:
             number = next(i for i, prospect in enumerate(found.prefills) if prospect.id == best)
         source = found.prefills[number].candidate
         made: list[Prospect] = []
-        weighed: list[Weighed] = []
+        weighed: list[OfferEvaluation] = []
         chosen: int | None = None
         for i, prospect in enumerate(found.decodes):
             near = _nearness(prospect.candidate, _reach(source))
             if near is None:
                 continue
             answer = _answer(prospect, near)
-            seen = weighing.weighed[self._first_decode + i]
+            seen = weighing.by_offer[self._first_decode + i]
             load = seen.load._replace(queued_prefill_tokens=0, waiting_requests=0)
             if weighing.prefill is not None and weighing.chosen == self._first_decode + i:
                 chosen = len(made)
@@ -182,9 +182,9 @@ class PairRanking:
         return self._of(made, weighed, chosen)
 
     def _ranked(self, some: Sequence[Prospect], first: int, chosen: int | None) -> Ranked:
-        return self._of(some, self._weighing.weighed[first : first + len(some)], chosen)
+        return self._of(some, self._weighing.by_offer[first : first + len(some)], chosen)
 
-    def _of(self, some: Sequence[Prospect], weighed: Sequence[Weighed], chosen: int | None) -> Ranked:
+    def _of(self, some: Sequence[Prospect], weighed: Sequence[OfferEvaluation], chosen: int | None) -> Ranked:
         return Ranked(some, weighed, chosen=chosen, judging=self._judging)
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple, overload
 
 from kvatlas.cost.protocol import Load, TermKind
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
-from kvatlas.reservations import Weighed
+from kvatlas.reservations import OfferEvaluation
+from kvatlas.reservations.evaluation import worth_us
 from kvatlas.reservations.limits import NO_ROOM, Over, level
-from kvatlas.reservations.weigh import worth_us
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import Prospect, prospects
@@ -28,7 +28,7 @@ def rank(
 ) -> tuple[SelectionResult, ...]:
     """Every candidate with its cost by what workers report, cheapest first; ties in rendezvous order. Deterministic."""
     found = prospects(prompt, pool, held, fingerprint=fingerprint)
-    return tuple(Ranked(found, [Weighed(p.candidate.load, p.candidate.load_known) for p in found]))
+    return tuple(Ranked(found, [OfferEvaluation(p.candidate.load, p.candidate.load_known) for p in found]))
 
 
 class Judging(NamedTuple):
@@ -56,7 +56,7 @@ class Ranked(Sequence[SelectionResult]):
     def __init__(
         self,
         found: Sequence[Prospect],
-        weighed: Sequence[Weighed],
+        weighed: Sequence[OfferEvaluation],
         *,
         chosen: int | None = None,
         judging: Judging = JUDGING,
@@ -103,7 +103,7 @@ class Ranked(Sequence[SelectionResult]):
         return _result(self._found[i], self._weighed[i], self._judging)
 
 
-def _result(found: Prospect, seen: Weighed, judging: Judging) -> SelectionResult:
+def _result(found: Prospect, seen: OfferEvaluation, judging: Judging) -> SelectionResult:
     quote, cached = found.quote, found.cached_tokens
     predicted = seen.predicted_tokens - cached if seen.predicted_tokens else 0
     plan = found.plan(seen.load, predicted)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from kvatlas.request import SelectionResult, Slo
-from kvatlas.reservations.limits import NOT_TOLD, Limit, Limits
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits
 from router_client.pricing.quotes import Prospect
 from router_client.prompt import Prompt
 from router_client.settings import LimitSettings, SloMode
@@ -15,9 +15,9 @@ def limits_of(prompt: Prompt, found: Sequence[Prospect], settings: LimitSettings
 
     A profile that predicts no time knows of no SLO.
     """
-    each = [p.candidate.limit for p in found] if settings.room else [NOT_TOLD] * len(found)
+    each = [p.candidate.limit for p in found] if settings.room else [UNKNOWN_LIMIT] * len(found)
     if settings.slo is SloMode.TOLD or not found or found[0].quote.nothing.ttft_us is None:
-        return Limits(each, prompt.input_tokens) if each.count(NOT_TOLD) < len(each) else None
+        return Limits(each, prompt.input_tokens) if each.count(UNKNOWN_LIMIT) < len(each) else None
     return Limits(
         [
             Limit(one.slots, one.kv_tokens, prompt.output_tokens * (p.quote.nothing.tpot_us or 0))

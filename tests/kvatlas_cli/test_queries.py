@@ -74,9 +74,9 @@ async def _teach(url: str, worker_id: str, request: Finished) -> None:
         (pool_id,) = await FleetStore(store).pools()
         for _ in range(20):
             reservations = RedisReservations(store)
-            known = (await reservations.learned(pool_id)).get(worker_id, Evidence())
+            known = (await reservations.read_evidence(pool_id)).get(worker_id, Evidence())
             said = Evidence.of(rows_of(request), estimate_of(known, EngineRates()))
-            await reservations.learn(pool_id, {worker_id: said})
+            await reservations.add_evidence(pool_id, {worker_id: said})
     finally:
         await store.close()
 

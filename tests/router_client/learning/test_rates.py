@@ -159,7 +159,7 @@ async def test_leaving_tells_what_is_left(reservations: Reservations) -> None:
     async with router_over(reservations, settings) as router:
         await slow_answer(router, 1)
         assert router.rates(SCOPE) == {}
-    assert (await reservations.learned(SCOPE.pool_id))["a"].requests == 1
+    assert (await reservations.read_evidence(SCOPE.pool_id))["a"].requests == 1
 
 
 async def test_a_worker_that_is_gone_is_forgotten(reservations: Reservations) -> None:
@@ -181,7 +181,7 @@ async def test_nothing_is_learned_where_it_is_switched_off_or_prices_are_fixed(
     async with router_over(reservations, settings) as router:
         choice = await slow_answer(router, 1)
         assert choice.feedback is None
-    assert await reservations.learned(SCOPE.pool_id) == {}
+    assert await reservations.read_evidence(SCOPE.pool_id) == {}
 
 
 async def test_only_what_is_measured_is_learned_from_and_only_once() -> None:

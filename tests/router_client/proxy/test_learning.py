@@ -26,7 +26,7 @@ async def told(store: Store, requests: int) -> Evidence:
 
     async def enough() -> bool:
         nonlocal found
-        found = (await RedisReservations(store).learned(SCOPE.pool_id)).get("w1", found)
+        found = (await RedisReservations(store).read_evidence(SCOPE.pool_id)).get("w1", found)
         return found.requests >= requests
 
     await until(enough, what=f"{requests} requests have taught")
@@ -78,4 +78,4 @@ async def test_learning_can_be_switched_off(store: Store, valkey_url: str) -> No
     async with running_fleet(store, {"w1": {}}):
         async with running_proxy(valkey_url, learn=False) as client:
             await complete(client, 1, max_tokens=1)
-        assert await RedisReservations(store).learned(SCOPE.pool_id) == {}
+        assert await RedisReservations(store).read_evidence(SCOPE.pool_id) == {}
