@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.result import Result
 from kvatlas.cost import EngineRates
-from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_of
+from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_rates_of
 from kvatlas.cost.regression import Evidence
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
@@ -60,7 +60,7 @@ async def learned_rates(requests: int = REQUESTS) -> list[LearnedRates]:
                 await store.close()
     usual = EngineRates()
     return [
-        learned_of(estimate_of(evidence.get(worker_id, Evidence()), usual), usual)
+        learned_rates_of(estimate_of(evidence.get(worker_id, Evidence()), usual), usual)
         for worker_id in sorted(fleet.engines)
     ]
 

@@ -127,7 +127,7 @@ class MemoryReservations:
         pool = self._pool(pool_id)
         for worker_id, newer in evidence.items():
             if worker_id in pool.workers:
-                both = pool.rates.get(worker_id, Evidence()).then(newer)
+                both = pool.rates.get(worker_id, Evidence()).followed_by(newer)
                 pool.rates[worker_id] = Evidence(both.requests, sums=both.sums)
 
     async def read_evidence(self, pool_id: str) -> Mapping[str, Evidence]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import EngineRates
-from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_of
+from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_rates_of
 from kvatlas.cost.regression import Evidence
 from kvatlas.fleet.store import FleetStore
 from kvatlas.reservations import RedisReservations
@@ -56,7 +56,7 @@ async def _rates(settings: Settings, as_json: bool) -> None:
 
 
 def _learned(evidence: Evidence) -> LearnedRates:
-    return learned_of(estimate_of(evidence, EngineRates()), EngineRates())
+    return learned_rates_of(estimate_of(evidence, EngineRates()), EngineRates())
 
 
 def _row(worker_id: str, learned: LearnedRates) -> tuple[str, ...]:

@@ -10,7 +10,14 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from kvatlas.cost import CostProfile, EngineProfile, EngineRates
-from kvatlas.cost.learned_rates import Finished, LearnedRates, estimate_of, learned_of, rows_of, with_learned
+from kvatlas.cost.learned_rates import (
+    FinishedRequest,
+    LearnedRates,
+    estimate_of,
+    learned_rates_of,
+    rows_of,
+    with_learned_rates,
+)
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Estimate, Evidence
 from kvatlas.request import SelectionResult
@@ -48,14 +55,14 @@ class PoolRates:
         self._estimates: dict[str, Estimate] = {}
         self._shown: dict[str, Estimate] = {}
 
-    def add(self, request: Finished) -> bool:
+    def add(self, request: FinishedRequest) -> bool:
         """Learn from a request; False where it says nothing."""
         worker_id = request.plan.worker_id
         rows = rows_of(request)
         if not rows:
             return False
         one = Evidence.of(rows, self._estimate(worker_id))
-        self._untold[worker_id] = self._untold.get(worker_id, Evidence()).then(one)
+        self._untold[worker_id] = self._untold.get(worker_id, Evidence()).followed_by(one)
         return True
 
     def take(self) -> Mapping[str, Evidence]:
@@ -66,7 +73,7 @@ class PoolRates:
     def put_back(self, untold: Mapping[str, Evidence]) -> None:
         """It could not be told, or nobody knows whether it was: it is told again. Twice told, it only counts twice."""
         for worker_id, evidence in untold.items():
-            self._untold[worker_id] = evidence.then(self._untold.get(worker_id, Evidence()))
+            self._untold[worker_id] = evidence.followed_by(self._untold.get(worker_id, Evidence()))
 
     async def hear(self, told: Mapping[str, Evidence]) -> None:
         """What all routers told so far."""
@@ -81,12 +88,12 @@ class PoolRates:
             estimate = self._estimate(worker_id)
             if estimate is not self._shown.get(worker_id):
                 self._shown[worker_id] = estimate
-                self.learned[worker_id] = learned_of(estimate, self._rates(worker_id))
+                self.learned[worker_id] = learned_rates_of(estimate, self._rates(worker_id))
                 changed += 1
                 if changed % WITHOUT_A_BREAK == 0:
                     await asyncio.sleep(0)
         if changed or gone:
-            self.profile = with_learned(self._configured, self.learned, Evidence.together(told.values()))
+            self.profile = with_learned_rates(self._configured, self.learned, Evidence.sum_of(told.values()))
 
     def _estimate(self, worker_id: str) -> Estimate:
         """By all that is known here; made anew when that has grown enough to matter."""
@@ -94,7 +101,7 @@ class PoolRates:
         requests = told.requests + untold.requests
         made = self._estimates.get(worker_id)
         if made is None or not 0 <= requests - made.requests <= min(made.requests // 16, 16):
-            made = self._estimates[worker_id] = estimate_of(told.then(untold), self._rates(worker_id))
+            made = self._estimates[worker_id] = estimate_of(told.followed_by(untold), self._rates(worker_id))
         return made
 
     def _rates(self, worker_id: str) -> EngineRates:
@@ -110,7 +117,7 @@ class RateLearner:
         self._profile = settings.profile
         self._counters = counters
         self._pools: dict[str, PoolRates] = {}
-        self._noted: deque[tuple[str, Finished]] = deque(maxlen=MOST_NOTED)
+        self._noted: deque[tuple[str, FinishedRequest]] = deque(maxlen=MOST_NOTED)
         self._last: dict[str, Ranked] = {}
         self._metrics = RateMetrics()
         self._stopping = False
@@ -148,7 +155,7 @@ class RateLearner:
             return
         last = self._last.get(pool_id, results)
         after: Load | None = None if last is results else last.load_of(chosen.worker_id)
-        finished = Finished(
+        finished = FinishedRequest(
             plan=chosen.plan,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,

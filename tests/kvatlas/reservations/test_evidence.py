@@ -6,7 +6,7 @@ import pytest
 
 from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import estimate_of
-from kvatlas.cost.regression import FORM, SUMS, Evidence, Kind, Rate, Row
+from kvatlas.cost.regression import FORM, SUMS, Evidence, Latency, Rate, Row
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations, WorkerReport
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
@@ -22,8 +22,8 @@ def evidence_of(seed: int, requests: int = 3) -> Evidence:
     random, evidence = Random(seed), Evidence()
     for _ in range(requests):
         terms = tuple(random.uniform(0, 1e6) if random.random() < 0.7 else 0.0 for _ in Rate)
-        row = Row(random.choice(list(Kind)), random.uniform(1, 1e6), terms)
-        evidence = evidence.then(Evidence.of([row], NOTHING_KNOWN))
+        row = Row(random.choice(list(Latency)), random.uniform(1, 1e6), terms)
+        evidence = evidence.followed_by(Evidence.of([row], NOTHING_KNOWN))
     return evidence
 
 
@@ -40,7 +40,7 @@ async def test_evidence_of_several_routers_adds_up_and_older_evidence_fades(rese
     await report(reservations, "a", "b")
     await reservations.add_evidence(POOL, {"a": evidence_of(1), "b": evidence_of(2)})
     await reservations.add_evidence(POOL, {"a": evidence_of(3)})
-    both = evidence_of(1).then(evidence_of(3))
+    both = evidence_of(1).followed_by(evidence_of(3))
     assert await reservations.read_evidence(POOL) == {
         "a": Evidence(6, sums=both.sums),
         "b": Evidence(3, sums=evidence_of(2).sums),

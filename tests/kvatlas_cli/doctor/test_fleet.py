@@ -11,7 +11,7 @@ from kvatlas.fleet.store import LEASES, FleetStore
 from kvatlas.identity import pool_id
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
-from kvatlas.predictions.store import answers_key, tell_answers, told_answers
+from kvatlas.predictions.store import answers_key, read_answer_reports, write_answer_report
 from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import open_store
 from kvatlas_cli.doctor import Level
@@ -40,7 +40,7 @@ async def test_an_installation_that_is_well(system: Installation) -> None:
         assert (await client.post("/v1/completions", json=body)).status_code == 200
 
         async def are_told() -> bool:
-            return bool(await told_answers(system.store, POOL, now_us()))
+            return bool(await read_answer_reports(system.store, POOL, now_us()))
 
         await until(are_told, what="the router told its counts")
         code, out = await command(system, "--json")
@@ -147,11 +147,13 @@ async def test_a_pool_of_one_role(system: Installation) -> None:
 async def test_what_routers_find_wrong_is_found_here_too(system: Installation) -> None:
     await open_redis_index(system.store, writer=True)
     await system.writes(record("w"))
-    await tell_answers(system.store, "good", POOL, AnswerReport(counts=AnswerCounts(prompts_equal=3, cached_equal=3)))
+    await write_answer_report(
+        system.store, "good", POOL, AnswerReport(counts=AnswerCounts(prompts_equal=3, cached_equal=3))
+    )
     wrong = AnswerReport(
         counts=AnswerCounts(prompts_equal=1, prompts_differ=2), example="12 tokens where it counted 10"
     )
-    await tell_answers(system.store, "bad", POOL, wrong)
+    await write_answer_report(system.store, "bad", POOL, wrong)
     bad, good = await system.said("routers.answers")
     assert good.level is Level.OK and "router good" in good.line and "100.0%" in good.line
     assert bad.level is Level.WARNING and "2 of 3 prompts differ" in bad.line and "--tokenizer engine" in bad.advice
@@ -164,9 +166,9 @@ async def test_counts_of_routers_are_bounded_and_end_with_them(fresh_store: str)
             report = AnswerReport(counts=AnswerCounts(prompts_equal=number))
             args = [f"r{number}", keep_us, 2, report.pack()]
             await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
-        told = await told_answers(store, POOL, now_us())
+        told = await read_answer_reports(store, POOL, now_us())
         assert {router_id: one.counts.prompts_equal for router_id, one in told.items()} == {"r1": 1, "r3": 3}
-        assert list(await told_answers(store, POOL, now_us() + 50_000_000)) == ["r3"]
+        assert list(await read_answer_reports(store, POOL, now_us() + 50_000_000)) == ["r3"]
         args = ["r4", 1, 9, AnswerReport().pack()]
         await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
 

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvatlas.cost.regression import Evidence, Kind
+from kvatlas.cost.regression import Evidence, Latency
 from kvatlas.reservations import RedisReservations
 from kvatlas.store.connection import Store
 from tests.eventually import until
@@ -34,7 +34,7 @@ async def told(store: Store, requests: int) -> Evidence:
     return found
 
 
-def rows(evidence: Evidence, kind: Kind) -> float:
+def rows(evidence: Evidence, kind: Latency) -> float:
     """How many times of a kind were measured lately."""
     return evidence.sums[2 * kind + 1]
 
@@ -46,7 +46,7 @@ async def test_streams_and_answers_of_one_token_teach(store: Store, valkey_url: 
         await complete(client, 3, max_tokens=8)  # in one piece: nobody knows when its first token was there
         await complete(client, 4, max_tokens=8, stream=True, n=2)
         evidence = await told(store, 2)
-        assert rows(evidence, Kind.FIRST) > rows(evidence, Kind.NEXT) > 0
+        assert rows(evidence, Latency.TTFT) > rows(evidence, Latency.TPOT) > 0
 
 
 async def test_routers_in_other_languages_teach(store: Store, valkey_url: str) -> None:
@@ -63,7 +63,7 @@ async def test_routers_in_other_languages_teach(store: Store, valkey_url: str) -
             await client.post("/v1/done", json={"id": id, "phase": "first_token"})
             assert (await client.post("/v1/done", json={"id": id, **done})).json() == {"known": True}
         evidence = await told(store, 3)
-        assert rows(evidence, Kind.FIRST) > 2 * rows(evidence, Kind.NEXT) > 0
+        assert rows(evidence, Latency.TTFT) > 2 * rows(evidence, Latency.TPOT) > 0
 
 
 @pytest.mark.parametrize("timings", ["5 ms", {"ttft_us": "5"}, {"tpot_us": True}])
