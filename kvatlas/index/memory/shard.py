@@ -59,7 +59,7 @@ class MemoryShard:
             if batch.partition in moved:
                 continue
             for raw in batch.messages:
-                worker_id = raw[1]
+                worker_id = raw[wire.WORKER_ID]
                 record = self.workers.setdefault(worker_id, Record(batch.partition))
                 touched[worker_id] = None
                 self._fold(worker_id, record, raw)
@@ -79,12 +79,12 @@ class MemoryShard:
         return True
 
     def _fold(self, worker_id: str, record: Record, raw: wire.RawMessage) -> None:
-        incarnation, seq, scopes, events = raw[2], raw[3], raw[5], raw[6]
+        _, _, incarnation, seq, _, scopes, events = raw
         if incarnation != record.incarnation:
             if incarnation < record.incarnation:
                 self.counts.stale += 1
                 return
-            if seq != 0 or not events or events[0][0] != wire.BEGIN:
+            if seq != 0 or not events or events[0][wire.CODE] != wire.BEGIN:
                 record.want = max(record.want, (incarnation, seq))
                 self.counts.gaps += 1
                 return
@@ -107,7 +107,7 @@ class MemoryShard:
 
     def _act(self, worker_id: str, record: Record, event: list[Any], scopes: dict[bytes, list[Any]]) -> bool:
         """Carry out one event. Returns False if it closed the worker's incarnation."""
-        code = event[0]
+        code = event[wire.CODE]
         holder = record.changing
         if code == wire.BEGIN:
             if record.seq != 0:
@@ -123,7 +123,7 @@ class MemoryShard:
                 record.active = fresh
                 self.table.activate(fresh)
         elif code == wire.CHECKPOINT:
-            if holder < 0 or self.table.holders[holder].digest.words != event[1]:
+            if holder < 0 or self.table.holders[holder].digest.words != event[wire.CHECKPOINT_DIGEST]:
                 self.counts.failed_checks += 1
                 record.bad = True
         elif code == wire.END:
@@ -131,22 +131,25 @@ class MemoryShard:
         elif holder < 0 or (code == wire.CHUNK and record.loading < 0):
             return self._close(record)
         elif code == wire.REMOVED:
-            self.table.remove(holder, event[1], Tier(event[2]), event[3], self.counts)
+            scope_id, tier, hashes = event[wire.SCOPE_ID], event[wire.TIER], event[wire.HASHES]
+            self.table.remove(holder, scope_id, Tier(tier), hashes, self.counts)
         elif self.full:
             record.oom = True
             return self._close(record)
         else:
             record.chunks += code == wire.CHUNK
-            use = scopes[event[1]]
-            self.table.holders[holder].touched.setdefault(event[1], (use[4], use[5]))
-            self.table.store(holder, event[1], Tier(event[2]), event[3], event[6], self.counts)
-            self.table.link(event[1], event[4] or b"", event[3])
+            _, scope_id, tier, hashes, parent, _, flags = event
+            use = scopes[scope_id]
+            self.table.holders[holder].touched.setdefault(scope_id, (use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES]))
+            self.table.store(holder, scope_id, Tier(tier), hashes, flags, self.counts)
+            self.table.link(scope_id, parent or b"", hashes)
         return True
 
     def _end(self, worker_id: str, record: Record, event: list[Any]) -> bool:
         if record.loading < 0:
             return self._close(record)
-        if record.chunks != event[1] or self.table.holders[record.loading].digest.words != event[2]:
+        digest = self.table.holders[record.loading].digest
+        if record.chunks != event[wire.CHUNKS] or digest.words != event[wire.END_DIGEST]:
             # the last incarnation's blocks go on answering until the next snapshot is complete
             self.counts.failed_checks += 1
             self.table.retire(record.loading)

@@ -10,7 +10,7 @@ import msgpack
 
 from kvatlas.blocks.digest import sums_of
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.bus.wire import CHUNK, REMOVED, STORED
+from kvatlas.bus.wire import BLOCK_BYTES, BLOCK_SIZE, CHUNK, CODE, FLAGS, HASHES, REMOVED, SCOPE_ID, STORED, TIER
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.protocol import PartitionBatch, WorkerRecord
 from kvatlas.index.redis.records import StoredRecord, pack_incarnation, pairs
@@ -39,31 +39,31 @@ class _Group:
             self.parts
             and seq == self.last_seq + 1
             and incarnation == self.incarnation
-            and event[0] == mine[0]
-            and event[1] == mine[1]
-            and event[2] == mine[2]
-            and (event[0] == REMOVED or event[6] == mine[6])
+            and event[CODE] == mine[CODE]
+            and event[SCOPE_ID] == mine[SCOPE_ID]
+            and event[TIER] == mine[TIER]
+            and (event[CODE] == REMOVED or event[FLAGS] == mine[FLAGS])
         )
 
     def join(self) -> None:
         """Make one event of all."""
         if len(self.parts) > 1:
-            self.events = [[*self.events[0][:3], b"".join(self.parts), *self.events[0][4:]]]
+            self.events = [[*self.events[0][:HASHES], b"".join(self.parts), *self.events[0][HASHES + 1 :]]]
 
     def encode(self, repeating: Collection[bytes]) -> tuple[bytes, int, int, list[list[Any]]]:
-        events = [_with_sums(event, repeating) if event[0] in _WITH_HASHES else event for event in self.events]
+        events = [_with_sums(event, repeating) if event[CODE] in _WITH_HASHES else event for event in self.events]
         return pack_incarnation(self.incarnation), self.first_seq, self.last_seq, events
 
 
 def _with_sums(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
     """The event without repetitions (the store's function counts every hash; publishers repeat none), and with the sums of
     its hashes, which cost more there."""
-    packed = event[3]
-    if event[1] in repeating:
+    packed = event[HASHES]
+    if event[SCOPE_ID] in repeating:
         hashes = array("Q", packed)
         if len(set(hashes)) != len(hashes):
             packed = array("Q", dict.fromkeys(hashes)).tobytes()
-            event = [*event[:3], packed, *event[4:]]
+            event = [*event[:HASHES], packed, *event[HASHES + 1 :]]
     return [*event, *sums_of(packed)]
 
 
@@ -72,8 +72,8 @@ def _repeating_scopes(events: Iterable[list[Any]]) -> set[bytes]:
     MAX_JOINT_BLOCKS."""
     by_scope: dict[bytes, list[bytes]] = {}
     for event in events:
-        if event[0] in _WITH_HASHES:
-            by_scope.setdefault(event[1], []).append(event[3])
+        if event[CODE] in _WITH_HASHES:
+            by_scope.setdefault(event[SCOPE_ID], []).append(event[HASHES])
     return {scope_id for scope_id, some in by_scope.items() if _may_repeat(b"".join(some))}
 
 
@@ -110,15 +110,15 @@ def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool
                 worker = workers[worker_id] = _WorkerMessages(batch.partition, {}, [])
             for scope_id, entry in scopes.items():
                 if scope_id not in worker.uses:
-                    worker.uses[scope_id] = pack(">II", entry[4], entry[5])
+                    worker.uses[scope_id] = pack(">II", entry[BLOCK_SIZE], entry[BLOCK_BYTES])
                     scope_ids[scope_id] = None
-            alike = not parents and len(events) == 1 and events[0][0] in (STORED, REMOVED)
+            alike = not parents and len(events) == 1 and events[0][CODE] in (STORED, REMOVED)
             if alike and worker.groups and worker.groups[-1].accepts(incarnation, seq, events[0]):
                 group = worker.groups[-1]
                 group.last_seq = seq
-                group.parts.append(events[0][3])
+                group.parts.append(events[0][HASHES])
             else:
-                worker.groups.append(_Group(incarnation, seq, seq, events, [events[0][3]] if alike else []))
+                worker.groups.append(_Group(incarnation, seq, seq, events, [events[0][HASHES]] if alike else []))
     groups = [group for worker in workers.values() for group in worker.groups]
     for group in groups:
         group.join()

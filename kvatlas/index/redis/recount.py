@@ -9,7 +9,7 @@ import msgpack
 from kvatlas.blocks.digest import Digest, FlagDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
-from kvatlas.bus.wire import CHUNK, REMOVED, STORED, RawMessage
+from kvatlas.bus import wire
 from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
@@ -70,14 +70,14 @@ class WorkerCount:
             self.went_on = self.went_on or state.seq != before.seq
             self.stored = state
 
-    def note(self, raw: RawMessage) -> None:
+    def note(self, raw: wire.RawMessage) -> None:
         """The message is about to be applied."""
-        self.messages.add((raw[2], raw[3]))
-        for event in raw[6]:
-            if event[0] in (STORED, CHUNK, REMOVED):
-                hashes = event[3]
+        self.messages.add((raw[wire.INCARNATION], raw[wire.SEQ]))
+        for event in raw[wire.EVENTS]:
+            if event[wire.CODE] in (wire.STORED, wire.CHUNK, wire.REMOVED):
+                hashes = event[wire.HASHES]
                 keys = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
-                self.touched.setdefault(event[1], set()).update(keys)
+                self.touched.setdefault(event[wire.SCOPE_ID], set()).update(keys)
         if sum(map(len, self.touched.values())) > MAX_TOUCHED_BLOCKS:
             self.moved = True
 
@@ -146,7 +146,7 @@ class Recount:
         """These messages are about to be applied."""
         for batch in batches:
             for raw in batch.messages:
-                one = self._counts.get(raw[1])
+                one = self._counts.get(raw[wire.WORKER_ID])
                 if one is not None and not one.moved:
                     one.note(raw)
 

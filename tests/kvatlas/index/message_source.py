@@ -83,7 +83,7 @@ class Teller:
 
 async def tell(index: ResidencyIndex, *messages: wire.RawMessage) -> ApplyResult:
     """Apply messages of one worker, without a stream."""
-    partition = partition_of(messages[0][1], index.partitions)
+    partition = partition_of(messages[0][wire.WORKER_ID], index.partitions)
     return await index.apply(shard_of(partition, index.shards), [PartitionBatch(partition, messages)])
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvatlas.blocks.hashing import pack_hashes
-from kvatlas.bus.wire import RawMessage
+from kvatlas.bus.wire import WORKER_ID, RawMessage
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.holder_entries import MAX_HOLDER
 from kvatlas.index.protocol import PartitionBatch
@@ -45,7 +45,7 @@ async def told(index: RedisIndex, messages: list[RawMessage]) -> None:
     """In one call a shard."""
     by_partition: dict[int, list[RawMessage]] = {}
     for message in messages:
-        by_partition.setdefault(partition_of(message[1], index.partitions), []).append(message)
+        by_partition.setdefault(partition_of(message[WORKER_ID], index.partitions), []).append(message)
     for shard in range(index.shards):
         mine = [PartitionBatch(p, some) for p, some in by_partition.items() if shard_of(p, index.shards) == shard]
         applied = await index.apply(shard, mine)

@@ -39,6 +39,17 @@ def test_events_have_the_same_codes() -> None:
     assert numbers(INDEX_LIBRARY.source("_fold"), "CODE") == codes
 
 
+def test_events_have_the_same_fields() -> None:
+    fold = constants(INDEX_LIBRARY.source("_fold"))
+    names = {"CODE": wire.CODE, "SCOPE": wire.SCOPE_ID, "TIER": wire.TIER, "HASHES": wire.HASHES}
+    names |= {"PARENT": wire.PARENT, "FLAGS": wire.FLAGS}
+    assert {name: fold[f"EVENT_{name}"] - 1 for name in names} == names
+    assert (fold["REMOVED_LOW"], fold["REMOVED_HIGH"]) == (wire.HASHES + 2, wire.HASHES + 3)  # behind the last field
+    assert (fold["STORED_LOW"], fold["STORED_HIGH"]) == (wire.FLAGS + 2, wire.FLAGS + 3)
+    assert (fold["END_CHUNKS"], fold["END_DIGEST"]) == (wire.CHUNKS + 1, wire.END_DIGEST + 1)
+    assert fold["CHECKPOINT_DIGEST"] == wire.CHECKPOINT_DIGEST + 1
+
+
 def test_masks_and_sizes_are_the_same() -> None:
     assert SLOT["TIER_MASK"] == TIER_MASK
     assert SLOT["FLAG_MASK"] == 0xFF - TIER_MASK

@@ -135,7 +135,7 @@ class Indexes(RuleBasedStateMachine):
         """A snapshot whose digest is wrong closes the incarnation."""
         teller = self.tellers[worker]
         message = teller.begin(teller.incarnation + 1)
-        message[6][-1][2][1] += 1
+        message[wire.EVENTS][-1][wire.END_DIGEST][1] += 1
         self.tell(worker, message)
 
     @rule(worker=workers)
