@@ -144,7 +144,7 @@ class TermKind:
 
 
 class Cost(NamedTuple):
-    """A price: its terms and their sum; where the profile predicts them, also the time to the first and each next token.
+    """A price: its terms and their sum; if the profile predicts them, also the times to the first and each next token.
 
     The terms are kept as columns and made on demand, because a router prices every worker and reads the terms of few.
     """

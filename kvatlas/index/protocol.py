@@ -124,7 +124,7 @@ class ScrubResult:
 class RecountResult:
     """What a worker holds by the blocks themselves: its active holder's digest words by scope.
 
-    As of (incarnation, seq). `moved`: the worker changed during the count, which therefore says nothing. `sound`: every
+    As of (incarnation, seq). `moved`: the worker changed during the count, which is therefore void. `sound`: every
     entry is in some tier, has the flags that messages set, and its holder is registered as the worker's.
     """
 

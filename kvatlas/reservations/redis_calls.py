@@ -1,6 +1,6 @@
 """Calls to a pool's functions in the store: what is reported of its workers, and what routers book on them.
 
-All keys of a pool are in one slot, and its functions take all of them (`functions/_pool.lua` says what they hold).
+All keys of a pool are in one slot, and its functions take all of them (documented in `functions/_pool.lua`).
 """
 
 from collections.abc import Sequence

@@ -152,7 +152,7 @@ async def _open(url: str) -> Store:
 
 
 def reason(error: BaseException) -> str:
-    """One line of what a client library says."""
+    """A client library's error in one line."""
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
         return "no answer in time"
     if isinstance(error, AuthenticationError) and "HELLO must be called" in str(error):

@@ -17,9 +17,9 @@ class FunctionLibrary:
     """One library, made of a folder of `.lua` files: `shared` first, in this order (their locals serve the rest), then the
     others, one command a file.
 
-    Each call is made a second time if the server does not have its function: the first call ever, or somebody flushed the
-    functions. The library is loaded before that, which is always right. With `load` False the caller only waits for a
-    process that may load it: the call raises Unreachable. All calls raise what `Store.fcall` raises.
+    If the server does not have the function (it was never loaded, or flushed), a call loads the library, which is always
+    right, and tries once more. With `load` False it raises Unreachable instead: another process has to load it. All calls
+    raise what `Store.fcall` raises.
     """
 
     def __init__(self, name: str, folder: Path, shared: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from kvatlas.identity import Scope, partition_of
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position
 from tests.eventually import until
-from tests.kvatlas.index.message_source import Teller, contents
+from tests.kvatlas.index.message_source import MessageSource, contents
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ class Fed:
     """A feed of one worker's partition, and its worker."""
 
     def __init__(self, worker_id: str) -> None:
-        self.worker = Teller(worker_id)
+        self.worker = MessageSource(worker_id)
         self.feed = PartitionFeed(partition_of(worker_id, 64), START, 0)
         self.count = 0
 

@@ -34,7 +34,7 @@ class Holder:
 
 @dataclass(slots=True)
 class HolderCount:
-    """What the blocks themselves say that a holder has. `untiered`: one of its entries is in no tier."""
+    """A holder's blocks, counted from the blocks themselves. `untiered`: one of its entries is in no tier."""
 
     digest: Digest = field(default_factory=Digest)
     flags: FlagDigest = field(default_factory=FlagDigest)

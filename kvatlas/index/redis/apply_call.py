@@ -1,4 +1,4 @@
-"""The one argument of the store's `apply`: messages grouped by worker, in the form that `functions/apply.lua` reads."""
+"""The argument of the store's `apply`: messages grouped by worker, as `functions/apply.lua` reads them."""
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
@@ -33,7 +33,7 @@ class _Group:
     parts: list[bytes]
 
     def accepts(self, incarnation: int, seq: int, event: list[Any]) -> bool:
-        """Does a message of this one event go on where the group ends, in the same words but for its hashes?"""
+        """Does a message of this one event continue the group, with a difference only in its hashes?"""
         mine = self.events[0]
         return bool(
             self.parts

@@ -1,4 +1,4 @@
-"""The workers behind the active holders of a shard, cached until the store says that they changed."""
+"""The workers behind the active holders of a shard, cached until their version changes."""
 
 from collections.abc import Mapping
 

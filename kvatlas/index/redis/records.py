@@ -1,4 +1,4 @@
-"""What the store keeps of a shard, unpacked. `functions/_slot.lua` says what each key holds; the field order is the same."""
+"""What the store keeps of a shard, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
 
 from collections.abc import Iterable, Sequence
 from struct import iter_unpack

@@ -27,8 +27,8 @@ _FOUND = "8sBB"
 
 @dataclass(slots=True)
 class WorkerCount:
-    """One worker's count. `state`: as of which it is, None without an active holder. `moved`: the worker changed meanwhile in
-    a way that can't be followed, and the count says nothing; `went_on`: it changed, and may be followed."""
+    """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed meanwhile, and may be
+    followed; `moved`: it changed in a way that can't be followed, and the count is void."""
 
     worker_id: str
     state: HolderState | None = None

@@ -1,4 +1,4 @@
-"""Changes the blocks of an index behind its back."""
+"""Changes an index's blocks without its knowledge."""
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope, partition_of, shard_of
