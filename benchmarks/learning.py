@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.result import Result
 from benchmarks.stores import connected_store
 from kvatlas.cost import EngineRates
-from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_of
+from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_rates_of
 from kvatlas.cost.regression import Evidence
 from kvatlas.identity import Scope
 from kvatlas.reservations import RedisReservations
@@ -52,10 +52,10 @@ async def measure() -> list[LearnedRates]:
             await wait_until_routable(store, len(TRUE), ROUTABLE_S)
             await _send_requests(fleet.routers["router"], REQUESTS * len(TRUE))
             await asyncio.sleep(REPORT_S)
-            evidence = await RedisReservations(store).learned(SCOPE.pool_id)
+            evidence = await RedisReservations(store).read_evidence(SCOPE.pool_id)
     usual = EngineRates()
     return [
-        learned_of(estimate_of(evidence.get(worker_id, Evidence()), usual), usual)
+        learned_rates_of(estimate_of(evidence.get(worker_id, Evidence()), usual), usual)
         for worker_id in sorted(fleet.engines)
     ]
 

@@ -16,7 +16,7 @@ from indexer.counters import IndexerCounters
 from indexer.partition.queue import PartitionFeed, Taken
 from kvatlas.bus.wire import RawMessage
 from kvatlas.errors import InvalidValue, KvatlasError
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, ResidencyIndex
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ResidencyIndex
 from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent
 
 CALL_MESSAGES = 512
@@ -38,7 +38,7 @@ class Applier:
         index: ResidencyIndex,
         counters: IndexerCounters,
         *,
-        on_applied: Callable[[Applied, Mapping[str, str]], None] | None = None,
+        on_applied: Callable[[ApplyResult, Mapping[str, str]], None] | None = None,
         on_refused: Callable[[int, RawMessage, InvalidValue], None] | None = None,
     ) -> None:
         """`on_applied` gets each call's outcome, and its span's W3C traceparent for each worker that it applied a traced
@@ -123,14 +123,14 @@ class Applier:
             for applied in outcomes:
                 self._on_applied(applied, traces)
 
-    async def _call(self, batches: Sequence[PartitionBatch]) -> list[Applied]:
+    async def _call(self, batches: Sequence[PartitionBatch]) -> list[ApplyResult]:
         try:
             return [await self._until_answered(batches)]
         except InvalidValue as error:
             log.warning("shard %d: a message is refused: %s", self.shard, error)
             return [applied for batch in batches for applied in await self._one_by_one(batch)]
 
-    async def _one_by_one(self, batch: PartitionBatch) -> list[Applied]:
+    async def _one_by_one(self, batch: PartitionBatch) -> list[ApplyResult]:
         """Applies what can be applied of a batch, so that one message which the index refuses does not stop the rest."""
         assert batch.position is not None and batch.after_seq is not None
         before = Position(batch.position.creation_us, batch.after_seq)
@@ -145,7 +145,7 @@ class Applier:
         passed = PartitionBatch(batch.partition, [], batch.position, batch.after_seq)
         return [*outcomes, await self._until_answered([passed])]
 
-    async def _until_answered(self, batches: Sequence[PartitionBatch]) -> Applied:
+    async def _until_answered(self, batches: Sequence[PartitionBatch]) -> ApplyResult:
         """Raises InvalidValue where the index refuses a message; nothing is applied then."""
         pause_s = FIRST_PAUSE_S
         while True:
@@ -160,7 +160,7 @@ class Applier:
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _count(self, applied: Applied) -> None:
+    def _count(self, applied: ApplyResult) -> None:
         counters = self._counters
         counters.calls += 1
         counters.applied += applied.applied

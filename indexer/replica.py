@@ -33,7 +33,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import Liveness
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import partition_of, shard_of
-from kvatlas.index.protocol import Applied, ResidencyIndex
+from kvatlas.index.protocol import ApplyResult, ResidencyIndex
 from kvatlas.settings import IndexerSettings
 
 WORKERS_REMEMBERED = 100_000
@@ -247,7 +247,7 @@ class Replica:
             partition = self._partition_of[worker_id] = partition_of(worker_id, self._index.partitions)
         return partition
 
-    def _on_applied(self, applied: Applied, traces: Mapping[str, str]) -> None:
+    def _on_applied(self, applied: ApplyResult, traces: Mapping[str, str]) -> None:
         self._repair.on_applied(applied)
         self._heartbeats.traces.update(traces)
 

@@ -20,7 +20,7 @@ from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
 from kvatlas.bus.subjects import control_subject
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import Recounted, ResidencyIndex, WorkerRecord
+from kvatlas.index.protocol import RecountResult, ResidencyIndex, WorkerRecord
 
 ANSWER_S = 2.0
 POLL_S = 0.05
@@ -103,7 +103,7 @@ def differences(told: Mapping[Scope, Sequence[int]], held: Mapping[Scope, Sequen
 
 
 def _judge(
-    worker_id: str, reply: ControlReply | None, record: WorkerRecord | None, counted: Recounted | None
+    worker_id: str, reply: ControlReply | None, record: WorkerRecord | None, counted: RecountResult | None
 ) -> WorkerAudit:
     if reply is None:
         return WorkerAudit(worker_id, Verdict.UNANSWERED, None, "no publisher answers for it")
@@ -146,7 +146,7 @@ def _told(reply: ControlReply) -> tuple[int, int]:
     return reply.incarnation, int((reply.status or {}).get("told_seq", -1))
 
 
-def _total(counted: Recounted) -> list[int]:
+def _total(counted: RecountResult) -> list[int]:
     """The digest of all scopes: counts add up, sums modulo 2^32."""
     words = Digest().words
     for scope_words in counted.scopes.values():

@@ -16,7 +16,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.predictions.store import tell_answers
+from kvatlas.predictions.store import write_answer_report
 from kvatlas.request import RequestHints, RequestShape, SelectionResult
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
@@ -81,7 +81,7 @@ class RouterClient:
             fleet, self.settings.fleet_max_age_ms, self.settings.rules, profile=self._learner.profile
         )
         self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
-        report = None if store is None else partial(tell_answers, store, self._leases.router_id)
+        report = None if store is None else partial(write_answer_report, store, self._leases.router_id)
         self._accuracy_reporter = None if report is None else AccuracyReporter(self.answers, report)
         self._decider = Decider(index, self._fleet, shared, self._leases, self.settings, self.counters, now_us)
 

@@ -15,7 +15,7 @@ from kvatlas.identity import Scope, partition_of
 from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis import apply_call
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
-from kvatlas.index.redis.layout import library
+from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.store.connection import Store
 
 USE = ScopeUse(Scope("bench", "bench"), 16)
@@ -40,7 +40,7 @@ WITHOUT = (
 def build_library_without_digests() -> str:
     """The index's functions, with no digest read, summed, written or compared. Raises ValueError if the library lacks a line
     that this benchmark expects."""
-    code = library()
+    code = INDEX_LIBRARY.code
     for line, insertion in WITHOUT:
         if code.count(line) != 1:
             raise ValueError(f"the library has {code.count(line)} lines {line!r}; expected 1")
@@ -64,7 +64,7 @@ async def measure(store: Store) -> list[Result]:
             with patch.object(apply_call, "sums_of", sums_of if with_digests else _no_sums):
                 seconds[with_digests].append(await _time_apply(index, calls))
             inside[with_digests].append((await store.client.info("commandstats"))["cmdstat_fcall"]["usec"])
-        await store.load_functions(library())
+        await INDEX_LIBRARY.load(store)
         blocks = BLOCKS_A_CALL * CALLS
         name = f"{hashes_a_message} hashes a message"
         results += [

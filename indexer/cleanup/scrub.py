@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from indexer.counters import IndexerCounters
 from kvatlas.errors import KvatlasError
 from kvatlas.identity import shard_of
-from kvatlas.index.protocol import ResidencyIndex, Scrubbed
+from kvatlas.index.protocol import ResidencyIndex, ScrubResult
 
 PERIOD_S = 600.0
 BUDGET_BLOCKS = 500
@@ -71,7 +71,7 @@ class Scrubber:
             self._count(shard, await self._index.scrub(shard, BUDGET_BLOCKS, frozenset(owned)))
         return bool(self._under_way)
 
-    def _count(self, shard: int, found: Scrubbed) -> None:
+    def _count(self, shard: int, found: ScrubResult) -> None:
         counters = self._counters
         counters.scrub_checked += found.checked
         counters.scrub_damaged += len(found.damaged)

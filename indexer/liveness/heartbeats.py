@@ -130,7 +130,7 @@ class Heartbeats:
             raise
         self._counters.fleet_writes += len(changed)
         # a replica that stood still, and has gone on, writes what it heard last
-        await self._fleet.correct(self._liveness.lost_records(self.traces))
+        await self._fleet.update_existing(self._liveness.lost_records(self.traces))
         for retirement in retirements:
             await self._retire(retirement)
         for worker_id, incarnation in self._forgetting.due(now_s):

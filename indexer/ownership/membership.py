@@ -97,14 +97,14 @@ class Membership:
         if self.fresh and not await self._fleet.is_member(self.member_id):
             # a store that lost everything knows only those that were quicker: nobody's partitions move for that
             self._forgotten, self._forgotten_until_s = self.members, asked_s + LEASE_MS / 1_000
-        members = await self._fleet.beat(self.member_id, LEASE_MS)
+        members = await self._fleet.renew_membership(self.member_id, LEASE_MS)
         self.members = sorted({*members, *self._forgotten}) if asked_s < self._forgotten_until_s else members
         wanted = target_partitions(self.member_id, self.members, self._partitions)
         surplus = sorted(self._held.difference(wanted))
         if surplus:
             await self._give(surplus)
-            await self._fleet.release(self.member_id, surplus)
-        held = set(await self._fleet.claim(self.member_id, LEASE_MS, wanted))
+            await self._fleet.release_leases(self.member_id, surplus)
+        held = set(await self._fleet.claim_leases(self.member_id, LEASE_MS, wanted))
         self._held_until_s = asked_s + LEASE_MS / 1_000
         self._wanting = len(held) < len(wanted)
         if lost := sorted(self._held - held):
@@ -131,7 +131,7 @@ class Membership:
         if self._held:
             await self._give(sorted(self._held))
         try:
-            await self._fleet.leave(self.member_id)
+            await self._fleet.end_membership(self.member_id)
         except (KvatlasError, RedisError) as error:
             log.warning("%s leaves without a word, its leases end by themselves: %s", self.member_id, error)
 

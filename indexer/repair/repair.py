@@ -17,7 +17,7 @@ from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, GrantRe
 from kvatlas.bus.subjects import ALL_GRANTS, control_subject
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import partition_of
-from kvatlas.index.protocol import Applied, ResidencyIndex, Room, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, ResidencyIndex, Room, WorkerRecord
 
 JUDGE_EVERY_S = 1.0
 ROOM_FRACTION = 0.1
@@ -63,7 +63,7 @@ class Repair:
         self.without_room = 0
         """Workers of the owned shards whose blocks the store had no memory for."""
 
-    def on_applied(self, applied: Applied) -> None:
+    def on_applied(self, applied: ApplyResult) -> None:
         """A call to the index came back: snapshots that it completed free their grants."""
         if self._grants.outstanding_bytes:
             for record in applied.records:

@@ -1,4 +1,4 @@
-"""Cost profile `engine`, the default: what the engine will really spend, from rates of the worker.
+"""Cost profile `engine`, the default: the time that the engine will really spend, from the worker's rates.
 
     TTFT  = backlog / prefill rate + transfer + prefill(new tokens, cached tokens)
     TPOT  = t0 + t1 x running requests + t2 x KV tokens
@@ -35,7 +35,7 @@ TERMS = (
 
 @dataclass(frozen=True, slots=True)
 class ReadRate:
-    """What reading one contiguous piece from a tier takes: `setup_us` once, `us_per_mib` for its size."""
+    """Time to read one contiguous piece from a tier: `setup_us` once, `us_per_mib` for its size."""
 
     setup_us: float
     us_per_mib: float
@@ -49,8 +49,8 @@ class ReadRate:
 class EngineRates:
     """One worker's rates; defaults: see the module. Raises InvalidValue for a negative one.
 
-    `tokens_per_waiting_request` stands in for queued tokens where an engine only tells how many requests wait.
-    `kv_bytes_per_token` sizes a transfer where the fleet record has no block bytes.
+    `tokens_per_waiting_request` stands in for queued tokens if an engine only reports how many requests wait.
+    `kv_bytes_per_token` sizes a transfer if the fleet record has no block bytes.
     """
 
     prefill_us_per_token: float = 40.0
@@ -85,16 +85,16 @@ class EngineRates:
                 return self.object_store
 
     def prefill_us(self, new_tokens: int, cached_tokens: int) -> float:
-        """Computing `new_tokens` behind `cached_tokens`: each looks back at all before it."""
+        """Time to compute `new_tokens` behind `cached_tokens`: each looks back at all before it."""
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         return self.prefill_us_per_token * new_tokens + self.attention_us_per_token_pair * pairs
 
     def tpot_us(self, running: int, kv_tokens: int) -> float:
-        """From one token to the next, with so many requests running that hold so many KV tokens."""
+        """Time from one token to the next, with `running` requests that hold `kv_tokens` of KV."""
         return self.tpot_base_us + self.tpot_us_per_running * running + self.tpot_us_per_kv_token * kv_tokens
 
     def read_us(self, piece: Piece) -> float:
-        """Reading one piece; nothing for what is at hand."""
+        """Time to read one piece; 0 for one at hand."""
         if piece.at_hand:
             return 0.0
         mib = (piece.bytes or piece.tokens * self.kv_bytes_per_token) / MIB_BYTES
@@ -107,7 +107,7 @@ class EngineRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """See the module. `by_worker` has the rates of single workers, `rates` those of all others."""
+    """See the module. `by_worker`: rates of single workers; `rates`: those of all others."""
 
     rates: EngineRates = EngineRates()
     by_worker: Mapping[str, EngineRates] = field(default_factory=dict)
@@ -154,5 +154,5 @@ class EngineProfile:
         )
 
     def alike(self, worker_id: str) -> int:
-        """Of those with the same rates object: comparing rates takes longer than a quote more."""
+        """By identity of the rates: comparing rates takes longer than one more quote."""
         return id(self.by_worker.get(worker_id, self.rates))

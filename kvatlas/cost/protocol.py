@@ -1,6 +1,6 @@
-"""What a worker would do for a request, and the price of it: the plan a profile prices, and the terms it answers.
+"""Costs: the plan of what a worker would do for a request, and the profile that prices it in terms.
 
-What is made anew for each worker of each choice is a named tuple: a third of the time that a frozen dataclass takes.
+What is made for each worker of each choice is a named tuple: it takes a third of a frozen dataclass's time.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,7 +17,7 @@ class Piece(NamedTuple):
     """A contiguous run of cached tokens that is read in one go, from one tier of one worker.
 
     `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or in the candidate's locality
-    domain. `bytes` 0: the size of a block is not known.
+    domain. `bytes` 0: the size of a block is unknown.
     """
 
     tokens: int
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 class Load(NamedTuple):
     """How busy a worker is, as far as cost needs it.
 
-    `waiting_requests`: those whose tokens `queued_prefill_tokens` leaves out, because the engine does not tell them.
+    `waiting_requests`: those whose tokens are not in `queued_prefill_tokens`, because the engine does not report them.
     `kv_tokens`: tokens whose KV its running requests hold.
     """
 
@@ -56,7 +56,7 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, state: WorkerState, block_size: int) -> "Load":
-        """A worker's reported state; where it tells no running decodes, its occupied request slots count."""
+        """From a worker's reported state; without running decodes, its occupied request slots count."""
         forward = state.forward_pass
         return cls(
             running_decodes=state.running_decodes or forward.active_request_slots,
@@ -75,7 +75,7 @@ class Load(NamedTuple):
 
 
 def mean_load(loads: Sequence[Load]) -> Load:
-    """The mean of known loads, rounded up: what a worker that tells nothing is taken to have. Idle where none tells."""
+    """The mean of known loads, rounded up: it stands in for an unknown load. Idle if none is known."""
     if not loads:
         return Load()
     count = len(loads)
@@ -107,10 +107,10 @@ class Plan(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What changes a plan's cost by how much, in microseconds: so that load can be added where the plan is not known.
+    """By how many microseconds load and cached tokens change a plan's cost, so that they can be added without the plan.
 
-    A queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token whose KV is held by
-    one. n cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.
+    Load: a queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token of KV that one
+    holds. n cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.
     """
 
     queued_us: float
@@ -144,7 +144,7 @@ class TermKind:
 
 
 class Cost(NamedTuple):
-    """A price: its terms and their sum; where the profile predicts them, also the time to the first and each next token.
+    """A price: its terms and their sum; if the profile predicts them, also the times to the first and each next token.
 
     The terms are kept as columns and made on demand, because a router prices every worker and reads the terms of few.
     """
@@ -164,7 +164,7 @@ class Cost(NamedTuple):
         return tuple(CostTerm(kind.name, us, amount, kind.unit) for kind, us, amount in columns)
 
     def plus(self, kind: TermKind, us: float, amount: int, *, delays: bool = False) -> "Cost":
-        """With one more term. `delays`: it passes before the first token."""
+        """The cost with one more term. `delays`: its time passes before the first token."""
         more = round(us)
         ttft_us = self.ttft_us + more if delays and self.ttft_us is not None else self.ttft_us
         return Cost(
@@ -199,7 +199,7 @@ class CostProfile(Protocol):
         """The cost of a plan, in whole microseconds."""
 
     def prices(self, plan: Plan) -> Prices:
-        """What load and cached tokens change in the plan's cost; `price` agrees with it up to rounding. Not by its pieces."""
+        """What load and cached tokens change in the plan's cost, whatever its pieces; `price` agrees up to rounding."""
 
     def alike(self, worker_id: str) -> Hashable:
-        """Equal for workers that are priced alike."""
+        """A key that is equal for workers with equal prices."""

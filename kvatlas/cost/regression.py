@@ -1,25 +1,25 @@
-"""What finished requests say of a worker's rates: robust linear regression, kept as sums that add up.
+"""A worker's rates from finished requests: robust linear regression, kept as sums that add up.
 
-A measurement is a **row**: the microseconds measured, and those that each rate's term would take at its unit. They are
-linear in one unknown **factor** a rate (2: twice as slow as its unit):
+A measurement is a **row**: the microseconds measured, and those that each rate's term would take at its unit. The model is
+linear, with one unknown **factor** for each rate (2: twice as slow as its unit):
 
     measured = sum over RATES of factor x term at its unit
 
-**Evidence** is all that is kept of rows: the weighted sums A = sum w z z' and b = sum w z u of least squares, and how far
-rows were off lately. Sums add, so routers feed one estimate without overwriting each other, and a new router begins with
+**Evidence** is all that is kept of rows: the weighted sums A = sum w z z' and b = sum w z u of least squares, and the recent
+errors of rows. Sums add, so routers contribute to one estimate without overwriting each other, and a new router begins with
 what was learned. Evidence fades exponentially with the requests after it (MEMORY). The estimate is
 
     factors = (A + P)^-1 (b + P prior)
 
-where P makes the configured rates worth a fraction of a request, or the likeness of two rates (a worker that computes
-twice as fast attends twice as fast). This is recursive least squares in information form with a prior and exponential
-forgetting (Ljung and Soderstrom, Theory and Practice of Recursive Identification, 1983, chapter 2). A factor that would
-leave its bounds is held there, and the others are solved again.
+where P makes the configured rates worth a fraction of a request, or ties two rates together (a worker that computes twice as
+fast attends twice as fast). This is recursive least squares in information form with a prior and exponential forgetting
+(Ljung and Soderstrom, Theory and Practice of Recursive Identification, 1983, chapter 2). A factor that would leave its bounds
+is fixed there, and the others are solved again.
 
 **Robust.** Rows are relative, z = term / expected, so that long requests do not drown short ones; never relative to less
-than half of what was measured, so that a stall weighs little even where the estimate is still far too low. A row is weighed
-down where it is off by more than HUBER times the usual error (Huber, Robust Estimation of a Location Parameter, 1964):
-however late, it pulls no more than one that was slightly late. The usual error is learned too, of the last requests.
+than half of what was measured, so that a stall has little weight even if the estimate is still far too low. A row's weight
+is reduced if it is off by more than HUBER times the typical error (Huber, Robust Estimation of a Location Parameter, 1964):
+however late, it pulls no more than one that was slightly late. The typical error is learned too, from recent requests.
 """
 
 import math
@@ -33,7 +33,7 @@ from kvatlas.errors import InvalidValue
 
 
 class Rate(IntEnum):
-    """What is learned: its place in every vector here."""
+    """What is learned; the value is its position in every vector here."""
 
     OVERHEAD = 0
     PREFILL = 1
@@ -47,63 +47,64 @@ class Rate(IntEnum):
     TPOT_KV = 9
 
 
-class Kind(IntEnum):
+class Latency(IntEnum):
     """What a row measures: the time to the first token, or from one token to the next."""
 
-    FIRST = 0
-    NEXT = 1
+    TTFT = 0
+    TPOT = 1
 
 
 RATES: Final = len(Rate)
 Vector = tuple[float, ...]
 
 MEMORY: Final = 256.0
-"""How many requests evidence is of, in effect; older ones fade."""
+"""How many requests evidence represents; older ones fade."""
 FIRST_MEMORY: Final = 32.0
-"""The same at first. It grows with the requests, so that those that were judged while little was known fade soon."""
+"""The same at first. It grows with the requests, so that those measured against a poor estimate fade soon."""
 ERRORS_MEMORY: Final = 32.0
-"""The same for the usual error, always: it has to follow while the estimate settles."""
+"""The same for the typical error, always: it has to follow while the estimate settles."""
 PRIOR_WEIGHT: Final = 0.002
-"""What the configured rates and likenesses weigh, in requests; more at first (`_prior_weight`)."""
+"""Weight of the configured rates and of FOLLOWS, in requests; more at first (`_prior_weight`)."""
 HUBER: Final = 1.7
 """In mean absolute errors: 1.345 standard deviations of normal noise."""
 FIRST_ERROR: Final = 0.5
-"""The usual relative error before anything is known; worth FIRST_ERROR_ROWS rows."""
+"""The typical relative error before anything is known; worth FIRST_ERROR_ROWS rows."""
 FIRST_ERROR_ROWS: Final = 4.0
-LEAST_EXPECTED_US: Final = 1_000.0
-LEAST_FACTOR: Final = 0.01
-MOST_FACTOR: Final = 100.0
-"""Bounds of a rate, in times of the configured one. What may be nothing (MAY_VANISH) has no lower bound but zero."""
-MAY_VANISH: Final = frozenset({Rate.OVERHEAD, Rate.ATTENTION, Rate.TPOT_RUNNING, Rate.TPOT_KV})
-LIKE: Final = {
+MIN_EXPECTED_US: Final = 1_000.0
+MIN_FACTOR: Final = 0.01
+MAX_FACTOR: Final = 100.0
+"""Bounds of a rate, in times of the configured one. For rates in MAY_BE_ZERO the lower bound is 0."""
+MAY_BE_ZERO: Final = frozenset({Rate.OVERHEAD, Rate.ATTENTION, Rate.TPOT_RUNNING, Rate.TPOT_KV})
+FOLLOWS: Final = {
     Rate.ATTENTION: Rate.PREFILL,
     Rate.OVERHEAD: Rate.TPOT_BASE,
     Rate.TPOT_RUNNING: Rate.TPOT_BASE,
     Rate.TPOT_KV: Rate.TPOT_BASE,
 }
-"""Without evidence of its own a rate differs from the configured one as much as this one does."""
+"""Without evidence of its own, a rate differs from the configured one by the same factor as the rate that it follows."""
 
 FORM: Final = 1
-"""Which rates and sums these are: what another version wrote is not read."""
-ERRORS: Final = 2 * len(Kind)
+"""Version of the rates and sums: evidence of another version is not read."""
+ERRORS: Final = 2 * len(Latency)
+"""How many of the sums are errors: the first ones."""
 _A_AT: Final = ERRORS + RATES
 SUMS: Final = _A_AT + RATES * (RATES + 1) // 2
-"""Numbers in a worker's evidence: errors and rows of each kind, then b, then A's lower triangle by rows."""
+"""Numbers in a worker's evidence: errors and rows of each latency, then b, then A's lower triangle by rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measurement of `us` microseconds, and what each rate's term would take at its unit."""
 
-    kind: Kind
+    latency: Latency
     us: float
     terms: Vector
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """See the module. `requests`: how many it is of, faded ones too. `keep` and `errors_keep`: what they leave of older
-    evidence: of its sums, and of the errors among them, which are the first ERRORS.
+    """See the module. `requests`: how many it comes from, with those that have faded. `keep` and `errors_keep`: factors by
+    which it fades older evidence: its sums, and the errors among them.
 
     Raises InvalidValue for another number of sums.
     """
@@ -119,15 +120,15 @@ class Evidence:
 
     @classmethod
     def of(cls, rows: Sequence[Row], before: "Estimate") -> "Evidence":
-        """What the rows of one request say, judged by what was estimated before."""
+        """From the rows of one request, whose errors are taken against the estimate `before` it."""
         sums = [0.0] * SUMS
         for row in rows:
             expected = sum(map(mul, before.factors, row.terms))
-            scale = max(expected, row.us / 2, LEAST_EXPECTED_US)
-            off, usual = abs(row.us - expected) / scale, before.errors[row.kind]
-            weight = HUBER * usual / off if off > HUBER * usual else 1.0
-            sums[2 * row.kind] += min(off, 3 * usual)
-            sums[2 * row.kind + 1] += 1.0
+            scale = max(expected, row.us / 2, MIN_EXPECTED_US)
+            error, typical = abs(row.us - expected) / scale, before.errors[row.latency]
+            weight = HUBER * typical / error if error > HUBER * typical else 1.0
+            sums[2 * row.latency] += min(error, 3 * typical)
+            sums[2 * row.latency + 1] += 1.0
             given = [(i, term / scale) for i, term in enumerate(row.terms) if term]
             for i, z in given:
                 sums[ERRORS + i] += weight * z * row.us / scale
@@ -139,8 +140,8 @@ class Evidence:
         return cls(1, 1 - 1 / memory, 1 - 1 / ERRORS_MEMORY, tuple(sums))
 
     @classmethod
-    def together(cls, every: Iterable["Evidence"]) -> "Evidence":
-        """Of several workers, as if they were one."""
+    def sum_of(cls, every: Iterable["Evidence"]) -> "Evidence":
+        """Evidence of several workers, as if they were one."""
         listed = list(every)
         if not listed:
             return cls()
@@ -148,8 +149,8 @@ class Evidence:
             sum(one.requests for one in listed), sums=tuple(map(sum, zip(*(one.sums for one in listed), strict=True)))
         )
 
-    def then(self, newer: "Evidence") -> "Evidence":
-        """Both. The store's twin of this line is `kvatlas/reservations/functions/learn.lua`."""
+    def followed_by(self, newer: "Evidence") -> "Evidence":
+        """Both, this one faded by the newer one. The Lua twin is `kvatlas/reservations/functions/learn.lua`."""
         errors = [old * newer.errors_keep + new for old, new in zip(self.sums[:ERRORS], newer.sums, strict=False)]
         rest = [old * newer.keep + new for old, new in zip(self.sums[ERRORS:], newer.sums[ERRORS:], strict=True)]
         return Evidence(
@@ -162,7 +163,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """From so many requests: factors by `Rate`, and the usual relative error by `Kind`."""
+    """Factors by `Rate`, and the typical relative error by `Latency`, from a number of requests."""
 
     requests: int
     factors: Vector
@@ -170,10 +171,11 @@ class Estimate:
 
     @classmethod
     def of(cls, evidence: Evidence, prior: Vector) -> "Estimate":
-        """`prior`: the configured rates, in times of the units; one that is configured as 0 stays 0. 0.1 to 0.3 ms."""
+        """`prior`: the configured rates, in times of the units; one that is configured as 0 stays 0. Takes 0.1 to 0.3 ms."""
         sums = evidence.sums
         errors = tuple(
-            (sums[2 * kind] + FIRST_ERROR * FIRST_ERROR_ROWS) / (sums[2 * kind + 1] + FIRST_ERROR_ROWS) for kind in Kind
+            (sums[2 * latency] + FIRST_ERROR * FIRST_ERROR_ROWS) / (sums[2 * latency + 1] + FIRST_ERROR_ROWS)
+            for latency in Latency
         )
         # solved in times of the configured rates: there the prior of each is 1
         a = [[0.0] * RATES for _ in Rate]
@@ -186,7 +188,7 @@ class Estimate:
         weight = _prior_weight(evidence.requests)
         for rate in Rate:
             a[rate][rate] += weight
-            if (other := LIKE.get(rate)) is None:
+            if (other := FOLLOWS.get(rate)) is None:
                 b[rate] += weight
             else:
                 a[other][other] += weight
@@ -197,20 +199,20 @@ class Estimate:
 
 
 def _prior_weight(requests: int) -> float:
-    """An engine's first requests are its slowest (it compiles, it fills its pools): they don't make it look slow at once,
-    or nobody would send it the ones that show how fast it is."""
+    """An engine's first requests are its slowest (it compiles, it fills its pools). They must not make it look slow at once,
+    or it would not get the ones that show how fast it is."""
     return PRIOR_WEIGHT + 1 / (1 + requests) ** 2
 
 
 def _solve_within_bounds(a: list[list[float]], b: list[float]) -> Vector:
-    """a x = b; an x outside of its bounds is held at the nearer one while the others are solved again."""
+    """Solves a x = b. An x outside of its bounds is fixed at the nearer one while the others are solved again."""
     x = [0.0] * RATES
     free = list(range(RATES))
     while free:
         rest = [b[i] - sum(a[i][j] * x[j] for j in range(RATES) if j not in free) for i in free]
         outside = False
         for i, value in zip(list(free), _solve([[a[i][j] for j in free] for i in free], rest), strict=True):
-            x[i] = min(max(value, 0.0 if i in MAY_VANISH else LEAST_FACTOR), MOST_FACTOR)
+            x[i] = min(max(value, 0.0 if i in MAY_BE_ZERO else MIN_FACTOR), MAX_FACTOR)
             if x[i] != value:
                 free.remove(i)
                 outside = True
@@ -220,7 +222,7 @@ def _solve_within_bounds(a: list[list[float]], b: list[float]) -> Vector:
 
 
 def _solve(a: list[list[float]], b: list[float]) -> list[float]:
-    """By Cholesky's decomposition: `a` is symmetric and, thanks to the prior, positive definite."""
+    """Solves a x = b by Cholesky's decomposition: `a` is symmetric and, thanks to the prior, positive definite."""
     low: list[list[float]] = []
     x: list[float] = []
     for i, row in enumerate(a):

@@ -1,6 +1,6 @@
-"""Direct writes: put, remove and clear as messages of an incarnation that this caller tells.
+"""Direct writes: put, remove and clear as messages of an incarnation that the caller publishes.
 
-One way in: a direct write is an ordinary message that the fence judges like any other.
+There is one way in: a direct write is an ordinary message, and the fence checks it like any other.
 """
 
 import time
@@ -14,7 +14,7 @@ from kvatlas.bus import wire
 from kvatlas.errors import KvatlasError
 from kvatlas.events import Cleared, IndexEvent, Message, Removed, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
 from kvatlas.identity import Scope, check_worker_id, partition_of, shard_of
-from kvatlas.index.protocol import Applied, PartitionBatch, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, WorkerRecord
 
 _TRIES = 5
 _HASHES_A_MESSAGE = 32_768
@@ -27,7 +27,7 @@ class DirectWrites(ABC):
     shards: int
 
     @abstractmethod
-    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied: ...
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult: ...
 
     @abstractmethod
     async def record(self, worker_id: str) -> WorkerRecord | None: ...
@@ -48,19 +48,19 @@ class DirectWrites(ABC):
         for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
             part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]
             event = Stored(use.scope.scope_id, tier, part, before, first_index + first // HASH_BYTES, flags)
-            await self._tell(worker_id, event, use)
+            await self._write(worker_id, event, use)
             before = part[-HASH_BYTES:]
 
     async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
         use = ScopeUse(scope, 1)
         for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
             part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]
-            await self._tell(worker_id, Removed(scope.scope_id, tier, part), use)
+            await self._write(worker_id, Removed(scope.scope_id, tier, part), use)
 
     async def clear_worker(self, worker_id: str) -> None:
-        await self._tell(worker_id, Cleared(), None)
+        await self._write(worker_id, Cleared(), None)
 
-    async def _tell(self, worker_id: str, event: IndexEvent, use: ScopeUse | None) -> None:
+    async def _write(self, worker_id: str, event: IndexEvent, use: ScopeUse | None) -> None:
         partition = partition_of(check_worker_id(worker_id), self.partitions)
         uses = {use.scope.scope_id: use} if use is not None else {}
         for _ in range(_TRIES):
@@ -76,4 +76,4 @@ class DirectWrites(ABC):
             batch = PartitionBatch(partition, [wire.to_raw(message)])
             if (await self.apply(shard_of(partition, self.shards), [batch])).applied:
                 return
-        raise KvatlasError(f"worker {worker_id}: somebody else tells of it, {_TRIES} direct writes were out of step")
+        raise KvatlasError(f"worker {worker_id}: it has another publisher; {_TRIES} direct writes were out of step")

@@ -1,7 +1,7 @@
 """Overlap by galloping: exact from a few probes, because residency is prefix-closed.
 
 Along a chain the active holders only get fewer. So equal values at two places mean equal active holders between them, and
-a block that nobody holds ends the overlap. The Lua twin of this file is `functions/overlap.lua`.
+a block without a holder ends the overlap. The Lua twin of this file is `redis/functions/overlap.lua`.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from functools import lru_cache
 from struct import Struct
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.residency import Overlap
 
 STRIDE = 64
 
@@ -17,7 +18,7 @@ Runs = tuple[Sequence[bytes], Sequence[int]]
 
 
 def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = STRIDE) -> Runs:
-    """Runs of equal holders over packed hashes; `get` gives a block's holders value, None where nobody holds it.
+    """Runs of equal holders over packed hashes; `get` returns a block's holders value, None if it has no holder.
 
     Probes every `stride` blocks, and bisects only between probes that differ.
     """
@@ -25,7 +26,7 @@ def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = ST
     if first is None:
         return (), ()
     count = len(hashes) // HASH_BYTES
-    probed = list(map(get, _strided(count, stride).unpack_from(hashes)))
+    probed = list(map(get, _probe_struct(count, stride).unpack_from(hashes)))
     probed.append(get(hashes[-HASH_BYTES:]))
     if probed.count(first) == len(probed):
         return (first,), (count,)
@@ -37,14 +38,14 @@ def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = ST
         if right_value is not left_value and right_value != left_value:
             stop = _bisect(get, hashes, left, left_value, right, right_value, starts, values)
             if stop is not None:
-                return _lengths(values, starts, stop)
+                return _to_runs(values, starts, stop)
         left, left_value = right, right_value
-    return _lengths(values, starts, count)
+    return _to_runs(values, starts, count)
 
 
 @lru_cache(maxsize=1_024)
-def _strided(count: int, stride: int) -> Struct:
-    """Cuts every `stride`-th hash, but the first and those behind the last, out of `count` packed ones."""
+def _probe_struct(count: int, stride: int) -> Struct:
+    """Unpacks every `stride`-th of `count` packed hashes, without the first and the last."""
     probes = len(range(stride, count - 1, stride))
     return Struct(
         f"{stride * HASH_BYTES}x" + f"{HASH_BYTES}s{(stride - 1) * HASH_BYTES}x" * (probes - 1) + f"{HASH_BYTES}s"
@@ -54,18 +55,18 @@ def _strided(count: int, stride: int) -> Struct:
 
 
 def walk(get: Callable[[bytes], bytes | None], hashes: bytes) -> Runs:
-    """The same from a look at every block."""
+    """The same runs as `gallop`, by reading every block."""
     count = len(hashes) // HASH_BYTES
     values: list[bytes] = []
     starts: list[int] = []
     for i in range(count):
         value = get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
         if value is None:
-            return _lengths(values, starts, i)
+            return _to_runs(values, starts, i)
         if not values or value != values[-1]:
             values.append(value)
             starts.append(i)
-    return _lengths(values, starts, count)
+    return _to_runs(values, starts, count)
 
 
 def _bisect(
@@ -78,7 +79,7 @@ def _bisect(
     starts: list[int],
     values: list[bytes],
 ) -> int | None:
-    """Appends the runs that start in (left, right], in order; the first block that nobody holds, if it is among them."""
+    """Append the runs that start in (left, right], in order. Returns the first block without a holder, if it is there."""
     open_intervals = [(left, left_value, right, right_value)]
     while open_intervals:
         low, low_value, high, high_value = open_intervals.pop()
@@ -98,6 +99,16 @@ def _bisect(
     return None
 
 
-def _lengths(values: list[bytes], starts: list[int], stop: int) -> Runs:
+def _to_runs(values: list[bytes], starts: list[int], stop: int) -> Runs:
     ends = [*starts[1:], stop] if starts else []
     return values, [end - start for start, end in zip(starts, ends, strict=True)]
+
+
+def differences(galloped: Overlap, walked: Overlap) -> Sequence[tuple[str, int, int]]:
+    """(worker, depth by galloping, depth by a walk) of every worker whose two depths differ, sorted."""
+    fast, slow = galloped.depths(), walked.depths()
+    return tuple(
+        (worker, fast.get(worker, 0), slow.get(worker, 0))
+        for worker in sorted(fast.keys() | slow.keys())
+        if fast.get(worker, 0) != slow.get(worker, 0)
+    )

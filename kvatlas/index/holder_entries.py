@@ -1,8 +1,9 @@
 """Holders values: who holds a block, as entries of 4 bytes (holder number, flags), sorted by number.
 
-Sorted, so that equal holders are equal bytes. The Lua twin of this file is `functions/_blocks.lua`.
+Sorted, so that equal holders are equal bytes. The Lua twin of this file is `redis/functions/_blocks.lua`.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES
@@ -16,8 +17,14 @@ def number_bytes(number: int) -> bytes:
     return number.to_bytes(NUMBER_BYTES, "big")
 
 
+def entries_of(value: bytes) -> Iterator[tuple[bytes, int]]:
+    """(holder's 3-byte number, flags) of each entry."""
+    for at in range(0, len(value), HOLDER_ENTRY_BYTES):
+        yield value[at : at + NUMBER_BYTES], value[at + NUMBER_BYTES]
+
+
 def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:
-    """(position of the holder's entry, True), or (where it would stand, False)."""
+    """(position of the holder's entry, True), or (the position where it belongs, False)."""
     for at in range(0, len(value), HOLDER_ENTRY_BYTES):
         here = value[at : at + NUMBER_BYTES]
         if here == number:
@@ -28,13 +35,13 @@ def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:
 
 
 def flags_in(value: bytes, number: bytes) -> int:
-    """The holder's flags byte; 0 where it has no entry."""
+    """The holder's flags byte; 0 without an entry."""
     at, found = find_entry(value, number)
     return value[at + NUMBER_BYTES] if found else 0
 
 
 def without_holder(value: bytes, number: bytes) -> bytes:
-    """The value without the holder's entry, in whatever tiers."""
+    """The value without the holder's entry, whatever its tiers."""
     at, found = find_entry(value, number)
     return value[:at] + value[at + HOLDER_ENTRY_BYTES :] if found else value
 
@@ -50,7 +57,7 @@ def with_entry(value: bytes, number: bytes, tier_bit: int, flags: int) -> bytes:
 
 @lru_cache(maxsize=65_536)
 def without_entry(value: bytes, number: bytes, tier_bit: int) -> bytes:
-    """The value after a removal; the entry goes with its last tier."""
+    """The value after a removal; the last tier's removal takes the entry out."""
     at, found = find_entry(value, number)
     if not found or not value[at + NUMBER_BYTES] & tier_bit:
         return value

@@ -1,1 +1,1 @@
-"""Predicted against real cached tokens: how they are compared, and where the counts are stored."""
+"""Predicted and real cached tokens: how they are compared, and where the counts are stored."""

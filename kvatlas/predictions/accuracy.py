@@ -1,4 +1,4 @@
-"""What engines answered beside what routers had predicted: how an answer deviates, counts of it, what is wrong."""
+"""What engines answered compared with what routers predicted: deviations, their counts, and what to do about them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pydantic import Field
 from kvatlas.fleet.records import WireRecord
 
 WRONG_SHARE = 0.05
-"""From this share of deviating answers on somebody should look; at moderate load under 0.01 of them deviate."""
+"""The share of deviating answers from which on it is a finding; at moderate load less than 0.01 deviate."""
 ENOUGH_ANSWERS = 50
 
 
@@ -17,8 +17,8 @@ ENOUGH_ANSWERS = 50
 class Prediction:
     """What a router expected of one answer.
 
-    `prompt_tokens` None: not known. Of `cached_tokens` no event has confirmed `unconfirmed_tokens`: they were being
-    computed, or the worker tells no events. `by_index` False: the index was not asked, or did not answer in time.
+    `prompt_tokens` None: unknown. `unconfirmed_tokens`: those of `cached_tokens` that no event has confirmed; they were
+    being computed, or the worker sends no events. `by_index` False: the index was not asked, or did not answer in time.
     """
 
     prompt_tokens: int | None
@@ -28,11 +28,11 @@ class Prediction:
 
 
 class Deviation(StrEnum):
-    """Why an engine found another number of prompt tokens cached than predicted; the first that applies.
+    """Why an engine found another number of prompt tokens cached than predicted; the first reason that applies.
 
     `OTHER_TOKENS`: it counts other prompt tokens than the router. `WITHOUT_INDEX`: the choice was made without the index.
-    `NEWER`: it found more, which was stored, or told, after the choice. `UNCONFIRMED`: it found what events had confirmed,
-    not all of the prefix that was in flight or only predicted. `EVICTED`: not even what events had confirmed.
+    `NEWER`: it found more, which was stored, or published, after the choice. `UNCONFIRMED`: it found what events had
+    confirmed, not all of the prefix that was in flight or only predicted. `EVICTED`: not even what events had confirmed.
     """
 
     NONE = "none"
@@ -46,14 +46,14 @@ class Deviation(StrEnum):
 MEANING: Mapping[Deviation, str] = {
     Deviation.OTHER_TOKENS: "the engine counts other tokens",
     Deviation.WITHOUT_INDEX: "chosen without the index",
-    Deviation.NEWER: "stored or told after the choice",
+    Deviation.NEWER: "stored or published after the choice",
     Deviation.UNCONFIRMED: "prefix in flight, not there yet",
     Deviation.EVICTED: "evicted since the choice",
 }
 
 
 def deviation(predicted: Prediction, prompt_tokens: int, cached_tokens: int) -> Deviation:
-    """How an answer with these tokens deviates from its prediction."""
+    """How an answer with these token counts deviates from its prediction."""
     if cached_tokens == predicted.cached_tokens:
         return Deviation.NONE
     if predicted.prompt_tokens not in (None, prompt_tokens):
@@ -69,10 +69,11 @@ def deviation(predicted: Prediction, prompt_tokens: int, cached_tokens: int) -> 
 
 @dataclass(slots=True)
 class AnswerCounts:
-    """Plain integers since the router began.
+    """Counts since the router started.
 
-    `prompts_*`: the engine's prompt tokens beside ours. `cached_*`: its cached tokens beside the predicted ones, by
-    `Deviation`; `cached_untold`: it does not tell them. `predicted_tokens` and `cached_tokens` where it does.
+    `prompts_*`: the engine's prompt tokens against ours. `cached_*`: its cached tokens against the predicted ones, by
+    `Deviation`; `cached_untold`: it does not report them. `predicted_tokens` and `cached_tokens`: sums over the answers in
+    which it does.
     """
 
     prompts_equal: int = 0
@@ -99,7 +100,7 @@ class AnswerCounts:
         }
 
     def add(self, predicted: Prediction, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """Count one answer; `cached_tokens` None: the engine does not tell."""
+        """Count one answer; `cached_tokens` None: the engine does not report them."""
         if predicted.prompt_tokens is None:  # nothing was predicted
             return
         if predicted.prompt_tokens == prompt_tokens:
@@ -133,7 +134,7 @@ class AnswerReport(WireRecord):
     example: str = ""
 
     def findings(self) -> list[tuple[str, str]]:
-        """What somebody should look at, and what to do, a pair of lines each; empty where nothing is."""
+        """(finding, advice) of each problem, a line each."""
         counts, found = self.counts, []
         if counts.prompts_differ:
             total = counts.prompts_equal + counts.prompts_differ
@@ -141,14 +142,14 @@ class AnswerReport(WireRecord):
             line += f", the last had {self.example}"
             found.append((line, "check its files and the chat template, or ask the engine (--tokenizer engine)"))
         deviating = counts.by_deviation
-        told = counts.cached_equal + sum(deviating.values())
-        if counts.cached_untold and not told:
+        reported = counts.cached_equal + sum(deviating.values())
+        if counts.cached_untold and not reported:
             advice = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
-            found.append(("engines don't tell cached tokens", advice))
-        deviating.pop(Deviation.OTHER_TOKENS)  # said above
-        if told >= ENOUGH_ANSWERS and sum(deviating.values()) >= WRONG_SHARE * told:
+            found.append(("engines don't report cached tokens", advice))
+        deviating.pop(Deviation.OTHER_TOKENS)  # reported above
+        if reported >= ENOUGH_ANSWERS and sum(deviating.values()) >= WRONG_SHARE * reported:
             parts = ", ".join(f"{MEANING[why]}: {number}" for why, number in deviating.items() if number)
-            line = f"{sum(deviating.values())} of {told} answers had other cached tokens than predicted ({parts})"
+            line = f"{sum(deviating.values())} of {reported} answers had other cached tokens than predicted ({parts})"
             found.append((line, _ADVICE[max(deviating, key=lambda why: deviating[why])]))
         return found
 

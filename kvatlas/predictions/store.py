@@ -1,34 +1,29 @@
-"""Routers' counts of answers in the store, in the slot of the pool that they are of, where `kvatlas doctor` reads them."""
+"""Routers' counts of answers, in the slot of the pool that they are of; `kvatlas doctor` reads them."""
 
-from kvatlas.errors import Unreachable
 from kvatlas.predictions.accuracy import AnswerReport
-from kvatlas.reservations.redis_calls import pool_call
-from kvatlas.store.connection import UNREACHABLE, Store, reason
+from kvatlas.reservations.redis_calls import call_pool
+from kvatlas.store.connection import Store
 
 KEEP_US = 60_000_000
-"""A router that told nothing for so long is gone, and its counts with it."""
-MOST_ROUTERS = 256
+"""A router that reported nothing for this long is gone, and its counts with it."""
+MAX_ROUTERS = 256
 
 
 def answers_key(pool_id: str) -> str:
     return f"kva:{{pool:{pool_id}}}:answers"
 
 
-async def tell_answers(store: Store, router_id: str, pool_id: str, report: AnswerReport) -> None:
-    """Replace what this router told before. Raises Unreachable."""
-    args = [router_id, KEEP_US, MOST_ROUTERS, report.pack()]
-    await pool_call(store, "answered", pool_id, args, keys=[answers_key(pool_id)])
+async def write_answer_report(store: Store, router_id: str, pool_id: str, report: AnswerReport) -> None:
+    """Replace this router's report. Raises Unreachable."""
+    args = [router_id, KEEP_US, MAX_ROUTERS, report.pack()]
+    await call_pool(store, "answered", pool_id, args, keys=[answers_key(pool_id)])
 
 
-async def told_answers(store: Store, pool_id: str, now_us: int) -> dict[str, AnswerReport]:
-    """Of the routers that live at this time of the store, by their id. Raises Unreachable, and InvalidValue for a report of
-    an unknown form."""
-    try:
-        found = await store.client.hgetall(answers_key(pool_id))
-    except UNREACHABLE as error:
-        raise Unreachable(f"{store.name}: {reason(error)}") from error
+async def read_answer_reports(store: Store, pool_id: str, now_us: int) -> dict[str, AnswerReport]:
+    """The reports that have not expired at this time of the store's clock, by router id. Raises Unreachable, and InvalidValue
+    for a report of an unknown form."""
     reports: dict[str, AnswerReport] = {}
-    for router_id, value in found.items():
+    for router_id, value in (await store.ask(store.client.hgetall(answers_key(pool_id)))).items():
         ends_us, _, packed = value.partition(b" ")
         if int(ends_us) > now_us:
             reports[router_id.decode()] = AnswerReport.unpack(packed)

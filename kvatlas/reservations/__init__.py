@@ -1,19 +1,19 @@
-"""Reservations: what routers book on a pool's workers, one protocol, two implementations (memory, redis)."""
+"""Reservations: what routers book on a pool's workers. One protocol, two implementations (memory, redis)."""
 
 from kvatlas.reservations.memory import MemoryReservations
 from kvatlas.reservations.protocol import (
     STEP_BLOCKS,
     Ask,
     Booking,
+    Evaluation,
     LoadReport,
     Offer,
+    OfferEvaluation,
     OfferKind,
     Outcome,
-    Pairing,
+    PairLayout,
     Reservations,
     StepChain,
-    Weighed,
-    Weighing,
     WorkerReport,
 )
 from kvatlas.reservations.redis import RedisReservations
@@ -22,16 +22,16 @@ __all__ = [
     "STEP_BLOCKS",
     "Ask",
     "Booking",
+    "Evaluation",
     "LoadReport",
     "MemoryReservations",
     "Offer",
+    "OfferEvaluation",
     "OfferKind",
     "Outcome",
-    "Pairing",
+    "PairLayout",
     "RedisReservations",
     "Reservations",
     "StepChain",
-    "Weighed",
-    "Weighing",
     "WorkerReport",
 ]

@@ -1,7 +1,7 @@
-"""Limits: what a worker would go over if it got a request.
+"""Limits: what a worker would exceed if it got a request.
 
-A worker without room (its request slots are taken, or its free KV can't hold the prompt) gets a request only where none
-has room. What a service level objective (SLO) asks for may be a price or a limit of the second rank: see `Limits`.
+A worker without room (its request slots are taken, or its free KV can't hold the prompt) gets a request only if no worker
+has room. A service level objective (SLO) may be a price or a limit of the second rank: see `Limits`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Over(IntFlag):
-    """What would be gone over: the SLO's time to the first token, or for each further one; request slots; KV blocks."""
+    """What would be exceeded: the SLO's time to the first token, or for each further one; request slots; KV blocks."""
 
     TTFT = 1
     TPOT = 2
@@ -20,7 +20,7 @@ class Over(IntFlag):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As users read it."""
+        """As users read them."""
         return tuple(_NAMES[one] for one in Over if one in self)
 
 
@@ -32,7 +32,7 @@ _NAMES = {Over.TTFT: "ttft", Over.TPOT: "tpot", Over.SLOTS: "slots", Over.KV: "k
 
 
 class Limit(NamedTuple):
-    """Of one offered worker; 0: it does not tell. `slots`: requests that run at once. `kv_tokens`: that its cache holds.
+    """Limits of one offered worker; 0: unknown. `slots`: requests that run at once. `kv_tokens`: capacity of its cache.
 
     `decode_us`: what all tokens behind the first take there without load.
     """
@@ -42,16 +42,16 @@ class Limit(NamedTuple):
     decode_us: float = 0.0
 
 
-NOT_TOLD = Limit()
+UNKNOWN_LIMIT = Limit()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an ask, `of_offers` in its order. A worker that does not tell its load, or too long ago, has room.
+    """Limits of an ask, `of_offers` in the order of its offers. A worker whose load is unknown, or too old, has room.
 
-    The request asks for its first token within `ttft_us`, and for all further ones within `decode_us` (0: for nothing).
-    What it would take longer costs `slo_factor` times as much; with `slo_filters` a worker that takes longer is chosen
-    only where all do that have room.
+    The request's SLO: its first token within `ttft_us`, and all further ones within `decode_us` (0: no objective). Each us
+    more costs `slo_factor` us in addition; with `slo_filters` a worker that takes longer is chosen only if all workers with
+    room do.
     """
 
     of_offers: Sequence[Limit]
@@ -63,7 +63,7 @@ class Limits:
 
 
 def level(over: int, *, slo_filters: bool) -> int:
-    """0: a worker that goes over nothing which counts; 1: chosen only where no 0 is left; 2: only where no 1 is."""
+    """0: a worker that exceeds nothing which counts; 1: chosen only if no 0 is left; 2: only if no 1 is."""
     if over & NO_ROOM:
         return 2
     return 1 if slo_filters and over & MISSES_SLO else 0

@@ -1,6 +1,6 @@
-"""Reservations in process: the reference model, and what a single router without a store books on.
+"""Reservations in process: the reference model, and what a single router without a store uses.
 
-Nothing is summed up ahead: every question looks at all reservations.
+There are no running sums: every call goes through all reservations.
 """
 
 import time
@@ -11,18 +11,18 @@ from itertools import count
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
+from kvatlas.reservations.evaluation import PrefixMatch, WorkerLoad, evaluate, ready_us
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
     Ask,
     Booking,
+    Evaluation,
     Offer,
+    OfferEvaluation,
     Outcome,
     StepChain,
-    Weighed,
-    Weighing,
     WorkerReport,
 )
-from kvatlas.reservations.weigh import Busy, Met, ready_us, weigh
 
 CALLED_OFF_US = 30_000_000
 CLOCK_SLACK_US = 1_000_000
@@ -41,7 +41,7 @@ class _Reservation:
 
 @dataclass(frozen=True, slots=True)
 class _Prediction:
-    """Of the steps from number `first` on. `order`: when it was last used."""
+    """A prediction of the steps from number `first` on. `used`: when it was last used, and then its id."""
 
     worker_id: str
     ready_us: int
@@ -59,7 +59,7 @@ class _Prediction:
 
 @dataclass(slots=True)
 class _Worker:
-    """`covered_us`: bookings up to then are in the sample."""
+    """What a worker reported. `covered_us`: bookings up to then are in the sample."""
 
     incarnation: int | None = None
     reported: Load | None = None
@@ -80,38 +80,38 @@ class _Pool:
 class MemoryReservations:
     """See `Reservations`. `clock_us` is its own clock, microseconds."""
 
-    hears_fleet = False
+    fed_by_indexer = False
 
     def __init__(self, clock_us: Callable[[], int] = lambda: time.time_ns() // 1_000) -> None:
         self._clock_us = clock_us
         self._pools: dict[str, _Pool] = {}
         self._order = count()
 
-    async def look(self, pool_id: str, ask: Ask) -> Weighing:
-        return self.look_now(pool_id, ask)
+    async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
+        return self.evaluate_now(pool_id, ask)
 
-    async def book(self, pool_id: str, booking: Booking) -> Weighing | None:
+    async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
         return self.book_now(pool_id, booking)
 
-    async def prefilled(self, pool_id: str, id: bytes) -> bool:
+    async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         pool, now = self._pool(pool_id), self._clock_us()
         reservation = pool.reservations.get(id)
         if reservation is None or not reservation.prefilling:
             return False
         pool.reservations[id] = replace(reservation, queued_tokens=0, prefilling=False)
-        self._settle(pool, id, now)
+        self._settle_prediction(pool, id, now)
         return True
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
         return self.release_now(pool_id, id, outcome)
 
-    async def beat(self, pool_id: str, router_id: str, lease_us: int) -> bool:
-        pool, now = self._purged(pool_id)
+    async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
+        pool, now = self._purge(pool_id)
         lived = router_id in pool.routers
         pool.routers[router_id] = now + lease_us
         return lived
 
-    async def leave(self, pool_id: str, router_id: str) -> None:
+    async def end_lease(self, pool_id: str, router_id: str) -> None:
         self._drop_router(self._pool(pool_id), router_id, self._clock_us())
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
@@ -123,49 +123,49 @@ class MemoryReservations:
         pool.workers.pop(worker_id, None)
         pool.rates.pop(worker_id, None)
 
-    async def learn(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
+    async def add_evidence(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
         pool = self._pool(pool_id)
-        for worker_id, told in evidence.items():
+        for worker_id, newer in evidence.items():
             if worker_id in pool.workers:
-                both = pool.rates.get(worker_id, Evidence()).then(told)
+                both = pool.rates.get(worker_id, Evidence()).followed_by(newer)
                 pool.rates[worker_id] = Evidence(both.requests, sums=both.sums)
 
-    async def learned(self, pool_id: str) -> Mapping[str, Evidence]:
+    async def read_evidence(self, pool_id: str) -> Mapping[str, Evidence]:
         return dict(self._pool(pool_id).rates)
 
-    # ------------------------------------------------------------ the same at once
+    # ------------------------------------------------------------ the same without waiting
 
-    def look_now(self, pool_id: str, ask: Ask) -> Weighing:
-        """`look`, without waiting."""
-        return self._weigh(self._pool(pool_id), ask, self._clock_us())[0]
+    def evaluate_now(self, pool_id: str, ask: Ask) -> Evaluation:
+        """`evaluate`, without waiting."""
+        return self._evaluate(self._pool(pool_id), ask, self._clock_us())[0]
 
-    def book_now(self, pool_id: str, booking: Booking) -> Weighing | None:
+    def book_now(self, pool_id: str, booking: Booking) -> Evaluation | None:
         """`book`, without waiting."""
-        pool, now = self._purged(pool_id)
+        pool, now = self._purge(pool_id)
         pool.routers[booking.router_id] = now + booking.lease_us
         ids = [id for id in (booking.id, booking.prefill_id) if id is not None]
         for id in ids:
             if id not in pool.called_off:
-                self._drop(pool, id, False, now)
+                self._drop_reservation(pool, id, False, now)
                 pool.predictions.pop(id, None)
         if any(id in pool.called_off for id in ids):
             return None
-        weighing, met = self._weigh(pool, booking.ask, now)
-        self._reserve(pool, booking.id, booking, weighing.chosen, weighing.weighed, met, now)
-        if weighing.prefill is not None and booking.prefill_id is not None:
-            self._reserve(pool, booking.prefill_id, booking, weighing.prefill, weighing.weighed, met, now)
-        return weighing
+        found, matches = self._evaluate(pool, booking.ask, now)
+        self._reserve(pool, booking.id, booking, found.chosen, found.by_offer, matches, now)
+        if found.prefill is not None and booking.prefill_id is not None:
+            self._reserve(pool, booking.prefill_id, booking, found.prefill, found.by_offer, matches, now)
+        return found
 
     def release_now(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
         """`release`, without waiting."""
         pool, now = self._pool(pool_id), self._clock_us()
         if outcome is Outcome.CALLED_OFF:
             pool.called_off[id] = now + CALLED_OFF_US
-        return self._drop(pool, id, outcome is Outcome.FINISHED, now)
+        return self._drop_reservation(pool, id, outcome is Outcome.FINISHED, now)
 
     def report_now(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         """`report`, without waiting."""
-        pool, now = self._purged(pool_id)
+        pool, now = self._purge(pool_id)
         for worker_id, report in reports.items():
             worker = pool.workers.setdefault(worker_id, _Worker())
             if worker.sampled_us > now + CLOCK_SLACK_US:
@@ -181,21 +181,15 @@ class MemoryReservations:
                 if sample.covers:
                     worker.covered_us = max(worker.covered_us, worker.sampled_us - ARRIVAL_US)
 
-    def booked(self, pool_id: str, worker_id: str) -> Load:
-        """The load of a worker's reservations that its sample does not have."""
-        pool = self._pool(pool_id)
-        since_us = pool.workers.get(worker_id, _Worker()).covered_us
-        live = [r for r in pool.reservations.values() if r.worker_id == worker_id and r.booked_us > since_us]
-        return Load(len(live), sum(r.queued_tokens for r in live), 0, sum(r.kv_tokens for r in live))
-
     def predicted_steps(self, pool_id: str, worker_id: str) -> int:
         """How many steps a worker is predicted to hold."""
         return _predicted_steps(self._pool(pool_id), worker_id)
 
     # ------------------------------------------------------------ pieces
 
-    def _weigh(self, pool: _Pool, ask: Ask, now: int) -> tuple[Weighing, dict[bytes, int]]:
-        busy: dict[str, Busy] = {}
+    def _evaluate(self, pool: _Pool, ask: Ask, now: int) -> tuple[Evaluation, dict[bytes, int]]:
+        """And of each prediction that shares a prefix with the prompt, the steps that are held with it."""
+        loads: dict[str, WorkerLoad] = {}
         booked = {offer.worker_id: [0, 0, 0] for offer in ask.offers}
         for r in pool.reservations.values():
             if r.worker_id in booked and r.booked_us > pool.workers[r.worker_id].covered_us:
@@ -206,19 +200,22 @@ class MemoryReservations:
         for worker_id, (running, queued, kv_tokens) in booked.items():
             worker = pool.workers.get(worker_id, _Worker())
             known = now - worker.sampled_us < ask.stale_us
-            busy[worker_id] = Busy(worker.reported if known else None, Load(running, queued, 0, kv_tokens))
+            loads[worker_id] = WorkerLoad(worker.reported if known else None, Load(running, queued, 0, kv_tokens))
         chains: dict[str, StepChain] = {
             o.worker_id: ask.chains[o.kind.chain] for o in ask.offers if o.kind.chain is not None
         }
-        met: dict[bytes, int] = {}
+        matches: dict[bytes, int] = {}
         for id, prediction in pool.predictions.items():
             chain = chains.get(prediction.worker_id)
             if chain is not None and prediction.ends_us > now:
                 common = _common_steps(chain.hashes[prediction.first * HASH_BYTES :], prediction.hashes)
                 if common:
-                    met[id] = prediction.first + common
-        found = [Met(pool.predictions[id].worker_id, steps, pool.predictions[id].ready_us) for id, steps in met.items()]
-        return weigh(ask, busy, found, now), met
+                    matches[id] = prediction.first + common
+        held = [
+            PrefixMatch(pool.predictions[id].worker_id, steps, pool.predictions[id].ready_us)
+            for id, steps in matches.items()
+        ]
+        return evaluate(ask, loads, held, now), matches
 
     def _reserve(
         self,
@@ -226,28 +223,30 @@ class MemoryReservations:
         id: bytes,
         booking: Booking,
         chosen: int,
-        weighed: Sequence[Weighed],
-        met: Mapping[bytes, int],
+        by_offer: Sequence[OfferEvaluation],
+        matches: Mapping[bytes, int],
         now: int,
     ) -> None:
         ask = booking.ask
-        offer, seen = ask.offers[chosen], weighed[chosen]
+        offer, found = ask.offers[chosen], by_offer[chosen]
         pool.workers.setdefault(offer.worker_id, _Worker())
-        new_tokens = booking.input_tokens - (seen.predicted_tokens or offer.cached_tokens)
+        new_tokens = booking.input_tokens - (found.predicted_tokens or offer.cached_tokens)
         pool.reservations[id] = _Reservation(
             offer.worker_id, booking.router_id, now, now + booking.longest_us, new_tokens, booking.input_tokens
         )
         kind = offer.kind
         if kind.chain is None:
             return
-        mine = {met_id: steps for met_id, steps in met.items() if pool.predictions[met_id].worker_id == offer.worker_id}
+        mine = {
+            other: steps for other, steps in matches.items() if pool.predictions[other].worker_id == offer.worker_id
+        }
         first = max([offer.held_steps, *mine.values()])
-        for met_id in sorted(mine, key=lambda met_id: pool.predictions[met_id].first):
-            self._after_use(pool, offer, met_id, mine[met_id], now)
+        for other in sorted(mine, key=lambda other: pool.predictions[other].first):
+            self._use_prediction(pool, offer, other, mine[other], now)
         hashes = ask.chains[kind.chain].hashes[first * HASH_BYTES :]
         if not hashes:
             return
-        ready = ready_us(offer, seen, now)
+        ready = ready_us(offer, found, now)
         ends, capacity = ready + kind.believed_us, kind.capacity_steps
         pool.predictions[id] = _Prediction(
             offer.worker_id, ready, ends, kind.believed_us, first, capacity, hashes, (now, id)
@@ -256,7 +255,7 @@ class MemoryReservations:
             of_worker = [other for other, p in pool.predictions.items() if p.worker_id == offer.worker_id]
             del pool.predictions[min(of_worker, key=lambda other: pool.predictions[other].used)]
 
-    def _after_use(self, pool: _Pool, offer: Offer, id: bytes, steps: int, now: int) -> None:
+    def _use_prediction(self, pool: _Pool, offer: Offer, id: bytes, steps: int, now: int) -> None:
         prediction = pool.predictions[id]
         if prediction.capacity_steps:
             ends = max(prediction.ends_us, now + prediction.believed_us)
@@ -264,18 +263,18 @@ class MemoryReservations:
         elif steps == prediction.first + prediction.steps <= offer.held_steps:
             del pool.predictions[id]
 
-    def _settle(self, pool: _Pool, id: bytes, now: int) -> None:
+    def _settle_prediction(self, pool: _Pool, id: bytes, now: int) -> None:
         if (prediction := pool.predictions.get(id)) is not None:
             ready = min(prediction.ready_us, now)
             pool.predictions[id] = replace(prediction, ready_us=ready, ends_us=now + prediction.believed_us)
 
-    def _drop(self, pool: _Pool, id: bytes, finished: bool, now: int) -> bool:
+    def _drop_reservation(self, pool: _Pool, id: bytes, finished: bool, now: int) -> bool:
         reservation = pool.reservations.pop(id, None)
         if reservation is None:
             return False
         if reservation.prefilling:
             if finished:
-                self._settle(pool, id, now)
+                self._settle_prediction(pool, id, now)
             else:
                 pool.predictions.pop(id, None)
         return True
@@ -283,23 +282,24 @@ class MemoryReservations:
     def _drop_router(self, pool: _Pool, router_id: str, now: int) -> None:
         pool.routers.pop(router_id, None)
         for id in [id for id, r in pool.reservations.items() if r.router_id == router_id]:
-            self._drop(pool, id, False, now)
+            self._drop_reservation(pool, id, False, now)
 
     def _drop_worker(self, pool: _Pool, worker_id: str, now: int) -> None:
         for id in [id for id, r in pool.reservations.items() if r.worker_id == worker_id]:
-            self._drop(pool, id, False, now)
+            self._drop_reservation(pool, id, False, now)
         for id in [id for id, p in pool.predictions.items() if p.worker_id == worker_id]:
             del pool.predictions[id]
 
     def _pool(self, pool_id: str) -> _Pool:
         return self._pools.setdefault(pool_id, _Pool())
 
-    def _purged(self, pool_id: str) -> tuple[_Pool, int]:
+    def _purge(self, pool_id: str) -> tuple[_Pool, int]:
+        """End what is over in the pool; the pool, and the time."""
         pool, now = self._pool(pool_id), self._clock_us()
         for id in [id for id, p in pool.predictions.items() if p.ends_us <= now]:
             del pool.predictions[id]
         for id in [id for id, r in pool.reservations.items() if r.ends_us <= now]:
-            self._drop(pool, id, False, now)
+            self._drop_reservation(pool, id, False, now)
         for id in [id for id, ends_us in pool.called_off.items() if ends_us <= now]:
             del pool.called_off[id]
         for router_id in [router_id for router_id, ends_us in pool.routers.items() if ends_us <= now]:

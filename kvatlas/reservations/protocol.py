@@ -1,12 +1,12 @@
-"""Reservations: the protocol, and the values that it is asked with.
+"""Reservations: the protocol, and the values that its calls take and return.
 
 A pool's load is what its workers report and what routers have booked on them since. A **reservation** is one request on
 one worker: it queues the prompt tokens that the worker has to compute until the first token is there, and runs until it
 is released. A **prediction** is what a reservation leaves in a cache: the prompt's blocks count as held by the worker from
-the moment that its prefill should end, until its events confirm them, or for good reasons not any more.
+the moment that its prefill should end, until its events confirm them or the prediction ends (see `Reservations`).
 
-Prefixes are told in **steps** of STEP_BLOCKS blocks: of a chain only every STEP_BLOCKS-th hash travels, so what is
-predicted is a lower bound within STEP_BLOCKS - 1 blocks.
+Prefixes are cut in **steps** of STEP_BLOCKS blocks: of a chain only every STEP_BLOCKS-th hash travels, so a prediction is a
+lower bound within STEP_BLOCKS - 1 blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,18 @@ from kvatlas.reservations.limits import Limits
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
-"""Longer prompts are predicted as far as this: 8,192 blocks."""
+"""Of longer prompts only this much is predicted: 8,192 blocks."""
 ID_BYTES = 16
 
 STALE_US = 5_000_000
-"""A load sample that is older says nothing: engines are sampled each second."""
+"""An older load sample is ignored: engines are sampled each second."""
 ARRIVAL_US = 100_000
-"""A load sample has the bookings made so long before it: a request needs some time from its booking to the engine."""
+"""A load sample includes the bookings made this long before it: the time a request may take from booking to engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepChain:
-    """A prompt cut for one block size: `step_tokens` tokens a step, and 8 packed bytes that name each (`of` makes them)."""
+    """A prompt cut for one block size: `step_tokens` tokens a step, and 8 packed bytes for each (`of` makes them)."""
 
     step_tokens: int
     hashes: bytes
@@ -48,12 +48,12 @@ class StepChain:
 
 
 class OfferKind(NamedTuple):
-    """What a request meets on all workers that are alike.
+    """What is the same for a request on all workers that are alike.
 
-    `chain`: which of the ask's chains is cut as their blocks are; None for none, then nothing is predicted. Of a prefix of
-    n tokens that one is predicted to hold, min(n, `limit_tokens`) - `lost_tokens` can be used. What is predicted is
-    believed for `believed_us` after it should be there; on workers whose events confirm nothing (`capacity_steps` above
-    0) at most so many steps are.
+    `chain`: the number of the ask's chain that is cut as their blocks are; None: none is, and nothing is predicted. Of a
+    prefix of n tokens that a worker is predicted to hold, min(n, `limit_tokens`) - `lost_tokens` can be used. A prediction
+    is believed for `believed_us` after it should be there; on workers whose events confirm nothing, up to `capacity_steps`
+    steps are believed (0: events confirm).
     """
 
     chain: int | None
@@ -67,7 +67,7 @@ class OfferKind(NamedTuple):
 class Offer(NamedTuple):
     """A worker that may be booked, and what the request would cost there.
 
-    `held_steps`: those that the index knows of, `cached_tokens` in all. `base_us`: the cost without load, of which
+    `held_steps`: what the index knows of; `cached_tokens`: everything cached. `base_us`: the cost without load, of which
     `work_us` pass before the first token. Offers of one `kind` share the object.
     """
 
@@ -80,8 +80,8 @@ class Offer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pairing:
-    """How the offers of an ask go together where one worker computes the prompt and another one the answer.
+class PairLayout:
+    """How the offers of an ask form pairs, in which one worker computes the prompt and another one the answer.
 
     The first `prefills` offers compute the prompt alone, the next `decodes` the answer alone, all others both.
     `groups` has a number for each prefill offer, `transfers_us` for each decode offer what moving the prompt's KV there
@@ -98,8 +98,8 @@ class Pairing:
 class Ask:
     """Which of `offers` is cheapest now? Ties go to the first.
 
-    `again_factor`: tokens that a worker would compute although another one is computing them now cost so many times more.
-    `limits` absent: none are looked at. `pairing` absent: one offer is chosen, not a pair.
+    `again_factor`: what a token costs in addition, in times of its price, if another worker is computing it now. `limits`
+    absent: none are checked. `pair_layout` absent: one offer is chosen, not a pair.
     """
 
     offers: Sequence[Offer]
@@ -107,16 +107,17 @@ class Ask:
     again_factor: float = 0.0
     stale_us: int = STALE_US
     limits: Limits | None = None
-    pairing: Pairing | None = None
+    pair_layout: PairLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Booking:
     """An ask whose cheapest offer is to be reserved under an id that the router made (16 bytes, never used twice).
 
-    The reservation lives as long as the router's lease, which this call renews, and at most `longest_us`. Where a pair
-    is chosen, `id` is of the worker that computes the answer, and `prefill_id` of the one that computes the prompt.
-    Raises InvalidValue for an id of another length, an ask without offers, or with a pairing and no second id.
+    The reservation lives as long as the router's lease, which this call renews, and at most `longest_us`. If a pair is
+    chosen, `id` is the reservation of the worker that computes the answer, `prefill_id` that of the one that computes the
+    prompt. Raises InvalidValue for an id of another length, an ask without offers, or one with a pair layout and no second
+    id.
     """
 
     id: bytes
@@ -131,19 +132,19 @@ class Booking:
         for id in (self.id, self.prefill_id):
             if id is not None and len(id) != ID_BYTES:
                 raise InvalidValue(f"reservation id of {len(id)} bytes; expected {ID_BYTES}")
-        if self.ask.pairing is not None and self.prefill_id in (None, self.id):
+        if self.ask.pair_layout is not None and self.prefill_id in (None, self.id):
             raise InvalidValue("a booking of a pair without an id of its own for the prefill")
         if not self.ask.offers:
             raise InvalidValue("a booking without offers; expected at least one worker")
 
 
-class Weighed(NamedTuple):
-    """What an offer was judged by: reported and booked load, and the prefix that it is predicted to hold.
+class OfferEvaluation(NamedTuple):
+    """What an offer's cost comes from: reported and booked load, and the prefix that the worker is predicted to hold.
 
-    `load_known` False: what it reports is unknown or too old, and the mean of the others stands in. `predicted_tokens`
-    above 0: it counts as holding so many, after waiting `wait_us` longer than for its backlog. `again_tokens`: those that
-    another worker is computing now and this one would compute as well. `over`: limits that it would go over (flags of
-    `kvatlas.reservations.limits.Over`), `missed_us` by how much the SLO's.
+    `load_known` False: its reported load is unknown or too old, and the mean of the others stands in. `predicted_tokens`:
+    if above 0, the tokens that it counts as holding, after waiting `wait_us` longer than for its backlog. `again_tokens`:
+    those that another worker is computing now and this one would compute as well. `over`: limits that it would exceed
+    (flags of `kvatlas.reservations.limits.Over`); `missed_us`: by how much it would miss the SLO.
     """
 
     load: Load
@@ -156,22 +157,22 @@ class Weighed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
-    """Every offer of an ask, in its order, and which of them is the cheapest.
+class Evaluation:
+    """Which offer of an ask is the cheapest, and what each offer's cost comes from, in the order of the offers.
 
-    Of an ask with a pairing, `chosen` computes the answer, and `prefill` the prompt (None: `chosen` computes both).
+    Of an ask with a pair layout, `chosen` computes the answer, and `prefill` the prompt (None: `chosen` computes both).
     """
 
     chosen: int
-    weighed: Sequence[Weighed]
+    by_offer: Sequence[OfferEvaluation]
     prefill: int | None = None
 
 
 class Outcome(StrEnum):
     """How a reservation ends.
 
-    `FINISHED`: its prompt was computed. `FAILED`: perhaps not; what was still being computed is not believed any more.
-    `CALLED_OFF`: nobody knows whether it was ever made (the call was not answered); should it come late, it is refused.
+    `FINISHED`: its prompt was computed. `FAILED`: perhaps not; what was still being computed is no longer believed.
+    `CALLED_OFF`: it is unknown whether it was ever made (the call was not answered); should it come late, it is refused.
     """
 
     FINISHED = "finished"
@@ -181,7 +182,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A worker's load sample, `age_us` old. `covers`: whether it has the bookings made ARRIVAL_US before it was taken."""
+    """A worker's load sample, `age_us` old. `covers`: does it include the bookings made ARRIVAL_US before it was taken?"""
 
     load: Load
     age_us: int = 0
@@ -190,18 +191,18 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What is known of a worker: its incarnation, and its load if it tells one."""
+    """What is known of a worker: its incarnation, and its load if it reports one."""
 
     incarnation: int
     sample: LoadReport | None = None
 
     @classmethod
     def of(cls, record: FleetRecord, now_us: int) -> "WorkerReport":
-        """From a fleet record. `now_us`: the clock of who heard it, or one that agrees with the worker's."""
+        """From a fleet record. `now_us`: the clock of the receiver of its heartbeat, or one that agrees with the worker's."""
         if record.load is None:
             return cls(record.incarnation)
         load = Load.of(record.load, record.endpoint.block_size or 1)
-        if not record.load.sampled_us:  # taken at a time unknown: it may have any booking or none
+        if not record.load.sampled_us:  # taken at an unknown time: it may include any booking or none
             return cls(record.incarnation, LoadReport(load, 0, covers=False))
         if record.load_age_us is None or not record.heard_us:
             return cls(record.incarnation, LoadReport(load, max(0, now_us - record.load.sampled_us)))
@@ -212,44 +213,44 @@ class Reservations(Protocol):
     """The bookings of every router on every pool. All calls raise Unreachable; times are those of the store's clock.
 
     Promises: `book` chooses and reserves in one step, so that all routers see each other's bookings. A reservation ends
-    by its release, with its router's lease, with its worker's incarnation, or after its longest time, whichever is first;
-    what is ended can be ended again. Nothing predicted outlives the time that it is believed for, a failure of its
-    request, or its worker's incarnation.
+    with its release, its router's lease, its worker's incarnation, or its longest time, whichever is first; ending it again
+    changes nothing. No prediction outlives the time for which it is believed, a failure of its request, or its worker's
+    incarnation.
 
-    Where that clock goes back (another server's, or stepped) all that is booked and predicted ends with the next report: it
+    If that clock goes back (another server's, or stepped), all that is booked and predicted ends with the next report: it
     would count until the clock is where it was.
     """
 
     @property
-    def hears_fleet(self) -> bool:
-        """True: the indexer reports workers. False: whoever asks has to `report` what it knows."""
+    def fed_by_indexer(self) -> bool:
+        """True: the indexer reports workers. False: the caller has to `report` what it knows of them."""
 
-    async def look(self, pool_id: str, ask: Ask) -> Weighing:
+    async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
         """What `book` would choose now. Books nothing."""
 
-    async def book(self, pool_id: str, booking: Booking) -> Weighing | None:
-        """Reserve the cheapest offer; None where the booking was called off before. Told again it is made anew."""
+    async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
+        """Reserve the cheapest offer; None if the booking was called off before. Sent again, it replaces the first one."""
 
-    async def prefilled(self, pool_id: str, id: bytes) -> bool:
-        """The request's first token is there. False where there is no such reservation, or it was told before."""
+    async def record_first_token(self, pool_id: str, id: bytes) -> bool:
+        """The request's first token is there. False if there is no such reservation, or it was recorded before."""
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
-        """End a reservation. False where there is none (any more)."""
+        """End a reservation. False if there is none (any more)."""
 
-    async def beat(self, pool_id: str, router_id: str, lease_us: int) -> bool:
-        """Renew a router's lease. False where it was over, and with it every reservation made under it."""
+    async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
+        """Renew a router's lease. False if it was over, and with it every reservation made under it."""
 
-    async def leave(self, pool_id: str, router_id: str) -> None:
+    async def end_lease(self, pool_id: str, router_id: str) -> None:
         """End a router's lease, and with it its reservations."""
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
-        """Tell of workers by id. Another incarnation ends a worker's bookings and predictions; older samples are ignored."""
+        """Report workers by id. Another incarnation ends a worker's bookings and predictions; older samples are ignored."""
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
-        """The worker is gone, with all that was booked, predicted and learned there."""
+        """Forget a worker that is gone, with all that was booked, predicted and learned there."""
 
-    async def learn(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
-        """Add evidence of workers' rates to what all routers told. Of workers that were never reported it is dropped."""
+    async def add_evidence(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
+        """Add evidence of workers' rates to that of all routers. It is dropped for workers that were never reported."""
 
-    async def learned(self, pool_id: str) -> Mapping[str, Evidence]:
-        """What all routers told of workers' rates; of workers that nobody told of there is none."""
+    async def read_evidence(self, pool_id: str) -> Mapping[str, Evidence]:
+        """All routers' evidence of workers' rates; workers without any are absent."""

@@ -1,6 +1,6 @@
 """Calls to a pool's functions in the store: what is reported of its workers, and what routers book on them.
 
-All of a pool is in one slot, and every function takes the same keys (`functions/_pool.lua` says what they hold).
+All keys of a pool are in one slot, and its functions take all of them (documented in `functions/_pool.lua`).
 """
 
 from collections.abc import Sequence
@@ -8,14 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from redis.exceptions import ResponseError
-
 from kvatlas.store.connection import Store
-from kvatlas.store.function_library import function_library
+from kvatlas.store.function_library import FunctionLibrary
 
-LIBRARY = "kvatlas_pool"
-FUNCTIONS = Path(__file__).parent / "functions"
-SHARED = ("_register", "_clock", "_pool", "_pairing", "_weigh")
+POOL_LIBRARY = FunctionLibrary(
+    "kvatlas_pool", Path(__file__).parent / "functions", ("_register", "_clock", "_pool", "_pair_choice", "_evaluation")
+)
 
 _PARTS = (
     "workers",
@@ -37,32 +35,13 @@ def pool_keys(pool_id: str) -> tuple[str, ...]:
     return tuple(f"kva:{{pool:{pool_id}}}:{part}" for part in _PARTS)
 
 
-def pool_library() -> str:
-    """The code of the pool's functions."""
-    return function_library(LIBRARY, FUNCTIONS, SHARED)
-
-
-async def pool_call(
+async def call_pool(
     store: Store, function: str, pool_id: str, args: Sequence[Any], *, keys: Sequence[str] | None = None
 ) -> Any:
-    """Call `kvatlas_pool_<function>`; `keys` where it takes others than all of the pool's. Raises Unreachable."""
-    return await _call(store, store.fcall, function, keys or pool_keys(pool_id), args)
+    """Call `kvatlas_pool_<function>`; `keys` if it takes others than the pool's. Raises Unreachable."""
+    return await POOL_LIBRARY.call(store, f"kvatlas_pool_{function}", keys or pool_keys(pool_id), args)
 
 
-async def pool_call_ro(
-    store: Store, function: str, pool_id: str, args: Sequence[Any], *, keys: Sequence[str] | None = None
-) -> Any:
-    """Call a read-only `kvatlas_pool_<function>`; see `pool_call`. Raises Unreachable."""
-    return await _call(store, store.fcall_ro, function, keys or pool_keys(pool_id), args)
-
-
-async def _call(store: Store, call: Any, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-    name = f"kvatlas_pool_{function}"
-    try:
-        return await call(name, keys, args)
-    except ResponseError as error:
-        if "Function not found" not in str(error):
-            raise
-        # the first call ever, or somebody flushed the functions: loading them again is always right
-        await store.load_functions(pool_library())
-        return await call(name, keys, args)
+async def call_pool_ro(store: Store, function: str, pool_id: str, args: Sequence[Any]) -> Any:
+    """Call `kvatlas_pool_<function>`, which writes nothing. Raises Unreachable."""
+    return await POOL_LIBRARY.call_ro(store, f"kvatlas_pool_{function}", pool_keys(pool_id), args)

@@ -1,8 +1,8 @@
 """Redis or Valkey: connecting with clear errors, and calling server-side functions."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis.asyncio as redis
@@ -26,7 +26,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
 from kvatlas.redact import without_password
 from kvatlas.runtime.retry import reached
-from kvatlas.store.redis_connections import Lines
+from kvatlas.store.redis_connections import RedisConnections
+
+T = TypeVar("T")
 
 CLUSTER_SCHEME = "redis+cluster"
 CALL_TIMEOUT_S = 5.0
@@ -41,54 +43,65 @@ UNREACHABLE = (
     TimeoutError,
     OSError,
 )
-"""What a store that does not answer raises; anything else it raises is an answer."""
+"""What redis-py raises if the store does not answer; anything else it raises is an answer."""
 
 
 class Store:
     """A connection pool to one store, standalone or cluster; safe to share between tasks of one event loop."""
 
     def __init__(self, client: "redis.Redis | RedisCluster", url: str) -> None:
-        self.client: Any = client  # redis-py types its sync and async answers as unions
+        self.client: Any = client  # redis-py types answers as unions of sync and async
         self.url = url
         self.name = f"Redis at {without_password(url)}"
-        self._lines = None if isinstance(client, RedisCluster) else Lines(client)
+        self._connections = None if isinstance(client, RedisCluster) else RedisConnections(client)
 
     @property
     def is_cluster(self) -> bool:
         return isinstance(self.client, RedisCluster)
 
     async def fcall(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
-        """Call a server-side function. Raises Unreachable, or redis' ResponseError for an error the server answers."""
-        return (await self._call([("FCALL", function, len(keys), *keys, *args)], again=False))[0]
+        """Call a server-side function. Raises Unreachable, or redis' ResponseError for an error that the server returns."""
+        return (await self._call([("FCALL", function, len(keys), *keys, *args)], retry=False))[0]
 
     async def fcall_ro(self, function: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """Call a read-only server-side function; see `fcall`."""
-        return (await self._call([("FCALL_RO", function, len(keys), *keys, *args)], again=True))[0]
+        return (await self._call([("FCALL_RO", function, len(keys), *keys, *args)], retry=True))[0]
 
     async def fcall_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
         """Several read-only calls in one pipelined round trip (in a cluster: one to each node); answers in order."""
         commands = [("FCALL_RO", function, len(keys), *keys, *args) for keys, args in calls]
-        return await self._call(commands, again=True)
+        return await self._call(commands, retry=True)
 
-    async def _call(self, commands: Sequence[tuple[Any, ...]], *, again: bool) -> list[Any]:
+    async def ask(self, command: Awaitable[T]) -> T:
+        """The answer to a command of `client`. Raises Unreachable."""
         try:
-            if self._lines is not None:
-                return await self._lines.call(commands, again=again)
+            return await command
+        except UNREACHABLE as error:
+            raise self.unreachable(error) from error
+
+    def unreachable(self, error: BaseException) -> Unreachable:
+        """One of UNREACHABLE as this package's error, naming the store."""
+        return Unreachable(f"{self.name}: {reason(error)}")
+
+    async def _call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
+        try:
+            if self._connections is not None:
+                return await self._connections.call(commands, retry=retry)
             return list(await asyncio.gather(*(self.client.execute_command(*command) for command in commands)))
         except ReadOnlyError as error:
-            # its role has changed: connections made anew may lead to the one that is the primary now
+            # its role has changed: new connections may lead to the present primary
             await self._drop_idle()
             raise Unreachable(f"{self.name}: it is a read-only replica; expected a primary") from error
         except UNREACHABLE as error:
-            raise Unreachable(f"{self.name}: {reason(error)}") from error
+            raise self.unreachable(error) from error
 
     async def _drop_idle(self) -> None:
-        if self._lines is not None:
-            await self._lines.close()
+        if self._connections is not None:
+            await self._connections.close()
             await self.client.connection_pool.disconnect(inuse_connections=False)
 
     async def load_functions(self, code: str) -> None:
-        """Load a function library, replacing an older one, on every primary. Raises Unreachable; OutOfMemoryError where the
+        """Load a function library, replacing an older one, on every primary. Raises Unreachable; OutOfMemoryError if the
         store has no room for one that it does not have yet."""
         try:
             if self.is_cluster:
@@ -99,10 +112,10 @@ class Store:
             if not await self._has_functions(code):
                 raise
         except UNREACHABLE as error:
-            raise Unreachable(f"{self.name}: {reason(error)}") from error
+            raise self.unreachable(error) from error
 
     async def _has_functions(self, code: str) -> bool:
-        """Is this very library loaded? In a cluster nobody knows of every primary."""
+        """Is exactly this library loaded? Unknown in a cluster, where one answer does not speak for every primary."""
         if self.is_cluster:
             return False
         name = code.partition("\n")[0].rpartition("name=")[2]
@@ -110,8 +123,8 @@ class Store:
         return any(code.encode() in library for library in found)
 
     async def close(self) -> None:
-        if self._lines is not None:
-            await self._lines.close()
+        if self._connections is not None:
+            await self._connections.close()
         await self.client.aclose()
 
 
@@ -120,12 +133,12 @@ async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], No
 
     `url`: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` (any node of a cluster). With `wait` an unreachable
     server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises Unreachable, naming
-    the address: at once without `wait`; AccessDenied for wrong credentials; InvalidValue for another URL.
+    the address, at once without `wait`; AccessDenied for wrong credentials; InvalidValue for any other URL.
     """
-    return await reached(lambda: _opened(url), wait=wait, on_wait=on_wait)
+    return await reached(lambda: _open(url), wait=wait, on_wait=on_wait)
 
 
-async def _opened(url: str) -> Store:
+async def _open(url: str) -> Store:
     store = Store(_client(url), url)
     try:
         await store.client.ping()
@@ -135,11 +148,11 @@ async def _opened(url: str) -> Store:
         raise AccessDenied(f"{store.name}: {reason(error)}") from error
     except (RedisError, *UNREACHABLE) as error:
         await store.close()
-        raise Unreachable(f"{store.name}: {reason(error)}") from error
+        raise store.unreachable(error) from error
 
 
 def reason(error: BaseException) -> str:
-    """One line of what a client library says."""
+    """A client library's error in one line."""
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
         return "no answer in time"
     if isinstance(error, AuthenticationError) and "HELLO must be called" in str(error):
@@ -149,7 +162,7 @@ def reason(error: BaseException) -> str:
 
 def _client(url: str) -> "redis.Redis | RedisCluster":
     scheme = urlsplit(url).scheme
-    # no hidden retries: who calls knows whether a second call is right
+    # no hidden retries: the caller knows whether a second call is right
     retry = Retry(NoBackoff(), 0)
     try:
         if scheme == CLUSTER_SCHEME:

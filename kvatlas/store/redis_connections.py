@@ -13,30 +13,30 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 
-class Lines:
-    """Idle connections of one client; each call has one for itself. Safe to share between tasks of one event loop."""
+class RedisConnections:
+    """Idle connections of one client; each call has one to itself. Safe to share between tasks of one event loop."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._pool = client.connection_pool
         self._idle: list[Any] = []
 
-    async def call(self, commands: Sequence[tuple[Any, ...]], *, again: bool) -> list[Any]:
-        """The answers of commands sent together, in order.
+    async def call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
+        """The answers to commands sent together, in order.
 
-        `again`: a second try on a new connection is right where an idle one turns out to be closed by the server.
-        Raises ResponseError for the first command that the server refuses, and the connection's errors.
+        `retry`: try once more on a new connection if the server had closed an idle one; only for commands that may run
+        twice. Raises ResponseError for the first command that the server refuses, and the connection's errors.
         """
         packed = [pack_command(command) for command in commands]
         reused = bool(self._idle)
         try:
-            return await self._once(packed)
+            return await self._send(packed)
         except RedisConnectionError:
-            await self._drop_idle()  # they were closed with this one
-            if not (again and reused):
+            await self.close()  # they were closed with this one
+            if not (retry and reused):
                 raise
-        return await self._once(packed)
+        return await self._send(packed)
 
-    async def _once(self, packed: list[bytes]) -> list[Any]:
+    async def _send(self, packed: list[bytes]) -> list[Any]:
         connection = self._idle.pop() if self._idle else await self._pool.get_connection()  # type: ignore[no-untyped-call]
         refused: ResponseError | None = None
         answers: list[Any] = []
@@ -59,12 +59,9 @@ class Lines:
             raise refused
         return answers
 
-    async def _drop_idle(self) -> None:
+    async def close(self) -> None:
+        """Give the idle connections back to the client, disconnected."""
         idle, self._idle = self._idle, []
         for connection in idle:
             await connection.disconnect(nowait=True)
             await self._pool.release(connection)
-
-    async def close(self) -> None:
-        """Gives the connections back to the client, which closes them."""
-        await self._drop_idle()

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import EngineRates
-from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_of
+from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_rates_of
 from kvatlas.cost.regression import Evidence
 from kvatlas.fleet.store import FleetStore
 from kvatlas.reservations import RedisReservations
@@ -28,7 +28,7 @@ async def _rates(settings: Settings, as_json: bool) -> None:
         fleet, reservations = FleetStore(store), RedisReservations(store)
         found: dict[str, LearnedRates] = {}
         for pool_id in await fleet.pools():
-            evidence = await reservations.learned(pool_id)
+            evidence = await reservations.read_evidence(pool_id)
             for worker_id in await fleet.pool(pool_id):
                 found[worker_id] = _learned(evidence.get(worker_id, Evidence()))
     finally:
@@ -56,7 +56,7 @@ async def _rates(settings: Settings, as_json: bool) -> None:
 
 
 def _learned(evidence: Evidence) -> LearnedRates:
-    return learned_of(estimate_of(evidence, EngineRates()), EngineRates())
+    return learned_rates_of(estimate_of(evidence, EngineRates()), EngineRates())
 
 
 def _row(worker_id: str, learned: LearnedRates) -> tuple[str, ...]:

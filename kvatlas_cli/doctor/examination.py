@@ -17,7 +17,7 @@ from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Heartbeat
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.predictions.store import told_answers
+from kvatlas.predictions.store import read_answer_reports
 from kvatlas.redact import without_password
 from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import clocks, indexers, routers, store_facts, workers
@@ -147,7 +147,7 @@ async def _fleet(store: Store, listening: _Listening | None, listened_s: float) 
     named = {pool_id: _pool_name(records[0].endpoint) for pool_id, records in pools.items()}
     found += workers.judge_pools({named[pool_id]: records for pool_id, records in pools.items()})
     for pool_id in pools:
-        found += routers.judge_answers(named[pool_id], await told_answers(store, pool_id, store_us))
+        found += routers.judge_answers(named[pool_id], await read_answer_reports(store, pool_id, store_us))
     ahead = max((record.heard_us - _now_us() for record in fleet.values()), default=0)
     workers_ahead = listening.ahead_us if listening is not None else {}
     found += clocks.judge_clocks(ahead_us, workers_ahead, max(0, ahead))

@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvatlas.errors import LayoutMismatch
-from kvatlas.fleet.store import LIBRARY as FLEET_LIBRARY
-from kvatlas.fleet.store import fleet_library
-from kvatlas.index.redis.layout import LIBRARY as INDEX_LIBRARY
-from kvatlas.index.redis.layout import library, read_layout
-from kvatlas.reservations.redis_calls import LIBRARY as POOL_LIBRARY
-from kvatlas.reservations.redis_calls import pool_library
+from kvatlas.fleet.store import FLEET_LIBRARY
+from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.index.redis.layout import read_layout
+from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.connection import Store
 from kvatlas.version import own_version
 from kvatlas_cli.doctor.finding import Finding, Level, listed, many
@@ -47,7 +45,7 @@ async def layout(store: Store) -> tuple[Finding, tuple[int, int] | None]:
 
 def own_libraries() -> dict[str, str]:
     """The code of this version's functions, by library."""
-    return {INDEX_LIBRARY: library(), FLEET_LIBRARY: fleet_library(), POOL_LIBRARY: pool_library()}
+    return {library.name: library.code for library in (INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY)}
 
 
 def _version(server: ServerFacts) -> Finding:
@@ -95,8 +93,8 @@ def _functions(server: ServerFacts, libraries: Mapping[str, str]) -> Finding:
         return Finding(
             check, Level.INFO, f"{server.name} does not list its functions", "let this user call FUNCTION LIST"
         )
-    if INDEX_LIBRARY not in there:
-        line = f"{server.name} has no function library {INDEX_LIBRARY}: nothing can be looked up"
+    if INDEX_LIBRARY.name not in there:
+        line = f"{server.name} has no function library {INDEX_LIBRARY.name}: nothing can be looked up"
         return Finding(check, Level.ERROR, line, "a running indexer loads it within seconds; is one running?")
     other = [name for name in there if name in libraries and there[name] != libraries[name]]
     if other:

@@ -9,14 +9,14 @@ from kvatlas.errors import Unreachable
 from kvatlas.reservations import (
     Ask,
     Booking,
+    Evaluation,
     MemoryReservations,
     Outcome,
     Reservations,
-    Weighing,
     WorkerReport,
 )
+from kvatlas.reservations.evaluation import WorkerLoad, evaluate
 from kvatlas.reservations.protocol import ID_BYTES
-from kvatlas.reservations.weigh import Busy, weigh
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class BookingResult(NamedTuple):
     """The weighing, and what is reserved: the worker that answers, then the prefill worker if that is another one."""
 
-    weighing: Weighing
+    weighing: Evaluation
     reservations: tuple[Reservation, ...] = ()
 
 
@@ -77,16 +77,16 @@ class Booker:
         self._breaker.record_success()
         return result, ""
 
-    async def look(self, pool_id: str, ask: Ask) -> Weighing:
+    async def look(self, pool_id: str, ask: Ask) -> Evaluation:
         """The weighing that `book` would make now; nothing is booked. Raises what the store raises."""
         await self._report_workers(pool_id)
-        return await self._reservations.look(pool_id, ask)
+        return await self._reservations.evaluate(pool_id, ask)
 
     async def book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> BookingResult:
         """Choose and reserve in one call. Raises what the store raises, and TimeoutError; then nothing stays booked."""
         pool_id = prompt.scope.pool_id
         await self._report_workers(pool_id)
-        booking = self._new_booking(prompt, ask, leased=self._reservations.hears_fleet)
+        booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer)
         ids = [id for id in (booking.id, booking.prefill_id) if id is not None]
         answered = False
         try:
@@ -116,11 +116,11 @@ class Booker:
 
     # ------------------------------------------------------------ alone
 
-    def look_alone(self, pool_id: str, ask: Ask) -> Weighing:
+    def look_alone(self, pool_id: str, ask: Ask) -> Evaluation:
         """By loads as last read, and this router's own bookings."""
         if reports := self._new_reports(pool_id, self._own):
             self._own.report_now(pool_id, reports)
-        return self._own.look_now(pool_id, ask)
+        return self._own.evaluate_now(pool_id, ask)
 
     def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Reservation, ...]:
         """Reserve what `look_alone` chooses."""
@@ -138,14 +138,14 @@ class Booker:
         longest_us = round(self._settings.booking.longest_s * 1e6)
         # in this process no lease is needed: a reservation ends with the process at the latest
         lease_us = self._leases.lease_us if leased else longest_us
-        prefill_id = None if ask.pairing is None else token_bytes(ID_BYTES)
+        prefill_id = None if ask.pair_layout is None else token_bytes(ID_BYTES)
         id = token_bytes(ID_BYTES)
         return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id)
 
     async def _report_workers(self, pool_id: str) -> None:
         """Report the pool as last read to reservations that no indexer reports to."""
         reservations = self._reservations
-        if not reservations.hears_fleet and (reports := self._new_reports(pool_id, reservations)):
+        if not reservations.fed_by_indexer and (reports := self._new_reports(pool_id, reservations)):
             await reservations.report(pool_id, reports)
 
     def _new_reports(self, pool_id: str, to: Reservations) -> dict[str, WorkerReport]:
@@ -158,8 +158,8 @@ class Booker:
         return {worker_id: WorkerReport.of(record, now_us) for worker_id, record in pool.records.items()}
 
 
-def weigh_without_bookings(ask: Ask, quotes: Sequence[Quote]) -> Weighing:
+def weigh_without_bookings(ask: Ask, quotes: Sequence[Quote]) -> Evaluation:
     """By reported load alone; `quotes` are those of the ask's offers."""
     candidates = [quote.candidate for quote in quotes]
-    busy = {c.id: Busy(c.load if c.load_known else None, Load()) for c in candidates}
-    return weigh(ask, busy, (), 0)
+    busy = {c.id: WorkerLoad(c.load if c.load_known else None, Load()) for c in candidates}
+    return evaluate(ask, busy, (), 0)

@@ -77,7 +77,7 @@ class Leases:
             async with asyncio.timeout(CLOSE_S):
                 await self._report_pending()
                 for pool_id in self._live:
-                    await self._reservations.leave(pool_id, self.router_id)
+                    await self._reservations.end_lease(pool_id, self.router_id)
         except STORE_FAILURES as error:
             _log.warning(
                 "router %s: lease not given up (%s); its reservations end when the lease expires",
@@ -108,7 +108,7 @@ class Leases:
                 continue
             try:
                 async with asyncio.timeout(self._lease_s / BEATS_A_LEASE):
-                    still_held = await self._reservations.beat(pool_id, self.router_id, self.lease_us)
+                    still_held = await self._reservations.renew_lease(pool_id, self.router_id, self.lease_us)
             except STORE_FAILURES as error:
                 _log.warning(
                     "router %s: lease in pool %s not renewed (%s); trying again in %g s",
@@ -127,7 +127,7 @@ class Leases:
             if time.monotonic() < report.until_s:
                 async with asyncio.timeout(CLOSE_S):
                     if report.outcome is None:
-                        await self._reservations.prefilled(report.pool_id, report.id)
+                        await self._reservations.record_first_token(report.pool_id, report.id)
                     else:
                         await self._reservations.release(report.pool_id, report.id, report.outcome)
             self._pending.popleft()

@@ -49,7 +49,7 @@ class Reservation:
         received = False
         try:
             if outcome is None:
-                await deadline.wait_for(self._store.prefilled(self.pool_id, self.id))
+                await deadline.wait_for(self._store.record_first_token(self.pool_id, self.id))
             else:
                 await deadline.wait_for(self._store.release(self.pool_id, self.id, outcome))
             received = True

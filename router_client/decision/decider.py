@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kvatlas.request import SelectionResult
-from kvatlas.reservations import Ask, Reservations, Weighing
+from kvatlas.reservations import Ask, Evaluation, Reservations
 from router_client.booking.booker import Booker, BookingResult, weigh_without_bookings
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
@@ -111,7 +111,7 @@ class Decider:
         weighing = await self._look(case)
         return {
             quote.id: weighed.predicted_tokens - quote.cached_tokens
-            for quote, weighed in zip(case.quotes, weighing.weighed, strict=True)
+            for quote, weighed in zip(case.quotes, weighing.by_offer, strict=True)
             if weighed.predicted_tokens
         }
 
@@ -176,7 +176,7 @@ class Decider:
         followed = self._policy.choose_followed(prompt, situation.pool) if follow else None
         return _Case(prompt, situation, quotes, self._policy.ask(prompt, quotes, situation.lookup), followed)
 
-    async def _look(self, case: _Case) -> Weighing:
+    async def _look(self, case: _Case) -> Evaluation:
         """Under load, as it is now; nothing is booked. Raises what the store raises."""
         if not self._settings.booking.reservations:
             return weigh_without_bookings(case.ask, case.quotes)
@@ -196,7 +196,7 @@ class Decider:
         """By what this router knows itself: loads as last read, and its own bookings."""
         weighing = self._booker.look_alone(case.prompt.scope.pool_id, case.ask)
         situation = case.situation
-        if situation.basis is not Basis.COST and not any(weighed.load_known for weighed in weighing.weighed):
+        if situation.basis is not Basis.COST and not any(weighed.load_known for weighed in weighing.by_offer):
             case = replace(case, situation=replace(situation, basis=Basis.PREFIX_HASH))
             weighing = replace(weighing, chosen=self._policy.choose_by_prefix(case.quotes, situation.lookup))
         decision = self._decide(case, weighing)
@@ -205,10 +205,10 @@ class Decider:
         (reservation,) = self._booker.book_alone(case.prompt, _narrow_ask(case.ask, decision.worker_id))
         return replace(decision, reservation=reservation)
 
-    def _decide(self, case: _Case, weighing: Weighing) -> Decision:
+    def _decide(self, case: _Case, weighing: Evaluation) -> Decision:
         """The followed worker, if there is one, else the weighing's choice."""
         situation, criteria = case.situation, self._policy.criteria(case.prompt)
-        results = RankedResults(case.quotes, weighing.weighed, chosen=weighing.chosen, criteria=criteria)
+        results = RankedResults(case.quotes, weighing.by_offer, chosen=weighing.chosen, criteria=criteria)
         best = results[0].worker_id
         if case.followed is not None:
             why = f"cost would choose {best}"

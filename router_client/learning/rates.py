@@ -10,7 +10,14 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from kvatlas.cost import CostProfile, EngineProfile, EngineRates
-from kvatlas.cost.learned_rates import Finished, LearnedRates, estimate_of, learned_of, rows_of, with_learned
+from kvatlas.cost.learned_rates import (
+    FinishedRequest,
+    LearnedRates,
+    estimate_of,
+    learned_rates_of,
+    rows_of,
+    with_learned_rates,
+)
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Estimate, Evidence
 from kvatlas.request import SelectionResult
@@ -49,14 +56,14 @@ class PoolRates:
         self._estimates: dict[str, Estimate] = {}
         self._published: dict[str, Estimate] = {}
 
-    def add(self, request: Finished) -> bool:
+    def add(self, request: FinishedRequest) -> bool:
         """Learn from a request; False if it teaches nothing."""
         worker_id = request.plan.worker_id
         rows = rows_of(request)
         if not rows:
             return False
         evidence = Evidence.of(rows, self._estimate(worker_id))
-        self._unshared[worker_id] = self._unshared.get(worker_id, Evidence()).then(evidence)
+        self._unshared[worker_id] = self._unshared.get(worker_id, Evidence()).followed_by(evidence)
         return True
 
     def take_unshared(self) -> Mapping[str, Evidence]:
@@ -67,7 +74,7 @@ class PoolRates:
     def put_back(self, unshared: Mapping[str, Evidence]) -> None:
         """The store did not confirm it: share it again. Evidence that is shared twice only counts twice."""
         for worker_id, evidence in unshared.items():
-            self._unshared[worker_id] = evidence.then(self._unshared.get(worker_id, Evidence()))
+            self._unshared[worker_id] = evidence.followed_by(self._unshared.get(worker_id, Evidence()))
 
     async def update(self, shared: Mapping[str, Evidence]) -> None:
         """Learn from the evidence of all routers so far."""
@@ -82,12 +89,12 @@ class PoolRates:
             estimate = self._estimate(worker_id)
             if estimate is not self._published.get(worker_id):
                 self._published[worker_id] = estimate
-                self.learned[worker_id] = learned_of(estimate, self._configured_rates(worker_id))
+                self.learned[worker_id] = learned_rates_of(estimate, self._configured_rates(worker_id))
                 changed += 1
                 if changed % ESTIMATES_A_SLICE == 0:
                     await asyncio.sleep(0)
         if changed or gone:
-            self.profile = with_learned(self._configured, self.learned, Evidence.together(shared.values()))
+            self.profile = with_learned_rates(self._configured, self.learned, Evidence.sum_of(shared.values()))
 
     def _estimate(self, worker_id: str) -> Estimate:
         """From all evidence known here; made again when that has grown enough to matter."""
@@ -95,7 +102,7 @@ class PoolRates:
         requests = shared.requests + unshared.requests
         known = self._estimates.get(worker_id)
         if known is None or not 0 <= requests - known.requests <= min(known.requests // 16, 16):
-            known = estimate_of(shared.then(unshared), self._configured_rates(worker_id))
+            known = estimate_of(shared.followed_by(unshared), self._configured_rates(worker_id))
             self._estimates[worker_id] = known
         return known
 
@@ -112,7 +119,7 @@ class RateLearner:
         self._profile = settings.profile
         self._counters = counters
         self._pools: dict[str, PoolRates] = {}
-        self._noted: deque[tuple[str, Finished]] = deque(maxlen=MOST_NOTED)
+        self._noted: deque[tuple[str, FinishedRequest]] = deque(maxlen=MOST_NOTED)
         self._last: dict[str, RankedResults] = {}
         self._metrics = RateMetrics()
         self._task = BackgroundTask(self._run, "kvatlas router rates")
@@ -131,7 +138,7 @@ class RateLearner:
             rates = self._pools[pool_id] = PoolRates(self._profile)
             try:
                 async with asyncio.timeout(FIRST_READ_S):
-                    await rates.update(await self._reservations.learned(pool_id))
+                    await rates.update(await self._reservations.read_evidence(pool_id))
             except STORE_FAILURES as error:
                 _log.warning("pool %s: learned rates not read (%s); using the configured rates", pool_id, reason(error))
         return rates.profile
@@ -151,7 +158,7 @@ class RateLearner:
             return
         last = self._last.get(pool_id, results)
         after: Load | None = None if last is results else last.load_of(chosen.worker_id)
-        finished = Finished(
+        finished = FinishedRequest(
             plan=chosen.plan,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
@@ -189,7 +196,7 @@ class RateLearner:
                 try:
                     async with asyncio.timeout(max(self._settings.every_s, FIRST_READ_S)):
                         await self._share(pool_id, rates)
-                        await rates.update(await self._reservations.learned(pool_id))
+                        await rates.update(await self._reservations.read_evidence(pool_id))
                     self._metrics.export(pool_id, rates.learned)
                 except STORE_FAILURES as error:
                     _log.warning(
@@ -220,7 +227,7 @@ class RateLearner:
             return
         shared = False
         try:
-            await self._reservations.learn(pool_id, unshared)
+            await self._reservations.add_evidence(pool_id, unshared)
             shared = True
         finally:
             if not shared:

@@ -17,7 +17,7 @@ from kvatlas.fleet.records import (
     Liveness,
     Role,
 )
-from kvatlas.reservations.limits import NOT_TOLD, Limit
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit
 
 
 class BlockShape(NamedTuple):
@@ -56,7 +56,7 @@ class Candidate:
     load: Load
     load_known: bool
     total_blocks: int = 0
-    limit: Limit = NOT_TOLD
+    limit: Limit = UNKNOWN_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

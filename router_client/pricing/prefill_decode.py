@@ -15,7 +15,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Piece
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
-from kvatlas.reservations import Ask, Offer, Pairing, Weighed, Weighing
+from kvatlas.reservations import Ask, Evaluation, Offer, OfferEvaluation, PairLayout
 from kvatlas.reservations.limits import Limit
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Candidate, Pool, serves_whole
@@ -92,8 +92,8 @@ class PairQuotes:
                 each[i] = _limit_after_transfer(each[i], quote.transferred_tokens)
             limits = replace(limits, of_offers=each)
         transfers = [[-1.0 if us is None else us for us in prices] for prices in self.prices_us]
-        pairing = Pairing(len(self.prefills), len(self.decodes), self.groups, transfers)
-        return replace(ask, offers=offers, limits=limits, pairing=pairing)
+        pairing = PairLayout(len(self.prefills), len(self.decodes), self.groups, transfers)
+        return replace(ask, offers=offers, limits=limits, pair_layout=pairing)
 
 
 def quote_pairs(
@@ -128,7 +128,7 @@ def quote_pairs(
 class PairRanking:
     """The choice among a request's pairs and single workers, and what else there was: priced only when it is read."""
 
-    def __init__(self, quotes: PairQuotes, weighing: Weighing, criteria: Criteria) -> None:
+    def __init__(self, quotes: PairQuotes, weighing: Evaluation, criteria: Criteria) -> None:
         self._quotes = quotes
         self._weighing = weighing
         self._criteria = criteria
@@ -177,13 +177,13 @@ class PairRanking:
         prefill = pairs.prefills[number].candidate
         source = _KvSource.of(prefill)
         quotes: list[Quote] = []
-        weighed: list[Weighed] = []
+        weighed: list[OfferEvaluation] = []
         chosen: int | None = None
         for i, quote in enumerate(pairs.decodes):
             near = _is_near(quote.candidate, source)
             if near is None:
                 continue
-            mine = weighing.weighed[self._first_decode + i]
+            mine = weighing.by_offer[self._first_decode + i]
             load = mine.load._replace(queued_prefill_tokens=0, waiting_requests=0)
             if weighing.prefill is not None and weighing.chosen == self._first_decode + i:
                 chosen = len(quotes)
@@ -192,9 +192,9 @@ class PairRanking:
         return self._rank(quotes, weighed, chosen)
 
     def _rank_slice(self, quotes: Sequence[Quote], first: int, chosen: int | None) -> RankedResults:
-        return self._rank(quotes, self._weighing.weighed[first : first + len(quotes)], chosen)
+        return self._rank(quotes, self._weighing.by_offer[first : first + len(quotes)], chosen)
 
-    def _rank(self, quotes: Sequence[Quote], weighed: Sequence[Weighed], chosen: int | None) -> RankedResults:
+    def _rank(self, quotes: Sequence[Quote], weighed: Sequence[OfferEvaluation], chosen: int | None) -> RankedResults:
         return RankedResults(quotes, weighed, chosen=chosen, criteria=self._criteria)
 
 

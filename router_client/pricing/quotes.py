@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, TermKind
 from kvatlas.fleet.records import EngineEndpoint
-from kvatlas.reservations.weigh import worth_us
+from kvatlas.reservations.evaluation import worth_us
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, Run
 from router_client.pricing.pool import Candidate, Pool
 from router_client.prompt import Prompt

@@ -10,9 +10,9 @@ from typing import NamedTuple, overload
 
 from kvatlas.cost.protocol import Load, TermKind
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
-from kvatlas.reservations import Weighed
+from kvatlas.reservations import OfferEvaluation
+from kvatlas.reservations.evaluation import worth_us
 from kvatlas.reservations.limits import NO_ROOM, Over, level
-from kvatlas.reservations.weigh import worth_us
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import Quote, quote_candidates
@@ -28,7 +28,7 @@ def rank(
 ) -> tuple[SelectionResult, ...]:
     """Every candidate with its cost under reported load, cheapest first; ties in rendezvous order. Deterministic."""
     quotes = quote_candidates(prompt, pool, held, fingerprint=fingerprint)
-    return tuple(RankedResults(quotes, [Weighed(q.candidate.load, q.candidate.load_known) for q in quotes]))
+    return tuple(RankedResults(quotes, [OfferEvaluation(q.candidate.load, q.candidate.load_known) for q in quotes]))
 
 
 class Criteria(NamedTuple):
@@ -56,7 +56,7 @@ class RankedResults(Sequence[SelectionResult]):
     def __init__(
         self,
         quotes: Sequence[Quote],
-        weighed: Sequence[Weighed],
+        weighed: Sequence[OfferEvaluation],
         *,
         chosen: int | None = None,
         criteria: Criteria = DEFAULT_CRITERIA,
@@ -103,7 +103,7 @@ class RankedResults(Sequence[SelectionResult]):
         return _price_with_load(self._quotes[i], self._weighed[i], self._criteria)
 
 
-def _price_with_load(quote: Quote, weighed: Weighed, criteria: Criteria) -> SelectionResult:
+def _price_with_load(quote: Quote, weighed: OfferEvaluation, criteria: Criteria) -> SelectionResult:
     for_kind, cached = quote.for_kind, quote.cached_tokens
     predicted = weighed.predicted_tokens - cached if weighed.predicted_tokens else 0
     plan = quote.plan(weighed.load, predicted)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from kvatlas.request import SelectionResult, Slo
-from kvatlas.reservations.limits import NOT_TOLD, Limit, Limits
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits
 from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt
 from router_client.settings import LimitSettings, SloMode
@@ -15,9 +15,9 @@ def build_limits(prompt: Prompt, quotes: Sequence[Quote], settings: LimitSetting
 
     Under a profile that predicts no time the SLO is not checked.
     """
-    each = [quote.candidate.limit for quote in quotes] if settings.room else [NOT_TOLD] * len(quotes)
+    each = [quote.candidate.limit for quote in quotes] if settings.room else [UNKNOWN_LIMIT] * len(quotes)
     if settings.slo is SloMode.TOLD or not quotes or quotes[0].for_kind.cold_cost.ttft_us is None:
-        return Limits(each, prompt.input_tokens) if each.count(NOT_TOLD) < len(each) else None
+        return Limits(each, prompt.input_tokens) if each.count(UNKNOWN_LIMIT) < len(each) else None
     return Limits(
         [
             Limit(one.slots, one.kv_tokens, prompt.output_tokens * (quote.for_kind.cold_cost.tpot_us or 0))

@@ -12,13 +12,13 @@ from kvatlas.bus.subjects import alive_subject, events_subject
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, Heartbeat
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
-from tests.kvatlas.index.message_source import Held, Teller, contents
+from tests.kvatlas.index.message_source import Held, MessageSource, contents
 
 PARTITIONS = 64
 SCOPE = Scope("model", "tokenizer")
 
 
-class BusTeller(Teller):
+class BusTeller(MessageSource):
     """Sends what it tells, each message acknowledged by the stream; `sent` keeps the payloads."""
 
     def __init__(self, client: Client, worker_id: str, incarnation: int = 1) -> None:
@@ -68,7 +68,7 @@ class BusTeller(Teller):
         await self._client.flush()
 
 
-def heartbeat(teller: Teller, acked_seq: int | None = None, incarnation: int | None = None) -> Heartbeat:
+def heartbeat(teller: MessageSource, acked_seq: int | None = None, incarnation: int | None = None) -> Heartbeat:
     return Heartbeat(
         worker_id=teller.worker_id,
         incarnation=teller.incarnation if incarnation is None else incarnation,
@@ -78,7 +78,7 @@ def heartbeat(teller: Teller, acked_seq: int | None = None, incarnation: int | N
     )
 
 
-async def holds_what_was_told(index: ResidencyIndex, *tellers: Teller) -> bool:
+async def holds_what_was_told(index: ResidencyIndex, *tellers: MessageSource) -> bool:
     for teller in tellers:
         record = await index.record(teller.worker_id)
         if record is None or (record.incarnation, record.seq) != (teller.incarnation, teller.seq):
@@ -86,9 +86,9 @@ async def holds_what_was_told(index: ResidencyIndex, *tellers: Teller) -> bool:
     return True
 
 
-async def all_held(index: ResidencyIndex, *tellers: Teller) -> dict[str, Held]:
+async def all_held(index: ResidencyIndex, *tellers: MessageSource) -> dict[str, Held]:
     return {teller.worker_id: await contents(index, teller.worker_id) for teller in tellers}
 
 
-def all_told(*tellers: Teller) -> dict[str, Held]:
+def all_told(*tellers: MessageSource) -> dict[str, Held]:
     return {teller.worker_id: teller.held for teller in tellers}

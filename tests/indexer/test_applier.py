@@ -13,9 +13,9 @@ from kvatlas.bus.wire import RawMessage
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope, partition_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import Applied, PartitionBatch, Position
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position
 from tests.eventually import until
-from tests.kvatlas.index.message_source import Teller, contents
+from tests.kvatlas.index.message_source import MessageSource, contents
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ class Fed:
     """A feed of one worker's partition, and its worker."""
 
     def __init__(self, worker_id: str) -> None:
-        self.worker = Teller(worker_id)
+        self.worker = MessageSource(worker_id)
         self.feed = PartitionFeed(partition_of(worker_id, 64), START, 0)
         self.count = 0
 
@@ -52,7 +52,7 @@ async def test_one_call_carries_messages_of_several_partitions() -> None:
     calls: list[int] = []
 
     class Recording(MemoryIndex):
-        async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+        async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
             calls.append(len(batches))
             return await super().apply(shard, batches)
 
@@ -69,7 +69,7 @@ async def test_a_call_is_bounded_in_bytes_and_every_partition_gets_its_turn() ->
     order: list[int] = []
 
     class Recording(MemoryIndex):
-        async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+        async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
             order.append(batches[0].partition)
             assert sum(len(batch.messages) for batch in batches) <= 2
             return await super().apply(shard, batches)
@@ -89,7 +89,7 @@ async def test_a_message_that_the_index_refuses_does_not_stop_the_others() -> No
     refused: list[tuple[int, int]] = []
 
     class Choosy(MemoryIndex):
-        async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+        async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
             if any(raw[1] == "bad" for batch in batches for raw in batch.messages):
                 raise InvalidValue("scope id of another scope")
             return await super().apply(shard, batches)

@@ -8,7 +8,7 @@ import pytest
 
 from kvatlas.blocks.hashing import unpack_hashes
 from kvatlas.cost import EngineRates, Plan
-from kvatlas.cost.learned_rates import Finished, estimate_of, rows_of
+from kvatlas.cost.learned_rates import FinishedRequest, estimate_of, rows_of
 from kvatlas.cost.regression import Evidence
 from kvatlas.fleet.store import FleetStore
 from kvatlas.reservations import RedisReservations
@@ -55,7 +55,9 @@ def test_workers_as_a_table_has_a_line_a_worker(cli: Cli, fleet: str) -> None:
 
 
 def test_rates_are_the_defaults_until_something_is_learned(cli: Cli, fleet: str) -> None:
-    asyncio.run(_teach(fleet, "w2", Finished(Plan("w2", 1_000, 10), 1_000, 10, 0, ttft_us=200_000, tpot_us=14_000)))
+    asyncio.run(
+        _teach(fleet, "w2", FinishedRequest(Plan("w2", 1_000, 10), 1_000, 10, 0, ttft_us=200_000, tpot_us=14_000))
+    )
     done = cli("rates", "--json", "--redis-url", fleet)
     assert (done.code, done.err) == (0, "")
     found = {entry["worker"]: entry for entry in json.loads(done.out)}
@@ -67,16 +69,16 @@ def test_rates_are_the_defaults_until_something_is_learned(cli: Cli, fleet: str)
     assert "25 / 50 / 200 / 1250" in next(line for line in table.out.splitlines() if "w1" in line)
 
 
-async def _teach(url: str, worker_id: str, request: Finished) -> None:
+async def _teach(url: str, worker_id: str, request: FinishedRequest) -> None:
     """That a worker is so fast, by twenty requests."""
     store = await open_store(url, wait=False)
     try:
         (pool_id,) = await FleetStore(store).pools()
         for _ in range(20):
             reservations = RedisReservations(store)
-            known = (await reservations.learned(pool_id)).get(worker_id, Evidence())
+            known = (await reservations.read_evidence(pool_id)).get(worker_id, Evidence())
             said = Evidence.of(rows_of(request), estimate_of(known, EngineRates()))
-            await reservations.learn(pool_id, {worker_id: said})
+            await reservations.add_evidence(pool_id, {worker_id: said})
     finally:
         await store.close()
 

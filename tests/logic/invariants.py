@@ -100,8 +100,8 @@ class Invariants:
 
     def _check_worker(self, shard: MemoryShard, worker_id: str, record: Record) -> None:
         if record.active >= 0:
-            if shard.active.get(record.active) != worker_id:
-                raise Violation(f"I2 worker {worker_id}: its holder is {shard.active.get(record.active)}'s")
+            if shard.table.active.get(record.active) != worker_id:
+                raise Violation(f"I2 worker {worker_id}: its holder is {shard.table.active.get(record.active)}'s")
             held = residency(shard, record.active)
             current = record.loading < 0 and not record.closed
             if current and held != self._told_at(worker_id, record):
@@ -121,7 +121,7 @@ class Invariants:
         path = tuple(self.world.random.randrange(2) if i in (0, 2) else 0 for i in range(self.world.shape.depth))
         keys = [hash_of(path[:d]) for d in range(1, len(path) + 1) if d % self.world.shape.granularity == 0]
         chain, scope_id = b"".join(keys), scope_of(adapter).scope_id
-        fast, slow = (shard.overlap(scope_id, chain, stride).depths() for stride in (4, 0))
+        fast, slow = (shard.table.overlap(scope_id, chain, stride).depths() for stride in (4, 0))
         if fast != slow:
             raise Violation(f"I3 galloping {fast}, walking {slow}")
 
@@ -143,9 +143,9 @@ class Invariants:
             self.world.stats["usable"] += len(usable)
         for shard in self.world.index.shard_states():
             used = {holder for record in shard.workers.values() for holder in (record.active, record.loading)} - {-1}
-            if set(shard.holders) != used:
-                raise Violation(f"I1 holders {sorted(shard.holders)} left, {sorted(used)} in use")
-            leftover = [key for blocks in shard.blocks.values() for key, value in blocks.items() if not value]
+            if set(shard.table.holders) != used:
+                raise Violation(f"I1 holders {sorted(shard.table.holders)} left, {sorted(used)} in use")
+            leftover = [key for blocks in shard.table.blocks.values() for key, value in blocks.items() if not value]
             if leftover:
                 raise Violation("I1 empty entries left")
         self.world.stats["snapshots"] += self.world.gone_snapshots + sum(
@@ -170,7 +170,7 @@ def residency(shard: MemoryShard, holder: int) -> Residency:
     number = number_bytes(holder)
     return frozenset(
         (scope_id, key, tier)
-        for scope_id, blocks in shard.blocks.items()
+        for scope_id, blocks in shard.table.blocks.items()
         for key, value in blocks.items()
         for tier in tiers_of(flags_in(value, number))
     )

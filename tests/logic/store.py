@@ -9,7 +9,7 @@ from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.memory.shard import MemoryShard
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, Room, Scrubbed, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, Room, ScrubResult, WorkerRecord
 from tests.logic.stepping import pause
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class SteppedIndex(MemoryIndex):
         if self.world.fault("away", 0.02):
             raise Unreachable("the store: no answer in time")
 
-    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
         await self._before(shard)
         applied = await super().apply(shard, batches)
         self.world.stats["without room"] += sum(record.oom for record in applied.records)
@@ -87,7 +87,7 @@ class SteppedIndex(MemoryIndex):
         await self._after()
         return left
 
-    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> Scrubbed:
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
         await self._before(shard)
         found = await super().scrub(shard, budget_blocks, partitions)
         self.world.stats["damaged"] += len(found.damaged)
@@ -128,7 +128,7 @@ class Fleet:
         await pause()
         self.records.update(records)
 
-    async def correct(self, records: Mapping[str, FleetRecord]) -> None:
+    async def update_existing(self, records: Mapping[str, FleetRecord]) -> None:
         there = {worker_id: record for worker_id, record in records.items() if worker_id in self.records}
         await self.write(there)
 

@@ -195,7 +195,7 @@ class World:
 
     def _damage(self, shard: int) -> None:
         """Blocks change without a message. From then on only the end is held against what was told."""
-        blocks = self.index.shard_states()[shard].blocks
+        blocks = self.index.shard_states()[shard].table.blocks
         held = [(scope_id, key) for scope_id, keys in blocks.items() for key in keys]
         if not held:
             return
@@ -315,7 +315,7 @@ class World:
         doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.open.items() if w in living}
         if doubts:
             return f"doubts {doubts}"
-        retired = [list(shard.retired) for shard in self.index.shard_states()]
+        retired = [list(shard.table.retired) for shard in self.index.shard_states()]
         if any(retired):
             return f"retired holders {retired}"
         telling = [one.worker_id for one in self.publishers if not one.quiet]

@@ -1,4 +1,4 @@
--- The store's own clock: replicas' clocks differ.
+-- The store's own clock: the clocks of replicas differ.
 
 local function now_ms()
   local time = redis.call('TIME')

@@ -1,4 +1,5 @@
--- Leases and members are few and small: without memory for them nothing would be swept, and no room would ever come back.
+-- Leases and members are few and small. If their functions needed free memory, nothing would be swept on a full store, and it
+-- would stay full.
 
 local function register(name, callback)
   redis.register_function({ function_name = name, callback = callback, flags = { 'allow-oom' } })

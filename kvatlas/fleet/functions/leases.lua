@@ -1,56 +1,82 @@
--- Leases of partitions: value "<expiry ms> <member id>".
+-- Leases of partitions.
+--
+-- leases   HASH  partition -> "<expiry ms> <member id>"
 
--- Its member and when it ends; nil where it has expired.
-local function holder_of(value, now)
-  if not value then
+local LEASE = '%d %s'
+local LEASE_PATTERN = '^(%d+) (.*)$'
+
+-- Returns a lease's member and when it ends; nil if there is none, or it has expired.
+local function holder_of(lease, now)
+  if not lease then
     return nil
   end
-  local expiry, member = string.match(value, '^(%d+) (.*)$')
+  local expiry, member = string.match(lease, LEASE_PATTERN)
   if tonumber(expiry) <= now then
     return nil
   end
   return member, tonumber(expiry)
 end
 
--- claim: take or renew what is free, expired or one's own; returns the partitions held. A lease that ends later than one
--- taken now is of before the clock went back, and ends then.
--- KEYS: leases   ARGV: member id, ttl ms, partition...
+-- Is it this member's lease, expired or not?
+local function is_lease_of(lease, member)
+  local _, holder = string.match(lease, LEASE_PATTERN)
+  return holder == member
+end
+
+-- claim: takes or renews the leases that are free, expired or the member's own. A lease that ends later than one taken now is
+-- from before the store's clock went back, and is cut to that.
+--
+-- KEYS 1 leases
+-- ARGV 1 member id
+--      2 ttl ms
+--      3... partitions
+-- returns the partitions that the member holds now
 register('kvatlas_fleet_claim', function(keys, args)
-  local now, held = now_ms(), {}
-  local last = now + tonumber(args[2])
-  local mine = string.format('%d %s', last, args[1])
+  local leases, member, ttl_ms, now, held = keys[1], args[1], tonumber(args[2]), now_ms(), {}
+  local last = now + ttl_ms
+  local mine = string.format(LEASE, last, member)
   for i = 3, #args do
-    local member, expiry = holder_of(redis.call('HGET', keys[1], args[i]), now)
-    if member == nil or member == args[1] then
-      redis.call('HSET', keys[1], args[i], mine)
-      held[#held + 1] = args[i]
+    local partition = args[i]
+    local holder, expiry = holder_of(redis.call('HGET', leases, partition), now)
+    if holder == nil or holder == member then
+      redis.call('HSET', leases, partition, mine)
+      held[#held + 1] = partition
     elseif expiry > last then
-      redis.call('HSET', keys[1], args[i], string.format('%d %s', last, member))
+      redis.call('HSET', leases, partition, string.format(LEASE, last, holder))
     end
   end
   return held
 end)
 
--- release: give up what is one's own.
--- KEYS: leases   ARGV: member id, partition...
+-- release: gives up the member's own leases among these.
+--
+-- KEYS 1 leases
+-- ARGV 1 member id
+--      2... partitions
+-- returns {}
 register('kvatlas_fleet_release', function(keys, args)
+  local leases, member = keys[1], args[1]
   for i = 2, #args do
-    local value = redis.call('HGET', keys[1], args[i])
-    if value and string.match(value, '^%d+ (.*)$') == args[1] then
-      redis.call('HDEL', keys[1], args[i])
+    local partition = args[i]
+    local lease = redis.call('HGET', leases, partition)
+    if lease and is_lease_of(lease, member) then
+      redis.call('HDEL', leases, partition)
     end
   end
   return {}
 end)
 
--- leases: flat list of partition, member for all that have not expired.
--- KEYS: leases
-register('kvatlas_fleet_leases', function(keys, args)
-  local now, out, flat = now_ms(), {}, redis.call('HGETALL', keys[1])
+-- leases: all that have not expired.
+--
+-- KEYS 1 leases
+-- returns {partition, member id...}
+register('kvatlas_fleet_leases', function(keys)
+  local leases, now, out = keys[1], now_ms(), {}
+  local flat = redis.call('HGETALL', leases)
   for i = 1, #flat, 2 do
-    local member = holder_of(flat[i + 1], now)
+    local partition, member = flat[i], holder_of(flat[i + 1], now)
     if member then
-      out[#out + 1] = flat[i]
+      out[#out + 1] = partition
       out[#out + 1] = member
     end
   end

@@ -1,35 +1,47 @@
--- Replicas of the indexer: who lives.
+-- Replicas of the indexer.
+--
+-- members   HASH  member id -> expiry ms
 
--- beat: this member lives until now + ttl; returns all live members. Members whose time is over are taken out. One that would
--- live longer than this one was there before the clock went back, and lives as long.
--- KEYS: members   ARGV: member id, ttl ms
+-- beat: the member lives for `ttl ms` from now. Expired members are removed. A member that would live longer than this one is
+-- from before the store's clock went back, and is cut to the same time.
+--
+-- KEYS 1 members
+-- ARGV 1 member id
+--      2 ttl ms
+-- returns all live members
 register('kvatlas_fleet_beat', function(keys, args)
-  local now = now_ms()
-  local last = now + tonumber(args[2])
-  redis.call('HSET', keys[1], args[1], string.format('%d', last))
-  local live, flat = {}, redis.call('HGETALL', keys[1])
+  local members, member, ttl_ms, now, live = keys[1], args[1], tonumber(args[2]), now_ms(), {}
+  local last = now + ttl_ms
+  redis.call('HSET', members, member, string.format('%d', last))
+  local flat = redis.call('HGETALL', members)
   for i = 1, #flat, 2 do
-    local expiry = tonumber(flat[i + 1])
+    local other, expiry = flat[i], tonumber(flat[i + 1])
     if expiry > now then
-      live[#live + 1] = flat[i]
+      live[#live + 1] = other
       if expiry > last then
-        redis.call('HSET', keys[1], flat[i], string.format('%d', last))
+        redis.call('HSET', members, other, string.format('%d', last))
       end
     else
-      redis.call('HDEL', keys[1], flat[i])
+      redis.call('HDEL', members, other)
     end
   end
   return live
 end)
 
--- leave: the member and all its leases are gone.
--- KEYS: members, leases   ARGV: member id
+-- leave: removes the member and all its leases.
+--
+-- KEYS 1 members
+--      2 leases
+-- ARGV 1 member id
+-- returns {}
 register('kvatlas_fleet_leave', function(keys, args)
-  redis.call('HDEL', keys[1], args[1])
-  local flat = redis.call('HGETALL', keys[2])
+  local members, leases, member = keys[1], keys[2], args[1]
+  redis.call('HDEL', members, member)
+  local flat = redis.call('HGETALL', leases)
   for i = 1, #flat, 2 do
-    if string.match(flat[i + 1], '^%d+ (.*)$') == args[1] then
-      redis.call('HDEL', keys[2], flat[i])
+    local partition, lease = flat[i], flat[i + 1]
+    if is_lease_of(lease, member) then
+      redis.call('HDEL', leases, partition)
     end
   end
   return {}

@@ -1,13 +1,22 @@
--- pools: these pools have workers.
--- KEYS: pools   ARGV: pool id...
+-- Pools that have workers.
+
+-- pools: adds pools.
+--
+-- KEYS 1 pools
+-- ARGV pool id...
+-- returns {}
 register('kvatlas_fleet_pools', function(keys, args)
   redis.call('SADD', keys[1], unpack(args))
   return {}
 end)
 
--- no_pool: this pool has none any more.
--- KEYS: pools   ARGV: pool id
+-- no_pool: removes a pool that has no workers any more.
+--
+-- KEYS 1 pools
+-- ARGV 1 pool id
+-- returns {}
 register('kvatlas_fleet_no_pool', function(keys, args)
-  redis.call('SREM', keys[1], args[1])
+  local pools, pool_id = keys[1], args[1]
+  redis.call('SREM', pools, pool_id)
   return {}
 end)

@@ -6,12 +6,13 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency
 from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
-from kvatlas.bus.wire import scope_use
+from kvatlas.bus.wire import SCOPES, scope_use
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.direct_writes import DirectWrites
+from kvatlas.index.gallop import differences
+from kvatlas.index.memory.block_table import BlockTable
 from kvatlas.index.memory.shard import MemoryShard
-from kvatlas.index.protocol import Applied, PartitionBatch, Position, Recounted, Room, Scrubbed, WorkerRecord
-from kvatlas.index.verify import differences
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, RecountResult, Room, ScrubResult, WorkerRecord
 
 
 class MemoryIndex(DirectWrites):
@@ -26,10 +27,10 @@ class MemoryIndex(DirectWrites):
         self._scopes: dict[bytes, Scope] = {}
         self._prefix_scans = 0
 
-    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
         for batch in batches:
             for raw in batch.messages:
-                for scope_id, entry in raw[5].items():
+                for scope_id, entry in raw[SCOPES].items():
                     if scope_id not in self._scopes:
                         self._scopes[scope_id] = scope_use(scope_id, entry).scope
         return self._shards[shard].apply(batches)
@@ -41,7 +42,7 @@ class MemoryIndex(DirectWrites):
         return self._shard_of(worker_id).forget(worker_id, incarnation)
 
     async def forget_scopes(self, idle_s: float) -> int:
-        held = {scope_id for shard in self._shards for scope_id in shard.forget_empty_scopes()}
+        held = {scope_id for shard in self._shards for scope_id in shard.table.forget_empty_scopes()}
         unheld = [scope_id for scope_id in self._scopes if scope_id not in held]
         for scope_id in unheld:
             del self._scopes[scope_id]
@@ -51,15 +52,15 @@ class MemoryIndex(DirectWrites):
         self._shards = [MemoryShard() for _ in range(self.shards)]
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
-        return self._shards[shard].sweep()
+        return self._shards[shard].table.sweep()
 
     async def room(self, shard: int) -> Room:
         return Room(0, 0, False)
 
-    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> Scrubbed:
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
         return self._shards[shard].scrub(partitions)
 
-    async def recount(self, worker_ids: Sequence[str]) -> Sequence[Recounted]:
+    async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
         found = []
         for worker_id in worker_ids:
             record = self._shard_of(worker_id).workers.get(worker_id)
@@ -70,26 +71,28 @@ class MemoryIndex(DirectWrites):
                 key = one.sequence_hash.to_bytes(HASH_BYTES, "little")
                 digests.setdefault(one.scope, Digest()).add(one.scope.scope_id, one.tier, key)
             scopes = {scope: digest.words for scope, digest in digests.items()}
-            sound = self._shard_of(worker_id).sound(worker_id)
-            found.append(Recounted(worker_id, record.incarnation, record.seq, False, scopes, sound))
+            sound = self._shard_of(worker_id).is_sound(worker_id)
+            found.append(RecountResult(worker_id, record.incarnation, record.seq, False, scopes, sound))
         return found
 
     def overlap_now(self, scope: Scope, hashes: bytes) -> Overlap:
         """`overlap` without a task switch, for callers in the same process."""
         self._prefix_scans += 1
         scope_id = scope.scope_id
-        return Overlap([shard.overlap(scope_id, hashes) for shard in self._shards], len(hashes) // HASH_BYTES)
+        return Overlap([shard.table.overlap(scope_id, hashes) for shard in self._shards], len(hashes) // HASH_BYTES)
 
     async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
         found = self.overlap_now(scope, hashes)
         if not verify:
             return found
-        walked = Overlap([s.overlap(scope.scope_id, hashes, stride=0) for s in self._shards], found.looked_up)
+        walked = Overlap(
+            [shard.table.overlap(scope.scope_id, hashes, stride=0) for shard in self._shards], found.looked_up
+        )
         return Overlap(found.shards, found.looked_up, differences(found, walked))
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         key = sequence_hash.to_bytes(HASH_BYTES, "little")
-        found = [r for shard in self._shards for r in _residencies(shard, scope, key)]
+        found = [r for shard in self._shards for r in _residencies(shard.table, scope, key)]
         return sorted(found, key=lambda residency: (residency.worker_id, residency.tier))
 
     async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
@@ -97,8 +100,8 @@ class MemoryIndex(DirectWrites):
         held = {
             int.from_bytes(key, "little")
             for shard in self._shards
-            for key in shard.children.get(scope.scope_id, {}).get(parent, ())
-            if any(shard.entries(scope.scope_id, key))
+            for key in shard.table.children.get(scope.scope_id, {}).get(parent, ())
+            if any(shard.table.entries(scope.scope_id, key))
         }
         return sorted(held)
 
@@ -117,24 +120,25 @@ class MemoryIndex(DirectWrites):
 
     async def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
         for shard in self._shards:
-            for scope_id, blocks in shard.blocks.items():
+            for scope_id, blocks in shard.table.blocks.items():
                 for key in list(blocks):
-                    for residency in _residencies(shard, self._scopes[scope_id], key):
+                    for residency in _residencies(shard.table, self._scopes[scope_id], key):
                         if worker_id in (None, residency.worker_id):
                             yield residency
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
         shard = self._shard_of(worker_id)
         record = shard.workers.get(worker_id)
-        return shard.holders[record.active].digest.words if record is not None and record.active >= 0 else None
+        return shard.table.holders[record.active].digest.words if record is not None and record.active >= 0 else None
 
     async def length(self) -> int:
-        return sum(shard.holders[holder].digest.blocks for shard in self._shards for holder in shard.active)
+        tables = [shard.table for shard in self._shards]
+        return sum(table.holders[holder].digest.blocks for table in tables for holder in table.active)
 
     async def metrics(self) -> IndexMetrics:
         resident_bytes = 0
         for shard in self._shards:
-            for holder in map(shard.holders.__getitem__, shard.active):
+            for holder in map(shard.table.holders.__getitem__, shard.table.active):
                 block_bytes = max((size for _, size in holder.touched.values()), default=0)
                 resident_bytes += holder.digest.blocks * block_bytes
         counts = [shard.counts for shard in self._shards]
@@ -151,16 +155,16 @@ class MemoryIndex(DirectWrites):
         return self._shards[shard_of(partition_of(worker_id, self.partitions), self.shards)]
 
 
-def _residencies(shard: MemoryShard, scope: Scope, key: bytes) -> list[Residency]:
+def _residencies(table: BlockTable, scope: Scope, key: bytes) -> list[Residency]:
     return [
         Residency(
             scope,
             int.from_bytes(key, "little"),
-            shard.active[holder],
+            table.active[holder],
             tier,
-            shard.holders[holder].touched[scope.scope_id][1],
+            table.holders[holder].touched[scope.scope_id][1],
             pinned=bool(flags & FLAG_PINNED),
         )
-        for holder, flags in shard.entries(scope.scope_id, key)
+        for holder, flags in table.entries(scope.scope_id, key)
         for tier in tiers_of(flags)
     ]

@@ -6,14 +6,14 @@ LAYOUT = "kva:{fleet}:layout"
 SCOPES = "kva:{fleet}:scopes"
 """HASH: scope id -> canonical text."""
 SCOPE_USES = "kva:{fleet}:scope-uses"
-"""ZSET: scope id, scored with when it was last told (ms of the store's clock)."""
+"""ZSET: scope id, scored with the time of its last registration (ms of the store's clock)."""
 
 LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ShardKeys:
-    """The keys of shard k; what each holds is written in `functions/_slot.lua`."""
+    """The keys of shard k; `functions/_slot.lua` documents what each holds."""
 
     shard: int
 

@@ -1,18 +1,14 @@
-"""Opening a store: its layout, its suitability, and the function library."""
+"""The layout of a store: partitions and shards, and whether the index can be kept there."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from secrets import token_hex
 
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
-from kvatlas.errors import LayoutMismatch, UnsuitableStore
+from kvatlas.errors import LayoutMismatch, Unreachable, UnsuitableStore
 from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION
-from kvatlas.store.connection import Store
-from kvatlas.store.function_library import function_library
-
-LIBRARY = "kvatlas"
-FUNCTIONS = Path(__file__).parent / "functions"
-SHARED = ("_slot", "_holders", "_blocks", "_fold")
+from kvatlas.store.connection import UNREACHABLE, Store
 
 _ID = "id"
 
@@ -20,13 +16,20 @@ DEFAULT_PARTITIONS = 64
 DEFAULT_SHARDS = 1
 
 
-def library() -> str:
-    """The code of the index's functions."""
-    return function_library(LIBRARY, FUNCTIONS, SHARED)
+@contextmanager
+def layout_errors(store: Store) -> Iterator[None]:
+    """Raises Unreachable for a store that does not answer, and for one without memory for its layout."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise Unreachable(f"{store.name}: it is out of memory (maxmemory), and has to be laid out") from error
+    except UNREACHABLE as error:
+        raise store.unreachable(error) from error
 
 
 async def read_layout(store: Store) -> tuple[int, int] | None:
-    """(partitions, shards); None for a store without a layout. Raises LayoutMismatch for another version, or none of ours."""
+    """(partitions, shards); None for a store without a layout. Raises LayoutMismatch for one of another version, or none of
+    kvatlas."""
     found = {key.decode(): value.decode() for key, value in (await store.client.hgetall(LAYOUT)).items()}
     if not found:
         return None
@@ -38,19 +41,20 @@ async def read_layout(store: Store) -> tuple[int, int] | None:
     if not (partitions.isdecimal() and shards.isdecimal() and int(shards) and int(partitions) % int(shards) == 0):
         raise LayoutMismatch(
             f"{store.name}: layout of {partitions!r} partitions and {shards!r} shards; expected numbers, one a divisor of "
-            "the other: somebody else wrote there"
+            "the other: another program wrote there"
         )
     return int(partitions), int(shards)
 
 
 async def layout_id(store: Store) -> bytes | None:
-    """Tells a layout from one made after the store lost it; None where there is none."""
+    """What differs between a layout and one made after the store lost it; None without a layout."""
     found: bytes | None = await store.client.hget(LAYOUT, _ID)
     return found
 
 
 async def make_layout(store: Store, partitions: int | None, shards: int | None) -> tuple[int, int]:
-    """(partitions, shards) of the store's layout, made if there is none. Raises LayoutMismatch where it is another."""
+    """(partitions, shards) of the store's layout, made if there is none. Raises LayoutMismatch if these differ from those
+    asked for."""
     wanted = (partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS)
     found = await read_layout(store)
     if found is None:
@@ -71,11 +75,11 @@ async def make_layout(store: Store, partitions: int | None, shards: int | None) 
 
 
 async def check_suitable(store: Store) -> None:
-    """Raises UnsuitableStore where the store would evict keys by itself, or is a read-only replica."""
+    """Raises UnsuitableStore if the store would evict keys by itself, or is a read-only replica."""
     try:
         found = await store.client.config_get("maxmemory-policy")
     except ResponseError:
-        return  # a managed service may hide CONFIG: `kvatlas doctor` says what it could not check
+        return  # a managed service may hide CONFIG; `kvatlas doctor` reports what it could not check
     policy = found.get("maxmemory-policy") if isinstance(found, dict) else None
     if policy is not None and policy != "noeviction":
         raise UnsuitableStore(

@@ -1,45 +1,40 @@
-"""Recounting what some workers hold, from the blocks themselves: one pass over every scope of a shard."""
+"""Counting what some workers hold from the blocks themselves: one pass over every scope of a shard."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from struct import iter_unpack
-from typing import Any
 
 import msgpack
 
-from kvatlas.blocks.digest import FLAG_WORDS, WORDS, Digest, FlagDigest
+from kvatlas.blocks.digest import Digest, FlagDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
-from kvatlas.bus.wire import CHUNK, REMOVED, STORED, RawMessage
+from kvatlas.bus import wire
 from kvatlas.index.protocol import PartitionBatch
+from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.index.redis.records import HolderState, unpack_incarnation
 
 ENTRIES_A_CALL = 500
 WORKERS_A_PASS = 16
 BLOCKS_A_PASS = 200_000
-"""Held in this process during a pass (about 100 bytes each), because a scan may say an entry twice."""
-MOST_TOUCHED = 20_000
-"""Blocks that a worker may touch during a pass and still be followed: they are looked at again in one call."""
-
-Call = Callable[[str, Sequence[str], Sequence[Any]], Awaitable[Any]]
-State = tuple[bytes, int, bytes]
-"""(incarnation, seq, active holder)."""
+"""Kept in this process during a pass (about 100 bytes each), because a scan may return an entry twice."""
+MAX_TOUCHED_BLOCKS = 20_000
+"""A worker whose messages touch more blocks during a pass is not followed: they are read again in one call."""
 
 _FOUND = "8sBB"
 
 
 @dataclass(slots=True)
-class Counted:
-    """One worker. `state`: when the pass began, None without an active holder; `moved`: it went on meanwhile in a way that
-    can't be followed, and the count says nothing. `digest` is the stored one, `said` whether the holder's own entries are
-    right, `flags` the stored digest of the flags besides tiers."""
+class WorkerCount:
+    """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed meanwhile, and may be
+    followed; `moved`: it changed in a way that can't be followed, and the count is void."""
 
     worker_id: str
-    state: State | None = None
-    digest: Sequence[int] = ()
-    said: bool = True
-    flags: Sequence[int] = ()
-    strange: bool = False
+    state: HolderState | None = None
+    stored: HolderState | None = None
+    """Read last: its digests are what the count is compared with."""
+    untiered: bool = False
     """An entry is in no tier."""
     moved: bool = False
     went_on: bool = False
@@ -48,69 +43,77 @@ class Counted:
     by_scope: dict[bytes, Digest] = field(default_factory=dict)
     found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
     """By scope: hash -> flags."""
-    told: set[tuple[int, int]] = field(default_factory=set)
+    messages: set[tuple[int, int]] = field(default_factory=set)
     touched: dict[bytes, set[bytes]] = field(default_factory=dict)
-    """(incarnation, seq) and blocks of the messages that were noticed since the pass began."""
+    """(incarnation, seq) and blocks by scope of the messages that were noted since the pass began."""
 
     @property
     def wrong(self) -> bool:
-        return not self.sound or self.total.words != list(self.digest)
+        """Do the blocks differ from the digest?"""
+        return self.stored is None or not self.sound or self.total.words != list(self.stored.digest)
 
     @property
     def sound(self) -> bool:
-        """See `Recounted`."""
-        return self.said and not self.strange and self.total_flags.words == list(self.flags)
+        """See `RecountResult`."""
+        if self.stored is None or not self.stored.registered or self.untiered:
+            return False
+        return self.total_flags.words == list(self.stored.flag_digest)
 
-    def see(self, state: Sequence[Any], *, first: bool) -> None:
-        now = (state[0], state[1], state[2]) if state else None
+    def observe(self, state: HolderState | None, *, first: bool) -> None:
+        """Take in the worker's state of this moment."""
         if first:
-            self.state = now
-        if now is None or self.state is None or (now[0], now[2]) != (self.state[0], self.state[2]):
+            self.state = state
+        before = self.state
+        if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
             self.moved = True
         else:
-            self.went_on = self.went_on or now[1] != self.state[1]
-            self.digest, self.said = state[3][:WORDS], bool(state[4])
-            self.flags = state[3][WORDS:] or [0] * FLAG_WORDS
+            self.went_on = self.went_on or state.seq != before.seq
+            self.stored = state
 
-    def notice(self, raw: RawMessage) -> None:
-        self.told.add((raw[2], raw[3]))
-        for event in raw[6]:
-            if event[0] in (STORED, CHUNK, REMOVED):
-                hashes = event[3]
+    def note(self, raw: wire.RawMessage) -> None:
+        """The message is about to be applied."""
+        self.messages.add((raw[wire.INCARNATION], raw[wire.SEQ]))
+        for event in raw[wire.EVENTS]:
+            if event[wire.CODE] in (wire.STORED, wire.CHUNK, wire.REMOVED):
+                hashes = event[wire.HASHES]
                 keys = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
-                self.touched.setdefault(event[1], set()).update(keys)
-        if sum(map(len, self.touched.values())) > MOST_TOUCHED:
+                self.touched.setdefault(event[wire.SCOPE_ID], set()).update(keys)
+        if sum(map(len, self.touched.values())) > MAX_TOUCHED_BLOCKS:
             self.moved = True
 
-    async def catch_up(self, keys: ShardKeys, call_ro: Call) -> None:
-        """It went on: what its messages touched is looked at again, all in one call, and they must be all there were."""
+    async def catch_up(self, keys: ShardKeys, functions: IndexFunctions) -> None:
+        """Follow a worker that went on: what its messages touched is read again, all in one call. Every message in between
+        must have been noted."""
         assert self.state is not None
-        touched, told = {scope_id: sorted(hashes) for scope_id, hashes in self.touched.items()}, set(self.told)
+        touched = {scope_id: sorted(hashes) for scope_id, hashes in self.touched.items()}
+        noted, before = set(self.messages), self.state
         blocks = [keys.blocks(scope_id) for scope_id in touched]
         args = [self.worker_id, *(b"".join(hashes) for hashes in touched.values())]
         k = [keys.workers, keys.holders, keys.active, keys.digests, *blocks]
-        state, flags = msgpack.unpackb(await call_ro("kvatlas_look", k, args), raw=True)
-        before = self.state
-        self.see(state or (), first=False)
-        incarnation = int.from_bytes(before[0], "big")
-        if self.moved or any((incarnation, seq) not in told for seq in range(before[1] + 1, state[1] + 1)):
+        fields, flags_by_scope = msgpack.unpackb(await functions.call_ro("kvatlas_look", k, args), raw=True)
+        state = HolderState.of(fields)
+        self.observe(state, first=False)
+        if state is None or self.moved:
+            return
+        incarnation = unpack_incarnation(before.incarnation)
+        if any((incarnation, seq) not in noted for seq in range(before.seq + 1, state.seq + 1)):
             self.moved = True
             return
-        for (scope_id, hashes), now in zip(touched.items(), flags, strict=True):
+        for (scope_id, hashes), flags in zip(touched.items(), flags_by_scope, strict=True):
             found = self.found.setdefault(scope_id, {})
-            for key, held in zip(hashes, now, strict=True):
-                if held:
-                    found[key] = held
+            for key, now in zip(hashes, flags, strict=True):
+                if now:
+                    found[key] = now
                 else:
                     found.pop(key, None)
-        self.state = (state[0], state[1], state[2])
+        self.state = state
 
     def add_up(self) -> None:
-        """Digests of what was found."""
+        """Make digests of what was found."""
         for scope_id, found in self.found.items():
             by_tier: dict[Tier, list[bytes]] = {}
             for key, flags in found.items():
-                self.strange = self.strange or not flags & TIER_MASK
+                self.untiered = self.untiered or not flags & TIER_MASK
                 self.total_flags.add(scope_id, flags, key)
                 for tier in tiers_of(flags):
                     by_tier.setdefault(tier, []).append(key)
@@ -121,15 +124,15 @@ class Counted:
 
 
 class Recount:
-    """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`.
+    """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`; or `complete`.
 
-    A scan says each entry that is there all the while, some twice, and of those that come or go what it likes. So what a
-    worker's messages touched meanwhile is looked at again at the end, where all of them were noticed.
+    A scan returns each entry that is there all the while, some twice, and any of those that come or go. So what a worker's
+    messages touched meanwhile is read again at the end, provided that all of them were noted.
     """
 
     def __init__(self, keys: ShardKeys, worker_ids: Sequence[str], scope_ids: Sequence[bytes]) -> None:
-        """`scope_ids`: every scope known, also those that the workers never said they use."""
-        self._counted = {worker_id: Counted(worker_id) for worker_id in worker_ids}
+        """`scope_ids`: every scope known, also those that the workers are not known to use."""
+        self._counts = {worker_id: WorkerCount(worker_id) for worker_id in worker_ids}
         self._keys = keys
         self._scope_ids = sorted(scope_ids)
         self._cursor: int | bytes = 0
@@ -139,34 +142,40 @@ class Recount:
     def ended(self) -> bool:
         return not self._scope_ids
 
-    def notice(self, batches: Sequence[PartitionBatch]) -> None:
+    def note(self, batches: Sequence[PartitionBatch]) -> None:
         """These messages are about to be applied."""
         for batch in batches:
             for raw in batch.messages:
-                one = self._counted.get(raw[1])
+                one = self._counts.get(raw[wire.WORKER_ID])
                 if one is not None and not one.moved:
-                    one.notice(raw)
+                    one.note(raw)
 
-    async def part(self, call_ro: Call) -> tuple[bytes, list[bytes]]:
-        """A part of one scope; that scope, and its blocks that have an entry of a number that is nobody's."""
+    async def part(self, functions: IndexFunctions) -> tuple[bytes, list[bytes]]:
+        """Count a part of one scope. Returns that scope, and its blocks that have an entry of an unknown number."""
         k, scope_id = self._keys, self._scope_ids[-1]
         keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests]
-        counted = list(self._counted.values())
-        packed = await call_ro("kvatlas_scrub", keys, [self._cursor, ENTRIES_A_CALL, *self._counted])
+        counts = list(self._counts.values())
+        packed = await functions.call_ro("kvatlas_scrub", keys, [self._cursor, ENTRIES_A_CALL, *self._counts])
         self._cursor, states, found, strays = msgpack.unpackb(packed, raw=True)
-        for one, state in zip(counted, states, strict=True):
-            one.see(state or (), first=self._first)
+        for one, state in zip(counts, states, strict=True):
+            one.observe(HolderState.of(state), first=self._first)
         self._first = False
         for key, at, flags in iter_unpack(_FOUND, found):
-            counted[at].found.setdefault(scope_id, {})[key] = flags
+            counts[at].found.setdefault(scope_id, {})[key] = flags
         if int(self._cursor) == 0:
             self._scope_ids.pop()
         return scope_id, strays
 
-    async def finish(self, call_ro: Call) -> list[Counted]:
-        """What was counted."""
-        for one in self._counted.values():
+    async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
+        """Follow the workers that went on, and return every worker's count."""
+        for one in self._counts.values():
             if one.went_on and not one.moved:
-                await one.catch_up(self._keys, call_ro)
+                await one.catch_up(self._keys, functions)
             one.add_up()
-        return list(self._counted.values())
+        return list(self._counts.values())
+
+    async def complete(self, functions: IndexFunctions) -> list[WorkerCount]:
+        """The whole pass at once."""
+        while not self.ended:
+            await self.part(functions)
+        return await self.finish(functions)

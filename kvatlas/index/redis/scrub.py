@@ -1,18 +1,19 @@
-"""Recounting what holders hold against their digests: finds damage that no message did."""
+"""Comparing what holders have with their digests: finds damage that no message did."""
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvatlas.index.protocol import PartitionBatch, Scrubbed
+from kvatlas.index.protocol import PartitionBatch, ScrubResult
+from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.recount import BLOCKS_A_PASS, ENTRIES_A_CALL, WORKERS_A_PASS, Call, Counted, Recount
+from kvatlas.index.redis.recount import BLOCKS_A_PASS, ENTRIES_A_CALL, WORKERS_A_PASS, Recount, WorkerCount
 
 TRIES = 3
 
 
 class Scrub:
-    """The place where one shard's scrub stands: some workers at a time, scope by scope, a part of a scope a call.
+    """The progress of one shard's scrub: some workers at a time, scope by scope, a part of a scope a call.
 
-    A worker that goes on while it is counted is followed, if all its messages came by here; one that can't be followed is
+    A worker that changes while it is counted is followed if all its messages were noted here; one that can't be followed is
     counted again, alone and without pauses, TRIES times in all.
     """
 
@@ -24,21 +25,20 @@ class Scrub:
         self._pass: Recount | None = None
         self._tries = 0
 
-    def notice(self, batches: Sequence[PartitionBatch]) -> None:
+    def note(self, batches: Sequence[PartitionBatch]) -> None:
         """These messages are about to be applied."""
         if self._pass is not None:
-            self._pass.notice(batches)
+            self._pass.note(batches)
 
     async def run(
         self,
-        call: Call,
-        call_ro: Call,
+        functions: IndexFunctions,
         list_workers: Callable[[], Awaitable[Sequence[tuple[str, int]]]],
         list_scopes: Callable[[], Awaitable[Sequence[bytes]]],
         budget_entries: int,
-    ) -> Scrubbed:
-        """Go on for about `budget_entries` looked-at entries. `list_workers`: those with an active holder and how many
-        blocks its digest says; `list_scopes`: every scope known."""
+    ) -> ScrubResult:
+        """Scan about `budget_entries` more entries. `list_workers`: those with an active holder, and its number of blocks by
+        the digest; `list_scopes`: every scope known."""
         if self._pass is None and not self._queue:
             self._queue = [(worker_id, 0, blocks) for worker_id, blocks in await list_workers()]
         checked = strays = given_up = 0
@@ -47,16 +47,16 @@ class Scrub:
             if self._pass is None:
                 self._pass = self._next_pass(await list_scopes())
             while not self._pass.ended:
-                strays += await self._take_out(call, *await self._pass.part(call_ro))
+                strays += await self._take_out(functions, *await self._pass.part(functions))
                 budget_entries -= ENTRIES_A_CALL
                 if budget_entries <= 0 and not self._tries:
-                    return Scrubbed(checked, damaged, strays, given_up, False)
-            ended = await self._pass.finish(call_ro)
+                    return ScrubResult(checked, damaged, strays, given_up, False)
+            counts = await self._pass.finish(functions)
             self._pass = None
-            for one in ended:
+            for one in counts:
                 if one.state is None:
-                    continue  # it answers no longer
-                if one.moved or (one.wrong and not await self._doubt(one, call)):
+                    continue  # it has no active holder any more
+                if one.moved or (one.wrong and not await self._doubt(functions, one)):
                     if self._tries + 1 < TRIES:
                         self._queue.append((one.worker_id, self._tries + 1, BLOCKS_A_PASS))
                     else:
@@ -65,10 +65,10 @@ class Scrub:
                 checked += 1
                 if one.wrong:
                     damaged.append(one.worker_id)
-        return Scrubbed(checked, damaged, strays, given_up, True)
+        return ScrubResult(checked, damaged, strays, given_up, True)
 
     def _next_pass(self, scope_ids: Sequence[bytes]) -> Recount:
-        """Those at the queue's head: as many as fit; one that moved before, alone."""
+        """For the workers at the queue's head: as many as fit; one that moved before, alone."""
         workers: list[str] = []
         room = BLOCKS_A_PASS
         self._tries = self._queue[0][1]
@@ -83,17 +83,17 @@ class Scrub:
                 break
         return Recount(self._keys, workers, scope_ids)
 
-    async def _take_out(self, call: Call, scope_id: bytes, strays: Sequence[bytes]) -> int:
+    async def _take_out(self, functions: IndexFunctions, scope_id: bytes, strays: Sequence[bytes]) -> int:
         if not strays:
             return 0
         k = self._keys
         keys = [k.blocks(scope_id), k.holders]
         if self._side_index:
             keys += [k.children(scope_id), k.parents(scope_id)]
-        return int(await call("kvatlas_strays", keys, strays))
+        return int(await functions.call("kvatlas_strays", keys, strays))
 
-    async def _doubt(self, one: Counted, call: Call) -> bool:
+    async def _doubt(self, functions: IndexFunctions, one: WorkerCount) -> bool:
+        """Mark the worker `bad`; False if it began another incarnation or was cleared meanwhile."""
         assert one.state is not None
-        incarnation, _, holder = one.state
-        args = [one.worker_id, incarnation, holder, *one.by_scope]
-        return bool(await call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))
+        args = [one.worker_id, one.state.incarnation, one.state.holder, *one.by_scope]
+        return bool(await functions.call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))

@@ -1,4 +1,4 @@
--- The store's own clock, microseconds: routers' and indexers' clocks differ.
+-- The store's own clock, in microseconds: the clocks of routers and indexers differ.
 
 local function now_us()
   local time = redis.call('TIME')

@@ -1,4 +1,5 @@
 -- What all functions of a pool share. Every function takes the same KEYS, all in one slot, kva:{pool:<id>}:*
+-- (kvatlas/reservations/redis_calls.py names them in this order)
 --
 --   1 workers       HASH  worker id -> FleetRecord, as the indexer wrote it
 --   2 load          HASH  worker id -> packed worker (below): what it reported, and what was booked since
@@ -13,34 +14,39 @@
 --
 -- worker: ten big-endian doubles, because those are read ten times as fast as cmsgpack, and every choice reads every worker:
 -- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
--- requests, KV tokens; then the sums over bookings that are not in it: queued tokens, running requests, KV tokens; steps
--- predicted. Then its incarnation as text.
--- reservation: worker, router, booked us, queued tokens, KV tokens, prefilling (1 or 0). Of a booking that was called off
--- before it came: the worker ''.
--- prediction: worker, ready us, used us, ends us, believed for us after it is ready, number of its first step, capacity of
--- its worker in steps (0: its events will confirm it), packed hashes of its steps.
+-- requests, KV tokens; then the sums over bookings that are not in it: queued tokens, running requests, KV tokens; predicted
+-- steps. Then its incarnation as text.
+-- reservation: worker ('': the booking was called off before it came), router, booked us, queued tokens, KV tokens, prefilling
+-- (1 or 0).
+-- prediction: worker, ready us, used us, ends us, us for which it is believed once it is ready, number of its first step,
+-- capacity of its worker in steps (0: its events will confirm it), packed hashes of its steps.
 
-local LOAD, RESERVATIONS, BOOKED, ROUTERS, PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, RATES = 2, 3, 4, 5, 6, 7, 8, 9, 10
+local WORKERS, LOAD, RESERVATIONS, BOOKED, ROUTERS = 1, 2, 3, 4, 5
+local PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, RATES = 6, 7, 8, 9, 10
 local SAMPLED, COVERED, QUEUED, RUNNING, WAITING, KV = 1, 2, 3, 4, 5, 6
 local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS, INCARNATION = 7, 8, 9, 10, 11
+local R_WORKER, R_ROUTER, R_BOOKED_US, R_QUEUED, R_KV, R_PREFILLING = 1, 2, 3, 4, 5, 6
+local P_WORKER, P_READY_US, P_USED_US, P_ENDS_US, P_BELIEVED_US, P_FIRST_STEP, P_CAPACITY, P_HASHES = 1, 2, 3, 4, 5, 6, 7, 8
+local OUTCOME = { finished = 'finished', failed = 'failed', called_off = 'called_off' } -- of a reservation
 local WORKER = '>dddddddddd'
 local ID_BYTES, HASH_BYTES = 16, 8
 local CHUNK = 3500 -- unpack fails from 8,000 values up
 local CLOCK_SLACK_US = 1000000
 local UNUSED_MS = 3600000
 
+-- Returns a member of `booked` or `predicted`.
 local function place(worker, us, id)
   return worker .. '\0' .. string.format('%016d', us) .. id
 end
 
--- One of which nothing is known.
+-- Returns the packed record of a worker of which nothing is known.
 local function no_worker()
   return string.rep('\0', 80)
 end
 
 local function get_worker(keys, worker)
   local packed = redis.call('HGET', keys[LOAD], worker) or no_worker()
-  local record = { struct.unpack(WORKER, packed) } -- and where it stopped
+  local record = { struct.unpack(WORKER, packed) } -- and, behind them, the position of the rest
   record[INCARNATION] = string.sub(packed, record[INCARNATION])
   return record
 end
@@ -49,27 +55,27 @@ local function put_worker(keys, worker, record)
   redis.call('HSET', keys[LOAD], worker, struct.pack(WORKER, unpack(record, SAMPLED, STEPS)) .. record[INCARNATION])
 end
 
--- Adds a reservation's load to its worker's sums, or takes it away (sign -1), unless a sample has it.
+-- Adds a reservation's load to its worker's sums, or subtracts it (sign -1), unless the sample has it.
 local function count(record, reservation, sign)
-  if reservation[3] > record[COVERED] then
-    record[BOOKED_QUEUED] = record[BOOKED_QUEUED] + sign * reservation[4]
+  if reservation[R_BOOKED_US] > record[COVERED] then
+    record[BOOKED_QUEUED] = record[BOOKED_QUEUED] + sign * reservation[R_QUEUED]
     record[BOOKED_RUNNING] = record[BOOKED_RUNNING] + sign
-    record[BOOKED_KV] = record[BOOKED_KV] + sign * reservation[5]
+    record[BOOKED_KV] = record[BOOKED_KV] + sign * reservation[R_KV]
   end
 end
 
--- A pool without workers has nobody that would ever take out what its routers still tell: it goes by itself.
-local function keep_shortly(keys)
-  if redis.call('EXISTS', keys[1]) == 0 then
+-- Lets a pool without workers expire: nothing else would ever remove what its routers still write.
+local function expire_without_workers(keys)
+  if redis.call('EXISTS', keys[WORKERS]) == 0 then
     for i = 2, #keys do
       redis.call('PEXPIRE', keys[i], UNUSED_MS)
     end
   end
 end
 
--- Nothing was ever booked or reported: for a store whose clock went back (another server's, or stepped). What is there would
--- count as fresh until the clock is where it was.
-local function start_anew(keys)
+-- Forgets all that was booked and reported: the store's clock went back (another server's, or stepped), and what is there
+-- would count as fresh until the clock is where it was.
+local function reset(keys)
   for i = LOAD, DEADLINES do
     redis.call('UNLINK', keys[i])
   end
@@ -82,11 +88,12 @@ end
 
 local function put_prediction(keys, id, prediction)
   redis.call('HSET', keys[PREDICTIONS], id, cmsgpack.pack(prediction))
-  redis.call('ZADD', keys[DEADLINES], string.format('%d', prediction[4]), 'p' .. id)
+  redis.call('ZADD', keys[DEADLINES], string.format('%d', prediction[P_ENDS_US]), 'p' .. id)
 end
 
 local function drop_prediction(keys, id, prediction)
-  local anchor, left = string.sub(prediction[8], 1, HASH_BYTES), {}
+  local worker, hashes, left = prediction[P_WORKER], prediction[P_HASHES], {}
+  local anchor = string.sub(hashes, 1, HASH_BYTES)
   local ids = redis.call('HGET', keys[ANCHORS], anchor) or ''
   for at = 1, #ids, ID_BYTES do
     local other = string.sub(ids, at, at + ID_BYTES - 1)
@@ -100,35 +107,36 @@ local function drop_prediction(keys, id, prediction)
     redis.call('HDEL', keys[ANCHORS], anchor)
   end
   redis.call('HDEL', keys[PREDICTIONS], id)
-  redis.call('ZREM', keys[PREDICTED], place(prediction[1], prediction[3], id))
+  redis.call('ZREM', keys[PREDICTED], place(worker, prediction[P_USED_US], id))
   redis.call('ZREM', keys[DEADLINES], 'p' .. id)
-  local record = get_worker(keys, prediction[1])
-  record[STEPS] = record[STEPS] - #prediction[8] / HASH_BYTES
-  put_worker(keys, prediction[1], record)
+  local record = get_worker(keys, worker)
+  record[STEPS] = record[STEPS] - #hashes / HASH_BYTES
+  put_worker(keys, worker, record)
 end
 
--- The prompt's prefix is computed: it is held from now on, and believed so for a while.
+-- The prompt's prefix is computed: it is held from now on, and that is believed for a while.
 local function settle_prediction(keys, id, now)
   local prediction = get_prediction(keys, id)
   if prediction then
-    prediction[2] = math.min(prediction[2], now)
-    prediction[4] = now + prediction[5]
+    prediction[P_READY_US] = math.min(prediction[P_READY_US], now)
+    prediction[P_ENDS_US] = now + prediction[P_BELIEVED_US]
     put_prediction(keys, id, prediction)
   end
 end
 
--- Ends a reservation. Unless it `finished`, a prefix that was still being computed is not believed any more.
+-- Ends a reservation. If it is not `finished`, a prefix that was still being computed is no longer believed.
 local function drop_reservation(keys, id, reservation, finished, now)
   redis.call('HDEL', keys[RESERVATIONS], id)
   redis.call('ZREM', keys[DEADLINES], 'r' .. id)
-  if reservation[1] == '' then
+  local worker = reservation[R_WORKER]
+  if worker == '' then
     return
   end
-  redis.call('ZREM', keys[BOOKED], place(reservation[1], reservation[3], id))
-  local record = get_worker(keys, reservation[1])
+  redis.call('ZREM', keys[BOOKED], place(worker, reservation[R_BOOKED_US], id))
+  local record = get_worker(keys, worker)
   count(record, reservation, -1)
-  put_worker(keys, reservation[1], record)
-  if reservation[6] == 1 then
+  put_worker(keys, worker, record)
+  if reservation[R_PREFILLING] == 1 then
     if finished then
       settle_prediction(keys, id, now)
     else
@@ -140,18 +148,19 @@ local function drop_reservation(keys, id, reservation, finished, now)
   end
 end
 
+-- Ends a router's lease, and with it its reservations.
 local function drop_router(keys, router, now)
   redis.call('HDEL', keys[ROUTERS], router)
   local flat = redis.call('HGETALL', keys[RESERVATIONS])
   for i = 1, #flat, 2 do
-    local reservation = cmsgpack.unpack(flat[i + 1])
-    if reservation[2] == router then
-      drop_reservation(keys, flat[i], reservation, false, now)
+    local id, reservation = flat[i], cmsgpack.unpack(flat[i + 1])
+    if reservation[R_ROUTER] == router then
+      drop_reservation(keys, id, reservation, false, now)
     end
   end
 end
 
--- All that was booked on a worker, and all that it was predicted to hold.
+-- Ends all that was booked on a worker, and all that it was predicted to hold.
 local function drop_worker(keys, worker, now)
   local low, high = '[' .. worker .. '\0', '(' .. worker .. '\1'
   for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[BOOKED], low, high)) do
@@ -164,7 +173,7 @@ local function drop_worker(keys, worker, now)
   end
 end
 
--- What has reached its end: reservations and predictions by their own deadline, and all of routers whose lease is over.
+-- Ends what is over: reservations and predictions by their own deadlines, and all reservations of routers whose lease is over.
 local function purge(keys, now)
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', keys[DEADLINES], '-inf', string.format('%d', now))) do
     local id = string.sub(member, 2)
@@ -182,8 +191,9 @@ local function purge(keys, now)
   end
   local flat = redis.call('HGETALL', keys[ROUTERS])
   for i = 1, #flat, 2 do
-    if tonumber(flat[i + 1]) <= now then
-      drop_router(keys, flat[i], now)
+    local router, lease_ends = flat[i], tonumber(flat[i + 1])
+    if lease_ends <= now then
+      drop_router(keys, router, now)
     end
   end
 end

@@ -1,25 +1,31 @@
--- answered: what a router counts of answers, kept for a while after it last told them; of too many routers the one that ends
---   first goes. Read with HGETALL (kvatlas/predictions/store.py).
--- KEYS: answers   HASH  router id -> "<us at which it ends> <packed report>"
--- ARGV: router id, us to keep it, most routers, packed report
+-- answered: keeps one router's counts of answers for a while. Of too many routers the one that ends first is dropped. Read with
+-- HGETALL (kvatlas/predictions/store.py).
+--
+-- KEYS 1 answers   HASH  router id -> "<us at which it ends> <packed report>"
+-- ARGV 1 router id
+--      2 us for which it is kept
+--      3 most routers
+--      4 packed report
+-- returns 0
 register('kvatlas_pool_answered', function(keys, args)
-  local now, keep_us, most = now_us(), tonumber(args[2]), tonumber(args[3])
-  redis.call('HSET', keys[1], args[1], string.format('%d ', now + keep_us) .. args[4])
-  redis.call('PEXPIRE', keys[1], string.format('%d', math.ceil(keep_us / 1000)))
-  local live, first, first_ends, flat = 0, nil, math.huge, redis.call('HGETALL', keys[1])
+  local answers, router, keep_us, most, report = keys[1], args[1], tonumber(args[2]), tonumber(args[3]), args[4]
+  local now = now_us()
+  redis.call('HSET', answers, router, string.format('%d ', now + keep_us) .. report)
+  redis.call('PEXPIRE', answers, string.format('%d', math.ceil(keep_us / 1000)))
+  local live, first, first_ends, flat = 0, nil, math.huge, redis.call('HGETALL', answers)
   for i = 1, #flat, 2 do
-    local ends = tonumber(string.match(flat[i + 1], '^%d+'))
+    local other, ends = flat[i], tonumber(string.match(flat[i + 1], '^%d+'))
     if ends <= now then
-      redis.call('HDEL', keys[1], flat[i])
+      redis.call('HDEL', answers, other)
     else
       live = live + 1
       if ends < first_ends then
-        first, first_ends = flat[i], ends
+        first, first_ends = other, ends
       end
     end
   end
   if live > most then
-    redis.call('HDEL', keys[1], first)
+    redis.call('HDEL', answers, first)
   end
   return 0
 end)

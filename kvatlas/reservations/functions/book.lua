@@ -1,31 +1,38 @@
--- book: weigh offers and reserve the cheapest, or the cheapest pair, in the same call; the router's lease is renewed.
--- KEYS: see _pool.lua
--- ARGV: id (16 bytes), router id, us of the router's lease, us after which a reservation ends in any case, prompt tokens,
---   ask (see _weigh.lua), with a pairing: id of the reservation of the worker that computes the prompt alone
--- returns cmsgpack, see _weigh.lua; what is chosen is reserved; { 0 } where the booking was called off before
+-- book: evaluates offers and reserves the cheapest, or the cheapest pair, in the same call; the router's lease is renewed.
+--
+-- KEYS see _pool.lua
+-- ARGV 1 id (16 bytes)
+--      2 router id
+--      3 us of the router's lease
+--      4 us after which a reservation ends in any case
+--      5 prompt tokens
+--      6 ask, see _evaluation.lua
+--      7 with a pair layout: id of the reservation on the worker that computes the prompt alone
+-- returns cmsgpack, see evaluate in _evaluation.lua: the chosen offers are reserved; { 0 } if the booking was called off before
 
--- Of an engine that confirms nothing, what was used now is remembered longer; of others, what is confirmed is forgotten.
-local function after_use(keys, worker, held_steps, met, now)
-  for _, one in ipairs(met) do
-    local id, prediction = one[1], one[2]
-    if prediction[1] == worker then
-      if prediction[7] > 0 then
-        redis.call('ZREM', keys[PREDICTED], place(prediction[1], prediction[3], id))
-        prediction[3], prediction[4] = now, math.max(prediction[4], now + prediction[5])
-        redis.call('ZADD', keys[PREDICTED], 0, place(prediction[1], now, id))
+-- Updates the predictions that a reservation on this worker uses. If its events confirm nothing, they are remembered longer;
+-- otherwise those that are confirmed are dropped.
+local function use_predictions(keys, worker, held_steps, matches, now)
+  for _, match in ipairs(matches) do
+    local id, prediction = match.id, match.prediction
+    if prediction[P_WORKER] == worker then
+      if prediction[P_CAPACITY] > 0 then
+        redis.call('ZREM', keys[PREDICTED], place(worker, prediction[P_USED_US], id))
+        prediction[P_USED_US] = now
+        prediction[P_ENDS_US] = math.max(prediction[P_ENDS_US], now + prediction[P_BELIEVED_US])
+        redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
         put_prediction(keys, id, prediction)
-      elseif one[4] and held_steps >= one[3] then
+      elseif match.whole and held_steps >= match.steps then
         drop_prediction(keys, id, prediction)
       end
     end
   end
 end
 
--- What a reservation leaves: the steps of a chain from number `first` on.
-local function predict(keys, id, worker, chain, first, ready, believed_us, capacity, now)
+-- Predicts that the worker will hold the steps of a chain from number `first` on.
+local function predict(keys, id, worker, chain, first, ready_us, believed_us, capacity, now)
   local hashes = string.sub(chain, first * HASH_BYTES + 1)
-  local prediction = { worker, ready, now, ready + believed_us, believed_us, first, capacity, hashes }
-  put_prediction(keys, id, prediction)
+  put_prediction(keys, id, { worker, ready_us, now, ready_us + believed_us, believed_us, first, capacity, hashes })
   local anchor = string.sub(hashes, 1, HASH_BYTES)
   redis.call('HSET', keys[ANCHORS], anchor, (redis.call('HGET', keys[ANCHORS], anchor) or '') .. id)
   redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
@@ -39,28 +46,28 @@ local function predict(keys, id, worker, chain, first, ready, believed_us, capac
   end
 end
 
--- Ends what was booked under this id before: the same booking told again. False where it was called off.
+-- Ends what was booked under this id before: the same booking was sent again. Returns false if it was called off.
 local function start(keys, id, now)
   local packed = redis.call('HGET', keys[RESERVATIONS], id)
   if packed then
     local before = cmsgpack.unpack(packed)
-    if before[1] == '' then
+    if before[R_WORKER] == '' then
       return false
     end
     drop_reservation(keys, id, before, false, now)
   end
-  local predicted = get_prediction(keys, id)
-  if predicted then
-    drop_prediction(keys, id, predicted)
+  local prediction = get_prediction(keys, id)
+  if prediction then
+    drop_prediction(keys, id, prediction)
   end
   return true
 end
 
--- Reserves the number-th offer. `seen`, `met`: as `weigh` returns them.
-local function reserve(keys, id, router, longest_us, input_tokens, ask, number, seen, met, now)
-  local chains, kinds, offers, at = ask[3], ask[4], ask[5], (number - 1) * OFFER_FIELDS
+-- Reserves the number-th offer. `found`: what `evaluate` returns for a booking.
+local function reserve(keys, id, router, longest_us, input_tokens, ask, number, found, now)
+  local kinds, offers, at = ask.kinds, ask.offers, (number - 1) * OFFER_FIELDS
   local worker, held, k = offers[at + OFFER_WORKER], offers[at + CACHED], offers[at + KIND] * KIND_FIELDS
-  local cached = seen.used[number] or held
+  local cached = found.used[number] or held
 
   local reservation = { worker, router, now, input_tokens - cached, input_tokens, 1 }
   redis.call('HSET', keys[RESERVATIONS], id, cmsgpack.pack(reservation))
@@ -70,43 +77,43 @@ local function reserve(keys, id, router, longest_us, input_tokens, ask, number, 
   count(record, reservation, 1)
   put_worker(keys, worker, record)
 
-  local chain = chains[kinds[k + CHAIN]]
+  local chain = ask.chains[kinds[k + CHAIN]]
   if chain then
-    local held_steps, mine = offers[at + HELD_STEPS], met[kinds[k + CHAIN]] or {}
+    local held_steps, matches = offers[at + HELD_STEPS], found.matches[kinds[k + CHAIN]] or {}
     local steps = held_steps
-    for _, one in ipairs(mine) do
-      if one[2][1] == worker then
-        steps = math.max(steps, one[3])
+    for _, match in ipairs(matches) do
+      if match.prediction[P_WORKER] == worker then
+        steps = math.max(steps, match.steps)
       end
     end
-    after_use(keys, worker, held_steps, mine, now)
-    if steps * HASH_BYTES < #chain[2] then
+    use_predictions(keys, worker, held_steps, matches, now)
+    if steps * HASH_BYTES < #chain.hashes then
       local work_us = offers[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, held))
-      local ready = now + math.ceil(seen.backlog_us[number] + (seen.wait_us[number] or 0) + math.max(0, work_us))
-      predict(keys, id, worker, chain[2], steps, ready, kinds[k + BELIEVED_US], kinds[k + CAPACITY], now)
+      local ready_us = now + math.ceil(found.backlog_us[number] + (found.wait_us[number] or 0) + math.max(0, work_us))
+      predict(keys, id, worker, chain.hashes, steps, ready_us, kinds[k + BELIEVED_US], kinds[k + CAPACITY], now)
     end
   end
 end
 
 register('kvatlas_pool_book', function(keys, args)
-  local id, router, longest_us, input_tokens = args[1], args[2], tonumber(args[4]), tonumber(args[5])
-  local ask, prefill_id = cmsgpack.unpack(args[6]), args[7]
+  local id, router, lease_us, longest_us = args[1], args[2], tonumber(args[3]), tonumber(args[4])
+  local input_tokens, ask, prefill_id = tonumber(args[5]), unpack_ask(args[6]), args[7]
   local now = now_us()
   purge(keys, now)
-  redis.call('HSET', keys[ROUTERS], router, string.format('%d', now + tonumber(args[3])))
+  redis.call('HSET', keys[ROUTERS], router, string.format('%d', now + lease_us))
   local wanted = start(keys, id, now)
   if prefill_id then
     wanted = start(keys, prefill_id, now) and wanted
   end
   if not wanted then
-    keep_shortly(keys)
+    expire_without_workers(keys)
     return cmsgpack.pack({ 0 })
   end
-  local answer, seen, met = weigh(keys, ask, now)
-  reserve(keys, id, router, longest_us, input_tokens, ask, answer[1], seen, met, now)
-  if answer[2] > 0 then
-    reserve(keys, prefill_id, router, longest_us, input_tokens, ask, answer[2], seen, met, now)
+  local answer, found = evaluate(keys, ask, now)
+  reserve(keys, id, router, longest_us, input_tokens, ask, found.chosen, found, now)
+  if found.prefill > 0 then
+    reserve(keys, prefill_id, router, longest_us, input_tokens, ask, found.prefill, found, now)
   end
-  keep_shortly(keys)
+  expire_without_workers(keys)
   return cmsgpack.pack(answer)
 end)

@@ -1,33 +1,38 @@
--- learn: evidence of workers' rates is added to what is there; of workers that the pool does not have it is dropped.
--- KEYS: see _pool.lua
--- ARGV: cmsgpack { form, { worker, requests, what these leave of older evidence, of older errors, sums }... }; of the sums as
---   many as ARGV 2 says are errors. Evidence of another form is not added to but replaced.
+-- Evidence of workers' rates (kvatlas/cost/regression.py), stored as cmsgpack { form, requests, sums }.
+
+-- learn: adds evidence to what is stored. Evidence of another form is replaced, that of workers that the pool does not have is
+-- dropped.
+--
+-- KEYS see _pool.lua
+-- ARGV 1 cmsgpack { form, { worker, requests, factor of older evidence, factor of older errors, sums }... }
+--      2 how many of the sums are errors: the first ones
+-- returns 0
 register('kvatlas_pool_learn', function(keys, args)
-  local told, errors = cmsgpack.unpack(args[1]), tonumber(args[2])
-  for i = 2, #told do
-    local worker, requests, keep, errors_keep, sums = unpack(told[i])
+  local reports, errors = cmsgpack.unpack(args[1]), tonumber(args[2])
+  local form = table.remove(reports, 1)
+  for _, report in ipairs(reports) do
+    local worker, requests, keep, errors_keep, sums = unpack(report)
     if redis.call('HEXISTS', keys[LOAD], worker) == 1 then
       local packed = redis.call('HGET', keys[RATES], worker)
-      local known = packed and cmsgpack.unpack(packed)
-      if known and known[1] == told[1] then
-        requests = requests + known[2]
-        for j = 1, #sums do
-          sums[j] = known[3][j] * (j <= errors and errors_keep or keep) + sums[j]
+      if packed then
+        local known_form, known_requests, known_sums = unpack(cmsgpack.unpack(packed))
+        if known_form == form then
+          requests = requests + known_requests
+          for j = 1, #sums do
+            sums[j] = known_sums[j] * (j <= errors and errors_keep or keep) + sums[j]
+          end
         end
       end
-      redis.call('HSET', keys[RATES], worker, cmsgpack.pack({ told[1], requests, sums }))
+      redis.call('HSET', keys[RATES], worker, cmsgpack.pack({ form, requests, sums }))
     end
   end
   return 0
 end)
 
--- learned: the evidence of every worker's rates.
--- KEYS: see _pool.lua
--- returns worker, cmsgpack { form, requests, sums }, ...
-redis.register_function({
-  function_name = 'kvatlas_pool_learned',
-  callback = function(keys)
-    return redis.call('HGETALL', keys[RATES])
-  end,
-  flags = { 'no-writes' },
-})
+-- learned: every worker's evidence.
+--
+-- KEYS see _pool.lua
+-- returns {worker, cmsgpack evidence...}
+register_read_only('kvatlas_pool_learned', function(keys)
+  return redis.call('HGETALL', keys[RATES])
+end)

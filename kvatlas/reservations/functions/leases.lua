@@ -1,20 +1,27 @@
 -- Leases of routers: a router's reservations live as long as its lease.
 
--- beat: the router lives for so long from now.
--- KEYS: see _pool.lua   ARGV: router id, us of the lease
--- returns 1; 0 where the lease was over or new, so that reservations made under it are gone
+-- beat: renews a router's lease.
+--
+-- KEYS see _pool.lua
+-- ARGV 1 router id
+--      2 us of the lease, from now on
+-- returns 1; 0 if there was no lease, or it was over and the reservations made under it are gone
 register('kvatlas_pool_beat', function(keys, args)
-  local now = now_us()
+  local router, lease_us, now = args[1], tonumber(args[2]), now_us()
   purge(keys, now)
-  local lived = redis.call('HEXISTS', keys[ROUTERS], args[1])
-  redis.call('HSET', keys[ROUTERS], args[1], string.format('%d', now + tonumber(args[2])))
-  keep_shortly(keys)
+  local lived = redis.call('HEXISTS', keys[ROUTERS], router)
+  redis.call('HSET', keys[ROUTERS], router, string.format('%d', now + lease_us))
+  expire_without_workers(keys)
   return lived
 end)
 
--- leave: the router and all its reservations are gone.
--- KEYS: see _pool.lua   ARGV: router id
+-- leave: ends a router's lease, and with it its reservations.
+--
+-- KEYS see _pool.lua
+-- ARGV 1 router id
+-- returns 0
 register('kvatlas_pool_leave', function(keys, args)
-  drop_router(keys, args[1], now_us())
+  local router = args[1]
+  drop_router(keys, router, now_us())
   return 0
 end)

@@ -1,11 +1,9 @@
--- look: weigh offers and book nothing; see _weigh.lua.
--- KEYS: see _pool.lua   ARGV: ask
--- returns cmsgpack, see _weigh.lua
-redis.register_function({
-  function_name = 'kvatlas_pool_look',
-  callback = function(keys, args)
-    local answer = weigh(keys, cmsgpack.unpack(args[1]), now_us())
-    return cmsgpack.pack(answer)
-  end,
-  flags = { 'no-writes' },
-})
+-- look: evaluates offers and books nothing.
+--
+-- KEYS see _pool.lua
+-- ARGV 1 ask, see _evaluation.lua
+-- returns cmsgpack, see evaluate in _evaluation.lua
+register_read_only('kvatlas_pool_look', function(keys, args)
+  local answer = evaluate(keys, unpack_ask(args[1]), now_us())
+  return cmsgpack.pack(answer)
+end)

@@ -13,7 +13,7 @@ from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusTeller, all_held, all_told, holds_what_was_told
 from tests.indexer.running_replica import answering, running_replica
 from tests.kvatlas.index.damage import Damage
-from tests.kvatlas.index.message_source import Teller, contents, tell
+from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents
 
 pytestmark = pytest.mark.anyio
 
@@ -55,8 +55,8 @@ async def test_a_block_removed_by_hand_comes_back(
 
 async def test_each_owned_shard_once_a_period() -> None:
     index, counters, owned = MemoryIndex(shards=4), IndexerCounters(), {0, 2, 4}
-    teller = Teller("w")
-    await tell(index, teller.begin(1), teller.store(SCOPE, b"12345678"))
+    teller = MessageSource("w")
+    await apply_messages(index, teller.begin(1), teller.store(SCOPE, b"12345678"))
     scrubber = Scrubber(index, counters, lambda: owned, PERIOD_S)
     await scrubber.tick(1_000.0)
     assert counters.scrubs == 0

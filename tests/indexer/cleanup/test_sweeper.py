@@ -7,7 +7,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 from tests.eventually import until
-from tests.kvatlas.index.message_source import Teller, tell
+from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
 pytestmark = pytest.mark.anyio
 
@@ -21,11 +21,11 @@ async def blocks_left(store: Store) -> int:
 
 async def test_what_retired_holders_held_is_given_back_to_the_store(store: Store) -> None:
     index = await open_redis_index(store, partitions=64, shards=2, writer=True)
-    workers = [Teller(f"w{i}") for i in range(6)]  # of both shards
+    workers = [MessageSource(f"w{i}") for i in range(6)]  # of both shards
     for number, worker in enumerate(workers):
         hashes = b"".join((number << 32 | i).to_bytes(8, "little") for i in range(3_000))
-        await tell(index, worker.begin(1), worker.store(SCOPE, hashes))
-        await tell(index, worker.clear())
+        await apply_messages(index, worker.begin(1), worker.store(SCOPE, hashes))
+        await apply_messages(index, worker.clear())
     assert await blocks_left(store) == 18_000
     sweeper = Sweeper(index, IndexerCounters(), lambda: [0, 1])
     async with anyio.create_task_group() as group:

@@ -16,7 +16,7 @@ from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.store.connection import Store
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusTeller, heartbeat
-from tests.kvatlas.index.message_source import Teller, tell
+from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
 pytestmark = pytest.mark.anyio
 
@@ -76,7 +76,7 @@ def watched(client: Client, fleet: FleetStore) -> Watched:
 
 async def test_lost_then_retired(watched: Watched, client: Client, fleet: FleetStore) -> None:
     worker = BusTeller(client, "w0", incarnation=5)
-    await tell(watched.index, worker.begin(5))
+    await apply_messages(watched.index, worker.begin(5))
     await watched.hear(client, worker)
     await watched.heartbeats.tick()
     assert (await fleet.all())["w0"].liveness is Liveness.ALIVE
@@ -124,10 +124,10 @@ async def test_a_worker_whose_last_snapshot_was_wrong_is_retired_too(
 ) -> None:
     """Its incarnation is closed, but what it told before still answers."""
     worker = BusTeller(client, "w0", incarnation=5)
-    await tell(watched.index, worker.begin(5), worker.store(SCOPE, b"12345678"))
+    await apply_messages(watched.index, worker.begin(5), worker.store(SCOPE, b"12345678"))
     torn = worker.begin(6)
     torn[6][-1][2][1] += 1
-    await tell(watched.index, torn)
+    await apply_messages(watched.index, torn)
     record = await watched.index.record("w0")
     assert record is not None and record.closed and record.answering
     await watched.hear(client, worker)
@@ -137,9 +137,11 @@ async def test_a_worker_whose_last_snapshot_was_wrong_is_retired_too(
 
 
 async def test_a_worker_of_which_only_late_messages_came_is_closed_and_forgotten(watched: Watched) -> None:
-    worker = Teller("w0")
+    worker = MessageSource("w0")
     worker.begin(5)
-    await tell(watched.index, worker.store(SCOPE, b"12345678"))  # its snapshot was lost, and it is never heard
+    await apply_messages(
+        watched.index, worker.store(SCOPE, b"12345678")
+    )  # its snapshot was lost, and it is never heard
     for seconds in (RETIRE_AFTER_S + 1, FORGET_AFTER_S + 1):
         watched.heartbeats.on_records(await watched.index.records(0))
         await watched.later(seconds)
@@ -161,7 +163,7 @@ async def test_an_observer_that_stood_still_takes_its_own_sleep_for_nobodys_sile
     watched: Watched, client: Client, fleet: FleetStore
 ) -> None:
     worker = BusTeller(client, "w0", incarnation=5)
-    await tell(watched.index, worker.begin(5))
+    await apply_messages(watched.index, worker.begin(5))
     await watched.hear(client, worker)
     await watched.heartbeats.tick()
     watched.clock.now_s += 10 * RETIRE_AFTER_S
@@ -175,7 +177,7 @@ async def test_what_a_replica_that_stood_still_writes_of_a_lost_worker_does_not_
     watched: Watched, client: Client, fleet: FleetStore
 ) -> None:
     worker = BusTeller(client, "w0", incarnation=5)
-    await tell(watched.index, worker.begin(5))
+    await apply_messages(watched.index, worker.begin(5))
     await watched.hear(client, worker)
     await watched.heartbeats.tick()
     alive = await fleet.all()

@@ -26,11 +26,14 @@ async def test_leases_of_the_dead_end_although_the_clock_went_back(store: Store,
     ends_ms = await server_ms(store) + HOUR_MS
     await store.client.hset(LEASES, "3", f"{ends_ms} dead")
     await store.client.hset(MEMBERS, "dead", ends_ms)
-    assert await fleet.beat("a", TTL_MS) == ["a", "dead"]
-    assert await fleet.claim("a", TTL_MS, [2, 3]) == [2]
+    assert await fleet.renew_membership("a", TTL_MS) == ["a", "dead"]
+    assert await fleet.claim_leases("a", TTL_MS, [2, 3]) == [2]
 
     async def takes_over() -> bool:
-        return await fleet.beat("a", TTL_MS) == ["a"] and await fleet.claim("a", TTL_MS, [2, 3]) == [2, 3]
+        return await fleet.renew_membership("a", TTL_MS) == ["a"] and await fleet.claim_leases("a", TTL_MS, [2, 3]) == [
+            2,
+            3,
+        ]
 
     await until(takes_over, what="member and lease are over")
 
@@ -39,10 +42,10 @@ async def test_a_live_members_lease_goes_on_although_the_clock_went_back(store: 
     ends_ms = await server_ms(store) + HOUR_MS
     await store.client.hset(LEASES, "3", f"{ends_ms} b")
     await store.client.hset(MEMBERS, "b", ends_ms)
-    await fleet.beat("a", HOUR_MS // 2)
-    assert await fleet.claim("a", HOUR_MS // 2, [3]) == []
-    assert await fleet.beat("b", HOUR_MS // 2) == ["a", "b"]
-    assert await fleet.claim("b", HOUR_MS // 2, [3]) == [3]
+    await fleet.renew_membership("a", HOUR_MS // 2)
+    assert await fleet.claim_leases("a", HOUR_MS // 2, [3]) == []
+    assert await fleet.renew_membership("b", HOUR_MS // 2) == ["a", "b"]
+    assert await fleet.claim_leases("b", HOUR_MS // 2, [3]) == [3]
 
 
 async def test_no_partition_moves_where_the_store_forgot_everything(

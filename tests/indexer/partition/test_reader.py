@@ -22,7 +22,7 @@ from kvatlas.embedded import EmbeddedServer
 from kvatlas.errors import Unreachable
 from kvatlas.identity import partition_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import Applied, PartitionBatch, Position
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, BusTeller, all_held, all_told, holds_what_was_told
 from tests.indexer.conftest import STREAM as STREAM_SETTINGS
@@ -274,7 +274,7 @@ class FailingIndex(MemoryIndex):
         super().__init__(partitions=PARTITIONS)
         self.calls = 0
 
-    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
         self.calls += 1
         if self.calls % 3 == 1:
             raise Unreachable("the store is away")
@@ -305,7 +305,7 @@ class RecordingIndex(MemoryIndex):
         super().__init__(partitions=PARTITIONS)
         self.calls: list[int] = []
 
-    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
         self.calls.append(sum(len(batch.messages) for batch in batches))
         return await super().apply(shard, batches)
 

@@ -1,4 +1,4 @@
-"""What finished requests teach of a worker's rates."""
+"""What is learned of a worker's rates from finished requests."""
 
 import math
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import EngineProfile, EngineRates, Load, Piece, Plan, ReadRate
 from kvatlas.cost.learned_rates import (
-    Finished,
+    FinishedRequest,
     LearnedRates,
     estimate_of,
-    learned_of,
-    of_unknown,
+    learned_rates_of,
     prior_of,
+    rates_of_unknown,
     rows_of,
-    with_learned,
+    with_learned_rates,
 )
-from kvatlas.cost.regression import LEAST_FACTOR, MAY_VANISH, MOST_FACTOR, RATES, Estimate, Evidence, Kind, Rate, Row
+from kvatlas.cost.regression import MAX_FACTOR, MAY_BE_ZERO, MIN_FACTOR, RATES, Estimate, Evidence, Latency, Rate, Row
 from kvatlas.errors import InvalidValue
 
 DEFAULT = EngineRates()
@@ -38,7 +38,7 @@ rates = st.builds(
 )
 
 
-def true_request(rates: EngineRates, random: Random, *, noise: float = 0.05) -> Finished:
+def true_request(rates: EngineRates, random: Random, *, noise: float = 0.05) -> FinishedRequest:
     """A request that took what it takes at these rates, and what else happens to requests."""
     prompt, output = round(2 ** random.uniform(7, 13)), random.randrange(2, 400)
     cached = random.choice([0, 0, prompt // 2])
@@ -51,7 +51,7 @@ def true_request(rates: EngineRates, random: Random, *, noise: float = 0.05) -> 
     ttft_us += rates.prefill_us(prompt - cached, cached)
     kv_tokens = load.kv_tokens + prompt + output / 2
     tpot_us = tpot_of(rates, load.running_decodes + 1, kv_tokens)
-    return Finished(
+    return FinishedRequest(
         plan=Plan("w", prompt, output, [Piece(cached, 0, Tier.HBM)] if cached else [], load),
         prompt_tokens=prompt,
         output_tokens=output,
@@ -65,26 +65,28 @@ def tpot_of(rates: EngineRates, running: int, kv_tokens: float) -> float:
     return rates.tpot_base_us + rates.tpot_us_per_running * running + rates.tpot_us_per_kv_token * kv_tokens
 
 
-def broken(request: Finished, random: Random) -> Finished:
-    """Times that say nothing: a stall, a clock that jumped, a retry nobody knew of."""
+def broken(request: FinishedRequest, random: Random) -> FinishedRequest:
+    """Times without meaning: a stall, a clock that jumped, an unknown retry."""
     times = random.choice([1e-6, 1e-3, 30, 1_000, 1e5])
     assert request.ttft_us is not None and request.tpot_us is not None
     return replace(request, ttft_us=request.ttft_us * times, tpot_us=request.tpot_us * times)
 
 
-def learn(requests: Iterator[Finished], configured: EngineRates = DEFAULT, before: Evidence | None = None) -> Evidence:
-    """As a router does, judging each request by what it knew before."""
+def learn(
+    requests: Iterator[FinishedRequest], configured: EngineRates = DEFAULT, before: Evidence | None = None
+) -> Evidence:
+    """As a router does: each request's errors are taken against what it knew before."""
     evidence = before or Evidence()
     for number, request in enumerate(requests):
         if number % 4 == 0:
             estimate = estimate_of(evidence, configured)
         if rows := rows_of(request):
-            evidence = evidence.then(Evidence.of(rows, estimate))
+            evidence = evidence.followed_by(Evidence.of(rows, estimate))
     return evidence
 
 
 def learned(evidence: Evidence, configured: EngineRates = DEFAULT) -> LearnedRates:
-    return learned_of(estimate_of(evidence, configured), configured)
+    return learned_rates_of(estimate_of(evidence, configured), configured)
 
 
 def furthest_off(found: EngineRates, true: EngineRates) -> float:
@@ -106,7 +108,7 @@ def test_before_any_evidence_rates_are_as_configured() -> None:
 
 
 @pytest.mark.parametrize("times", [0.25, 4.0])
-def test_a_worker_of_which_nothing_is_known_is_not_dearer_than_the_others(times: float) -> None:
+def test_an_unknown_worker_does_not_cost_more_than_the_others(times: float) -> None:
     prefill = {name: times * getattr(DEFAULT, name) for name in ("prefill_us_per_token", "attention_us_per_token_pair")}
     decode = {
         f"tpot_{name}": times * getattr(DEFAULT, f"tpot_{name}")
@@ -114,12 +116,12 @@ def test_a_worker_of_which_nothing_is_known_is_not_dearer_than_the_others(times:
     }
     true = replace(DEFAULT, **prefill, **decode)
     known = [learn(true_request(true, random) for _ in range(200)) for random in map(Random, (1, 2))]
-    found = of_unknown(Evidence.together(known), DEFAULT)
+    found = rates_of_unknown(Evidence.sum_of(known), DEFAULT)
     assert furthest_off(found, true if times < 1 else DEFAULT) < 0.1
-    assert furthest_off(of_unknown(Evidence.together([]), DEFAULT), DEFAULT) < 1e-9
+    assert furthest_off(rates_of_unknown(Evidence.sum_of([]), DEFAULT), DEFAULT) < 1e-9
 
 
-def test_workers_that_are_hardly_different_cost_the_same_and_others_do_not() -> None:
+def test_workers_of_nearly_equal_speed_cost_the_same_and_others_do_not() -> None:
     slow = replace(DEFAULT, prefill_us_per_token=2 * DEFAULT.prefill_us_per_token)
     evidence = {
         f"{name}{seed}": learn(true_request(true, Random(seed)) for _ in range(100))
@@ -127,7 +129,7 @@ def test_workers_that_are_hardly_different_cost_the_same_and_others_do_not() -> 
         for seed in range(1, 5 if name == "like" else 2)
     }
     known = {id: learned(one, DEFAULT) for id, one in evidence.items()}
-    profile = with_learned(EngineProfile(), known, Evidence.together(evidence.values()))
+    profile = with_learned_rates(EngineProfile(), known, Evidence.sum_of(evidence.values()))
     prices = {id: profile.price(IDLE._replace(worker_id=id)) for id in known}
     assert len({known[id].rates for id in known}) == 5
     assert len({prices[id].score_us for id in known if id != "slow1"}) == 1
@@ -145,7 +147,7 @@ def test_200_requests_teach_rates_within_10_percent(true: EngineRates, seed: int
 
 @settings(max_examples=40, derandomize=True)
 @given(rates, st.integers(0, 2**32))
-def test_5_percent_wildly_wrong_times_do_not_matter(true: EngineRates, seed: int) -> None:
+def test_5_percent_of_wildly_wrong_times_do_not_matter(true: EngineRates, seed: int) -> None:
     random = Random(seed)
     wrong = set(random.sample(range(200), 10))
     requests = (true_request(true, random) for _ in range(200))
@@ -153,14 +155,14 @@ def test_5_percent_wildly_wrong_times_do_not_matter(true: EngineRates, seed: int
     assert furthest_off(found.rates, true) < 0.1
 
 
-def test_what_is_learned_first_is_wrong_and_goes_again() -> None:
+def test_wrong_first_requests_are_forgotten() -> None:
     random = Random(1)
     requests = [true_request(DEFAULT, random) for _ in range(200)]
     found = learned(learn(iter([*(broken(one, random) for one in requests[:5]), *requests])))
     assert furthest_off(found.rates, DEFAULT) < 0.1
 
 
-def test_a_worker_that_becomes_slower_is_learned_anew() -> None:
+def test_a_worker_that_becomes_slower_is_learned_again() -> None:
     random = Random(2)
     slower = EngineRates(prefill_us_per_token=160, attention_us_per_token_pair=0.005, tpot_base_us=20_000)
     before = learn(true_request(DEFAULT, random) for _ in range(1_000))
@@ -170,7 +172,7 @@ def test_a_worker_that_becomes_slower_is_learned_anew() -> None:
 
 rows = st.builds(
     Row,
-    st.sampled_from(Kind),
+    st.sampled_from(Latency),
     st.floats(1e-3, 1e12),
     st.tuples(*(st.one_of(st.just(0.0), st.floats(0, 1e12)) for _ in Rate)),
 )
@@ -178,14 +180,14 @@ rows = st.builds(
 
 @settings(max_examples=60)
 @given(st.lists(rows, max_size=12))
-def test_no_evidence_whatever_leads_out_of_the_bounds(rows: list[Row]) -> None:
+def test_no_evidence_leads_out_of_the_bounds(rows: list[Row]) -> None:
     evidence, prior = Evidence(), prior_of(DEFAULT)
     for row in rows:
-        evidence = evidence.then(Evidence.of([row], Estimate.of(evidence, prior)))
+        evidence = evidence.followed_by(Evidence.of([row], Estimate.of(evidence, prior)))
     found = Estimate.of(evidence, prior)
     for rate in Rate:
-        least = 0.0 if rate in MAY_VANISH else LEAST_FACTOR
-        assert least <= found.factors[rate] <= MOST_FACTOR
+        least = 0.0 if rate in MAY_BE_ZERO else MIN_FACTOR
+        assert least <= found.factors[rate] <= MAX_FACTOR
     assert all(0 <= error <= 2 for error in found.errors)
     assert all(math.isfinite(value) for value in evidence.sums)
 
@@ -197,28 +199,28 @@ def test_two_routers_learn_what_one_would() -> None:
     each = [Evidence.of(rows, judged) for request in requests if (rows := rows_of(request))]
     one, first, second = Evidence(), Evidence(), Evidence()
     for number, evidence in enumerate(each):
-        one = one.then(evidence)
+        one = one.followed_by(evidence)
         if number < len(each) // 2:
-            first = first.then(evidence)
+            first = first.followed_by(evidence)
         else:
-            second = second.then(evidence)
-    both = first.then(second)
+            second = second.followed_by(evidence)
+    both = first.followed_by(second)
     assert both.requests == one.requests
     assert both.sums == pytest.approx(one.sums)
-    assert furthest_off(learned(second.then(first)).rates, learned(one).rates) < 0.03
+    assert furthest_off(learned(second.followed_by(first)).rates, learned(one).rates) < 0.03
 
 
-def test_a_rate_without_evidence_of_its_own_follows_the_one_it_is_like() -> None:
+def test_a_rate_without_evidence_of_its_own_follows_another_one() -> None:
     """A worker that computes fast attends fast, and one that decodes slowly slows down more with load."""
-    short = Finished(IDLE._replace(input_tokens=16), 16, 2, 0, ttft_us=5_000, tpot_us=28_000)
-    long = Finished(IDLE._replace(input_tokens=64), 64, 2, 0, ttft_us=5_480, tpot_us=28_000)
+    short = FinishedRequest(IDLE._replace(input_tokens=16), 16, 2, 0, ttft_us=5_000, tpot_us=28_000)
+    long = FinishedRequest(IDLE._replace(input_tokens=64), 64, 2, 0, ttft_us=5_480, tpot_us=28_000)
     found = learned(learn(one for _ in range(50) for one in (short, long))).rates
     assert found.prefill_us_per_token / 40 == pytest.approx(found.attention_us_per_token_pair / 0.0013, rel=0.01)
     assert found.prefill_us_per_token == pytest.approx(10, rel=0.1)
     assert found.tpot_us_per_running == pytest.approx(4 * 40, rel=0.01)
 
 
-def test_a_rate_that_is_configured_as_nothing_stays_so() -> None:
+def test_a_rate_that_is_configured_as_0_stays_0() -> None:
     configured = EngineRates(attention_us_per_token_pair=0)
     random = Random(4)
     found = learned(learn((true_request(DEFAULT, random) for _ in range(100)), configured), configured)
@@ -231,7 +233,7 @@ def test_transfers_are_learned_by_tier(tier: Tier, own: bool) -> None:
     random = Random(5)
     true = EngineRates(cpu_dram=ReadRate(150, 150), local_ssd=ReadRate(40, 40), remote_hbm=ReadRate(200, 50))
 
-    def requests() -> Iterator[Finished]:
+    def requests() -> Iterator[FinishedRequest]:
         for _ in range(200):
             tokens = random.randrange(1_024, 8_192)
             pieces = [Piece(tokens, tokens << 17, tier, own)] if random.random() < 0.7 else []
@@ -239,7 +241,7 @@ def test_transfers_are_learned_by_tier(tier: Tier, own: bool) -> None:
             new = plan.new_tokens
             ttft_us = OVERHEAD_US + true.prefill_us(new, plan.cached_tokens) + sum(true.read_us(p) for p in pieces)
             ttft_us *= random.lognormvariate(0, 0.1)
-            yield Finished(plan, 8_500, 10, plan.cached_tokens, ttft_us=ttft_us)
+            yield FinishedRequest(plan, 8_500, 10, plan.cached_tokens, ttft_us=ttft_us)
 
     found = learned(learn(requests())).rates
     read = found.read_rate(tier)
@@ -251,38 +253,38 @@ def test_transfers_are_learned_by_tier(tier: Tier, own: bool) -> None:
     assert found.read_rate(other).us_per_mib == pytest.approx(DEFAULT.read_rate(other).us_per_mib)
 
 
-GOOD = Finished(IDLE, 1_000, 100, 0, ttft_us=46_000, tpot_us=7_000)
+GOOD = FinishedRequest(IDLE, 1_000, 100, 0, ttft_us=46_000, tpot_us=7_000)
 BUSY = Plan("w", 1_000, 100, load=Load(queued_prefill_tokens=900))
 READS = Plan("w", 1_000, 100, [Piece(512, 1 << 26, Tier.CPU_DRAM)])
 
 
 @pytest.mark.parametrize(
-    ("request_", "kinds"),
+    ("request_", "measured"),
     [
-        (GOOD, [Kind.FIRST, Kind.NEXT]),
+        (GOOD, [Latency.TTFT, Latency.TPOT]),
         (replace(GOOD, load_known=False), []),
         (replace(GOOD, prompt_tokens=0), []),
         (replace(GOOD, output_tokens=0), []),
-        (replace(GOOD, output_tokens=1), [Kind.FIRST]),
-        (replace(GOOD, ttft_us=None), [Kind.NEXT]),
-        (replace(GOOD, tpot_us=None), [Kind.FIRST]),
-        (replace(GOOD, ttft_us=0.0), [Kind.NEXT]),
+        (replace(GOOD, output_tokens=1), [Latency.TTFT]),
+        (replace(GOOD, ttft_us=None), [Latency.TPOT]),
+        (replace(GOOD, tpot_us=None), [Latency.TTFT]),
+        (replace(GOOD, ttft_us=0.0), [Latency.TPOT]),
         (replace(GOOD, ttft_us=-5.0, tpot_us=-1.0), []),
         (replace(GOOD, ttft_us=math.nan, tpot_us=math.inf), []),
-        (replace(GOOD, cached_tokens=1_000), [Kind.NEXT]),
-        (replace(GOOD, cached_tokens=-1), [Kind.NEXT]),
-        (replace(GOOD, cached_tokens=None), [Kind.FIRST, Kind.NEXT]),
-        (replace(GOOD, cached_tokens=None, prompt_tokens=990), [Kind.NEXT]),
-        (replace(GOOD, waited=True), [Kind.NEXT]),
-        (replace(GOOD, plan=BUSY), [Kind.NEXT]),
-        (replace(GOOD, plan=IDLE._replace(load=Load(waiting_requests=1))), [Kind.NEXT]),
-        (replace(GOOD, plan=READS, cached_tokens=512), [Kind.FIRST, Kind.NEXT]),
-        (replace(GOOD, plan=READS, cached_tokens=496), [Kind.NEXT]),
+        (replace(GOOD, cached_tokens=1_000), [Latency.TPOT]),
+        (replace(GOOD, cached_tokens=-1), [Latency.TPOT]),
+        (replace(GOOD, cached_tokens=None), [Latency.TTFT, Latency.TPOT]),
+        (replace(GOOD, cached_tokens=None, prompt_tokens=990), [Latency.TPOT]),
+        (replace(GOOD, waited=True), [Latency.TPOT]),
+        (replace(GOOD, plan=BUSY), [Latency.TPOT]),
+        (replace(GOOD, plan=IDLE._replace(load=Load(waiting_requests=1))), [Latency.TPOT]),
+        (replace(GOOD, plan=READS, cached_tokens=512), [Latency.TTFT, Latency.TPOT]),
+        (replace(GOOD, plan=READS, cached_tokens=496), [Latency.TPOT]),
     ],
 )
-def test_what_a_request_says(request_: Finished, kinds: list[Kind]) -> None:
-    """Only what is sure: of the prefill nothing where too much was queued, or it is not known what was read or computed."""
-    assert [row.kind for row in rows_of(request_)] == kinds
+def test_a_request_measures_only_what_is_sure(request_: FinishedRequest, measured: list[Latency]) -> None:
+    """Nothing of the prefill if too much was queued, or it is unknown what was read or computed."""
+    assert [row.latency for row in rows_of(request_)] == measured
 
 
 def test_the_load_of_a_request_is_the_mean_of_that_at_its_start_and_its_end() -> None:
@@ -293,11 +295,11 @@ def test_the_load_of_a_request_is_the_mean_of_that_at_its_start_and_its_end() ->
     assert mean[Rate.TPOT_KV] == pytest.approx(0.045 * ((1_000 + 9_000) / 2 + 50))
 
 
-def test_learned_rates_price_their_worker_alone() -> None:
+def test_learned_rates_price_only_their_worker() -> None:
     other = EngineRates(prefill_us_per_token=1)
     profile = EngineProfile(by_worker={"b": other})
     evidence = learn(iter([GOOD]))
-    found = with_learned(profile, {"a": learned(evidence)}, evidence)
+    found = with_learned_rates(profile, {"a": learned(evidence)}, evidence)
     assert found.by_worker["b"] == other
     for worker_id in ("a", "b", "c"):
         plan = IDLE._replace(worker_id=worker_id)
@@ -306,6 +308,6 @@ def test_learned_rates_price_their_worker_alone() -> None:
         assert found.prices(plan).token_us == rates.prefill_us_per_token
 
 
-def test_evidence_of_another_length_is_none() -> None:
+def test_evidence_of_another_length_is_refused() -> None:
     with pytest.raises(InvalidValue, match=f"evidence of {RATES} sums"):
         Evidence(1, sums=(0.0,) * RATES)

@@ -79,7 +79,7 @@ def test_a_nearer_copy_never_costs_more(profile: CostProfile, plan: Plan, data: 
     piece = plan.pieces[at]
     changes = [piece._replace(same_domain=True), piece._replace(own=True), Piece(piece.tokens, piece.bytes, Tier.HBM)]
     if piece.own:
-        changes.append(piece._replace(same_domain=False))  # one's own copy is never far
+        changes.append(piece._replace(same_domain=False))  # its own copy is never far
     for nearer in changes:
         swapped = plan._replace(pieces=[*plan.pieces[:at], nearer, *plan.pieces[at + 1 :]])
         assert profile.price(swapped).score_us <= profile.price(plan).score_us
@@ -173,7 +173,7 @@ def test_engine_a_worked_example() -> None:
     assert cost.tpot_us == round(7_000 + 320 + 0.045 * 54_096)
 
 
-def test_engine_a_transfer_is_charged_by_contiguous_piece() -> None:
+def test_engine_a_transfer_is_charged_per_contiguous_piece() -> None:
     rates = EngineRates()
     whole = rates.read_us(Piece(1_024, 128 * MIB_BYTES, Tier.CPU_DRAM))
     halves = 2 * rates.read_us(Piece(512, 64 * MIB_BYTES, Tier.CPU_DRAM))
@@ -203,10 +203,12 @@ def test_engine_queued_work_is_priced_at_the_workers_own_prefill_rate() -> None:
     assert backlog == {"slow": 4_000, "fast": 400}
 
 
-def test_engine_waiting_requests_count_where_queued_tokens_are_not_told() -> None:
+def test_engine_waiting_requests_count_if_queued_tokens_are_unknown() -> None:
     waiting = WorkerState(id="w", forward_pass=ForwardPassMetrics(requests_waiting=2))
-    told = WorkerState(id="w", queued_prefill_tokens=100, forward_pass=ForwardPassMetrics(requests_waiting=2))
-    backlogs = [EngineProfile().price(Plan("w", 1, 0, (), Load.of(state, 16))).terms[0].us for state in (waiting, told)]
+    reported = WorkerState(id="w", queued_prefill_tokens=100, forward_pass=ForwardPassMetrics(requests_waiting=2))
+    backlogs = [
+        EngineProfile().price(Plan("w", 1, 0, (), Load.of(state, 16))).terms[0].us for state in (waiting, reported)
+    ]
     assert backlogs == [2 * 1_024 * 40, 100 * 40]
 
 
@@ -239,5 +241,5 @@ def test_the_mean_load_lies_between_the_extremes(some: list[Load]) -> None:
         assert min(values) <= getattr(mean, name) <= max(values)
 
 
-def test_where_nobody_tells_all_are_idle() -> None:
+def test_without_known_loads_the_mean_is_idle() -> None:
     assert mean_load([]) == Load()

@@ -1,13 +1,13 @@
-"""Changes the blocks of an index behind its back."""
+"""Changes an index's blocks without its knowledge."""
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.holder_entries import find_entry, number_bytes
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.index.redis.apply_call import active_holder
 from kvatlas.index.redis.index import RedisIndex
 from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.index.redis.records import StoredRecord
 
 
 class Damage:
@@ -25,16 +25,16 @@ class Damage:
         if isinstance(self.index, MemoryIndex):
             return number_bytes(self.index._shards[self.shard].workers[self.worker_id].active)
         packed = await self.index._store.client.hget(self.keys.workers, self.worker_id)
-        return active_holder(packed)
+        return StoredRecord.unpack(packed).active
 
     async def value(self, scope: Scope, key: bytes) -> bytes:
         if isinstance(self.index, MemoryIndex):
-            return self.index._shards[self.shard].blocks.get(scope.scope_id, {}).get(key, b"")
+            return self.index._shards[self.shard].table.blocks.get(scope.scope_id, {}).get(key, b"")
         return await self.index._store.client.hget(self.keys.blocks(scope.scope_id), key) or b""
 
     async def write(self, scope: Scope, key: bytes, value: bytes) -> None:
         if isinstance(self.index, MemoryIndex):
-            blocks = self.index._shards[self.shard].blocks.setdefault(scope.scope_id, {})
+            blocks = self.index._shards[self.shard].table.blocks.setdefault(scope.scope_id, {})
             blocks[key] = value
             if not value:
                 del blocks[key]

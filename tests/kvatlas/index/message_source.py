@@ -1,4 +1,4 @@
-"""A worker's telling for tests: makes the messages that a publisher would send, and remembers what they say."""
+"""The messages that a worker's publisher would send, for tests."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from kvatlas.events import (
     Stored,
 )
 from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import Applied, PartitionBatch, ResidencyIndex
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, ResidencyIndex
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1_000
@@ -30,8 +30,8 @@ def split(packed: bytes) -> list[bytes]:
     return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 
 
-class Teller:
-    """One worker's publisher, without a bus. `held` is what its messages say that the worker holds."""
+class MessageSource:
+    """One worker's publisher, without a bus. `held`: what the worker holds by its messages."""
 
     def __init__(self, worker_id: str, incarnation: int = 1) -> None:
         self.worker_id = worker_id
@@ -46,7 +46,7 @@ class Teller:
         return wire.to_raw(Message(self.worker_id, self.incarnation, self.seq, events, uses, 1))
 
     def begin(self, incarnation: int) -> wire.RawMessage:
-        """A new incarnation whose snapshot is all that is held now, in one message."""
+        """Begin a new incarnation, whose snapshot is all that is held now, in one message."""
         self.incarnation, self.seq = incarnation, -1
         chunks = [
             SnapshotChunk(scope.scope_id, tier, key)
@@ -81,14 +81,14 @@ class Teller:
         return digest
 
 
-async def tell(index: ResidencyIndex, *messages: wire.RawMessage) -> Applied:
+async def apply_messages(index: ResidencyIndex, *messages: wire.RawMessage) -> ApplyResult:
     """Apply messages of one worker, without a stream."""
-    partition = partition_of(messages[0][1], index.partitions)
+    partition = partition_of(messages[0][wire.WORKER_ID], index.partitions)
     return await index.apply(shard_of(partition, index.shards), [PartitionBatch(partition, messages)])
 
 
 async def contents(index: ResidencyIndex, worker_id: str) -> Held:
-    """What the index says that a worker holds."""
+    """What a worker holds by the index."""
     held: Held = {}
     async for residency in index.snapshot(worker_id):
         key = residency.sequence_hash.to_bytes(HASH_BYTES, "little")

@@ -1,11 +1,11 @@
-"""Workers, scopes and clears by the thousand, each for a moment: what the store keeps of them is bounded."""
+"""Thousands of short-lived workers, scopes and clears: what the store keeps of them is bounded."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
 from kvatlas.blocks.hashing import pack_hashes
-from kvatlas.bus.wire import RawMessage
+from kvatlas.bus.wire import WORKER_ID, RawMessage
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.holder_entries import MAX_HOLDER
 from kvatlas.index.protocol import PartitionBatch
@@ -13,7 +13,7 @@ from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import SCOPE_USES, SCOPES, ShardKeys
 from kvatlas.store.connection import Store, open_store
 from tests.eventually import until
-from tests.kvatlas.index.message_source import Teller, contents, tell
+from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents
 
 pytestmark = pytest.mark.anyio
 
@@ -41,45 +41,45 @@ async def index(store: Store) -> RedisIndex:
     return await open_redis_index(store, partitions=8, shards=SHARDS, side_index=True, writer=True, reuse_ms=1)
 
 
-async def told(index: RedisIndex, messages: list[RawMessage]) -> None:
-    """In one call a shard."""
+async def apply_all(index: RedisIndex, messages: list[RawMessage]) -> None:
+    """Apply them in one call a shard."""
     by_partition: dict[int, list[RawMessage]] = {}
     for message in messages:
-        by_partition.setdefault(partition_of(message[1], index.partitions), []).append(message)
+        by_partition.setdefault(partition_of(message[WORKER_ID], index.partitions), []).append(message)
     for shard in range(index.shards):
         mine = [PartitionBatch(p, some) for p, some in by_partition.items() if shard_of(p, index.shards) == shard]
         applied = await index.apply(shard, mine)
         assert applied.applied == sum(len(batch.messages) for batch in mine)
 
 
-async def a_generation(index: RedisIndex, number: int) -> None:
-    """AT_ONCE workers live, in scopes of their own and in one that was always there, and are gone for good."""
-    tellers = [Teller(f"worker-{number}-{i}") for i in range(AT_ONCE)]
+async def run_generation(index: RedisIndex, number: int) -> None:
+    """AT_ONCE workers come, in scopes of their own and in a shared one, and are gone for good."""
+    sources = [MessageSource(f"worker-{number}-{i}") for i in range(AT_ONCE)]
     messages: list[RawMessage] = []
-    for i, teller in enumerate(tellers):
+    for i, source in enumerate(sources):
         own = Scope("model", "tokenizer", None, f"tenant-{number}-{i // A_SCOPE}")
         hashes = pack_hashes([(number * AT_ONCE + i) * 1_000 + at for at in range(1, BLOCKS + 1)])
-        messages.append(teller.begin(1))
+        messages.append(source.begin(1))
         for _ in range(CLEARS):
-            messages += [teller.store(own, hashes), teller.store(SHARED, hashes[:8]), teller.clear()]
-        messages.append(teller.store(own, hashes))
-    await told(index, messages)
-    for teller in tellers:
-        assert await index.retire(teller.worker_id, 1)
+            messages += [source.store(own, hashes), source.store(SHARED, hashes[:8]), source.clear()]
+        messages.append(source.store(own, hashes))
+    await apply_all(index, messages)
+    for source in sources:
+        assert await index.retire(source.worker_id, 1)
     for shard in range(index.shards):
 
         async def is_swept(shard: int = shard) -> bool:
             return await index.sweep(shard, 100_000) == 0
 
         await until(is_swept, what="retired holders are swept")
-    for teller in tellers:
-        assert await index.forget(teller.worker_id, 1)
+    for source in sources:
+        assert await index.forget(source.worker_id, 1)
     while await index.forget_scopes(0.0):
         pass
 
 
-async def kept(store: Store) -> dict[str, int]:
-    """How much the store has of each key that may grow."""
+async def sizes(store: Store) -> dict[str, int]:
+    """The size of each key that may grow."""
     client, found = (
         store.client,
         {SCOPES: await store.client.hlen(SCOPES), SCOPE_USES: await store.client.zcard(SCOPE_USES)},
@@ -93,15 +93,13 @@ async def kept(store: Store) -> dict[str, int]:
     return found
 
 
-async def test_what_the_store_keeps_of_workers_and_scopes_that_are_gone_is_nothing(
-    index: RedisIndex, store: Store
-) -> None:
+async def test_the_store_keeps_nothing_of_workers_and_scopes_that_are_gone(index: RedisIndex, store: Store) -> None:
     used: list[int] = []
     for number in range(WORKERS // AT_ONCE):
-        await a_generation(index, number)
-        await store.client.slowlog_reset()  # it keeps what a slow call was told
+        await run_generation(index, number)
+        await store.client.slowlog_reset()  # it keeps the arguments of slow calls
         used.append((await store.client.info("memory"))["used_memory_dataset"])
-    assert not any((await kept(store)).values()), await kept(store)
+    assert not any((await sizes(store)).values()), await sizes(store)
     given = AT_ONCE * (2 + CLEARS)  # holders of one generation: begin, clears
     for shard in range(SHARDS):
         k = ShardKeys(shard)
@@ -109,41 +107,43 @@ async def test_what_the_store_keeps_of_workers_and_scopes_that_are_gone_is_nothi
     assert used[-1] < used[4] + 50_000, used
 
 
-async def test_a_scope_is_forgotten_only_when_nobody_holds_or_tells_of_it(index: RedisIndex, store: Store) -> None:
-    held, told_lately, gone = (Scope("model", "tokenizer", None, tenant) for tenant in ("held", "lately", "gone"))
-    one, other = Teller("one"), Teller("other")
+async def test_a_scope_is_forgotten_only_without_blocks_and_messages(index: RedisIndex, store: Store) -> None:
+    held, used_lately, gone = (Scope("model", "tokenizer", None, tenant) for tenant in ("held", "lately", "gone"))
+    one, other = MessageSource("one"), MessageSource("other")
     hashes = pack_hashes(range(1, 20))
-    await tell(index, one.begin(1), one.store(held, hashes), one.store(gone, hashes), one.remove(gone, hashes))
-    await tell(index, other.begin(1), other.store(told_lately, hashes), other.remove(told_lately, hashes))
-    for scope in (held, gone):  # nobody told of them for an hour
+    await apply_messages(
+        index, one.begin(1), one.store(held, hashes), one.store(gone, hashes), one.remove(gone, hashes)
+    )
+    await apply_messages(index, other.begin(1), other.store(used_lately, hashes), other.remove(used_lately, hashes))
+    for scope in (held, gone):  # no message used them for an hour
         await store.client.zincrby(SCOPE_USES, -3_600_000.0, scope.scope_id)
     assert await index.forget_scopes(600.0) == 1
-    assert set(await store.client.hkeys(SCOPES)) == {held.scope_id, told_lately.scope_id}
+    assert set(await store.client.hkeys(SCOPES)) == {held.scope_id, used_lately.scope_id}
     assert await index.forget_scopes(600.0) == 0
     assert await contents(index, "one") == one.held
-    # it comes into use again, told by the writer that knew it before
-    await until_fresh_no_more(index)
-    await tell(index, one.store(gone, hashes))
+    # it comes into use again, through the writer that knew it before
+    forget_fresh_scopes(index)
+    await apply_messages(index, one.store(gone, hashes))
     assert await store.client.hget(SCOPES, gone.scope_id) == gone.canonical
     assert await contents(index, "one") == one.held
 
 
-async def until_fresh_no_more(index: RedisIndex) -> None:
-    """As a second later."""
+def forget_fresh_scopes(index: RedisIndex) -> None:
+    """As if a second had passed."""
     index._registry._fresh.clear()
 
 
-async def test_without_a_holder_number_left_a_worker_is_closed_and_comes_back_when_there_is_one(
+async def test_a_worker_without_a_holder_number_is_closed_and_comes_back_when_there_is_one(
     index: RedisIndex, store: Store
 ) -> None:
-    first, second = Teller("first"), Teller("second")
+    first, second = MessageSource("first"), MessageSource("second")
     k = ShardKeys(shard_of(partition_of("second", index.partitions), index.shards))
     hashes = pack_hashes(range(1, 20))
-    await tell(index, second.begin(1), second.store(SHARED, hashes))
-    await tell(index, first.begin(1), first.store(SHARED, hashes))
+    await apply_messages(index, second.begin(1), second.store(SHARED, hashes))
+    await apply_messages(index, first.begin(1), first.store(SHARED, hashes))
     before = await store.client.hget(k.meta, "next")
     await store.client.hset(k.meta, "next", MAX_HOLDER)
-    refused = await tell(index, second.begin(2), second.store(SHARED, hashes))
+    refused = await apply_messages(index, second.begin(2), second.store(SHARED, hashes))
     [record] = refused.records
     assert record.oom and record.closed and not record.answering
     assert await contents(index, "first") == first.held
@@ -152,10 +152,10 @@ async def test_without_a_holder_number_left_a_worker_is_closed_and_comes_back_wh
     assert int(await store.client.hget(k.meta, "next")) == MAX_HOLDER > int(before)
     assert await store.client.llen(k.free) == 1
 
-    async def is_told() -> bool:
+    async def is_applied() -> bool:
         second.held.clear()
-        return bool((await tell(index, second.begin(second.incarnation + 1))).records[0].answering)
+        return bool((await apply_messages(index, second.begin(second.incarnation + 1))).records[0].answering)
 
-    await until(is_told, what="a freed number is given again")
-    await tell(index, second.store(SHARED, hashes))
+    await until(is_applied, what="a freed number is given again")
+    await apply_messages(index, second.store(SHARED, hashes))
     assert await contents(index, "second") == second.held

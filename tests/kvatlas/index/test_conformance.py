@@ -8,7 +8,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.events import Checkpoint, Removed, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd, Stored
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
-from tests.kvatlas.index.message_source import BLOCK_BYTES, Teller, contents, tell
+from tests.kvatlas.index.message_source import BLOCK_BYTES, MessageSource, apply_messages, contents
 
 pytestmark = pytest.mark.anyio
 
@@ -27,8 +27,8 @@ def tail(blocks: int) -> bytes:
 
 async def test_overlap_is_each_workers_depth(index: ResidencyIndex) -> None:
     for worker, blocks in (("a", 300), ("b", 1), ("c", 77), ("d", 77)):
-        teller = Teller(worker)
-        await tell(index, teller.begin(1), teller.store(SCOPE, head(blocks)))
+        source = MessageSource(worker)
+        await apply_messages(index, source.begin(1), source.store(SCOPE, head(blocks)))
     found = await index.overlap(SCOPE, CHAIN, verify=True)
     assert found.depths() == {"a": 300, "b": 1, "c": 77, "d": 77}
     assert found.differences == ()
@@ -39,15 +39,15 @@ async def test_overlap_is_each_workers_depth(index: ResidencyIndex) -> None:
 
 
 async def test_a_tier_is_part_of_a_residency(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    await tell(
+    source = MessageSource("w")
+    await apply_messages(
         index,
-        teller.begin(1),
-        teller.store(SCOPE, head(10)),
-        teller.store(SCOPE, head(4), Tier.CPU_DRAM),
-        teller.remove(SCOPE, head(2)),
+        source.begin(1),
+        source.store(SCOPE, head(10)),
+        source.store(SCOPE, head(4), Tier.CPU_DRAM),
+        source.remove(SCOPE, head(2)),
     )
-    assert await contents(index, "w") == teller.held
+    assert await contents(index, "w") == source.held
     assert await index.length() == 12
     flags = (await index.overlap(SCOPE, head(10))).flags_of("w")
     assert flags[0] == (2, Tier.CPU_DRAM.flag)
@@ -60,72 +60,72 @@ async def test_a_tier_is_part_of_a_residency(index: ResidencyIndex) -> None:
 
 
 async def test_a_replayed_batch_changes_nothing(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    messages = [teller.begin(1), teller.store(SCOPE, head(20)), teller.remove(SCOPE, CHAIN[8 * 10 : 8 * 20])]
-    await tell(index, *messages)
+    source = MessageSource("w")
+    messages = [source.begin(1), source.store(SCOPE, head(20)), source.remove(SCOPE, CHAIN[8 * 10 : 8 * 20])]
+    await apply_messages(index, *messages)
     digest = await index.digest("w")
-    again = await tell(index, *messages)
+    again = await apply_messages(index, *messages)
     assert (again.applied, again.duplicates) == (0, 3)
-    assert await index.digest("w") == digest == teller.digest().words
-    assert await contents(index, "w") == teller.held
+    assert await index.digest("w") == digest == source.digest().words
+    assert await contents(index, "w") == source.held
 
 
 async def test_a_batch_that_overlaps_what_was_applied_is_applied_once(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    begin = teller.begin(1)
-    stores = [teller.store(SCOPE, CHAIN[8 * i : 8 * (i + 1)]) for i in range(6)]
-    await tell(index, begin, *stores[:3])
-    result = await tell(index, *stores)
+    source = MessageSource("w")
+    begin = source.begin(1)
+    stores = [source.store(SCOPE, CHAIN[8 * i : 8 * (i + 1)]) for i in range(6)]
+    await apply_messages(index, begin, *stores[:3])
+    result = await apply_messages(index, *stores)
     assert (result.applied, result.duplicates) == (3, 3)
-    assert await contents(index, "w") == teller.held
-    assert await index.digest("w") == teller.digest().words
+    assert await contents(index, "w") == source.held
+    assert await index.digest("w") == source.digest().words
 
 
-async def test_a_gap_is_not_applied_and_is_remembered(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    await tell(index, teller.begin(1), teller.store(SCOPE, head(5)))
-    teller.store(SCOPE, CHAIN[8 * 5 : 8 * 6])  # lost
-    result = await tell(index, teller.store(SCOPE, CHAIN[8 * 6 : 8 * 7]))
+async def test_a_message_after_a_gap_is_not_applied_and_is_remembered(index: ResidencyIndex) -> None:
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, head(5)))
+    source.store(SCOPE, CHAIN[8 * 5 : 8 * 6])  # lost
+    result = await apply_messages(index, source.store(SCOPE, CHAIN[8 * 6 : 8 * 7]))
     assert (result.applied, result.gaps) == (0, 1)
     record = await index.record("w")
     assert record is not None
     assert (record.seq, record.want) == (1, (1, 3))
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 5}
-    await tell(index, teller.begin(2))
-    assert await contents(index, "w") == teller.held
+    await apply_messages(index, source.begin(2))
+    assert await contents(index, "w") == source.held
 
 
 async def test_a_zombie_of_an_older_incarnation_changes_nothing(index: ResidencyIndex) -> None:
-    zombie, teller = Teller("w"), Teller("w")
-    await tell(index, zombie.begin(1), zombie.store(SCOPE, head(5)))
-    await tell(index, teller.begin(1 << 63), teller.store(SCOPE, head(2)))
-    result = await tell(index, zombie.store(SCOPE, CHAIN[8 * 5 : 8 * 9]), zombie.clear())
+    zombie, source = MessageSource("w"), MessageSource("w")
+    await apply_messages(index, zombie.begin(1), zombie.store(SCOPE, head(5)))
+    await apply_messages(index, source.begin(1 << 63), source.store(SCOPE, head(2)))
+    result = await apply_messages(index, zombie.store(SCOPE, CHAIN[8 * 5 : 8 * 9]), zombie.clear())
     assert (result.applied, result.stale) == (0, 2)
-    assert await contents(index, "w") == teller.held
+    assert await contents(index, "w") == source.held
 
 
 async def test_a_higher_incarnation_must_begin_with_a_snapshot(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    await tell(index, teller.begin(1), teller.store(SCOPE, head(5)))
-    late = Teller("w", incarnation=9)
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, head(5)))
+    late = MessageSource("w", incarnation=9)
     late.seq = 3
-    result = await tell(index, late.store(SCOPE, head(9)))
+    result = await apply_messages(index, late.store(SCOPE, head(9)))
     assert (result.applied, result.gaps) == (0, 1)
     record = await index.record("w")
     assert record is not None
     assert (record.incarnation, record.want) == (1, (9, 4))
 
 
-async def test_a_snapshot_answers_only_when_it_is_whole(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    await tell(index, teller.begin(1), teller.store(SCOPE, head(5)))
-    new = Teller("w", incarnation=2)
+async def test_a_snapshot_answers_only_when_it_is_complete(index: ResidencyIndex) -> None:
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, head(5)))
+    new = MessageSource("w", incarnation=2)
     chunk = SnapshotChunk(SCOPE.scope_id, Tier.HBM, head(8))
-    await tell(index, new.message(SnapshotBegin()), new.message(chunk, scopes=[SCOPE]))
+    await apply_messages(index, new.message(SnapshotBegin()), new.message(chunk, scopes=[SCOPE]))
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 5}
     digest = Digest()
     digest.add(SCOPE.scope_id, Tier.HBM, head(8))
-    await tell(index, new.message(SnapshotEnd(1, digest.words)))
+    await apply_messages(index, new.message(SnapshotEnd(1, digest.words)))
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 8}
 
 
@@ -133,12 +133,12 @@ async def test_a_snapshot_answers_only_when_it_is_whole(index: ResidencyIndex) -
 async def test_a_wrong_snapshot_closes_the_incarnation_and_the_old_one_answers(
     index: ResidencyIndex, wrong: str
 ) -> None:
-    teller = Teller("w")
-    await tell(index, teller.begin(1), teller.store(SCOPE, head(5)))
-    new = Teller("w", incarnation=2)
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, head(5)))
+    new = MessageSource("w", incarnation=2)
     digest = Digest()
     digest.add(SCOPE.scope_id, Tier.HBM, head(8 if wrong == "count" else 7))
-    result = await tell(
+    result = await apply_messages(
         index,
         new.message(SnapshotBegin()),
         new.message(SnapshotChunk(SCOPE.scope_id, Tier.HBM, head(8)), scopes=[SCOPE]),
@@ -150,95 +150,97 @@ async def test_a_wrong_snapshot_closes_the_incarnation_and_the_old_one_answers(
     assert record is not None
     assert (record.bad, record.closed, record.answering) == (True, True, True)
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 5}
-    teller.held = {}
-    await tell(index, teller.begin(3))
+    source.held = {}
+    await apply_messages(index, source.begin(3))
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {}
 
 
-async def test_events_that_repeat_each_other_count_once(index: ResidencyIndex) -> None:
+async def test_blocks_repeated_by_several_events_count_once(index: ResidencyIndex) -> None:
     """No publisher does this; the digest stays that of the set all the same."""
-    teller = Teller("w")
+    source = MessageSource("w")
     scope_id = SCOPE.scope_id
     repeated = head(4) + head(2)
     stores = [Stored(scope_id, Tier.HBM, part) for part in (head(3), repeated, head(6))]
-    await tell(index, teller.begin(1), teller.message(*stores, scopes=[SCOPE]))
+    await apply_messages(index, source.begin(1), source.message(*stores, scopes=[SCOPE]))
     digest = Digest()
     digest.add(scope_id, Tier.HBM, head(6))
     assert await index.digest("w") == digest.words
     removals = [Removed(scope_id, Tier.HBM, part) for part in (head(6)[16:], head(6)[8:], repeated)]
-    await tell(index, teller.message(*removals, scopes=[SCOPE]))
+    await apply_messages(index, source.message(*removals, scopes=[SCOPE]))
     assert await index.digest("w") == Digest().words
     assert await index.length() == 0
 
 
-async def test_a_checkpoint_that_differs_makes_the_worker_doubtful(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    good = await tell(
-        index, teller.begin(1), teller.store(SCOPE, head(5)), teller.message(Checkpoint(teller.digest().words))
+async def test_a_checkpoint_that_differs_makes_the_worker_bad(index: ResidencyIndex) -> None:
+    source = MessageSource("w")
+    good = await apply_messages(
+        index, source.begin(1), source.store(SCOPE, head(5)), source.message(Checkpoint(source.digest().words))
     )
     assert good.failed_checks == 0
-    teller.held.popitem()
-    bad = await tell(index, teller.message(Checkpoint(teller.digest().words)))
+    source.held.popitem()
+    bad = await apply_messages(index, source.message(Checkpoint(source.digest().words)))
     assert bad.failed_checks == 1
     record = await index.record("w")
     assert record is not None
     assert (record.bad, record.closed) == (True, False)
 
 
-async def test_cleared_empties_at_once_and_the_sweep_gives_back_the_memory(index: ResidencyIndex) -> None:
-    other, teller = Teller("other"), Teller("w")
-    await tell(index, other.begin(1), other.store(SCOPE, head(5)))
-    await tell(index, teller.begin(1), teller.store(SCOPE, CHAIN), teller.clear(), teller.store(SCOPE, head(2)))
+async def test_cleared_takes_effect_at_once_and_the_sweep_gives_back_the_memory(index: ResidencyIndex) -> None:
+    other, source = MessageSource("other"), MessageSource("w")
+    await apply_messages(index, other.begin(1), other.store(SCOPE, head(5)))
+    await apply_messages(
+        index, source.begin(1), source.store(SCOPE, CHAIN), source.clear(), source.store(SCOPE, head(2))
+    )
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 2, "other": 5}
-    assert await index.digest("w") == teller.digest().words
+    assert await index.digest("w") == source.digest().words
     for shard in range(index.shards):
         assert await index.sweep(shard, 1_000_000) == 0
-    assert await contents(index, "w") == teller.held
+    assert await contents(index, "w") == source.held
     assert await contents(index, "other") == other.held
     assert await index.length() == 7
 
 
 async def test_retiring_is_for_one_incarnation_and_closes_it(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    await tell(index, teller.begin(5), teller.store(SCOPE, head(5)))
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(5), source.store(SCOPE, head(5)))
     assert not await index.retire("w", 4)
     assert not await index.retire("nobody", 4)
     assert await index.retire("w", 5)
     assert not await index.retire("w", 5)
     assert await index.length() == 0
-    result = await tell(index, teller.store(SCOPE, CHAIN[8 * 5 : 8 * 6]))
+    result = await apply_messages(index, source.store(SCOPE, CHAIN[8 * 5 : 8 * 6]))
     assert result.refused == 1
-    await tell(index, teller.begin(6))
+    await apply_messages(index, source.begin(6))
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 6}
 
 
 async def test_only_a_closed_worker_that_holds_nothing_is_forgotten(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    await tell(index, teller.begin(5), teller.store(SCOPE, head(5)))
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(5), source.store(SCOPE, head(5)))
     assert not await index.forget("w", 5)
     assert not await index.forget("nobody", 5)
     assert await index.retire("w", 5)
     assert not await index.forget("w", 4)
     assert await index.forget("w", 5)
     assert await index.record("w") is None
-    late = await tell(index, teller.store(SCOPE, CHAIN[8 * 5 : 8 * 6]))
+    late = await apply_messages(index, source.store(SCOPE, CHAIN[8 * 5 : 8 * 6]))
     assert late.applied == 0 and await index.length() == 0
-    await tell(index, teller.begin(6))
+    await apply_messages(index, source.begin(6))
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 6}
 
 
 async def test_a_scope_is_forgotten_when_no_block_of_it_is_left(index: ResidencyIndex) -> None:
-    teller, gone = Teller("w"), Scope("model", "tokenizer", None, "gone")
-    await tell(index, teller.begin(1), teller.store(SCOPE, head(5)), teller.store(gone, head(5)))
+    source, gone = MessageSource("w"), Scope("model", "tokenizer", None, "gone")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, head(5)), source.store(gone, head(5)))
     assert await index.forget_scopes(0.0) == 0
-    await tell(index, teller.remove(gone, head(5)))
+    await apply_messages(index, source.remove(gone, head(5)))
     assert await index.forget_scopes(0.0) == 1
     assert await index.forget_scopes(0.0) == 0
-    assert await contents(index, "w") == teller.held
+    assert await contents(index, "w") == source.held
     assert (await index.scrub(0, 1 << 30)).damaged == []
 
 
-async def test_direct_writes(index: ResidencyIndex) -> None:
+async def test_direct_writes_add_remove_and_clear(index: ResidencyIndex) -> None:
     await index.put(USE, "w", Tier.LOCAL_SSD, head(5), pinned=True)
     await index.put(USE, "w", Tier.HBM, CHAIN[8 * 5 : 8 * 7], parent=unpack_hashes(CHAIN)[4], first_index=5)
     assert (await index.overlap(SCOPE, CHAIN)).depths() == {"w": 7}
@@ -251,27 +253,29 @@ async def test_direct_writes(index: ResidencyIndex) -> None:
     assert await index.length() == 1
 
 
-async def test_children_of_a_prefix(index: ResidencyIndex) -> None:
+async def test_children_are_the_blocks_behind_a_prefix(index: ResidencyIndex) -> None:
     hashes = unpack_hashes(CHAIN)
     fork = extend_chain(range(900, 904), 4, parent=hashes[1])
-    teller = Teller("w")
-    await tell(
+    source = MessageSource("w")
+    await apply_messages(
         index,
-        teller.begin(1),
-        teller.store(SCOPE, head(3)),
-        teller.store(SCOPE, fork, parent=CHAIN[8:16]),
+        source.begin(1),
+        source.store(SCOPE, head(3)),
+        source.store(SCOPE, fork, parent=CHAIN[8:16]),
     )
     assert await index.children(SCOPE, None) == [hashes[0]]
     assert await index.children(SCOPE, hashes[1]) == sorted([hashes[2], *unpack_hashes(fork)])
-    await tell(index, teller.remove(SCOPE, fork))
+    await apply_messages(index, source.remove(SCOPE, fork))
     assert await index.children(SCOPE, hashes[1]) == [hashes[2]]
     assert await index.children(SCOPE, hashes[2]) == []
 
 
 async def test_metrics_count_what_changed(index: ResidencyIndex) -> None:
-    teller = Teller("w")
+    source = MessageSource("w")
     before = await index.metrics()
-    await tell(index, teller.begin(1), teller.store(SCOPE, head(10)), teller.remove(SCOPE, CHAIN[8 * 7 : 8 * 10]))
+    await apply_messages(
+        index, source.begin(1), source.store(SCOPE, head(10)), source.remove(SCOPE, CHAIN[8 * 7 : 8 * 10])
+    )
     await index.overlap(SCOPE, CHAIN)
     now = await index.metrics()
     assert (now.resident_blocks, now.resident_bytes) == (7, 7 * BLOCK_BYTES)
@@ -280,8 +284,8 @@ async def test_metrics_count_what_changed(index: ResidencyIndex) -> None:
 
 
 async def test_clear_forgets_everything(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    await tell(index, teller.begin(1), teller.store(SCOPE, head(10)))
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, head(10)))
     await index.set_position(3, None, Position(7, 9))
     await index.clear()
     assert await index.length() == 0
@@ -289,18 +293,18 @@ async def test_clear_forgets_everything(index: ResidencyIndex) -> None:
     assert await index.position(3) is None
 
 
-async def test_positions(index: ResidencyIndex) -> None:
-    teller = Teller("w")
+async def test_a_position_is_compared_before_it_is_moved(index: ResidencyIndex) -> None:
+    source = MessageSource("w")
     partition = partition_of("w", index.partitions)
     shard = shard_of(partition, index.shards)
-    first = PartitionBatch(partition, [teller.begin(1)], Position(70, 10), after_seq=5)
+    first = PartitionBatch(partition, [source.begin(1)], Position(70, 10), after_seq=5)
     assert (await index.apply(shard, [first])).moved == (partition,)  # no position yet
     assert await index.record("w") is None
     assert await index.set_position(partition, None, Position(70, 5)) == Position(70, 5)
     assert (await index.apply(shard, [first])).applied == 1
     assert await index.position(partition) == Position(70, 10)
     assert (await index.apply(shard, [first])).duplicates == 1
-    behind = PartitionBatch(partition, [teller.store(SCOPE, head(3))], Position(70, 30), after_seq=20)
+    behind = PartitionBatch(partition, [source.store(SCOPE, head(3))], Position(70, 30), after_seq=20)
     assert (await index.apply(shard, [behind])).moved == (partition,)  # the store lost its last writes
     other = PartitionBatch(partition, [], Position(71, 11))
     assert (await index.apply(shard, [other])).moved == (partition,)  # another stream
@@ -313,11 +317,11 @@ async def test_positions(index: ResidencyIndex) -> None:
 
 async def test_one_call_takes_several_partitions_and_workers(index: ResidencyIndex) -> None:
     workers = [f"w{i}" for i in range(40)]
-    tellers = {worker: Teller(worker) for worker in workers}
+    sources = {worker: MessageSource(worker) for worker in workers}
     by_shard: dict[int, list[PartitionBatch]] = {}
-    for i, (worker, teller) in enumerate(tellers.items()):
+    for i, (worker, source) in enumerate(sources.items()):
         partition = partition_of(worker, index.partitions)
-        messages = [teller.begin(1), teller.store(SCOPE, head(i + 1))]
+        messages = [source.begin(1), source.store(SCOPE, head(i + 1))]
         by_shard.setdefault(shard_of(partition, index.shards), []).append(PartitionBatch(partition, messages))
     for shard, batches in by_shard.items():
         assert (await index.apply(shard, batches)).applied == 2 * len(batches)
@@ -329,7 +333,9 @@ async def test_one_call_takes_several_partitions_and_workers(index: ResidencyInd
 
 
 async def test_a_repeated_hash_counts_once(index: ResidencyIndex) -> None:
-    teller = Teller("w")
-    await tell(index, teller.begin(1), teller.store(SCOPE, head(3) + head(2)), teller.remove(SCOPE, head(1) + head(1)))
-    assert await index.digest("w") == teller.digest().words
-    assert await contents(index, "w") == teller.held
+    source = MessageSource("w")
+    await apply_messages(
+        index, source.begin(1), source.store(SCOPE, head(3) + head(2)), source.remove(SCOPE, head(1) + head(1))
+    )
+    assert await index.digest("w") == source.digest().words
+    assert await contents(index, "w") == source.held

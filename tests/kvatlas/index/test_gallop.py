@@ -1,4 +1,4 @@
-"""Galloping equals a full walk for every prefix-closed state, whatever retired and loading holders lie around."""
+"""Galloping equals a full walk for every prefix-closed state, whatever retired and loading holders are left over."""
 
 import pytest
 from hypothesis import given
@@ -44,15 +44,15 @@ def test_gallop_equals_walk(depth_of: dict[int, int], leftover: list[tuple[int, 
 
 
 @pytest.mark.parametrize(("holders", "most"), [(1, 15), (4, 45)])
-def test_gallop_looks_at_few_blocks(holders: int, most: int) -> None:
-    looked: list[bytes] = []
+def test_gallop_reads_few_blocks(holders: int, most: int) -> None:
+    read: list[bytes] = []
     table = dict(
         zip(KEYS, values({number: 400 - 20 * number for number in range(1, holders + 1)}, [], 512), strict=True)
     )
 
     def get(key: bytes) -> bytes | None:
-        looked.append(key)
+        read.append(key)
         return table[key]
 
     gallop(get, PACKED)
-    assert len(looked) <= most
+    assert len(read) <= most

@@ -1,4 +1,4 @@
-"""A store that lost its last writes, or everything, under readers that go on."""
+"""A store loses its last writes, or everything, while readers go on."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,8 +9,8 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.store.connection import Store, open_store
-from tests.kvatlas.index.failover import dumped, restore
-from tests.kvatlas.index.message_source import Teller, tell
+from tests.kvatlas.index.failover import dump_all, restore
+from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
 pytestmark = pytest.mark.anyio
 
@@ -32,20 +32,20 @@ async def depths(index: RedisIndex) -> dict[str, int]:
 
 
 async def test_a_reader_never_takes_one_worker_for_another(store: Store) -> None:
-    """The holders' numbers are given out again, and to others: names that were read before are not believed."""
+    """Holder numbers are given out again, to other workers: names that were read before are no longer used."""
     writer = await open_redis_index(store, writer=True)
     reader = await open_redis_index(store, writer=False)
-    tellers: dict[str, Any] = {worker: Teller(worker) for worker in "abc"}
-    await tell(writer, tellers["a"].begin(1), tellers["a"].store(SCOPE, CHAIN[:8]))
-    before = await dumped(store)
-    await tell(writer, tellers["b"].begin(1), tellers["b"].store(SCOPE, CHAIN[:16]))
+    sources: dict[str, Any] = {worker: MessageSource(worker) for worker in "abc"}
+    await apply_messages(writer, sources["a"].begin(1), sources["a"].store(SCOPE, CHAIN[:8]))
+    before = await dump_all(store)
+    await apply_messages(writer, sources["b"].begin(1), sources["b"].store(SCOPE, CHAIN[:16]))
     assert await depths(reader) == {"a": 1, "b": 2}
     await restore(store, before)
-    await tell(writer, tellers["c"].begin(1), tellers["c"].store(SCOPE, CHAIN[:24]))
+    await apply_messages(writer, sources["c"].begin(1), sources["c"].store(SCOPE, CHAIN[:24]))
     assert await depths(reader) == {"a": 1, "c": 3}
     await restore(store, {})
     for worker in "cb":
-        tellers[worker].held.clear()
-        await tell(writer, tellers[worker].begin(9), tellers[worker].store(SCOPE, CHAIN[:32]))
-    await tell(writer, tellers["b"].clear())
+        sources[worker].held.clear()
+        await apply_messages(writer, sources[worker].begin(9), sources[worker].store(SCOPE, CHAIN[:32]))
+    await apply_messages(writer, sources["b"].clear())
     assert await depths(reader) == {"c": 4}

@@ -1,8 +1,9 @@
-"""Sweeps of several owners, a few blocks at a time, between which owners crash and the store fails over to older data: a number
-is never free while blocks have it, and no worker is ever seen with another one's."""
+"""Sweeps of several owners, a few blocks at a time, while owners crash and the store fails over to older data: a number
+is never free while blocks have it, and no worker ever appears with another one's blocks."""
 
 import random
 from collections.abc import AsyncIterator
+from copy import copy
 
 import pytest
 
@@ -10,12 +11,12 @@ from kvatlas.blocks.hashing import pack_hashes
 from kvatlas.bus.wire import RawMessage
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import Scope
+from kvatlas.index.holder_entries import entries_of
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.values import blocks_in
 from kvatlas.store.connection import Store, open_store
-from tests.kvatlas.index.failover import dumped, restore
-from tests.kvatlas.index.message_source import Held, Teller, contents, tell
+from tests.kvatlas.index.failover import dump_all, restore
+from tests.kvatlas.index.message_source import Held, MessageSource, apply_messages, contents
 
 pytestmark = pytest.mark.anyio
 
@@ -44,55 +45,58 @@ async def stores() -> AsyncIterator[list[Store]]:
 class World:
     def __init__(self, stores: list[Store], rng: random.Random) -> None:
         self.stores = stores
+        self.address = copy(stores[0])
+        """Leads to the primary, which is the first of `stores`."""
         self.rng = rng
         self.owners: list[RedisIndex] = []
-        self.tellers = [Teller(f"w{i}", incarnation=0) for i in range(3)]
-        self.told: dict[tuple[str, int, int], Held] = {}
+        self.sources = [MessageSource(f"w{i}", incarnation=0) for i in range(3)]
+        self.published: dict[tuple[str, int, int], Held] = {}
         self.dumps: list[dict[bytes, bytes]] = []
         self.freed = 0
 
     async def open(self) -> RedisIndex:
-        return await open_redis_index(self.stores[0], shards=1, writer=True, reuse_ms=0)
+        return await open_redis_index(self.address, shards=1, writer=True, reuse_ms=0)
 
     async def start(self) -> None:
         for _ in self.stores:
             await self.open()
             self.next_server()
         self.owners = [await self.open() for _ in range(2)]
-        for scope in SCOPES:  # no dump is without their texts: those are told anew with a worker's next message
-            teller = self.tellers[0]
-            await self.send(teller, teller.begin(teller.incarnation + 1))
-            await self.send(teller, teller.store(scope, pack_hashes(HASHES)))
+        for scope in SCOPES:  # so that every dump has their texts, which come again only with a worker's next message
+            source = self.sources[0]
+            await self.send(source, source.begin(source.incarnation + 1))
+            await self.send(source, source.store(scope, pack_hashes(HASHES)))
         await self.keep()
 
-    async def send(self, teller: Teller, message: RawMessage) -> None:
-        self.told[teller.worker_id, teller.incarnation, teller.seq] = {
-            where: set(tiers) for where, tiers in teller.held.items()
+    async def send(self, source: MessageSource, message: RawMessage) -> None:
+        self.published[source.worker_id, source.incarnation, source.seq] = {
+            where: set(tiers) for where, tiers in source.held.items()
         }
-        await tell(self.rng.choice(self.owners), message)
+        await apply_messages(self.rng.choice(self.owners), message)
 
     def next_server(self) -> None:
         self.stores.append(self.stores.pop(0))
+        vars(self.address).update(vars(self.stores[0]))
 
-    async def tell(self) -> None:
+    async def publish(self) -> None:
         rng = self.rng
-        teller = rng.choice(self.tellers)
+        source = rng.choice(self.sources)
         what = rng.random()
-        if teller.seq < 0 or what < 0.3:
-            message = teller.begin(teller.incarnation + 1)
+        if source.seq < 0 or what < 0.3:
+            message = source.begin(source.incarnation + 1)
         elif what < 0.4:
-            message = teller.clear()
-        elif what < 0.6 and teller.held:
-            scope, key = rng.choice(sorted(teller.held, key=repr))
-            message = teller.remove(scope, key)
+            message = source.clear()
+        elif what < 0.6 and source.held:
+            scope, key = rng.choice(sorted(source.held, key=repr))
+            message = source.remove(scope, key)
         else:
-            message = teller.store(rng.choice(SCOPES), pack_hashes(rng.sample(HASHES, rng.randint(1, 30))))
-        await self.send(teller, message)
+            message = source.store(rng.choice(SCOPES), pack_hashes(rng.sample(HASHES, rng.randint(1, 30))))
+        await self.send(source, message)
 
     async def retire(self) -> None:
-        owner, teller = self.rng.choice(self.owners), self.rng.choice(self.tellers)
-        if (record := await owner.record(teller.worker_id)) is not None:
-            await owner.retire(teller.worker_id, record.incarnation)
+        owner, source = self.rng.choice(self.owners), self.rng.choice(self.sources)
+        if (record := await owner.record(source.worker_id)) is not None:
+            await owner.retire(source.worker_id, record.incarnation)
 
     async def sweep(self) -> None:
         await self.rng.choice(self.owners).sweep(0, 1)
@@ -101,37 +105,35 @@ class World:
         self.owners[self.rng.randrange(len(self.owners))] = await self.open()
 
     async def keep(self) -> None:
-        self.dumps = [*self.dumps[-3:], await dumped(self.stores[0])]
+        self.dumps = [*self.dumps[-3:], await dump_all(self.stores[0])]
 
     async def fail_over(self) -> None:
-        """Another server, another run id; the owners go on where they stood."""
+        """To another server, with another run id; the owners continue their sweeps."""
         if self.dumps:
             self.next_server()
             await restore(self.stores[0], self.rng.choice(self.dumps))
-            for owner in self.owners:
-                owner._store = self.stores[0]
 
     async def check(self) -> None:
         owner, client = self.owners[0], self.stores[0].client
-        teller = self.rng.choice(self.tellers)
-        record = await owner.record(teller.worker_id)
+        source = self.rng.choice(self.sources)
+        record = await owner.record(source.worker_id)
         if record is not None and record.answering:
-            told = self.told[teller.worker_id, record.incarnation, record.seq]
-            assert await contents(owner, teller.worker_id) == told
+            published = self.published[source.worker_id, record.incarnation, record.seq]
+            assert await contents(owner, source.worker_id) == published
         free = {entry[:3] for entry in await client.lrange(K.free, 0, -1)}
         self.freed += len(free)
         for scope in SCOPES:
             for value in (await client.hgetall(K.blocks(scope.scope_id))).values():
-                assert not {number for number, _ in blocks_in(value)} & free
+                assert not {number for number, _ in entries_of(value)} & free
 
 
-async def test_a_number_is_free_only_when_nothing_has_it(stores: list[Store], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_number_is_free_only_if_no_block_has_it(stores: list[Store], monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     monkeypatch.setattr("kvatlas.index.redis.sweep.ENTRIES_A_CALL", 8)
     world = World(stores, random.Random(seed))
     await world.start()
-    moves = [world.tell, world.sweep, world.retire, world.crash, world.keep, world.fail_over]
+    moves = [world.publish, world.sweep, world.retire, world.crash, world.keep, world.fail_over]
     for _ in range(STEPS):
         [move] = world.rng.choices(moves, [40, 45, 4, 3, 5, 3])
         await move()
@@ -143,19 +145,19 @@ async def test_a_number_is_free_only_when_nothing_has_it(stores: list[Store], mo
     assert not await world.stores[0].client.exists(K.retired)
 
 
-async def test_what_a_scan_did_not_find_says_nothing_of_a_number_that_was_given_out_again(stores: list[Store]) -> None:
+async def test_a_scan_proves_nothing_about_a_number_that_was_given_out_again(stores: list[Store]) -> None:
     """However soon that is: the store's clock may have jumped."""
     first, second = [
         await open_redis_index(stores[0], partitions=1, shards=1, writer=True, reuse_ms=0) for _ in range(2)
     ]
-    a, b = Teller("a"), Teller("b")
+    a, b = MessageSource("a"), MessageSource("b")
     hashes = pack_hashes(HASHES)
-    await tell(first, a.begin(1), a.store(SCOPES[0], hashes))
+    await apply_messages(first, a.begin(1), a.store(SCOPES[0], hashes))
     await first.retire("a", 1)
     await first.sweep(0, 1)
     await second.sweep(0, 1)  # finds nothing
     assert await first.sweep(0, 1) == 0  # the number is free
-    await tell(first, b.begin(1), b.store(SCOPES[0], hashes))
+    await apply_messages(first, b.begin(1), b.store(SCOPES[0], hashes))
     await first.retire("b", 1)
     assert await second.sweep(0, 1) == 1  # b's blocks are still there
     assert await stores[0].client.llen(K.free) == 0

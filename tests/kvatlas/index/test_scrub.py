@@ -1,4 +1,4 @@
-"""The scrub: damage that no message did is found, in each implementation, and is gone after a snapshot and a sweep."""
+"""The scrub finds damage that no message did, in each implementation; a snapshot and a sweep repair it."""
 
 import pytest
 
@@ -7,12 +7,12 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import ResidencyIndex, Scrubbed
+from kvatlas.index.protocol import ResidencyIndex, ScrubResult
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import SCOPES
 from kvatlas.index.redis.recount import ENTRIES_A_CALL
 from tests.kvatlas.index.damage import Damage
-from tests.kvatlas.index.message_source import Teller, contents, tell
+from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents
 
 pytestmark = pytest.mark.anyio
 
@@ -26,10 +26,10 @@ def block(number: int) -> bytes:
     return CHAIN[8 * number : 8 * number + 8]
 
 
-async def whole_round(index: ResidencyIndex) -> Scrubbed:
+async def whole_round(index: ResidencyIndex) -> ScrubResult:
     """One round of every shard."""
     found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
-    return Scrubbed(
+    return ScrubResult(
         sum(one.checked for one in found),
         [worker_id for one in found for worker_id in one.damaged],
         sum(one.strays for one in found),
@@ -39,24 +39,24 @@ async def whole_round(index: ResidencyIndex) -> Scrubbed:
 
 
 @pytest.fixture
-async def told(index: ResidencyIndex) -> dict[str, Teller]:
+async def sources(index: ResidencyIndex) -> dict[str, MessageSource]:
     """Workers that share blocks, in two scopes and two tiers."""
-    tellers = {worker: Teller(worker) for worker in ("a", "b", "c")}
-    for worker, teller in tellers.items():
-        await tell(
+    made = {worker: MessageSource(worker) for worker in ("a", "b", "c")}
+    for worker, source in made.items():
+        await apply_messages(
             index,
-            teller.begin(1),
-            teller.store(SCOPE, CHAIN[: 8 * (BLOCKS if worker == "a" else 40)]),
-            teller.store(SCOPE, CHAIN[: 8 * 20], Tier.CPU_DRAM),
-            teller.store(OTHER, CHAIN[: 8 * 10]),
+            source.begin(1),
+            source.store(SCOPE, CHAIN[: 8 * (BLOCKS if worker == "a" else 40)]),
+            source.store(SCOPE, CHAIN[: 8 * 20], Tier.CPU_DRAM),
+            source.store(OTHER, CHAIN[: 8 * 10]),
         )
-    return tellers
+    return made
 
 
-async def test_what_messages_did_is_right(index: ResidencyIndex, told: dict[str, Teller]) -> None:
-    await tell(index, told["b"].clear())
-    assert await whole_round(index) == Scrubbed(3, [], 0, 0, True)
-    for worker in told:
+async def test_changes_by_messages_are_no_damage(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
+    await apply_messages(index, sources["b"].clear())
+    assert await whole_round(index) == ScrubResult(3, [], 0, 0, True)
+    for worker in sources:
         record = await index.record(worker)
         assert record is not None and not record.bad
 
@@ -67,7 +67,7 @@ DAMAGES = {
     "a block is added in a scope that the worker never used": lambda damage: damage.add(Scope("other", "other"), NEVER),
     "a block is removed": lambda damage: damage.take(SCOPE, block(7)),
     "a tier is lost": lambda damage: damage.change_flags(SCOPE, block(7), Tier.HBM.flag),
-    "a flag that nobody told of is set": lambda damage: damage.change_flags(
+    "a flag that no message set is set": lambda damage: damage.change_flags(
         SCOPE, block(30), Tier.HBM.flag | FLAG_PINNED
     ),
     "no tier is left": lambda damage: damage.change_flags(SCOPE, block(30), 0),
@@ -77,37 +77,39 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-async def test_damage_is_found_and_healed_by_a_snapshot(
-    index: ResidencyIndex, told: dict[str, Teller], what: str
+async def test_damage_is_found_and_repaired_by_a_snapshot(
+    index: ResidencyIndex, sources: dict[str, MessageSource], what: str
 ) -> None:
-    other = Teller("z")
-    await tell(index, other.begin(1), other.store(Scope("other", "other"), block(0)))  # so that the scope is known
+    other = MessageSource("z")
+    await apply_messages(
+        index, other.begin(1), other.store(Scope("other", "other"), block(0))
+    )  # so that the scope is known
     await DAMAGES[what](Damage(index, "b"))
     found = await whole_round(index)
     assert (found.checked, found.damaged, found.given_up) == (4, ["b"], 0)
     record = await index.record("b")
     assert record is not None and record.bad and record.answering
-    await tell(index, told["b"].begin(2))
+    await apply_messages(index, sources["b"].begin(2))
     for shard in range(index.shards):
         for _ in range(3):
             left = await index.sweep(shard, 1 << 30)
         assert left == 0
-    assert await contents(index, "b") == told["b"].held
-    assert await contents(index, "a") == told["a"].held
-    assert await whole_round(index) == Scrubbed(4, [], 0, 0, True)
+    assert await contents(index, "b") == sources["b"].held
+    assert await contents(index, "a") == sources["a"].held
+    assert await whole_round(index) == ScrubResult(4, [], 0, 0, True)
 
 
-async def test_a_flag_that_was_told_is_no_damage_and_others_are(index: ResidencyIndex) -> None:
+async def test_a_flag_set_by_a_message_is_no_damage_and_others_are(index: ResidencyIndex) -> None:
     use = ScopeUse(SCOPE, 4)
     await index.put(use, "w", Tier.HBM, CHAIN[:160], pinned=True)
-    assert await whole_round(index) == Scrubbed(1, [], 0, 0, True)
+    assert await whole_round(index) == ScrubResult(1, [], 0, 0, True)
     digest = await index.digest("w")
     assert digest is not None and len(digest) == WORDS and await index.length() == 20
     await Damage(index, "w").change_flags(SCOPE, block(3), Tier.HBM.flag | FLAG_PINNED | FLAG_RESUMABLE)
     assert (await whole_round(index)).damaged == ["w"]
 
 
-async def test_a_told_flag_that_moved_to_another_block_or_went_is_damage(index: ResidencyIndex) -> None:
+async def test_a_flag_that_moved_to_another_block_or_is_gone_is_damage(index: ResidencyIndex) -> None:
     use = ScopeUse(SCOPE, 4)
     await index.put(use, "w", Tier.HBM, CHAIN[:160], pinned=True)
     await index.put(use, "w", Tier.CPU_DRAM, CHAIN[:240])
@@ -115,8 +117,8 @@ async def test_a_told_flag_that_moved_to_another_block_or_went_is_damage(index: 
     await index.remove(SCOPE, "w", Tier.HBM, CHAIN[:160])  # it stays with the other copy
     await index.put(use, "v", Tier.HBM, CHAIN[:80], pinned=True)
     await index.remove(SCOPE, "v", Tier.HBM, CHAIN[:80])
-    await index.put(use, "v", Tier.HBM, CHAIN[:80])  # it went with its last copy
-    assert await whole_round(index) == Scrubbed(2, [], 0, 0, True)
+    await index.put(use, "v", Tier.HBM, CHAIN[:80])  # it is gone with its last copy
+    assert await whole_round(index) == ScrubResult(2, [], 0, 0, True)
     damage = Damage(index, "w")
     await damage.change_flags(SCOPE, block(3), Tier.CPU_DRAM.flag)
     assert (await whole_round(index)).damaged == ["w"]
@@ -124,12 +126,12 @@ async def test_a_told_flag_that_moved_to_another_block_or_went_is_damage(index: 
     assert (await whole_round(index)).damaged == ["w"]
     await damage.change_flags(SCOPE, block(3), Tier.CPU_DRAM.flag | FLAG_PINNED)
     await damage.change_flags(SCOPE, block(25), Tier.CPU_DRAM.flag)
-    assert await whole_round(index) == Scrubbed(2, [], 0, 0, True)
+    assert await whole_round(index) == ScrubResult(2, [], 0, 0, True)
     await Damage(index, "v").change_flags(SCOPE, block(3), Tier.HBM.flag | FLAG_PINNED)
     assert (await whole_round(index)).damaged == ["v"]
 
 
-async def test_values_that_are_no_holders_values_are_found(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+async def test_malformed_holders_values_are_found(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
     if not isinstance(index, RedisIndex):
         return
     damage = Damage(index, "b")
@@ -137,22 +139,24 @@ async def test_values_that_are_no_holders_values_are_found(index: ResidencyIndex
     for key, value in ((first, number + b"\x01" + number + b"\x01"), (second, b"")):
         await index._store.client.hset(damage.keys.blocks(SCOPE.scope_id), key, value)
     found = await whole_round(index)
-    together = damage.shard == Damage(index, "a").shard  # whose blocks these were, or would be in the same shard
+    together = damage.shard == Damage(index, "a").shard  # whose blocks these also were, if it is in the same shard
     assert found.damaged == (["a", "b"] if together else ["b"])
     assert not await index._store.client.hexists(damage.keys.blocks(SCOPE.scope_id), second)
 
 
-async def test_entries_of_nobody_are_taken_out(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+async def test_entries_of_unknown_holders_are_taken_out(
+    index: ResidencyIndex, sources: dict[str, MessageSource]
+) -> None:
     damage = Damage(index, "a")
     await damage.add(SCOPE, block(3), number=b"\x7f\x00\x01")
     await damage.add(SCOPE, NEVER, number=b"\x7f\x00\x01")
-    assert await whole_round(index) == Scrubbed(3, [], 2, 0, True)
+    assert await whole_round(index) == ScrubResult(3, [], 2, 0, True)
     assert await damage.value(SCOPE, NEVER) == b""
-    assert await whole_round(index) == Scrubbed(3, [], 0, 0, True)
-    assert await contents(index, "a") == told["a"].held
+    assert await whole_round(index) == ScrubResult(3, [], 0, 0, True)
+    assert await contents(index, "a") == sources["a"].held
 
 
-async def test_a_scrub_goes_on_where_it_stands(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+async def test_a_scrub_continues_from_its_position(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
     await Damage(index, "a").take(SCOPE, block(BLOCKS - 1))
     parts = []
     for shard in range(index.shards):
@@ -166,21 +170,21 @@ async def test_a_scrub_goes_on_where_it_stands(index: ResidencyIndex, told: dict
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-async def test_a_worker_that_never_rests_is_counted_too(
-    index: ResidencyIndex, told: dict[str, Teller], damaged: bool
+async def test_a_worker_that_always_changes_is_counted_too(
+    index: ResidencyIndex, sources: dict[str, MessageSource], damaged: bool
 ) -> None:
     """It stores and removes between any two parts of the scrub."""
-    teller, damage = told["a"], Damage(index, "a")
+    source, damage = sources["a"], Damage(index, "a")
     if damaged:
         await damage.take(SCOPE, block(900))
-    parts: list[Scrubbed] = []
+    parts: list[ScrubResult] = []
     while not (parts and parts[-1].ended):
         at = 10 + len(parts)
-        await tell(
+        await apply_messages(
             index,
-            teller.store(OTHER, CHAIN[8 * at : 8 * at + 8]),
-            teller.remove(SCOPE, block(BLOCKS - at)),
-            teller.store(SCOPE, CHAIN[8 * at + 80 : 8 * at + 88], Tier.CPU_DRAM),
+            source.store(OTHER, CHAIN[8 * at : 8 * at + 8]),
+            source.remove(SCOPE, block(BLOCKS - at)),
+            source.store(SCOPE, CHAIN[8 * at + 80 : 8 * at + 88], Tier.CPU_DRAM),
         )
         parts.append(await index.scrub(damage.shard, ENTRIES_A_CALL))
     assert [worker for part in parts for worker in part.damaged] == (["a"] if damaged else [])
@@ -189,45 +193,47 @@ async def test_a_worker_that_never_rests_is_counted_too(
         assert len(parts) > 3
 
 
-async def test_a_worker_that_another_process_tells_of_is_no_damage(
-    index: ResidencyIndex, told: dict[str, Teller]
+async def test_messages_applied_by_another_process_are_no_damage(
+    index: ResidencyIndex, sources: dict[str, MessageSource]
 ) -> None:
-    """What it tells does not come by here, so it can't be followed; counted in one go it can."""
+    """They are not noted here, so the worker can't be followed; counted in one go it can."""
     if not isinstance(index, RedisIndex):
         return
     elsewhere = await open_redis_index(index._store, shards=index.shards, side_index=True, writer=True)
-    teller, shard = told["a"], Damage(index, "a").shard
-    parts: list[Scrubbed] = []
+    source, shard = sources["a"], Damage(index, "a").shard
+    parts: list[ScrubResult] = []
     while not (parts and parts[-1].ended):
-        await tell(elsewhere, teller.remove(SCOPE, block(BLOCKS - 1 - len(parts))))
+        await apply_messages(elsewhere, source.remove(SCOPE, block(BLOCKS - 1 - len(parts))))
         parts.append(await index.scrub(shard, ENTRIES_A_CALL))
     assert [worker for part in parts for worker in part.damaged] == []
     assert sum(part.given_up + part.checked for part in parts) >= 1
 
 
-async def test_a_scope_whose_text_was_lost_is_told_again(index: ResidencyIndex, told: dict[str, Teller]) -> None:
-    """By a failover of the registry's slot alone, say; no message names it, and whoever wrote it is gone."""
+async def test_a_scope_whose_text_was_lost_is_registered_again(
+    index: ResidencyIndex, sources: dict[str, MessageSource]
+) -> None:
+    """As after a failover of the registry's slot alone; no message names it, and the process that wrote it is gone."""
     if not isinstance(index, RedisIndex):
         return
     await index._store.client.hdel(SCOPES, OTHER.scope_id)
     elsewhere = await open_redis_index(index._store, shards=index.shards, side_index=True, writer=True)
     assert sorted((await whole_round(elsewhere)).damaged) == ["a", "b", "c"]
-    for teller in told.values():
-        await tell(elsewhere, teller.begin(2))
-    assert await contents(elsewhere, "a") == told["a"].held
+    for source in sources.values():
+        await apply_messages(elsewhere, source.begin(2))
+    assert await contents(elsewhere, "a") == sources["a"].held
     assert (await whole_round(elsewhere)).damaged == []
 
 
-async def test_only_workers_of_the_partitions_asked_for(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+async def test_a_scrub_may_be_limited_to_partitions(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
     await Damage(index, "a").take(SCOPE, block(5))
     mine = partition_of("a", index.partitions)
     shard = shard_of(mine, index.shards)
     others = set(range(index.partitions)) - {mine}
     assert (await index.scrub(shard, 1 << 30, others)).damaged == []
-    assert (await index.scrub(shard, 1 << 30, {mine})) == Scrubbed(1, ["a"], 0, 0, True)
+    assert (await index.scrub(shard, 1 << 30, {mine})) == ScrubResult(1, ["a"], 0, 0, True)
 
 
-async def test_a_recount_says_what_blocks_say_by_scope(index: ResidencyIndex, told: dict[str, Teller]) -> None:
+async def test_a_recount_counts_blocks_by_scope(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
     await Damage(index, "b").take(SCOPE, block(7))
     await Damage(index, "c").change_flags(SCOPE, block(30), Tier.HBM.flag | FLAG_PINNED)
     assert [one.sound for one in await index.recount(["a", "b", "c"])] == [True, True, False]
@@ -235,7 +241,7 @@ async def test_a_recount_says_what_blocks_say_by_scope(index: ResidencyIndex, to
     assert sorted(found) == ["a", "b"]
     assert (found["a"].incarnation, found["a"].seq, found["a"].moved) == (1, 3, False)
     digests = {scope: Digest() for scope in (SCOPE, OTHER)}
-    for (scope, key), tiers in told["a"].held.items():
+    for (scope, key), tiers in sources["a"].held.items():
         for tier in tiers:
             digests[scope].add(scope.scope_id, tier, key)
     assert found["a"].scopes == {scope: digest.words for scope, digest in digests.items()}

@@ -1,7 +1,7 @@
 """Memory and Redis index after the same messages: identical answers after every step.
 
-Workers tell prefix-closed residency of small trees in several scopes and tiers; between that, replays, zombies, gaps, wrong
-snapshots, clears, retirements and sweeps. Galloping is held against a full walk in both after every step.
+Workers publish prefix-closed residency of small trees in several scopes and tiers; in between come replays, zombies, gaps,
+wrong snapshots, clears, retirements and sweeps. Galloping is compared with a full walk in both after every step.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.store.connection import Store, open_store
-from tests.kvatlas.index.message_source import Teller, contents, split, tell
+from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents, split
 
 SCOPES = [Scope("m", "t"), Scope("m", "t", "lora"), Scope("m", "t", None, "tenant"), Scope("m2", "t")]
 LENGTH = 150
@@ -52,7 +52,7 @@ class Indexes(RuleBasedStateMachine):
         self.redis: RedisIndex = self.run(
             open_redis_index(self.opened, shards=self.shards, side_index=True, writer=True)
         )
-        self.tellers = {worker: Teller(worker) for worker in WORKERS}
+        self.sources = {worker: MessageSource(worker) for worker in WORKERS}
         self.sent: dict[str, list[wire.RawMessage]] = {worker: [] for worker in WORKERS}
 
     def run(self, coroutine: Any) -> Any:
@@ -62,30 +62,30 @@ class Indexes(RuleBasedStateMachine):
         self.run(self.opened.close())
         self.runner.close()
 
-    def tell(self, worker: str, *messages: wire.RawMessage, remember: bool = True) -> None:
+    def apply(self, worker: str, *messages: wire.RawMessage, remember: bool = True) -> None:
         if remember:
             self.sent[worker] += messages
-        assert self.run(tell(self.memory, *messages)) == self.run(tell(self.redis, *messages))
+        assert self.run(apply_messages(self.memory, *messages)) == self.run(apply_messages(self.redis, *messages))
 
     def depth(self, worker: str, scope: Scope, chain: bytes) -> int:
-        """How deep the worker's telling holds the chain."""
-        held = self.tellers[worker].held
+        """How many blocks of the chain the worker holds by its messages."""
+        held = self.sources[worker].held
         return next((i for i, key in enumerate(split(chain)) if (scope, key) not in held), LENGTH)
 
     @rule(worker=workers, scope=scopes, chain=chains, tier=tiers, depth=depths)
     def store(self, worker: str, scope: Scope, chain: bytes, tier: Tier, depth: int) -> None:
-        """Goes on from where the telling is, or adds a tier to what is held."""
+        """Extends what is held, or adds a tier to it."""
         held = self.depth(worker, scope, chain)
         first = held if tier == Tier.HBM else 0
         run = chain[8 * first : 8 * max(depth, first)] if tier == Tier.HBM else chain[: 8 * min(depth, held)]
         if run:
             parent = chain[8 * (first - 1) : 8 * first] if first else None
-            self.tell(worker, self.tellers[worker].store(scope, run, tier, parent))
+            self.apply(worker, self.sources[worker].store(scope, run, tier, parent))
 
     @rule(worker=workers, scope=scopes, chain=chains, depth=depths)
     def evict(self, worker: str, scope: Scope, chain: bytes, depth: int) -> None:
-        """Takes a chain's end away, with all that hangs on it, in every tier."""
-        teller = self.tellers[worker]
+        """Removes a chain's end, with everything behind it, from every tier."""
+        source = self.sources[worker]
         gone = set(split(chain)[depth:])
         for other in CHAINS:
             keys = split(other)
@@ -94,49 +94,49 @@ class Indexes(RuleBasedStateMachine):
         messages = []
         for tier in TIERS:
             for other in CHAINS:
-                keys = [k for k in split(other) if k in gone and tier in teller.held.get((scope, k), ())]
+                keys = [k for k in split(other) if k in gone and tier in source.held.get((scope, k), ())]
                 if keys:
-                    messages.append(teller.remove(scope, b"".join(reversed(keys)), tier))
+                    messages.append(source.remove(scope, b"".join(reversed(keys)), tier))
         if messages:
-            self.tell(worker, *messages)
+            self.apply(worker, *messages)
 
     @rule(worker=workers)
     def clear(self, worker: str) -> None:
-        self.tell(worker, self.tellers[worker].clear())
+        self.apply(worker, self.sources[worker].clear())
 
     @rule(worker=workers, step=st.integers(1, 3))
     def new_incarnation(self, worker: str, step: int) -> None:
-        self.tell(worker, self.tellers[worker].begin(self.tellers[worker].incarnation + step))
+        self.apply(worker, self.sources[worker].begin(self.sources[worker].incarnation + step))
 
     @rule(worker=workers, back=st.integers(1, 30), count=st.integers(1, 30))
     def replay(self, worker: str, back: int, count: int) -> None:
         """Old messages again: duplicates, or of a dead incarnation."""
         messages = self.sent[worker][-back:][:count]
         if messages:
-            self.tell(worker, *messages, remember=False)
+            self.apply(worker, *messages, remember=False)
 
     @rule(worker=workers, scope=scopes, chain=chains)
     def lose(self, worker: str, scope: Scope, chain: bytes) -> None:
         """A message is lost, and the next one is a gap: nothing more is applied until a snapshot."""
-        teller = self.tellers[worker]
+        source = self.sources[worker]
         held = self.depth(worker, scope, chain)
         if held + 2 <= LENGTH:
-            teller.store(scope, chain[8 * held : 8 * held + 8])
-            self.tell(worker, teller.store(scope, chain[8 * held + 8 : 8 * held + 16]))
+            source.store(scope, chain[8 * held : 8 * held + 8])
+            self.apply(worker, source.store(scope, chain[8 * held + 8 : 8 * held + 16]))
 
     @rule(worker=workers, right=st.booleans())
     def checkpoint(self, worker: str, right: bool) -> None:
-        words = self.tellers[worker].digest().words
+        words = self.sources[worker].digest().words
         words[1] = words[1] if right else (words[1] + 1) % (1 << 32)
-        self.tell(worker, self.tellers[worker].message(Checkpoint(words)))
+        self.apply(worker, self.sources[worker].message(Checkpoint(words)))
 
     @rule(worker=workers)
     def torn_snapshot(self, worker: str) -> None:
         """A snapshot whose digest is wrong closes the incarnation."""
-        teller = self.tellers[worker]
-        message = teller.begin(teller.incarnation + 1)
-        message[6][-1][2][1] += 1
-        self.tell(worker, message)
+        source = self.sources[worker]
+        message = source.begin(source.incarnation + 1)
+        message[wire.EVENTS][-1][wire.END_DIGEST][1] += 1
+        self.apply(worker, message)
 
     @rule(worker=workers)
     def retire(self, worker: str) -> None:
@@ -177,7 +177,7 @@ class Indexes(RuleBasedStateMachine):
                 and not records[0].bad
                 and records[0].want <= (records[0].incarnation, records[0].seq)
             ):
-                assert self.run(self.memory.digest(worker)) == self.tellers[worker].digest().words
+                assert self.run(self.memory.digest(worker)) == self.sources[worker].digest().words
         assert self.run(self.memory.length()) == self.run(self.redis.length())
 
     @rule(worker=workers)
@@ -187,7 +187,7 @@ class Indexes(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(("server", "shards"), [("valkey", 1), ("valkey", 4), ("redis8", 1)])
-def test_memory_and_redis_answer_alike(request: pytest.FixtureRequest, server: str, shards: int) -> None:
+def test_memory_and_redis_give_the_same_answers(request: pytest.FixtureRequest, server: str, shards: int) -> None:
     machine = type("Machine", (Indexes,), {"store_url": request.getfixturevalue(f"{server}_url"), "shards": shards})
     run_state_machine_as_test(
         machine,

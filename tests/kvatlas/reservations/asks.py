@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvatlas.cost import Prices
 from kvatlas.reservations import Ask, Booking, Offer, OfferKind, Reservations, StepChain
-from kvatlas.reservations.redis_calls import FUNCTIONS, pool_library
-from kvatlas.reservations.weigh import worth_us
+from kvatlas.reservations.evaluation import worth_us
+from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.connection import Store
 
 POOL = "pool"
@@ -31,11 +31,11 @@ class Clock:
 
     async def prepare(self) -> None:
         """Functions that read this clock instead of the server's."""
-        real = (FUNCTIONS / "_clock.lua").read_text()
-        told = f"local function now_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
-        code = pool_library()
+        real = POOL_LIBRARY.source("_clock")
+        settable = f"local function now_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
+        code = POOL_LIBRARY.code
         assert real in code
-        await self._store.load_functions(code.replace(real, told))
+        await self._store.load_functions(code.replace(real, settable))
         await self.pass_us(0)
 
     async def pass_us(self, us: int) -> None:
@@ -68,7 +68,7 @@ def offer(
     capacity_steps: int = 0,
     extra_us: float = 0.0,
 ) -> Offer:
-    """A worker that holds so many steps, at the cost of computing the rest and decoding."""
+    """A worker that holds `held_steps`, at the cost of computing the rest and decoding."""
     cached = min(held_steps * STEP_TOKENS, input_tokens - 1)
     saved = worth_us(prices, cached)
     work = worth_us(prices, input_tokens) - saved
@@ -92,5 +92,5 @@ async def book(
 ) -> str | None:
     """The worker that was booked."""
     booking = Booking(id_of(number), router, input_tokens, asked, LEASE_US, LONGEST_US)
-    weighing = await reservations.book(POOL, booking)
-    return None if weighing is None else asked.offers[weighing.chosen].worker_id
+    found = await reservations.book(POOL, booking)
+    return None if found is None else asked.offers[found.chosen].worker_id

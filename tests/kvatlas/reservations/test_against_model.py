@@ -1,4 +1,4 @@
-"""The store's functions against the model in process: the same calls at the same times, the same answers throughout."""
+"""The store's functions against the model in process: the same calls at the same times give the same answers."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ from kvatlas.reservations import (
     MemoryReservations,
     Offer,
     Outcome,
-    Pairing,
+    PairLayout,
     RedisReservations,
     StepChain,
     WorkerReport,
@@ -100,7 +100,7 @@ def pair_asks(draw: st.DrawFn) -> Ask:
     moved = st.lists(st.sampled_from([-1.0, 500.0, 850_000.0, 900_000.5]), min_size=2, max_size=2)
     transfers = draw(st.lists(moved, min_size=len(decodes), max_size=len(decodes)))
     offers = [*(whole(id) for id in prefills), *apart, *(whole(id) for id in both)]
-    pairing = Pairing(len(prefills), len(decodes), groups, transfers)
+    pairing = PairLayout(len(prefills), len(decodes), groups, transfers)
     return Ask(offers, chains, 2.5, 5 * SECOND_US, draw(st.none() | limits_of(len(offers))), pairing)
 
 
@@ -139,24 +139,24 @@ class Both(RuleBasedStateMachine):
             self.same("book", booking)
 
     @rule(asked=asks() | pair_asks())
-    def look(self, asked: Ask) -> None:
-        self.same("look", asked)
+    def evaluate(self, asked: Ask) -> None:
+        self.same("evaluate", asked)
 
     @rule(number=numbers)
-    def prefilled(self, number: int) -> None:
-        self.same("prefilled", id_of(number))
+    def record_first_token(self, number: int) -> None:
+        self.same("record_first_token", id_of(number))
 
     @rule(number=numbers, outcome=st.sampled_from(Outcome))
     def release(self, number: int, outcome: Outcome) -> None:
         self.same("release", id_of(number), outcome)
 
     @rule(router=st.sampled_from(["r1", "r2", "r3"]))
-    def beat(self, router: str) -> None:
-        self.same("beat", router, LEASE_US)
+    def renew_lease(self, router: str) -> None:
+        self.same("renew_lease", router, LEASE_US)
 
     @rule(router=st.sampled_from(["r1", "r2"]))
-    def leave(self, router: str) -> None:
-        self.same("leave", router)
+    def end_lease(self, router: str) -> None:
+        self.same("end_lease", router)
 
     @rule(
         worker=workers,
@@ -164,10 +164,10 @@ class Both(RuleBasedStateMachine):
         load=loads,
         age_us=st.integers(0, 2 * SECOND_US),
         covers=st.booleans(),
-        told=st.booleans(),
+        sampled=st.booleans(),
     )
-    def report(self, worker: str, incarnation: int, load: Load, age_us: int, covers: bool, told: bool) -> None:
-        sample = LoadReport(load, age_us, covers) if told else None
+    def report(self, worker: str, incarnation: int, load: Load, age_us: int, covers: bool, sampled: bool) -> None:
+        sample = LoadReport(load, age_us, covers) if sampled else None
         self.same("report", {worker: WorkerReport(incarnation, sample)})
 
     @rule(worker=workers)
@@ -180,18 +180,18 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def the_same_load(self) -> None:
-        self.same("look", Ask([offer(worker) for worker in WORKERS]))
+        self.same("evaluate", Ask([offer(worker) for worker in WORKERS]))
 
     @invariant()
     def the_same_predictions(self) -> None:
         for chain in CHAINS:
             cut = [StepChain(STEP_TOKENS, chain), StepChain(64, chain)]
-            self.same("look", Ask([offer(w, chain=i % 2) for i, w in enumerate(WORKERS)], cut, 2.0))
+            self.same("evaluate", Ask([offer(w, chain=i % 2) for i, w in enumerate(WORKERS)], cut, 2.0))
 
     @invariant()
-    def ended_things_leave_nothing_behind(self) -> None:
-        self.run(self.stores[1].beat(POOL, "r3", LEASE_US))
-        self.run(self.stores[0].beat(POOL, "r3", LEASE_US))
+    def what_has_ended_leaves_nothing_behind(self) -> None:
+        self.run(self.stores[1].renew_lease(POOL, "r3", LEASE_US))
+        self.run(self.stores[0].renew_lease(POOL, "r3", LEASE_US))
         sizes = {}
         for key in pool_keys(POOL):
             command = "zcard" if key.endswith((":booked", ":predicted", ":deadlines")) else "hlen"

@@ -26,17 +26,17 @@ TWO = ask([offer("a"), offer("b")])
 
 
 async def load(reservations: Reservations, worker_id: str) -> Load:
-    return (await reservations.look(POOL, ask([offer(worker_id)]))).weighed[0].load
+    return (await reservations.evaluate(POOL, ask([offer(worker_id)]))).by_offer[0].load
 
 
 async def report(
     reservations: Reservations, incarnation: int = 1, age_us: int | None = 0, **workers: Load | None
 ) -> None:
-    told = {
+    reports = {
         id: WorkerReport(incarnation, None if load is None else LoadReport(load, age_us or 0, age_us is not None))
         for id, load in workers.items()
     }
-    await reservations.report(POOL, told)
+    await reservations.report(POOL, reports)
 
 
 # ---------------------------------------------------------------- load
@@ -48,21 +48,21 @@ async def test_bookings_of_all_routers_spread(reservations: Reservations) -> Non
     assert await load(reservations, "a") == Load(3, 3_000, 0, 3_000)
 
 
-async def test_looking_books_nothing(reservations: Reservations) -> None:
+async def test_evaluating_books_nothing(reservations: Reservations) -> None:
     await book(reservations, 1, TWO)
-    first = await reservations.look(POOL, TWO)
-    assert (first.chosen, first) == (1, await reservations.look(POOL, TWO))
+    first = await reservations.evaluate(POOL, TWO)
+    assert (first.chosen, first) == (1, await reservations.evaluate(POOL, TWO))
 
 
 async def test_a_reservation_queues_until_its_first_token_and_runs_until_its_end(reservations: Reservations) -> None:
     await book(reservations, 1, TWO)
-    assert await reservations.prefilled(POOL, id_of(1))
+    assert await reservations.record_first_token(POOL, id_of(1))
     assert await load(reservations, "a") == Load(1, 0, 0, 1_000)
-    assert not await reservations.prefilled(POOL, id_of(1))
+    assert not await reservations.record_first_token(POOL, id_of(1))
     assert await reservations.release(POOL, id_of(1), Outcome.FINISHED)
     assert await load(reservations, "a") == Load()
     assert not await reservations.release(POOL, id_of(1), Outcome.FINISHED)
-    assert not await reservations.prefilled(POOL, id_of(1))
+    assert not await reservations.record_first_token(POOL, id_of(1))
     assert await load(reservations, "a") == Load()
 
 
@@ -73,7 +73,7 @@ async def test_reported_and_booked_load_add_up(reservations: Reservations) -> No
     assert await load(reservations, "a") == Load(3, 1_500, 1, 10_000)
 
 
-async def test_a_sample_has_what_was_booked_before_it_and_nothing_counts_twice(
+async def test_a_sample_includes_what_was_booked_before_it_and_nothing_counts_twice(
     reservations: Reservations, clock: Clock
 ) -> None:
     await book(reservations, 1, ask([offer("a")]))
@@ -87,7 +87,7 @@ async def test_a_sample_has_what_was_booked_before_it_and_nothing_counts_twice(
     assert await load(reservations, "a") == Load(1, 700, 0, 1_000)
 
 
-async def test_a_sample_of_unknown_time_has_no_booking(reservations: Reservations, clock: Clock) -> None:
+async def test_a_sample_of_unknown_time_includes_no_booking(reservations: Reservations, clock: Clock) -> None:
     await book(reservations, 1, ask([offer("a")]))
     await clock.pass_us(SECOND_US)
     await report(reservations, age_us=None, a=Load(1, 0, 0, 0))
@@ -104,63 +104,63 @@ async def test_a_stale_load_is_unknown_not_zero(reservations: Reservations, cloc
     await report(reservations, a=Load())
     await clock.pass_us(STALE_US - 1)
     await report(reservations, b=Load(3, 2_000, 0, 0))
-    assert [w.load_known for w in (await reservations.look(POOL, TWO)).weighed] == [True, True]
+    assert [one.load_known for one in (await reservations.evaluate(POOL, TWO)).by_offer] == [True, True]
     await clock.pass_us(1)
-    weighing = await reservations.look(POOL, TWO)
-    assert [w.load_known for w in weighing.weighed] == [False, True]
-    assert weighing.weighed[0].load == Load(3, 2_000, 0, 0)
+    found = await reservations.evaluate(POOL, TWO)
+    assert [one.load_known for one in found.by_offer] == [False, True]
+    assert found.by_offer[0].load == Load(3, 2_000, 0, 0)
     await book(reservations, 1, TWO)
     assert await book(reservations, 2, TWO) == "b"  # what was booked on the unknown one counts
 
 
 async def test_ties_go_to_the_first_offer(reservations: Reservations) -> None:
-    assert (await reservations.look(POOL, ask([offer("z"), offer("a")]))).chosen == 0
+    assert (await reservations.evaluate(POOL, ask([offer("z"), offer("a")]))).chosen == 0
 
 
 # ---------------------------------------------------------------- ends
 
 
-async def test_reservations_die_with_their_routers_lease(reservations: Reservations, clock: Clock) -> None:
+async def test_reservations_end_with_their_routers_lease(reservations: Reservations, clock: Clock) -> None:
     await book(reservations, 1, ask([offer("a")]), router="dead")
     await clock.pass_us(LEASE_US - 1)
-    assert await reservations.beat(POOL, "alive", LEASE_US) is False  # its first
+    assert await reservations.renew_lease(POOL, "alive", LEASE_US) is False  # its first
     await book(reservations, 2, ask([offer("a")]), router="alive")
     assert await load(reservations, "a") == Load(2, 2_000, 0, 2_000)
     await clock.pass_us(1)
-    assert await reservations.beat(POOL, "alive", LEASE_US) is True
+    assert await reservations.renew_lease(POOL, "alive", LEASE_US) is True
     assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
-    assert await reservations.beat(POOL, "dead", LEASE_US) is False
+    assert await reservations.renew_lease(POOL, "dead", LEASE_US) is False
 
 
-async def test_a_router_that_leaves_takes_its_reservations_along(reservations: Reservations) -> None:
+async def test_ending_a_lease_ends_its_reservations(reservations: Reservations) -> None:
     await book(reservations, 1, ask([offer("a")]), router="r1")
     await book(reservations, 2, ask([offer("a")]), router="r2")
-    await reservations.leave(POOL, "r1")
+    await reservations.end_lease(POOL, "r1")
     assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
 
 
-async def test_a_reservation_that_nobody_releases_ends(reservations: Reservations, clock: Clock) -> None:
+async def test_a_reservation_that_is_never_released_ends(reservations: Reservations, clock: Clock) -> None:
     await book(reservations, 1, ask([offer("a")]))
     for _ in range(LONGEST_US // (4 * SECOND_US)):
         await clock.pass_us(4 * SECOND_US)
-        await reservations.beat(POOL, "r", LEASE_US)
+        await reservations.renew_lease(POOL, "r", LEASE_US)
     assert await load(reservations, "a") == Load()
 
 
-async def test_a_clock_that_goes_back_freezes_no_load(reservations: Reservations, clock: Clock) -> None:
+async def test_a_clock_that_goes_back_does_not_freeze_loads(reservations: Reservations, clock: Clock) -> None:
     """As that of a replica on another machine, which has become the primary."""
     await report(reservations, a=Load(9, 9_000, 0, 0), b=Load())
     assert await book(reservations, 1, TWO) == "b"
     await clock.pass_us(-3_600 * SECOND_US)
     await report(reservations, a=Load(1, 20, 0, 0))
     await report(reservations, b=Load(1, 9_000, 0, 0))
-    weighed = (await reservations.look(POOL, TWO)).weighed
-    assert [(w.load, w.load_known) for w in weighed] == [(Load(1, 20, 0, 0), True), (Load(1, 9_000, 0, 0), True)]
+    found = (await reservations.evaluate(POOL, TWO)).by_offer
+    assert [(one.load, one.load_known) for one in found] == [(Load(1, 20, 0, 0), True), (Load(1, 9_000, 0, 0), True)]
     assert await book(reservations, 2, TWO) == "a"
     assert await load(reservations, "a") == Load(2, 1_020, 0, 1_000)
 
 
-async def test_reservations_die_with_their_workers_incarnation(reservations: Reservations) -> None:
+async def test_reservations_end_with_their_workers_incarnation(reservations: Reservations) -> None:
     chain = steps(*range(4))
     await report(reservations, incarnation=5, a=None, b=None)
     await book(reservations, 1, ask([offer("a", chain=0)], chain))
@@ -168,9 +168,9 @@ async def test_reservations_die_with_their_workers_incarnation(reservations: Res
     await report(reservations, incarnation=5, a=None)
     assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
     await report(reservations, incarnation=6, a=None)
-    weighing = await reservations.look(POOL, ask([offer("a", chain=0), offer("b", chain=0)], chain, 0.0))
-    assert [w.load for w in weighing.weighed] == [Load(), Load(1, 1_000, 0, 1_000)]
-    assert [bool(w.predicted_tokens) for w in weighing.weighed] == [False, True]
+    found = await reservations.evaluate(POOL, ask([offer("a", chain=0), offer("b", chain=0)], chain, 0.0))
+    assert [one.load for one in found.by_offer] == [Load(), Load(1, 1_000, 0, 1_000)]
+    assert [bool(one.predicted_tokens) for one in found.by_offer] == [False, True]
     assert not await reservations.release(POOL, id_of(1), Outcome.FINISHED)
 
 
@@ -178,8 +178,8 @@ async def test_a_forgotten_worker_has_nothing(reservations: Reservations) -> Non
     await report(reservations, a=Load(7))
     await book(reservations, 1, ask([offer("a", chain=0)], steps(1, 2)))
     await reservations.forget(POOL, "a")
-    weighed = (await reservations.look(POOL, ask([offer("a", chain=0)], steps(1, 2)))).weighed[0]
-    assert (weighed.load, weighed.load_known, weighed.predicted_tokens) == (Load(), False, 0)
+    found = (await reservations.evaluate(POOL, ask([offer("a", chain=0)], steps(1, 2)))).by_offer[0]
+    assert (found.load, found.load_known, found.predicted_tokens) == (Load(), False, 0)
 
 
 async def test_a_booking_that_was_called_off_is_refused_when_it_comes_late(
@@ -195,7 +195,7 @@ async def test_a_booking_that_was_called_off_is_refused_when_it_comes_late(
     assert await book(reservations, 1, TWO) == "a"
 
 
-async def test_a_booking_told_again_counts_once(reservations: Reservations) -> None:
+async def test_a_booking_sent_again_counts_once(reservations: Reservations) -> None:
     for _ in range(3):
         await book(reservations, 1, ask([offer("a", chain=0)], steps(1, 2)))
     assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
@@ -227,19 +227,19 @@ async def test_a_burst_on_one_new_prefix_is_computed_once_or_twice(reservations:
     assert len({await book(reservations, 100 + n, ask(blind), input_tokens=longer + 60) for n in range(100)}) > 10
 
 
-async def test_what_is_being_computed_is_held_from_when_it_should_be_there(
+async def test_a_prefix_being_computed_is_held_from_when_it_should_be_there(
     reservations: Reservations, clock: Clock
 ) -> None:
     asked = ask([offer("a", chain=0, input_tokens=LONG)], CHAIN)
     await book(reservations, 1, asked, input_tokens=LONG)
-    weighed = (await reservations.look(POOL, asked)).weighed[0]
-    assert weighed.predicted_tokens == LONG - 1
-    assert 0 < weighed.wait_us < LONG * 40  # the backlog is the same prefill; only what attention adds is waited for
+    found = (await reservations.evaluate(POOL, asked)).by_offer[0]
+    assert found.predicted_tokens == LONG - 1
+    assert 0 < found.wait_us < LONG * 40  # the backlog is the same prefill; only what attention adds is waited for
     await clock.pass_us(LONG * 80)
-    assert (await reservations.look(POOL, asked)).weighed[0].wait_us == 0
+    assert (await reservations.evaluate(POOL, asked)).by_offer[0].wait_us == 0
 
 
-async def test_a_shared_part_counts_as_far_as_it_is_shared(reservations: Reservations) -> None:
+async def test_a_prediction_counts_as_far_as_it_is_shared(reservations: Reservations) -> None:
     await book(reservations, 1, ask([offer("a", chain=0)], steps(1, 2, 3, 4)))
     for chain, shared in [
         (steps(1, 2, 3, 9), 3),
@@ -248,61 +248,61 @@ async def test_a_shared_part_counts_as_far_as_it_is_shared(reservations: Reserva
         (steps(9, 2, 3, 4), 0),
     ]:
         asked = ask([offer("a", chain=0, input_tokens=2_000)], chain)
-        assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens == shared * STEP_TOKENS
+        assert (await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens == shared * STEP_TOKENS
 
 
 async def test_what_the_engine_loses_of_a_hit_is_not_usable(reservations: Reservations) -> None:
     asked = ask([offer("a", chain=0, lost_tokens=16)], steps(1, 2))
     await book(reservations, 1, asked)
-    assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens == 2 * STEP_TOKENS - 16
+    assert (await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens == 2 * STEP_TOKENS - 16
 
 
 @pytest.mark.parametrize("after_first_token", [False, True])
-async def test_a_failure_before_the_first_token_leaves_nothing_believed(
+async def test_a_failure_before_the_first_token_ends_its_prediction(
     reservations: Reservations, after_first_token: bool
 ) -> None:
     asked = ask([offer("a", chain=0)], steps(1, 2))
     await book(reservations, 1, asked)
     if after_first_token:
-        await reservations.prefilled(POOL, id_of(1))
+        await reservations.record_first_token(POOL, id_of(1))
     await reservations.release(POOL, id_of(1), Outcome.FAILED)
-    assert bool((await reservations.look(POOL, asked)).weighed[0].predicted_tokens) is after_first_token
+    assert bool((await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens) is after_first_token
 
 
-async def test_a_dead_routers_prefixes_are_not_believed(reservations: Reservations, clock: Clock) -> None:
+async def test_a_dead_routers_predictions_end(reservations: Reservations, clock: Clock) -> None:
     asked = ask([offer("a", chain=0, believed_us=600 * SECOND_US)], steps(1, 2))
     await book(reservations, 1, asked)
     await clock.pass_us(LEASE_US)
-    await reservations.beat(POOL, "other", LEASE_US)
-    assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens == 0
+    await reservations.renew_lease(POOL, "other", LEASE_US)
+    assert (await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens == 0
 
 
-async def test_without_confirmation_belief_ends(reservations: Reservations, clock: Clock) -> None:
+async def test_a_prediction_without_confirmation_ends(reservations: Reservations, clock: Clock) -> None:
     asked = ask([offer("a", chain=0)], steps(1, 2))
     await book(reservations, 1, asked)
-    await reservations.prefilled(POOL, id_of(1))
+    await reservations.record_first_token(POOL, id_of(1))
     await clock.pass_us(5 * SECOND_US - 1)
-    assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens
+    assert (await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens
     await clock.pass_us(1)
-    assert not (await reservations.look(POOL, asked)).weighed[0].predicted_tokens
+    assert not (await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens
 
 
-async def test_what_the_index_confirms_is_predicted_no_more(reservations: Reservations) -> None:
+async def test_what_the_index_confirms_is_no_longer_predicted(reservations: Reservations) -> None:
     chain = steps(1, 2, 3)
     await book(reservations, 1, ask([offer("a", chain=0)], chain))
-    await reservations.prefilled(POOL, id_of(1))
+    await reservations.record_first_token(POOL, id_of(1))
     await book(reservations, 2, ask([offer("a", chain=0, held_steps=3)], chain))
-    assert not (await reservations.look(POOL, ask([offer("a", chain=0)], chain))).weighed[0].predicted_tokens
+    assert not (await reservations.evaluate(POOL, ask([offer("a", chain=0)], chain))).by_offer[0].predicted_tokens
 
 
 async def test_computing_again_what_is_being_computed_costs_more(reservations: Reservations) -> None:
     workers = [offer("a", chain=0, input_tokens=LONG), offer("b", chain=0, input_tokens=LONG)]
     assert await book(reservations, 1, ask(workers, CHAIN), input_tokens=LONG) == "a"
     await book(reservations, 2, ask([offer("a")]))
-    assert (await reservations.look(POOL, ask(workers, CHAIN, 0.0))).chosen == 1
-    weighing = await reservations.look(POOL, ask(workers, CHAIN, 16.0))
-    assert weighing.chosen == 0
-    assert [w.again_tokens for w in weighing.weighed] == [0, LONG - 1]
+    assert (await reservations.evaluate(POOL, ask(workers, CHAIN, 0.0))).chosen == 1
+    found = await reservations.evaluate(POOL, ask(workers, CHAIN, 16.0))
+    assert found.chosen == 0
+    assert [one.again_tokens for one in found.by_offer] == [0, LONG - 1]
 
 
 async def test_predictions_without_events_live_as_long_as_they_are_used(
@@ -313,11 +313,11 @@ async def test_predictions_without_events_live_as_long_as_they_are_used(
     await reservations.release(POOL, id_of(1), Outcome.FINISHED)
     for number in range(2, 6):
         await clock.pass_us(4 * SECOND_US)
-        assert (await reservations.look(POOL, asked)).weighed[0].predicted_tokens
+        assert (await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens
         await book(reservations, number, asked)
         await reservations.release(POOL, id_of(number), Outcome.FINISHED)
     await clock.pass_us(6 * SECOND_US)
-    assert not (await reservations.look(POOL, asked)).weighed[0].predicted_tokens
+    assert not (await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens
 
 
 async def test_predictions_without_events_fit_the_workers_capacity(reservations: Reservations, clock: Clock) -> None:
@@ -331,7 +331,7 @@ async def test_predictions_without_events_fit_the_workers_capacity(reservations:
             await book(reservations, 10 * number + used, one)
             await reservations.release(POOL, id_of(10 * number + used), Outcome.FINISHED)
     held = [
-        bool((await reservations.look(POOL, ask([offer("a", chain=0)], asked(n)))).weighed[0].predicted_tokens)
+        bool((await reservations.evaluate(POOL, ask([offer("a", chain=0)], asked(n)))).by_offer[0].predicted_tokens)
         for n in range(4)
     ]
     assert held == [True, False, True, True]

@@ -1,4 +1,4 @@
-"""What the store keeps of a pool whose last worker is gone: nothing that stays."""
+"""A pool whose last worker is gone leaves nothing in the store that never expires."""
 
 import pytest
 
@@ -16,25 +16,25 @@ RECORD = FleetRecord(endpoint=ENDPOINT, state=EngineState.UP, liveness=Liveness.
 POOL = ENDPOINT.pool_id
 
 
-async def for_good(store: Store) -> list[str]:
-    """The pool's keys that nothing but a call would ever take out."""
+async def without_expiry(store: Store) -> list[str]:
+    """The pool's keys that never expire."""
     return [key for key in pool_keys(POOL) if await store.client.ttl(key) == -1]
 
 
-async def test_routers_leases_in_a_pool_without_workers_go_by_themselves(store: Store) -> None:
+async def test_routers_leases_in_a_pool_without_workers_expire(store: Store) -> None:
     fleet, reservations = FleetStore(store), RedisReservations(store)
     await fleet.write({"w": RECORD})
     asked = ask([offer("w")])
     assert await reservations.book(POOL, Booking(id_of(1), "r", 1_000, asked, LEASE_US, LONGEST_US))
     await fleet.forget("w", POOL)
-    assert await for_good(store) == []
-    # what routers still tell of it
-    await reservations.beat(POOL, "r", LEASE_US)
-    await reservations.beat(POOL, "late", LEASE_US)
+    assert await without_expiry(store) == []
+    # what routers still write
+    await reservations.renew_lease(POOL, "r", LEASE_US)
+    await reservations.renew_lease(POOL, "late", LEASE_US)
     await reservations.release(POOL, id_of(2), Outcome.CALLED_OFF)
     await reservations.book(POOL, Booking(id_of(3), "r", 1_000, asked, LEASE_US, LONGEST_US))
-    assert await for_good(store) == []
-    # it has a worker again: as ever
+    assert await without_expiry(store) == []
+    # it has a worker again: its keys stay
     await fleet.write({"w": RECORD})
     kept = [key for key in pool_keys(POOL) if await store.client.exists(key)]
-    assert await for_good(store) == kept
+    assert await without_expiry(store) == kept

@@ -11,11 +11,11 @@ from indexer.counters import IndexerCounters
 from indexer.partition.queue import PartitionFeed
 from kvatlas.identity import partition_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import Applied, Position
+from kvatlas.index.protocol import ApplyResult, Position
 from kvatlas.telemetry import flush_span, inject_headers
 from kvatlas.telemetry.spans import PROCESS
 from tests.eventually import until
-from tests.kvatlas.index.message_source import Teller
+from tests.kvatlas.index.message_source import MessageSource
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ async def test_a_batch_that_no_engine_led_to_is_no_workers_trace(spans: InMemory
     index = MemoryIndex()
     told: list[Mapping[str, str]] = []
 
-    def on_applied(_: Applied, traces: Mapping[str, str]) -> None:
+    def on_applied(_: ApplyResult, traces: Mapping[str, str]) -> None:
         told.append(traces)
 
     applier = Applier(0, index, IndexerCounters(), on_applied=on_applied)
@@ -39,7 +39,7 @@ async def test_a_batch_that_no_engine_led_to_is_no_workers_trace(spans: InMemory
         if worker_id == "by-engine":
             with flush_span(worker_id, messages=1):
                 headers = inject_headers()
-        feed.add((Teller(worker_id).begin(1), 100, "$JS.ACK.S.C.1.101.1.0.0", headers))
+        feed.add((MessageSource(worker_id).begin(1), 100, "$JS.ACK.S.C.1.101.1.0.0", headers))
         feeds.append(feed)
         applier.attach(feed)
     async with anyio.create_task_group() as group:

@@ -11,8 +11,8 @@ from kvatlas.fleet.store import LEASES, FleetStore
 from kvatlas.identity import pool_id
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
-from kvatlas.predictions.store import answers_key, tell_answers, told_answers
-from kvatlas.reservations.redis_calls import pool_call
+from kvatlas.predictions.store import answers_key, read_answer_reports, write_answer_report
+from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import open_store
 from kvatlas_cli.doctor import Level
 from tests.eventually import until
@@ -40,7 +40,7 @@ async def test_an_installation_that_is_well(system: Installation) -> None:
         assert (await client.post("/v1/completions", json=body)).status_code == 200
 
         async def are_told() -> bool:
-            return bool(await told_answers(system.store, POOL, now_us()))
+            return bool(await read_answer_reports(system.store, POOL, now_us()))
 
         await until(are_told, what="the router told its counts")
         code, out = await command(system, "--json")
@@ -62,9 +62,9 @@ async def test_nobody_indexes(system: Installation) -> None:
     assert (await system.wrong("indexers.members")).level is Level.ERROR
     assert "64 of 64 partitions are nobody's" in (await system.wrong("indexers.leases")).line
     fleet = FleetStore(system.store)
-    await fleet.claim("ghost", 60_000, range(64))
+    await fleet.claim_leases("ghost", 60_000, range(64))
     assert "ghost" in (await system.wrong("indexers.leases")).line
-    await fleet.beat("ghost", 60_000)
+    await fleet.renew_membership("ghost", 60_000)
     assert (await system.wrong("indexers.members")).level is Level.INFO  # one alone
     await system.store.client.hdel(LEASES, "3", "5")
     assert "2 of 64 partitions are nobody's: 3, 5" in (await system.wrong("indexers.leases")).line
@@ -147,11 +147,13 @@ async def test_a_pool_of_one_role(system: Installation) -> None:
 async def test_what_routers_find_wrong_is_found_here_too(system: Installation) -> None:
     await open_redis_index(system.store, writer=True)
     await system.writes(record("w"))
-    await tell_answers(system.store, "good", POOL, AnswerReport(counts=AnswerCounts(prompts_equal=3, cached_equal=3)))
+    await write_answer_report(
+        system.store, "good", POOL, AnswerReport(counts=AnswerCounts(prompts_equal=3, cached_equal=3))
+    )
     wrong = AnswerReport(
         counts=AnswerCounts(prompts_equal=1, prompts_differ=2), example="12 tokens where it counted 10"
     )
-    await tell_answers(system.store, "bad", POOL, wrong)
+    await write_answer_report(system.store, "bad", POOL, wrong)
     bad, good = await system.said("routers.answers")
     assert good.level is Level.OK and "router good" in good.line and "100.0%" in good.line
     assert bad.level is Level.WARNING and "2 of 3 prompts differ" in bad.line and "--tokenizer engine" in bad.advice
@@ -163,12 +165,12 @@ async def test_counts_of_routers_are_bounded_and_end_with_them(fresh_store: str)
         for number, keep_us in ((1, 40_000_000), (2, 20_000_000), (3, 60_000_000)):
             report = AnswerReport(counts=AnswerCounts(prompts_equal=number))
             args = [f"r{number}", keep_us, 2, report.pack()]
-            await pool_call(store, "answered", POOL, args, keys=[answers_key(POOL)])
-        told = await told_answers(store, POOL, now_us())
+            await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
+        told = await read_answer_reports(store, POOL, now_us())
         assert {router_id: one.counts.prompts_equal for router_id, one in told.items()} == {"r1": 1, "r3": 3}
-        assert list(await told_answers(store, POOL, now_us() + 50_000_000)) == ["r3"]
+        assert list(await read_answer_reports(store, POOL, now_us() + 50_000_000)) == ["r3"]
         args = ["r4", 1, 9, AnswerReport().pack()]
-        await pool_call(store, "answered", POOL, args, keys=[answers_key(POOL)])
+        await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
 
         async def are_over() -> bool:
             return not await store.client.exists(answers_key(POOL))

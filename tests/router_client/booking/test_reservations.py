@@ -259,7 +259,7 @@ async def test_leases_are_renewed_while_the_client_is_entered(store: Store, valk
         first = int(await store.client.hget(lease, "r"))
 
         async def renewed() -> bool:
-            await reservations.beat(SCOPE.pool_id, "other", 60_000_000)  # would end what is over
+            await reservations.renew_lease(SCOPE.pool_id, "other", 60_000_000)  # would end what is over
             return int(await store.client.hget(lease, "r")) > first + 600_000
 
         await until(renewed, what="the lease is renewed again and again")

@@ -158,7 +158,7 @@ async def test_leaving_shares_the_last_evidence(reservations: Reservations) -> N
     async with router_over(reservations, settings) as router:
         await slow_answer(router, 1)
         assert router.rates(SCOPE) == {}
-    assert (await reservations.learned(SCOPE.pool_id))["a"].requests == 1
+    assert (await reservations.read_evidence(SCOPE.pool_id))["a"].requests == 1
 
 
 async def test_a_worker_that_is_gone_is_forgotten(reservations: Reservations) -> None:
@@ -180,7 +180,7 @@ async def test_nothing_is_learned_if_it_is_switched_off_or_prices_are_fixed(
     async with router_over(reservations, settings) as router:
         choice = await slow_answer(router, 1)
         assert choice.feedback is None
-    assert await reservations.learned(SCOPE.pool_id) == {}
+    assert await reservations.read_evidence(SCOPE.pool_id) == {}
 
 
 async def test_only_measured_requests_are_learned_from_and_only_once() -> None:

@@ -68,7 +68,7 @@ async def router(
 
 
 async def load(reservations: Reservations, worker_id: str) -> Load:
-    return (await reservations.look(SCOPE.pool_id, Ask([offer(worker_id)]))).weighed[0].load
+    return (await reservations.evaluate(SCOPE.pool_id, Ask([offer(worker_id)]))).by_offer[0].load
 
 
 # ---------------------------------------------------------------- the choice

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvatlas.cost.regression import Evidence, Kind
+from kvatlas.cost.regression import Evidence, Latency
 from kvatlas.reservations import RedisReservations
 from kvatlas.store.connection import Store
 from tests.eventually import until
@@ -26,7 +26,7 @@ async def learned_from(store: Store, requests: int) -> Evidence:
 
     async def enough() -> bool:
         nonlocal found
-        found = (await RedisReservations(store).learned(SCOPE.pool_id)).get("w1", found)
+        found = (await RedisReservations(store).read_evidence(SCOPE.pool_id)).get("w1", found)
         return found.requests >= requests
 
     await until(enough, what=f"{requests} requests are learned from")
@@ -34,7 +34,7 @@ async def learned_from(store: Store, requests: int) -> Evidence:
     return found
 
 
-def rows(evidence: Evidence, kind: Kind) -> float:
+def rows(evidence: Evidence, kind: Latency) -> float:
     """How many times of a kind were measured lately."""
     return evidence.sums[2 * kind + 1]
 
@@ -46,7 +46,7 @@ async def test_streams_and_answers_of_one_token_teach_rates(store: Store, valkey
         await complete(client, 3, max_tokens=8)  # in one piece: nobody knows when its first token was there
         await complete(client, 4, max_tokens=8, stream=True, n=2)
         evidence = await learned_from(store, 2)
-        assert rows(evidence, Kind.FIRST) > rows(evidence, Kind.NEXT) > 0
+        assert rows(evidence, Latency.TTFT) > rows(evidence, Latency.TPOT) > 0
 
 
 async def test_done_teaches_rates(store: Store, valkey_url: str) -> None:
@@ -63,7 +63,7 @@ async def test_done_teaches_rates(store: Store, valkey_url: str) -> None:
             await client.post("/v1/done", json={"id": id, "phase": "first_token"})
             assert (await client.post("/v1/done", json={"id": id, **done})).json() == {"known": True}
         evidence = await learned_from(store, 3)
-        assert rows(evidence, Kind.FIRST) > 2 * rows(evidence, Kind.NEXT) > 0
+        assert rows(evidence, Latency.TTFT) > 2 * rows(evidence, Latency.TPOT) > 0
 
 
 @pytest.mark.parametrize("timings", ["5 ms", {"ttft_us": "5"}, {"tpot_us": True}])
@@ -78,4 +78,4 @@ async def test_learning_can_be_switched_off(store: Store, valkey_url: str) -> No
     async with running_fleet(store, {"w1": {}}):
         async with running_proxy(valkey_url, learn=False) as client:
             await complete(client, 1, max_tokens=1)
-        assert await RedisReservations(store).learned(SCOPE.pool_id) == {}
+        assert await RedisReservations(store).read_evidence(SCOPE.pool_id) == {}

@@ -1,7 +1,7 @@
--- Changing many blocks of one scope: one HMGET, one HSET, one HDEL for hundreds of blocks, of several holders too.
--- Values repeat, so what becomes of a value is computed once (`known`), and Lua only looks it up a block.
+-- Changing many blocks of one scope, of several holders too: one HMGET, one HSET, one HDEL for hundreds of blocks.
+-- Values repeat, so a value's new value is computed once (`known`), and Lua only looks it up for each block.
 
--- The side index: which blocks follow which. side = {children = key, parents = key}.
+-- The side index: which blocks follow which. side: {children = key, parents = key}
 local function link(side, hash, parent)
   if redis.call('HSETNX', side.parents, hash, parent) == 1 then
     redis.call('HSET', side.children, parent, (redis.call('HGET', side.children, parent) or '') .. hash)
@@ -27,6 +27,7 @@ local function unlink(side, hash)
   end
 end
 
+-- Returns the value after a store, and whether the holder's tier is new in it.
 local function value_with(value, holder, tier_bit, flags)
   if not value then
     return holder .. string.char(bit.bor(tier_bit, flags)), true
@@ -43,6 +44,7 @@ local function value_with(value, holder, tier_bit, flags)
   return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), bit.band(old, tier_bit) == 0
 end
 
+-- Returns the value after a removal (false: the block has no holder left), and whether the holder's tier was in it.
 local function value_without(value, holder, tier_bit)
   if not value then
     return value, false
@@ -63,7 +65,7 @@ local function value_without(value, holder, tier_bit)
   return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), true
 end
 
--- The two 32-bit sums of packed hashes' halves (exact: a run of hashes is far below 2^21 blocks).
+-- Returns the two sums of packed hashes' 32-bit halves (exact: there are always far fewer than 2^21 hashes).
 local sum_formats = {}
 local function sums(packed)
   local low, high, count = 0, 0, #packed / 8
@@ -85,8 +87,8 @@ local function sums(packed)
   return low, high
 end
 
--- Counts blocks of one scope, given by how many they are and their sums, into (sign 1) or out of (sign -1) a holder's digest,
--- under a tier or a flag (by its bit): see kvatlas/blocks/digest.py.
+-- Counts blocks of one scope, given by their number and sums, into (sign 1) or out of (sign -1) a holder's digest, under a tier
+-- or a flag (by its bit): see kvatlas/blocks/digest.py.
 local function count_sums(digest, tier, count, low, high, scope, sign)
   local at = 3 * tier + 1
   digest[at] = digest[at] + sign * count
@@ -100,13 +102,13 @@ local function count_blocks(digest, tier, packed, scope, sign)
   count_sums(digest, tier, #packed / 8, low, high, scope, sign)
 end
 
--- Which flags besides the tiers differ between a holder's entries in two values?
+-- Returns the flags besides the tiers that differ between a holder's entries in two values.
 local function flags_changed(old, new, holder)
   local was, is = old and find_entry(old, holder), new and find_entry(new, holder)
   return bit.band(bit.bxor(was and string.byte(old, was + 3) or 0, is and string.byte(new, is + 3) or 0), FLAG_MASK)
 end
 
--- flagged: {bit of a flag -> {hash...}}; the hash's entry has these flags now, or has them no longer.
+-- Notes that a block's entry gained, or lost, these flags. flagged: {bit of a flag -> {hash...}}
 local function note_flags(flagged, flags, hash)
   for flag = 5, 7 do
     if bit.band(flags, 2 ^ flag) ~= 0 then
@@ -116,7 +118,7 @@ local function note_flags(flagged, flags, hash)
   end
 end
 
--- The hashes each once.
+-- Returns the hashes, each once.
 local function distinct(hashes)
   local seen, out, n = {}, {}, 0
   for i = 1, #hashes do
@@ -131,8 +133,8 @@ end
 
 local PART = 512 -- blocks a command; more at a time don't fit into the processor's caches
 
--- What an operation makes of hashes[first..last], of which values[i - before] is the value: appended to `set`, which is n long,
--- and `gone`, which is m long. Returns n, m and the bytes to be written.
+-- Works out an operation on hashes[first..last], whose values are values[i - before]: appends {hash, new value...} to `set`,
+-- which is n long, and hashes without a holder to `gone`, which is m long. Returns n, m and the bytes to be written.
 local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   local known, bytes = op.known, 0
   for i = first, last do
@@ -148,7 +150,7 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
       if op.flagged then
         note_flags(op.flagged, flags_changed(value, new, op.holder), hashes[i])
       end
-      if not counts then -- the holder has it already, or has not what it should lose
+      if not counts then -- the holder has it already, or does not have what it should lose
         op.uncounted = op.uncounted or {}
         op.uncounted[hashes[i]] = true
       elseif not op.flagged then
@@ -169,15 +171,15 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   return n, m, bytes
 end
 
--- Counts what an operation made of hashes[first..last] into its holder's digest, and returns how many blocks that are.
+-- Counts what an operation changed of hashes[first..last] into its holder's digest. Returns how many blocks it changed.
 local function settle(op, hashes, first, last)
   local sign = op.store and 1 or -1
   for flag, those in pairs(op.flagged or {}) do
     count_blocks(op.digest, flag, table.concat(those), op.scope, sign)
   end
-  if not op.uncounted and last - first + 1 == op.told then
-    count_sums(op.digest, op.tier, op.told, op.low, op.high, op.scope, sign)
-    return op.told
+  if not op.uncounted and last - first + 1 == op.size then
+    count_sums(op.digest, op.tier, op.size, op.low, op.high, op.scope, sign)
+    return op.size
   end
   local changed, c = {}, 0
   for i = first, last do
@@ -192,19 +194,19 @@ local function settle(op, hashes, first, last)
   return c
 end
 
--- Carries out operations on blocks of one scope: several that are all of different blocks, or one.
--- op: {scope, holder, tier, tier_bit, flags, store = true or false, digest, known = {}, parts = packed blocks,
---   told = how many, low, high = their sums as apply_call.py gives them}; one part repeats nothing
--- scope: {blocks = key, mix_low, mix_high, side or nil}; count: see apply.lua
+-- Carries out operations on blocks of one scope: several if all their blocks are different, or one.
+-- op: {scope, holder, tier, tier_bit, flags, store = true or false, digest, known = {}, parts = {packed hashes...},
+--   size = hashes in the parts, low, high = their sums as apply_call.py made them}; no part repeats a hash
+-- scope: {blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in apply.lua
 local function change_blocks(scope, ops, count)
   local packed, total = {}, 0
   for _, op in ipairs(ops) do
     for _, part in ipairs(op.parts) do
       packed[#packed + 1] = part
     end
-    total = total + op.told
+    total = total + op.size
     op.last = total
-    op.flagged = #op.digest > DIGEST_WORDS and {} -- few holders were ever told of flags
+    op.flagged = #op.digest > DIGEST_WORDS and {} -- few holders ever have flags
   end
   local hashes = split(table.concat(packed))
   if #ops == 1 and #packed > 1 then
@@ -220,10 +222,10 @@ local function change_blocks(scope, ops, count)
       local op = ops[at]
       local stop = math.min(op.last, last)
       n, m, bytes = decide(op, hashes, values, first - 1, i, stop, set, n, gone, m)
-      count.bytes = count.bytes + bytes
+      count.bytes_written = count.bytes_written + bytes
       if stop == op.last then
-        local what = op.store and 'stored' or 'removed'
-        count[what] = count[what] + settle(op, hashes, from, stop)
+        local name = op.store and 'stored' or 'removed'
+        count[name] = count[name] + settle(op, hashes, from, stop)
         at, from = at + 1, stop + 1
       end
       i = stop + 1

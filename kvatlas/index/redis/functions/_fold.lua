@@ -1,8 +1,13 @@
--- The fold of one worker's messages. Its record is read in the same call, never trusted from the caller: a replay, a
--- zombie, a second owner change nothing.
+-- The fold of one worker's messages. Its record is read in the same call, never taken from the caller: a replay, a zombie, a
+-- second owner change nothing.
+--
+-- self: one worker of the call: {c = the call, see apply.lua; worker = id; record; uses = {scope id -> 8 bytes for touched}}
+-- event: as on the bus (kvatlas/bus/wire.py); those with hashes are followed by the two sums of these
 
--- self is one worker in the call: {c = the call, worker, record, uses}
--- c: see apply.lua
+local CODE = { stored = 1, removed = 2, cleared = 3, begin = 4, chunk = 5, ending = 6, checkpoint = 7 }
+local EVENT_CODE, EVENT_SCOPE, EVENT_TIER, EVENT_HASHES, EVENT_PARENT, EVENT_FLAGS = 1, 2, 3, 4, 5, 7
+local STORED_LOW, STORED_HIGH, REMOVED_LOW, REMOVED_HIGH = 8, 9, 5, 6
+local END_CHUNKS, END_DIGEST, CHECKPOINT_DIGEST = 2, 3, 2
 
 -- Carries out what is queued, of all workers.
 local function flush(c)
@@ -14,6 +19,7 @@ local function flush(c)
   end
 end
 
+-- Returns the digest that the call changes of a holder.
 local function digest_for(c, holder)
   local digest = c.digests[holder]
   if not digest then
@@ -36,16 +42,20 @@ local function touch(self, holder, scope_id)
   end
 end
 
--- Blocks are changed later, those of several workers at once; one operation after the other where two may be of one block.
+-- Queues a change: blocks of several workers are changed at once, or, if two operations may have a block in common, one
+-- operation after the other.
 local function queue(self, holder, event, store)
-  local scope_id, tier, flags = event[2], event[3], store and event[7] or 0
-  local low, high = event[store and 8 or 5], event[store and 9 or 6] -- behind the wire's own fields
+  local scope_id, tier, hashes, flags = event[EVENT_SCOPE], event[EVENT_TIER], event[EVENT_HASHES], 0
+  local size, low, high = #hashes / 8, event[REMOVED_LOW], event[REMOVED_HIGH]
+  if store then
+    flags, low, high = event[EVENT_FLAGS], event[STORED_LOW], event[STORED_HIGH]
+  end
   local scope = self.c.scopes[scope_id]
   local op = scope.queue[#scope.queue]
   if op then
     if op.holder == holder and op.store == store and op.tier == tier and op.flags == flags then
-      op.parts[#op.parts + 1] = event[4]
-      op.told, op.low, op.high = op.told + #event[4] / 8, op.low + low, op.high + high
+      op.parts[#op.parts + 1] = hashes
+      op.size, op.low, op.high = op.size + size, op.low + low, op.high + high
       return
     end
     if scope.in_order then
@@ -53,8 +63,8 @@ local function queue(self, holder, event, store)
     end
   end
   op = {
-    scope = scope, holder = holder, tier = tier, tier_bit = 2 ^ tier, flags = flags, store = store, digest = digest_for(self.c, holder),
-    parts = { event[4] }, told = #event[4] / 8, low = low, high = high, known = {},
+    scope = scope, holder = holder, tier = tier, tier_bit = 2 ^ tier, flags = flags, store = store,
+    digest = digest_for(self.c, holder), parts = { hashes }, size = size, low = low, high = high, known = {},
   }
   scope.queue[#scope.queue + 1] = op
   if store then
@@ -67,11 +77,12 @@ local function queue(self, holder, event, store)
   end
 end
 
-local function remember_parents(self, event)
-  local side = self.c.scopes[event[2]].side
+-- Notes in the side index, if it is on, that the event's blocks follow each other.
+local function link_blocks(self, event)
+  local side = self.c.scopes[event[EVENT_SCOPE]].side
   if side then
-    local parent = event[5] or ''
-    for _, hash in ipairs(split(event[4])) do
+    local parent = event[EVENT_PARENT] or ''
+    for _, hash in ipairs(split(event[EVENT_HASHES])) do
       link(side, hash, parent)
       parent = hash
     end
@@ -87,10 +98,11 @@ local function same_digest(a, b)
   return true
 end
 
+-- Remembers the highest message that could not be applied.
 local function want(record, incarnation, seq)
-  if below(record[WANT_INC], incarnation) then
-    record[WANT_INC], record[WANT_SEQ] = incarnation, seq
-  elseif record[WANT_INC] == incarnation and record[WANT_SEQ] < seq then
+  if below(record[WANT_INCARNATION], incarnation) then
+    record[WANT_INCARNATION], record[WANT_SEQ] = incarnation, seq
+  elseif record[WANT_INCARNATION] == incarnation and record[WANT_SEQ] < seq then
     record[WANT_SEQ] = seq
   end
 end
@@ -99,19 +111,23 @@ local function close(self)
   close_worker(self.c.k, self.record, self.worker)
 end
 
--- No memory, or no holder number: it is told anew when there is room.
+-- No memory, or no holder number: the indexer asks for a snapshot when there is room again.
 local function close_without_room(self)
   self.record[OOM] = 1
   close(self)
   return false
 end
 
--- What one event does; each returns false where the worker was closed.
+-- Returns the holder that events change: the loading one during a snapshot; '': none.
+local function changing_holder(record)
+  return record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
+end
+
+-- What each event does, by code. Each returns false if it closed the worker.
 local act = {}
 
 act[CODE.stored] = function(self, event)
-  local record = self.record
-  local holder = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
+  local holder = changing_holder(self.record)
   if self.c.oom then
     return close_without_room(self)
   end
@@ -120,7 +136,7 @@ act[CODE.stored] = function(self, event)
     return false
   end
   queue(self, holder, event, true)
-  remember_parents(self, event)
+  link_blocks(self, event)
   return true
 end
 
@@ -134,8 +150,7 @@ act[CODE.chunk] = function(self, event)
 end
 
 act[CODE.removed] = function(self, event)
-  local record = self.record
-  local holder = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
+  local holder = changing_holder(self.record)
   if holder == '' then
     close(self)
     return false
@@ -146,9 +161,9 @@ end
 
 act[CODE.cleared] = function(self)
   local record, k = self.record, self.c.k
-  local slot, state = ACTIVE, 'a'
+  local slot, state = ACTIVE, ACTIVE_STATE
   if record[LOADING] ~= '' then
-    slot, state = LOADING, 'l'
+    slot, state = LOADING, LOADING_STATE
   end
   retire_holder(k, record[slot], self.worker)
   record[slot] = allocate(k, state, self.worker, self.c.reuse_ms) or ''
@@ -162,7 +177,7 @@ act[CODE.begin] = function(self)
     return false
   end
   retire_holder(k, record[LOADING], self.worker)
-  record[LOADING] = allocate(k, 'l', self.worker, self.c.reuse_ms) or ''
+  record[LOADING] = allocate(k, LOADING_STATE, self.worker, self.c.reuse_ms) or ''
   record[CHUNKS] = 0
   return record[LOADING] ~= '' or close_without_room(self)
 end
@@ -174,8 +189,8 @@ act[CODE.ending] = function(self, event)
     close(self)
     return false
   end
-  if record[CHUNKS] ~= event[2] or not same_digest(digest_for(self.c, record[LOADING]), event[3]) then
-    -- what the last incarnation told goes on answering until the next one is whole
+  if record[CHUNKS] ~= event[END_CHUNKS] or not same_digest(digest_for(self.c, record[LOADING]), event[END_DIGEST]) then
+    -- the last incarnation's blocks go on answering until the next snapshot is complete
     self.c.count.failed_checks = self.c.count.failed_checks + 1
     retire_holder(k, record[LOADING], self.worker)
     record[LOADING], record[BAD], record[CLOSED] = '', 1, 1
@@ -189,30 +204,29 @@ end
 
 act[CODE.checkpoint] = function(self, event)
   flush(self.c)
-  local record = self.record
-  local holder = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
-  if holder == '' or not same_digest(digest_for(self.c, holder), event[2]) then
+  local holder = changing_holder(self.record)
+  if holder == '' or not same_digest(digest_for(self.c, holder), event[CHECKPOINT_DIGEST]) then
     self.c.count.failed_checks = self.c.count.failed_checks + 1
-    record[BAD] = 1
+    self.record[BAD] = 1
   end
   return true
 end
 
--- The fence: are these consecutive messages (first seq to last seq, which say the same thing) the next ones of the newest
--- incarnation? Where the record stands inside them, telling the first ones again changes nothing: see apply_call.py.
+-- The fence: applies consecutive messages (first to last seq, joined: see apply_call.py) if they are the next ones of the
+-- newest incarnation. If the record's seq is inside them, applying the first ones again changes nothing.
 local function fold(self, incarnation, first, last, events)
   local record, count, messages = self.record, self.c.count, last - first + 1
-  if incarnation ~= record[INC] then
-    if below(incarnation, record[INC]) then
+  if incarnation ~= record[INCARNATION] then
+    if below(incarnation, record[INCARNATION]) then
       count.stale = count.stale + messages
       return
     end
-    if first ~= 0 or not events[1] or events[1][1] ~= CODE.begin then
+    if first ~= 0 or not events[1] or events[1][EVENT_CODE] ~= CODE.begin then
       want(record, incarnation, last)
       count.gaps = count.gaps + messages
       return
     end
-    record[INC], record[BAD], record[CLOSED], record[OOM] = incarnation, 0, 0, 0
+    record[INCARNATION], record[BAD], record[CLOSED], record[OOM] = incarnation, 0, 0, 0
     count.applied = count.applied + messages
   else
     if last <= record[SEQ] then
@@ -234,7 +248,7 @@ local function fold(self, incarnation, first, last, events)
   end
   record[SEQ] = last
   for i = 1, #events do
-    if not act[events[i][1]](self, events[i]) then
+    if not act[events[i][EVENT_CODE]](self, events[i]) then
       return
     end
   end

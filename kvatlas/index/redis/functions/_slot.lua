@@ -6,17 +6,22 @@
 --   active              HASH  3-byte number -> worker id, of the active holders
 --   retired             SET   3-byte numbers of the retired holders
 --   free                LIST  3-byte number and freed ms of numbers to use again, first freed first
---   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat; then, where it was ever
---                             told of flags besides the tiers, by flag
+--   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat; then by flag, if its
+--                             blocks ever had flags besides the tiers
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
 --   workers             HASH  worker id -> cmsgpack record (below)
 --   partitions          HASH  partition -> "<stream creation us> <stream seq>"
 --   meta                HASH  next: the last number given out; active: the version of the active holders; changes: how many
 --                             versions there were
+--   children, parents:<scope id>  HASHes of the side index, if it is on: hash -> packed hashes of the blocks behind it
+--                             ('': roots), and hash -> hash of the block before it
+--
+-- record: incarnation, seq, active holder, loading holder ('': none), bad, closed, out of memory (1 or 0 each), incarnation and
+--   seq of the highest message that could not be applied, chunks of the running snapshot, partition. The Python side is
+--   StoredRecord in kvatlas/index/redis/records.py.
 --
 -- Incarnations are 8 big-endian bytes: a Lua number can't hold 64 bits.
 
-local CODE = { stored = 1, removed = 2, cleared = 3, begin = 4, chunk = 5, ending = 6, checkpoint = 7 }
 local TIER_MASK = 31
 local MAX_HOLDER = 16777215
 local FLAG_MASK = 224
@@ -24,21 +29,22 @@ local DIGEST_WORDS, ALL_WORDS = 15, 24 -- of the tiers; with those of the flags
 local CHUNK = 3500 -- unpack fails from 8,000 values up; HSET takes two a block
 local TWO32 = 4294967296
 
-local INC, SEQ, ACTIVE, LOADING, BAD, CLOSED, OOM, WANT_INC, WANT_SEQ, CHUNKS, PARTITION = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
-local NO_INC = '\0\0\0\0\0\0\0\0'
+local INCARNATION, SEQ, ACTIVE, LOADING, BAD, CLOSED, OOM = 1, 2, 3, 4, 5, 6, 7 -- the fields of a record
+local WANT_INCARNATION, WANT_SEQ, CHUNKS, PARTITION = 8, 9, 10, 11
+local NO_INCARNATION = '\0\0\0\0\0\0\0\0'
 
 local function new_record(partition)
-  return { NO_INC, -1, '', '', 0, 0, 0, NO_INC, -1, 0, partition }
+  return { NO_INCARNATION, -1, '', '', 0, 0, 0, NO_INCARNATION, -1, 0, partition }
 end
 
--- Is the 8-byte incarnation a below b? (Strings compare by the locale's rules in Lua: not what is wanted.)
+-- Is the 8-byte incarnation a below b? (Lua compares strings by the locale's rules, which may differ.)
 local function below(a, b)
   local a_high, a_low = struct.unpack('>I4I4', a)
   local b_high, b_low = struct.unpack('>I4I4', b)
   return a_high < b_high or (a_high == b_high and a_low < b_low)
 end
 
--- The values of a HASH' fields, by field, and writing {field, value, field, value...}: thousands in one command.
+-- Returns the values of a HASH's fields, by field; thousands in one command.
 local function read_fields(key, fields)
   local found = {}
   for first = 1, #fields, CHUNK do
@@ -51,6 +57,7 @@ local function read_fields(key, fields)
   return found
 end
 
+-- Writes {field, value, field, value...}; thousands in one command.
 local function write_fields(key, flat)
   for first = 1, #flat, 2 * CHUNK do
     redis.call('HSET', key, unpack(flat, first, math.min(first + 2 * CHUNK - 1, #flat)))
@@ -99,7 +106,7 @@ local function split(packed)
   return out
 end
 
--- Byte position of a holder's entry in a holders value; nil and the position where it would stand if it has none.
+-- Returns the byte position of a holder's entry in a holders value; without an entry nil, and the position where it belongs.
 local function find_entry(value, holder)
   local at = string.find(value, holder, 1, true)
   while at and at % 4 ~= 1 do
@@ -122,7 +129,7 @@ local function find_entry(value, holder)
   return nil, low * 4 + 1
 end
 
--- A digest of what is stored of it, if anything is: see digests above.
+-- Unpacks a stored digest; false: nothing is stored.
 local function digest_of(packed)
   return packed and cmsgpack.unpack(packed) or { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 end
@@ -135,7 +142,7 @@ local function digest_blocks(digest)
   return digest[1] + digest[4] + digest[7] + digest[10] + digest[13]
 end
 
--- What mixes a scope into a digest: two odd multipliers of 20 bits (a product with 32 bits is exact in a double).
+-- Returns what mixes a scope into a digest: two odd multipliers of 20 bits (a product with 32 bits is exact in a double).
 local function mix_of(scope_id)
   local low, high = struct.unpack('<I4I4', scope_id)
   return low % 1048576 - low % 2 + 1, high % 1048576 - high % 2 + 1

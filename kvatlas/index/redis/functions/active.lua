@@ -1,10 +1,14 @@
--- active: the active holders' numbers and workers, and their version: it changes whenever a holder becomes active or ceases
--- to be, so a client asks again only then.
--- KEYS: active, meta   returns the version, {3-byte number, worker id...}
+-- active: the active holders, and their version. It changes whenever a holder becomes active or ceases to be, so a client
+-- asks again only then.
+--
+-- KEYS 1 active
+--      2 meta
+-- returns {version, {3-byte number, worker id...}}
 redis.register_function({
   function_name = 'kvatlas_active',
-  callback = function(keys, args)
-    return { redis.call('HGET', keys[2], 'active') or '0', redis.call('HGETALL', keys[1]) }
+  callback = function(keys)
+    local active, meta = keys[1], keys[2]
+    return { redis.call('HGET', meta, 'active') or '0', redis.call('HGETALL', active) }
   end,
   flags = { 'no-writes' },
 })

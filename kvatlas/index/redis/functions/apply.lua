@@ -1,26 +1,36 @@
--- apply: folds messages of one shard's partitions into workers' records, holders, blocks and digests, in one call.
+-- apply: folds messages of one shard's partitions into workers' records, holders, blocks and digests, in one call. All that
+-- the fold needs is read in one command for all workers, and written in one.
 --
--- Whatever the fold needs is read in one command for all workers, and written in one.
---
--- One argument, msgpack: {reuse ms, {{scope id, 1 where two events may be of one block, otherwise 0}...},
---   {{partition, creation, after seq, seq}...},
---   {{worker, partition, {scope id -> block size and block bytes (2 x u32 BE)}, {{incarnation, first seq, last seq,
---   events}...}}...}}; events as on the wire, those with hashes followed by the two sums of these; no event repeats a block
--- KEYS: workers, holders, active, retired, free, digests, touched, partitions, meta, then blocks of each scope id in order,
---   then with the side index children and parents of each
--- returns msgpack {counts in ANSWER's order, {moved partition...}, {worker, record...}}
-local ANSWER = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_checks', 'stored', 'removed', 'bytes' }
+-- KEYS 1 workers
+--      2 holders
+--      3 active
+--      4 retired
+--      5 free
+--      6 digests
+--      7 touched
+--      8 partitions
+--      9 meta
+--      10... blocks of each scope, in the argument's order; then, with the side index, children and parents of each
+-- ARGV 1 msgpack {reuse ms, {scope...}, {position...}, {worker...}}, packed by kvatlas/index/redis/apply_call.py
+--        scope: {scope id, 1 if two events may have a block in common, otherwise 0}
+--        position: {partition, stream creation us, stream seq before the batch, stream seq after it}
+--        worker: {worker id, partition, {scope id -> block size, block bytes (2 x u32 BE)}, {group...}}
+--        group: {incarnation, first seq, last seq, {event...}}; see _fold.lua. No event repeats a block.
+-- returns msgpack {counts in the order of COUNTS, {moved partition...}, {worker id, record...}}
+local COUNTS = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_checks', 'stored', 'removed', 'bytes_written' }
+local SHARD_KEYS = 9
 
--- Moves the partitions' positions on. Returns the partitions whose stored position is not where their batch begins: of these
--- nothing may be applied.
-local function advance(key, parts)
+-- Moves the partitions' positions forward. Returns the partitions whose stored position is not where their batch begins, as a
+-- list and as a set: nothing of these may be applied.
+local function advance(key, batches)
   local names, moved, skip, write = {}, {}, {}, {}
-  for i, part in ipairs(parts) do
-    names[i] = part[1]
+  for i, batch in ipairs(batches) do
+    local partition = unpack(batch)
+    names[i] = partition
   end
   local positions = read_fields(key, names)
-  for _, part in ipairs(parts) do
-    local partition, creation, after, seq = part[1], part[2], part[3], part[4]
+  for _, batch in ipairs(batches) do
+    local partition, creation, after, seq = unpack(batch)
     local stored_creation, stored_seq = string.match(positions[partition] or '', '^(%d+) (%d+)$')
     if tonumber(stored_creation) ~= creation or tonumber(stored_seq) < after then
       moved[#moved + 1] = partition
@@ -35,54 +45,63 @@ local function advance(key, parts)
   return moved, skip
 end
 
+-- Returns the scopes of a call, by id: see change_blocks for what a scope is.
+local function scopes_of(keys, used)
+  local scopes, sided = {}, #keys > SHARD_KEYS + #used
+  for i = 1, #used do
+    local scope_id, in_order = unpack(used[i])
+    local mix_low, mix_high = mix_of(scope_id)
+    local behind = SHARD_KEYS + #used + 2 * i
+    scopes[scope_id] = {
+      blocks = keys[SHARD_KEYS + i], mix_low = mix_low, mix_high = mix_high, in_order = in_order == 1, queue = {},
+      side = sided and { children = keys[behind - 1], parents = keys[behind] } or nil,
+    }
+  end
+  return scopes
+end
+
 local function apply(keys, args, oom)
-  local call = cmsgpack.unpack(args[1])
   local k = {
     workers = keys[1], holders = keys[2], active = keys[3], retired = keys[4], free = keys[5], digests = keys[6],
     touched = keys[7], partitions = keys[8], meta = keys[9],
   }
-  local used, scopes, sided = call[2], {}, #keys > 9 + #call[2]
-  for i = 1, #used do
-    local mix_low, mix_high = mix_of(used[i][1])
-    local side = sided and { children = keys[9 + #used + 2 * i - 1], parents = keys[9 + #used + 2 * i] } or nil
-    scopes[used[i][1]] = {
-      blocks = keys[9 + i], mix_low = mix_low, mix_high = mix_high, side = side, in_order = used[i][2] == 1, queue = {},
-    }
-  end
+  local reuse_ms, used, batches, all_workers = unpack(cmsgpack.unpack(args[1]))
   local count = {}
-  for _, name in ipairs(ANSWER) do
+  for _, name in ipairs(COUNTS) do
     count[name] = 0
   end
-  local moved, skip = advance(k.partitions, call[3])
+  local moved, skip = advance(k.partitions, batches)
 
-  local names, tellers, holders = {}, {}, {}
-  for _, told in ipairs(call[4]) do
-    if not skip[told[2]] then
-      names[#names + 1] = told[1]
-      tellers[#tellers + 1] = told
+  local names, workers, holders = {}, {}, {}
+  for _, entry in ipairs(all_workers) do
+    local worker, partition, uses, groups = unpack(entry)
+    if not skip[partition] then
+      names[#names + 1] = worker
+      workers[#workers + 1] = { worker = worker, partition = partition, uses = uses, groups = groups }
     end
   end
   local packed = read_fields(k.workers, names)
-  for i, name in ipairs(names) do
-    local record = packed[name] and cmsgpack.unpack(packed[name]) or new_record(tellers[i][2])
-    tellers[i].record = record
-    holders[i] = record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
+  for i, self in ipairs(workers) do
+    self.record = packed[self.worker] and cmsgpack.unpack(packed[self.worker]) or new_record(self.partition)
+    holders[i] = changing_holder(self.record)
   end
-  -- of the holders that go on; those that begin in this call have nothing yet
+  -- stored digests and touched scopes are of holders that go on; those that begin in this call have nothing yet
   local c = {
-    k = k, scopes = scopes, reuse_ms = call[1], oom = oom, count = count, digests = {}, newly_touched = {},
+    k = k, scopes = scopes_of(keys, used), reuse_ms = reuse_ms, oom = oom, count = count, digests = {}, newly_touched = {},
     stored_digests = read_fields(k.digests, holders), touched = read_fields(k.touched, holders),
   }
-  for _, told in ipairs(tellers) do
-    local self = { c = c, worker = told[1], record = told.record, uses = told[3] }
-    for _, message in ipairs(told[4]) do
-      fold(self, message[1], message[2], message[3], message[4])
+  for _, self in ipairs(workers) do
+    self.c = c
+    for _, group in ipairs(self.groups) do
+      local incarnation, first, last, events = unpack(group)
+      fold(self, incarnation, first, last, events)
     end
   end
   flush(c)
+
   local records, digests, touched = {}, {}, {}
-  for i, told in ipairs(tellers) do
-    records[2 * i - 1], records[2 * i] = told[1], cmsgpack.pack(told.record)
+  for i, self in ipairs(workers) do
+    records[2 * i - 1], records[2 * i] = self.worker, cmsgpack.pack(self.record)
   end
   for holder, digest in pairs(c.digests) do
     digests[#digests + 1] = holder
@@ -96,7 +115,7 @@ local function apply(keys, args, oom)
   write_fields(k.digests, digests)
   write_fields(k.touched, touched)
   local counts = {}
-  for i, name in ipairs(ANSWER) do
+  for i, name in ipairs(COUNTS) do
     counts[i] = count[name]
   end
   return cmsgpack.pack({ counts, moved, records })
@@ -106,7 +125,8 @@ redis.register_function('kvatlas_apply', function(keys, args)
   return apply(keys, args, false)
 end)
 
--- apply without room: a worker whose stores can't be applied is closed, which gives memory back; the rest is as in apply.
+-- apply_oom: the same for a store without memory. A worker whose stores can't be applied is closed, which gives memory back;
+-- all else is applied.
 redis.register_function({
   function_name = 'kvatlas_apply_oom',
   callback = function(keys, args)

@@ -1,9 +1,9 @@
--- overlap: who holds how many leading blocks of a chain.
+-- How many leading blocks of a chain each active holder has.
 -- Residency is prefix-closed, so along a chain the active holders only get fewer: equal values at two places mean equal
 -- active holders between them. Probes every `stride` blocks, then, level by level and in one HMGET each, the middle of every
 -- interval whose ends differ.
 
--- Runs of equal values: {start...}, {value...}, and the first block that nobody holds (count where there is none).
+-- Returns runs of equal values: {start...}, {value...}, and the first block without a holder (count if all have one).
 local function gallop(blocks, packed, count, stride)
   local left, left_value = 0, redis.call('HGET', blocks, string.sub(packed, 1, 8))
   if not left_value then
@@ -59,7 +59,7 @@ local function gallop(blocks, packed, count, stride)
             k = k + 1
             next_lows[k], next_highs[k], next_low_values[k], next_high_values[k] = low, middle, low_value, value
           end
-          low, low_value = value and middle or high, value -- nobody holds the middle: nobody counts behind it
+          low, low_value = value and middle or high, value -- no holder at the middle: nothing behind it counts
         end
         if low < high and low_value ~= high_value then
           k = k + 1
@@ -80,7 +80,7 @@ local function gallop(blocks, packed, count, stride)
   return starts, values, count
 end
 
--- The same from a look at every block.
+-- Returns the same, by reading every block.
 local function walk(blocks, packed, count)
   local starts, values, previous = {}, {}, nil
   for first = 0, count - 1, CHUNK do
@@ -100,22 +100,27 @@ local function walk(blocks, packed, count)
   return starts, values, count
 end
 
--- KEYS: blocks of the scope, meta   ARGV: packed hashes, stride (0: walk every block)
--- returns the version of the active holders (see kvatlas_active), {value...}, {run length...}
+-- overlap: runs of equal holders values along a chain, up to the first block without a holder.
+--
+-- KEYS 1 blocks of the scope
+--      2 meta
+-- ARGV 1 packed hashes
+--      2 stride (0: read every block)
+-- returns {version of the active holders (see active.lua), {value...}, {run length...}}
 redis.register_function({
   function_name = 'kvatlas_overlap',
   callback = function(keys, args)
-    local packed, stride = args[1], tonumber(args[2])
+    local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
     local count = #packed / 8
-    local version = redis.call('HGET', keys[2], 'active') or '0'
+    local version = redis.call('HGET', meta, 'active') or '0'
     if count == 0 then
       return { version, {}, {} }
     end
     local starts, values, stop
     if stride == 0 then
-      starts, values, stop = walk(keys[1], packed, count)
+      starts, values, stop = walk(blocks, packed, count)
     else
-      starts, values, stop = gallop(keys[1], packed, count, stride)
+      starts, values, stop = gallop(blocks, packed, count, stride)
     end
     for i = 1, #starts do -- starts become lengths
       starts[i] = (starts[i + 1] or stop) - starts[i]

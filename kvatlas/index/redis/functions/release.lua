@@ -1,25 +1,32 @@
--- release: frees the numbers that are retired and hold nothing any more.
--- KEYS: holders, retired, digests, touched, free   ARGV: proven, and for each number it and its entry in holders as it was
---   before the scan   returns how many retired holders are left
--- proven 1: one server's whole scan has found nothing of these holders, so a count that is not zero is itself wrong (damage
--- that no message did), unless the number was freed and given out again meanwhile.
+-- release: frees the numbers that are retired and have no blocks any more.
+--
+-- KEYS 1 holders
+--      2 retired
+--      3 digests
+--      4 touched
+--      5 free
+-- ARGV 1 proven: 1 if one server's whole scan found no entry of these numbers. A count that is not zero is then itself wrong
+--        (damage that no message did), unless the number was freed and given out again meanwhile.
+--      2... for each number: it, and its entry in holders as it was before the scan
+-- returns how many retired holders are left
 redis.register_function({
   function_name = 'kvatlas_release',
   callback = function(keys, args)
-    local now = now_ms()
+    local holders, retired, digests, touched, free = unpack(keys)
+    local proven, now = args[1] == '1', now_ms()
     for i = 2, #args, 2 do
-      local holder = args[i]
-      local scanned = args[1] == '1' and (redis.call('HGET', keys[1], holder) or '') == args[i + 1]
-      local empty = scanned or digest_blocks(read_digest(keys[3], holder)) == 0
-      if empty and redis.call('SISMEMBER', keys[2], holder) == 1 then
-        redis.call('SREM', keys[2], holder)
-        redis.call('HDEL', keys[1], holder)
-        redis.call('HDEL', keys[3], holder)
-        redis.call('HDEL', keys[4], holder)
-        redis.call('RPUSH', keys[5], holder .. string.format('%d', now))
+      local holder, entry_before = args[i], args[i + 1]
+      local scanned = proven and (redis.call('HGET', holders, holder) or '') == entry_before
+      local empty = scanned or digest_blocks(read_digest(digests, holder)) == 0
+      if empty and redis.call('SISMEMBER', retired, holder) == 1 then
+        redis.call('SREM', retired, holder)
+        redis.call('HDEL', holders, holder)
+        redis.call('HDEL', digests, holder)
+        redis.call('HDEL', touched, holder)
+        redis.call('RPUSH', free, holder .. string.format('%d', now))
       end
     end
-    return redis.call('SCARD', keys[2])
+    return redis.call('SCARD', retired)
   end,
   flags = { 'allow-oom' },
 })

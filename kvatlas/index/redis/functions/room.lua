@@ -1,12 +1,14 @@
 -- room: the memory of the server that holds this shard.
--- KEYS: meta   returns {bytes used, maxmemory (0: no limit), maxmemory-policy}
+--
+-- KEYS 1 meta
+-- returns {bytes used, maxmemory (0: no limit), maxmemory-policy}
 redis.register_function({
   function_name = 'kvatlas_room',
-  callback = function(keys, args)
-    local told = redis.call('INFO', 'memory')
+  callback = function()
+    local info = redis.call('INFO', 'memory')
     return {
-      tonumber(string.match(told, 'used_memory:(%d+)')), tonumber(string.match(told, 'maxmemory:(%d+)')),
-      string.match(told, 'maxmemory_policy:([%w-]+)') or '',
+      tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)')),
+      string.match(info, 'maxmemory_policy:([%w-]+)') or '',
     }
   end,
   flags = { 'no-writes' },

@@ -1,58 +1,78 @@
--- scope: the full text behind a scope id; the first one written stays. When it was last told is remembered.
--- KEYS: scopes, scope uses   ARGV: scope id, canonical text, and so on   returns the texts that are stored
+-- The registry of scopes: the full text behind each id, and when a message last used it.
+
+-- scope: registers scopes; of each id the first text written stays.
+--
+-- KEYS 1 scopes
+--      2 scope uses
+-- ARGV scope id, canonical text, scope id, canonical text...
+-- returns the texts that are stored, in order
 redis.register_function({
   function_name = 'kvatlas_scope',
   callback = function(keys, args)
-    local stored, now = {}, string.format('%d', now_ms())
+    local scopes, uses, stored, now = keys[1], keys[2], {}, string.format('%d', now_ms())
     for i = 1, #args, 2 do
-      redis.call('HSETNX', keys[1], args[i], args[i + 1])
-      redis.call('ZADD', keys[2], now, args[i])
-      stored[#stored + 1] = redis.call('HGET', keys[1], args[i])
+      local scope_id, text = args[i], args[i + 1]
+      redis.call('HSETNX', scopes, scope_id, text)
+      redis.call('ZADD', uses, now, scope_id)
+      stored[#stored + 1] = redis.call('HGET', scopes, scope_id)
     end
     return stored
   end,
   flags = { 'allow-oom' },
 })
 
--- scopes_idle: scopes that nobody told for so long.
--- KEYS: scope uses   ARGV: ms, how many at most   returns {scope id...}
+-- scopes_idle: scopes that were not registered for some time.
+--
+-- KEYS 1 scope uses
+-- ARGV 1 the time, ms
+--      2 how many at most
+-- returns {scope id...}
 redis.register_function({
   function_name = 'kvatlas_scopes_idle',
   callback = function(keys, args)
-    local before = string.format('%d', now_ms() - args[1])
-    return redis.call('ZRANGEBYSCORE', keys[1], '-inf', before, 'LIMIT', 0, args[2])
+    local uses, idle_ms, most = keys[1], args[1], args[2]
+    return redis.call('ZRANGEBYSCORE', uses, '-inf', string.format('%d', now_ms() - idle_ms), 'LIMIT', 0, most)
   end,
   flags = { 'no-writes' },
 })
 
--- scopes_used: these are in use, whoever tells of them or not.
--- KEYS: scope uses   ARGV: scope id...
+-- scopes_used: counts these scopes as used now, although no message used them: they have blocks.
+--
+-- KEYS 1 scope uses
+-- ARGV scope id...
+-- returns 0
 redis.register_function({
   function_name = 'kvatlas_scopes_used',
   callback = function(keys, args)
-    local now = string.format('%d', now_ms())
+    local uses, now = keys[1], string.format('%d', now_ms())
     for i = 1, #args do
-      redis.call('ZADD', keys[1], 'XX', now, args[i])
+      redis.call('ZADD', uses, 'XX', now, args[i])
     end
     return 0
   end,
   flags = { 'allow-oom' },
 })
 
--- scopes_forget: drops these scopes, unless somebody told of them meanwhile.
--- KEYS: scopes, scope uses   ARGV: ms, scope id...   returns how many
+-- scopes_forget: drops these scopes, unless they were registered meanwhile.
+--
+-- KEYS 1 scopes
+--      2 scope uses
+-- ARGV 1 ms for which they must not have been registered
+--      2... scope ids
+-- returns how many it dropped
 redis.register_function({
   function_name = 'kvatlas_scopes_forget',
   callback = function(keys, args)
-    local before, gone = now_ms() - args[1], 0
+    local scopes, uses, before, dropped = keys[1], keys[2], now_ms() - args[1], 0
     for i = 2, #args do
-      local used = redis.call('ZSCORE', keys[2], args[i])
+      local scope_id = args[i]
+      local used = redis.call('ZSCORE', uses, scope_id)
       if used and tonumber(used) <= before then
-        gone = gone + redis.call('HDEL', keys[1], args[i])
-        redis.call('ZREM', keys[2], args[i])
+        dropped = dropped + redis.call('HDEL', scopes, scope_id)
+        redis.call('ZREM', uses, scope_id)
       end
     end
-    return gone
+    return dropped
   end,
   flags = { 'allow-oom' },
 })

@@ -1,6 +1,8 @@
--- Recounting: see kvatlas/index/redis/recount.py.
+-- Comparing blocks with digests: see kvatlas/index/redis/scrub.py and recount.py.
 
--- k: {workers, holders, active, digests}
+-- Returns a worker's state at this moment: {incarnation, seq, active holder, the holder's digest, 1 if the holder's own entries
+-- name this worker, otherwise 0} (HolderState in kvatlas/index/redis/records.py), and the active holder; false without one.
+-- k: {workers, holders, active, digests = keys}
 local function state_of(k, worker)
   local packed = redis.call('HGET', k.workers, worker)
   local record = packed and cmsgpack.unpack(packed)
@@ -9,12 +11,17 @@ local function state_of(k, worker)
   end
   local holder = record[ACTIVE]
   local entry = redis.call('HGET', k.holders, holder)
-  entry = entry and cmsgpack.unpack(entry)
-  local said = entry and entry[1] == 'a' and entry[2] == worker and redis.call('HGET', k.active, holder) == worker
-  return { record[INC], record[SEQ], holder, read_digest(k.digests, holder), said and 1 or 0 }
+  local registered = 0
+  if entry then
+    local state, owner = unpack(cmsgpack.unpack(entry))
+    if state == ACTIVE_STATE and owner == worker and redis.call('HGET', k.active, holder) == worker then
+      registered = 1
+    end
+  end
+  return { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered }, holder
 end
 
--- Are these entries of 4 bytes, sorted, none twice?
+-- Is this a holders value: entries of 4 bytes, sorted, none twice?
 local function well_formed(value)
   local before = -1
   for at = 1, #value, 4 do
@@ -27,26 +34,35 @@ local function well_formed(value)
   return true
 end
 
--- scrub: what a part of one scope's blocks says that some workers' active holders hold, and the workers' state at that moment.
--- KEYS: blocks of the scope, workers, holders, active, digests   ARGV: cursor, count, worker...
+-- scrub: what some workers' active holders have in a part of one scope's blocks, and the workers' states at that moment.
+--
+-- KEYS 1 blocks of the scope
+--      2 workers
+--      3 holders
+--      4 active
+--      5 digests
+-- ARGV 1 cursor
+--      2 count
+--      3... workers
 -- returns msgpack {next cursor, {state or false...}, found, {hash...}}
---   state: {incarnation, seq, active holder, digest, does the holder's own entry say so?}; false: no active holder
---   found: 10 bytes for each entry: hash, the worker's index (from 0), flags; 0 where the value is no holders value
---   hashes: blocks with an entry of a number that is nobody's, or with none at all
+--   state: see state_of
+--   found: 10 bytes for each entry: hash, the worker's index (from 0), flags (0 if the value is no holders value)
+--   hashes: of blocks with an entry of an unknown number, or with none at all
 redis.register_function({
   function_name = 'kvatlas_scrub',
   callback = function(keys, args)
+    local blocks, cursor, count = keys[1], args[1], args[2]
     local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5] }
-    local states, mine = {}, {}
+    local states, mine = {}, {} -- mine: {active holder -> its worker's index, a byte}
     for i = 3, #args do
-      states[i - 2] = state_of(k, args[i])
-      if states[i - 2] then
-        mine[states[i - 2][3]] = string.char(i - 3)
+      local state, holder = state_of(k, args[i])
+      states[i - 2] = state
+      if state then
+        mine[holder] = string.char(i - 3)
       end
     end
-    local answer = redis.call('HSCAN', keys[1], args[1], 'COUNT', args[2])
-    local flat, found, n = answer[2], {}, 0
-    local strays = {}
+    local next_cursor, flat = unpack(redis.call('HSCAN', blocks, cursor, 'COUNT', count))
+    local found, n, strays = {}, 0, {}
     local read, others, numbers = {}, {}, {} -- values repeat: each is taken apart once
     for i = 1, #flat, 2 do
       local hash, value = flat[i], flat[i + 1]
@@ -76,48 +92,56 @@ redis.register_function({
         found[n] = hash .. entry
       end
     end
-    local nobodys = false
+    local any_unknown = false
     for first = 1, #numbers, CHUNK do
       local last = math.min(first + CHUNK - 1, #numbers)
-      local entries = redis.call('HMGET', keys[3], unpack(numbers, first, last))
+      local entries = redis.call('HMGET', k.holders, unpack(numbers, first, last))
       for i = first, last do
         if not entries[i - first + 1] then
-          others[numbers[i]] = 'nobody'
-          nobodys = true
+          others[numbers[i]] = 'unknown'
+          any_unknown = true
         end
       end
     end
-    if nobodys then
+    if any_unknown then
       for i = 1, #flat, 2 do
         for _, number in ipairs(read[flat[i + 1]].others) do
-          if others[number] == 'nobody' then
+          if others[number] == 'unknown' then
             strays[#strays + 1] = flat[i]
             break
           end
         end
       end
     end
-    return cmsgpack.pack({ answer[1], states, table.concat(found), strays })
+    return cmsgpack.pack({ next_cursor, states, table.concat(found), strays })
   end,
   flags = { 'no-writes' },
 })
 
 -- look: what a worker's active holder has of single blocks, and the worker's state at that moment.
--- KEYS: workers, holders, active, digests, blocks of each scope   ARGV: worker, packed hashes of each scope
--- returns msgpack {state or false, {flags of the hashes, a byte each...}}: see scrub
+--
+-- KEYS 1 workers
+--      2 holders
+--      3 active
+--      4 digests
+--      5... blocks of each scope
+-- ARGV 1 worker
+--      2... packed hashes of each scope
+-- returns msgpack {state or false, {the hashes' flags, a byte each...}}; state: see state_of
 redis.register_function({
   function_name = 'kvatlas_look',
   callback = function(keys, args)
     local k = { workers = keys[1], holders = keys[2], active = keys[3], digests = keys[4] }
-    local state, flags = state_of(k, args[1]), {}
+    local state, holder = state_of(k, args[1])
+    local flags = {}
     for i = 2, #args do
-      local hashes, seen = split(args[i]), {}
+      local hashes, blocks, seen = split(args[i]), keys[3 + i], {}
       for first = 1, #hashes, CHUNK do
         local last = math.min(first + CHUNK - 1, #hashes)
-        local values = redis.call('HMGET', keys[3 + i], unpack(hashes, first, last))
+        local values = redis.call('HMGET', blocks, unpack(hashes, first, last))
         for j = first, last do
           local value = values[j - first + 1]
-          local at = state and value and find_entry(value, state[3])
+          local at = state and value and find_entry(value, holder)
           seen[j] = string.char(at and string.byte(value, at + 3) or 0)
         end
       end
@@ -128,58 +152,72 @@ redis.register_function({
   flags = { 'no-writes' },
 })
 
--- doubt: a worker's blocks are not those of its digest: only a new incarnation helps. Where blocks were found is remembered,
--- so that the sweep looks there.
--- KEYS: workers, touched   ARGV: worker, incarnation, holder, scope id...
--- returns 1, or 0 where it tells another incarnation or has cleared its cache meanwhile
+-- doubt: a worker's blocks differ from its digest; only a new incarnation helps. The scopes in which blocks were found are
+-- added to those that the holder used, so that the sweep looks there.
+--
+-- KEYS 1 workers
+--      2 touched
+-- ARGV 1 worker
+--      2 incarnation (8 bytes)
+--      3 holder
+--      4... scope ids
+-- returns 1; 0 if the worker has another incarnation or was cleared meanwhile
 redis.register_function({
   function_name = 'kvatlas_doubt',
   callback = function(keys, args)
-    local packed = redis.call('HGET', keys[1], args[1])
+    local workers, touched, worker, incarnation, holder = keys[1], keys[2], args[1], args[2], args[3]
+    local packed = redis.call('HGET', workers, worker)
     local record = packed and cmsgpack.unpack(packed)
-    if not record or record[INC] ~= args[2] or record[ACTIVE] ~= args[3] then
+    if not record or record[INCARNATION] ~= incarnation or record[ACTIVE] ~= holder then
       return 0
     end
-    local touched = redis.call('HGET', keys[2], args[3]) or ''
+    local uses = redis.call('HGET', touched, holder) or ''
     for i = 4, #args do
-      local known = false
-      for at = 1, #touched, 16 do
-        known = known or string.sub(touched, at, at + 7) == args[i]
+      local scope_id, known = args[i], false
+      for at = 1, #uses, 16 do
+        known = known or string.sub(uses, at, at + 7) == scope_id
       end
       if not known then
-        touched = touched .. args[i] .. '\0\0\0\0\0\0\0\0'
+        uses = uses .. scope_id .. '\0\0\0\0\0\0\0\0'
       end
     end
-    redis.call('HSET', keys[2], args[3], touched)
+    redis.call('HSET', touched, holder, uses)
     record[BAD] = 1
-    redis.call('HSET', keys[1], args[1], cmsgpack.pack(record))
+    redis.call('HSET', workers, worker, cmsgpack.pack(record))
     return 1
   end,
   flags = { 'allow-oom' },
 })
 
--- strays: takes entries of numbers that are nobody's out of blocks: such a number may be given to a worker one day.
--- KEYS: blocks of the scope, holders [, children, parents]   ARGV: hash...   returns the entries taken out
+-- strays: takes entries of unknown numbers out of blocks: such a number may be given to a worker one day.
+--
+-- KEYS 1 blocks of the scope
+--      2 holders
+--      3 children, 4 parents: only with the side index
+-- ARGV hash...
+-- returns how many entries it took out
 redis.register_function({
   function_name = 'kvatlas_strays',
   callback = function(keys, args)
-    local taken = 0
+    local blocks, holders, taken = keys[1], keys[2], 0
+    local side = keys[3] and { children = keys[3], parents = keys[4] } or nil
     for i = 1, #args do
-      local value, rest = redis.call('HGET', keys[1], args[i]) or '', {}
+      local hash = args[i]
+      local value, rest = redis.call('HGET', blocks, hash) or '', {}
       for at = 1, #value, 4 do
-        if redis.call('HEXISTS', keys[2], string.sub(value, at, at + 2)) == 1 then
+        if redis.call('HEXISTS', holders, string.sub(value, at, at + 2)) == 1 then
           rest[#rest + 1] = string.sub(value, at, at + 3)
         else
           taken = taken + 1
         end
       end
       if #rest == 0 then
-        redis.call('HDEL', keys[1], args[i])
-        if keys[3] then
-          unlink({ children = keys[3], parents = keys[4] }, args[i])
+        redis.call('HDEL', blocks, hash)
+        if side then
+          unlink(side, hash)
         end
       elseif #rest * 4 ~= #value then
-        redis.call('HSET', keys[1], args[i], table.concat(rest))
+        redis.call('HSET', blocks, hash, table.concat(rest))
       end
     end
     return taken

@@ -1,21 +1,31 @@
--- set_position: compare and set; where a position is replaced, all the partition's workers become doubtful.
--- KEYS: partitions, workers   ARGV: partition, expected or '', new, "<stream creation us> <stream seq>" each
+-- set_position: compares and sets a partition's position. If a position is replaced, all the partition's workers become bad.
+--
+-- KEYS 1 partitions
+--      2 workers
+-- ARGV 1 partition
+--      2 expected: "<stream creation us> <stream seq>", '' for none
+--      3 new
 -- returns what is stored after the call
-redis.register_function({ function_name = 'kvatlas_set_position', flags = { 'allow-oom' }, callback = function(keys, args)
-  local stored = redis.call('HGET', keys[1], args[1]) or ''
-  if stored ~= args[2] then
-    return stored
-  end
-  redis.call('HSET', keys[1], args[1], args[3])
-  if args[2] ~= '' then
-    local flat = redis.call('HGETALL', keys[2])
-    for i = 1, #flat, 2 do
-      local record = cmsgpack.unpack(flat[i + 1])
-      if record[PARTITION] == tonumber(args[1]) then
-        record[BAD] = 1
-        redis.call('HSET', keys[2], flat[i], cmsgpack.pack(record))
+redis.register_function({
+  function_name = 'kvatlas_set_position',
+  callback = function(keys, args)
+    local partitions, workers, partition, expected, new = keys[1], keys[2], args[1], args[2], args[3]
+    local stored = redis.call('HGET', partitions, partition) or ''
+    if stored ~= expected then
+      return stored
+    end
+    redis.call('HSET', partitions, partition, new)
+    if expected ~= '' then
+      local flat = redis.call('HGETALL', workers)
+      for i = 1, #flat, 2 do
+        local worker, record = flat[i], cmsgpack.unpack(flat[i + 1])
+        if record[PARTITION] == tonumber(partition) then
+          record[BAD] = 1
+          redis.call('HSET', workers, worker, cmsgpack.pack(record))
+        end
       end
     end
-  end
-  return args[3]
-end })
+    return new
+  end,
+  flags = { 'allow-oom' },
+})

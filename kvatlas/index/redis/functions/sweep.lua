@@ -1,31 +1,43 @@
 -- sweep: takes retired holders out of one scope's blocks, a part at a time.
--- KEYS: blocks of the scope, retired, digests [, children, parents]   ARGV: scope id, cursor, count, holder...
+--
+-- KEYS 1 blocks of the scope
+--      2 retired
+--      3 digests
+--      4 children, 5 parents: only with the side index
+-- ARGV 1 scope id
+--      2 cursor
+--      3 count
+--      4... holders
 -- returns {next cursor, entries taken out, the server's run id: a cursor means nothing to another server}
 redis.register_function({
   function_name = 'kvatlas_sweep',
   callback = function(keys, args)
-    local scope = {}
-    scope.mix_low, scope.mix_high = mix_of(args[1])
+    local blocks, retired, digests = keys[1], keys[2], keys[3]
     local side = keys[4] and { children = keys[4], parents = keys[5] } or nil
-    local digests, holders = {}, {}
+    local scope_id, cursor, count = args[1], args[2], args[3]
+    local scope = {}
+    scope.mix_low, scope.mix_high = mix_of(scope_id)
+    local digest_by_holder, holders = {}, {}
     for i = 4, #args do
-      if redis.call('SISMEMBER', keys[2], args[i]) == 1 then
-        holders[#holders + 1] = args[i]
-        digests[args[i]] = read_digest(keys[3], args[i])
+      local holder = args[i]
+      if redis.call('SISMEMBER', retired, holder) == 1 then
+        holders[#holders + 1] = holder
+        digest_by_holder[holder] = read_digest(digests, holder)
       end
     end
-    local answer = redis.call('HSCAN', keys[1], args[2], 'COUNT', args[3])
-    local taken, pairs_ = 0, answer[2]
-    for i = 1, #pairs_, 2 do
-      local hash, value = pairs_[i], pairs_[i + 1]
+    local next_cursor, flat = unpack(redis.call('HSCAN', blocks, cursor, 'COUNT', count))
+    local taken = 0
+    for i = 1, #flat, 2 do
+      local hash, value = flat[i], flat[i + 1]
       local rest = value
       for j = 1, #holders do
-        local at = find_entry(rest, holders[j])
+        local holder = holders[j]
+        local at = find_entry(rest, holder)
         if at then
           local flags = string.byte(rest, at + 3) or 0 -- or torn
           for tier = 0, 4 do
             if bit.band(flags, 2 ^ tier) ~= 0 then
-              count_blocks(digests[holders[j]], tier, hash, scope, -1)
+              count_blocks(digest_by_holder[holder], tier, hash, scope, -1)
             end
           end
           rest = string.sub(rest, 1, at - 1) .. string.sub(rest, at + 4)
@@ -33,18 +45,18 @@ redis.register_function({
         end
       end
       if rest == '' then
-        redis.call('HDEL', keys[1], hash)
+        redis.call('HDEL', blocks, hash)
         if side then
           unlink(side, hash)
         end
       elseif rest ~= value then
-        redis.call('HSET', keys[1], hash, rest)
+        redis.call('HSET', blocks, hash, rest)
       end
     end
-    for holder, digest in pairs(digests) do
-      redis.call('HSET', keys[3], holder, cmsgpack.pack(digest))
+    for holder, digest in pairs(digest_by_holder) do
+      redis.call('HSET', digests, holder, cmsgpack.pack(digest))
     end
-    return { answer[1], taken, string.match(redis.call('INFO', 'server'), 'run_id:(%x+)') or '' }
+    return { next_cursor, taken, string.match(redis.call('INFO', 'server'), 'run_id:(%x+)') or '' }
   end,
   flags = { 'allow-oom' },
 })

@@ -1,38 +1,44 @@
--- untouch: takes scopes that the shard holds no block of out of holders' lists of the scopes that they used, some holders a
--- call: nothing of them is there to be swept.
--- KEYS: touched, blocks of each scope   ARGV: cursor, count, scope id...
--- returns {next cursor, scope id of those with blocks...}
+-- untouch: takes scopes without blocks in this shard out of the holders' lists of the scopes that they used, some holders a
+-- call: a sweep has nothing to do there.
+--
+-- KEYS 1 touched
+--      2... blocks of each scope
+-- ARGV 1 cursor
+--      2 count
+--      3... scope ids
+-- returns {next cursor, scope ids with blocks...}
 redis.register_function({
   function_name = 'kvatlas_untouch',
   callback = function(keys, args)
-    local gone, any, held = {}, false, {}
+    local touched, cursor, count = keys[1], args[1], args[2]
+    local empty, any_empty, held = {}, false, {}
     for i = 3, #args do
-      if redis.call('EXISTS', keys[i - 1]) == 1 then
-        held[#held + 1] = args[i]
+      local scope_id, blocks = args[i], keys[i - 1]
+      if redis.call('EXISTS', blocks) == 1 then
+        held[#held + 1] = scope_id
       else
-        gone[args[i]] = true
-        any = true
+        empty[scope_id] = true
+        any_empty = true
       end
     end
-    if not any then
+    if not any_empty then
       return { '0', unpack(held) }
     end
-    local answer = redis.call('HSCAN', keys[1], args[1], 'COUNT', args[2])
-    local flat = answer[2]
+    local next_cursor, flat = unpack(redis.call('HSCAN', touched, cursor, 'COUNT', count))
     for i = 1, #flat, 2 do
-      local touched, rest = flat[i + 1], {}
-      for at = 1, #touched, 16 do
-        if not gone[string.sub(touched, at, at + 7)] then
-          rest[#rest + 1] = string.sub(touched, at, at + 15)
+      local holder, uses, rest = flat[i], flat[i + 1], {}
+      for at = 1, #uses, 16 do
+        if not empty[string.sub(uses, at, at + 7)] then
+          rest[#rest + 1] = string.sub(uses, at, at + 15)
         end
       end
       if #rest == 0 then
-        redis.call('HDEL', keys[1], flat[i])
-      elseif #rest * 16 ~= #touched then
-        redis.call('HSET', keys[1], flat[i], table.concat(rest))
+        redis.call('HDEL', touched, holder)
+      elseif #rest * 16 ~= #uses then
+        redis.call('HSET', touched, holder, table.concat(rest))
       end
     end
-    return { answer[1], unpack(held) }
+    return { next_cursor, unpack(held) }
   end,
   flags = { 'allow-oom' },
 })

@@ -1,4 +1,4 @@
-"""Pairing: which worker computes the prompt and which the answer. The Lua twin is `functions/_pairing.lua`.
+"""Choosing a pair: which worker computes the prompt and which the answer. The Lua twin is `functions/_pair_choice.lua`.
 
 The cost of a pair is the prefill's, the transfer's and the decode's. As the transfer depends on the prefill worker's
 group alone, only the cheapest of each group is tried: the work grows with workers, not with their pairs.
@@ -6,16 +6,16 @@ group alone, only the cheapest of each group is tried: the work grows with worke
 
 from collections.abc import Sequence
 
-from kvatlas.reservations.protocol import Pairing
+from kvatlas.reservations.protocol import PairLayout
 
 
-def choose_pair(pairing: Pairing, scores: Sequence[tuple[int, float]]) -> tuple[int | None, int]:
+def choose_pair(layout: PairLayout, scores: Sequence[tuple[int, float]]) -> tuple[int | None, int]:
     """The offers that compute the prompt (None: the other one does) and the answer.
 
-    `scores`: of each offer its level (`limits.level`) and cost. Levels of a pair add up, and count before costs.
-    Ties go to a worker that does both, then to the first. Every ask has an offer that can be chosen.
+    `scores`: each offer's level (`limits.level`) and cost. Levels of a pair add up, and count before costs. Ties go to a
+    worker that does both, then to the first. Every ask has an offer that can be chosen.
     """
-    first_both = pairing.prefills + pairing.decodes
+    first_both = layout.prefills + layout.decodes
     prefill: int | None = None
     chosen = -1
     least: tuple[int, float] | None = None
@@ -23,10 +23,10 @@ def choose_pair(pairing: Pairing, scores: Sequence[tuple[int, float]]) -> tuple[
         if least is None or scores[i] < least:
             chosen, least = i, scores[i]
     cheapest: dict[int, int] = {}
-    for i, group in enumerate(pairing.groups):
+    for i, group in enumerate(layout.groups):
         if group not in cheapest or scores[i] < scores[cheapest[group]]:
             cheapest[group] = i
-    for i, transfers_us in enumerate(pairing.transfers_us, start=pairing.prefills):
+    for i, transfers_us in enumerate(layout.transfers_us, start=layout.prefills):
         for group, transfer_us in enumerate(transfers_us):
             if transfer_us >= 0 and group in cheapest:
                 level, score = scores[cheapest[group]]

@@ -1,13 +1,15 @@
--- Pairing: which worker computes the prompt and which the answer. The Python twin is `kvatlas/reservations/pairing.py`.
+-- Choosing a pair: which worker computes the prompt and which the answer. The Python twin is
+-- `kvatlas/reservations/pair_choice.py`.
 --
--- pairing: { number of offers that compute prompts alone, number of those behind them that compute answers alone (all others
---   compute both), { group of each of the first }, { of each of the second: { us to move the KV there from each group; below
---   0: it can't be moved }... } }. Groups are numbered from 0.
+-- pair_layout: { number of offers that compute prompts alone, number of those behind them that compute answers alone (all
+--   others compute both), { group of each of the first }, { of each of the second: { us to move the KV there from each group;
+--   below 0: it can't be moved }... } }. Groups are numbered from 0.
 
--- scores, levels: of each offer (see judge in _weigh.lua). Returns the number of the offer that computes the prompt alone (0: none does), and of the one
--- that computes the answer. Levels of a pair add up, and count before costs; ties go to a worker that does both.
-local function choose_pair(pairing, scores, levels)
-  local prefills, decodes, groups, transfers = pairing[1], pairing[2], pairing[3], pairing[4]
+-- scores, levels: of each offer (see check_limits in _evaluation.lua). Levels of a pair add up, and count before costs; ties go
+-- to a worker that does both. Returns the number of the offer that computes the prompt alone (0: none does), and of the one
+-- that computes the answer.
+local function choose_pair(pair_layout, scores, levels)
+  local prefills, decodes, groups, transfers = unpack(pair_layout)
   local prefill, chosen, lowest, least = 0, 1, math.huge, math.huge
   for i = prefills + decodes + 1, #scores do
     if levels[i] < lowest or (levels[i] == lowest and scores[i] < least) then

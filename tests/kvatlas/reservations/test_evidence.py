@@ -1,4 +1,4 @@
-"""Evidence of rates is added up in the store as in memory."""
+"""Evidence of rates adds up in the store as in memory."""
 
 from random import Random
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import estimate_of
-from kvatlas.cost.regression import FORM, SUMS, Evidence, Kind, Rate, Row
+from kvatlas.cost.regression import FORM, SUMS, Evidence, Latency, Rate, Row
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations, WorkerReport
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.anyio
 NOTHING_KNOWN = estimate_of(Evidence(), EngineRates())
 
 
-def told(seed: int, requests: int = 3) -> Evidence:
+def evidence_of(seed: int, requests: int = 3) -> Evidence:
     """Evidence of a few random requests."""
     random, evidence = Random(seed), Evidence()
     for _ in range(requests):
         terms = tuple(random.uniform(0, 1e6) if random.random() < 0.7 else 0.0 for _ in Rate)
-        row = Row(random.choice(list(Kind)), random.uniform(1, 1e6), terms)
-        evidence = evidence.then(Evidence.of([row], NOTHING_KNOWN))
+        row = Row(random.choice(list(Latency)), random.uniform(1, 1e6), terms)
+        evidence = evidence.followed_by(Evidence.of([row], NOTHING_KNOWN))
     return evidence
 
 
@@ -33,56 +33,56 @@ async def report(reservations: Reservations, *workers: str) -> None:
 
 async def test_nothing_is_learned_at_first(reservations: Reservations) -> None:
     await report(reservations, "a")
-    assert await reservations.learned(POOL) == {}
+    assert await reservations.read_evidence(POOL) == {}
 
 
 async def test_evidence_of_several_routers_adds_up_and_older_evidence_fades(reservations: Reservations) -> None:
     await report(reservations, "a", "b")
-    await reservations.learn(POOL, {"a": told(1), "b": told(2)})
-    await reservations.learn(POOL, {"a": told(3)})
-    both = told(1).then(told(3))
-    assert await reservations.learned(POOL) == {
+    await reservations.add_evidence(POOL, {"a": evidence_of(1), "b": evidence_of(2)})
+    await reservations.add_evidence(POOL, {"a": evidence_of(3)})
+    both = evidence_of(1).followed_by(evidence_of(3))
+    assert await reservations.read_evidence(POOL) == {
         "a": Evidence(6, sums=both.sums),
-        "b": Evidence(3, sums=told(2).sums),
+        "b": Evidence(3, sums=evidence_of(2).sums),
     }
 
 
-async def test_a_worker_that_is_gone_is_forgotten_and_stays_so(reservations: Reservations) -> None:
+async def test_a_forgotten_worker_has_no_evidence_and_gets_none(reservations: Reservations) -> None:
     await report(reservations, "a", "b")
-    await reservations.learn(POOL, {"a": told(1), "b": told(2)})
+    await reservations.add_evidence(POOL, {"a": evidence_of(1), "b": evidence_of(2)})
     await reservations.forget(POOL, "a")
-    await reservations.learn(POOL, {"a": told(3)})
-    assert list(await reservations.learned(POOL)) == ["b"]
+    await reservations.add_evidence(POOL, {"a": evidence_of(3)})
+    assert list(await reservations.read_evidence(POOL)) == ["b"]
 
 
 async def test_a_restarted_engine_keeps_its_rates(reservations: Reservations) -> None:
     await report(reservations, "a")
-    await reservations.learn(POOL, {"a": told(1)})
+    await reservations.add_evidence(POOL, {"a": evidence_of(1)})
     await reservations.report(POOL, {"a": WorkerReport(2)})
-    assert list(await reservations.learned(POOL)) == ["a"]
+    assert list(await reservations.read_evidence(POOL)) == ["a"]
 
 
-async def test_evidence_of_hundreds_of_workers_is_told_at_once(reservations: Reservations) -> None:
+async def test_evidence_of_hundreds_of_workers_is_added_at_once(reservations: Reservations) -> None:
     workers = [f"w{number}" for number in range(250)]
     await report(reservations, *workers)
-    await reservations.learn(POOL, {worker: told(number, 1) for number, worker in enumerate(workers)})
-    assert len(await reservations.learned(POOL)) == 250
+    await reservations.add_evidence(POOL, {worker: evidence_of(number, 1) for number, worker in enumerate(workers)})
+    assert len(await reservations.read_evidence(POOL)) == 250
 
 
-async def test_evidence_that_another_version_wrote_is_not_read_and_then_replaced(store: Store, clock: Clock) -> None:
+async def test_evidence_of_another_version_is_not_read_and_then_replaced(store: Store, clock: Clock) -> None:
     reservations = RedisReservations(store)
     await report(reservations, "a")
-    await reservations.learn(POOL, {"a": told(1)})
+    await reservations.add_evidence(POOL, {"a": evidence_of(1)})
     key = pool_keys(POOL)[-1]
     packed: bytes = await store.client.hget(key, "a")
     assert packed[1] == FORM
     await store.client.hset(key, "a", packed[:1] + bytes([FORM + 1]) + packed[2:])
-    assert await reservations.learned(POOL) == {}
-    await reservations.learn(POOL, {"a": told(2)})
-    assert await reservations.learned(POOL) == {"a": Evidence(3, sums=told(2).sums)}
+    assert await reservations.read_evidence(POOL) == {}
+    await reservations.add_evidence(POOL, {"a": evidence_of(2)})
+    assert await reservations.read_evidence(POOL) == {"a": Evidence(3, sums=evidence_of(2).sums)}
 
 
-async def test_both_add_up_to_the_same_bits(store: Store, clock: Clock) -> None:
+async def test_store_and_memory_add_up_to_the_same_bits(store: Store, clock: Clock) -> None:
     in_store, in_memory = RedisReservations(store), MemoryReservations(clock)
     random = Random(7)
     for one in (in_store, in_memory):
@@ -91,5 +91,5 @@ async def test_both_add_up_to_the_same_bits(store: Store, clock: Clock) -> None:
         sums = tuple(random.choice([0.0, 1.0, -3.0, 1e15, random.gauss(0, 1e6), random.random()]) for _ in range(SUMS))
         evidence = Evidence(random.randrange(1, 1_000), random.random(), random.random(), sums)
         for one in (in_store, in_memory):
-            await one.learn(POOL, {"a": evidence})
-        assert await in_store.learned(POOL) == await in_memory.learned(POOL)
+            await one.add_evidence(POOL, {"a": evidence})
+        assert await in_store.read_evidence(POOL) == await in_memory.read_evidence(POOL)

@@ -1,4 +1,4 @@
-"""Pairs of workers: held to trying every pair, and what booking one leaves in the pool."""
+"""Pairs of workers: the choice against trying every pair, and what a booked pair leaves in the pool."""
 
 import pytest
 from hypothesis import given
@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvatlas.cost import Load
 from kvatlas.errors import InvalidValue
-from kvatlas.reservations import Ask, Booking, Outcome, Pairing, Reservations
-from kvatlas.reservations.pairing import choose_pair
+from kvatlas.reservations import Ask, Booking, Outcome, PairLayout, Reservations
+from kvatlas.reservations.pair_choice import choose_pair
 from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, PRICES, id_of, offer
 
 pytestmark = pytest.mark.anyio
@@ -16,36 +16,36 @@ scores = st.tuples(st.integers(0, 2), st.integers(0, 50).map(float))
 
 
 @st.composite
-def pairings(draw: st.DrawFn) -> tuple[Pairing, list[tuple[int, float]]]:
+def layouts(draw: st.DrawFn) -> tuple[PairLayout, list[tuple[int, float]]]:
     prefills, decodes, both = draw(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 4)))
     groups = draw(st.lists(st.integers(0, 2), min_size=prefills, max_size=prefills))
     moved = st.lists(st.sampled_from([-1.0, 0.0, 3.0, 20.0]), min_size=3, max_size=3)
     transfers = draw(st.lists(moved, min_size=decodes, max_size=decodes))
     count = prefills + decodes + both
-    return Pairing(prefills, decodes, groups, transfers), draw(st.lists(scores, min_size=count, max_size=count))
+    return PairLayout(prefills, decodes, groups, transfers), draw(st.lists(scores, min_size=count, max_size=count))
 
 
-def cost_of(pairing: Pairing, scores: list[tuple[int, float]], prefill: int | None, chosen: int) -> tuple[int, float]:
+def cost_of(layout: PairLayout, scores: list[tuple[int, float]], prefill: int | None, chosen: int) -> tuple[int, float]:
     if prefill is None:
         return scores[chosen]
-    transfer_us = pairing.transfers_us[chosen - pairing.prefills][pairing.groups[prefill]]
+    transfer_us = layout.transfers_us[chosen - layout.prefills][layout.groups[prefill]]
     assert transfer_us >= 0
     return scores[prefill][0] + scores[chosen][0], scores[prefill][1] + scores[chosen][1] + transfer_us
 
 
-@given(pairings())
-def test_no_pair_is_cheaper(given: tuple[Pairing, list[tuple[int, float]]]) -> None:
-    pairing, scores = given
-    chosen = choose_pair(pairing, scores)
-    first_both = pairing.prefills + pairing.decodes
+@given(layouts())
+def test_no_pair_is_cheaper(given: tuple[PairLayout, list[tuple[int, float]]]) -> None:
+    layout, scores = given
+    chosen = choose_pair(layout, scores)
+    first_both = layout.prefills + layout.decodes
     ways: list[tuple[int | None, int]] = [(None, i) for i in range(first_both, len(scores))]
-    for i in range(pairing.prefills):
-        for j in range(pairing.prefills, first_both):
-            if pairing.transfers_us[j - pairing.prefills][pairing.groups[i]] >= 0:
+    for i in range(layout.prefills):
+        for j in range(layout.prefills, first_both):
+            if layout.transfers_us[j - layout.prefills][layout.groups[i]] >= 0:
                 ways.append((i, j))
     assert chosen in ways
-    least = min(cost_of(pairing, scores, *way) for way in ways)
-    assert cost_of(pairing, scores, *chosen) == least
+    least = min(cost_of(layout, scores, *way) for way in ways)
+    assert cost_of(layout, scores, *chosen) == least
     if chosen[0] is not None:  # ties go to one worker that does both
         assert min(scores[first_both:]) > least
 
@@ -57,26 +57,26 @@ APART = WHOLE._replace(
     cached_tokens=1_000,
     base_us=WHOLE.base_us - WHOLE.work_us,
     work_us=0.0,
-    kind=WHOLE.kind._replace(prices=PRICES._replace(queued_us=0.0)),  # it has not to wait for prompts there
+    kind=WHOLE.kind._replace(prices=PRICES._replace(queued_us=0.0)),  # it need not wait for prompts there
 )
 
 
 def pair_ask(transfer_us: float) -> Ask:
     """`p` computes prompts alone, `d` computes prompts as fast, and its answers."""
     prompt_alone = offer("p")._replace(base_us=WHOLE.work_us)
-    return Ask([prompt_alone, APART, WHOLE], pairing=Pairing(1, 1, [0], [[transfer_us]]))
+    return Ask([prompt_alone, APART, WHOLE], pair_layout=PairLayout(1, 1, [0], [[transfer_us]]))
 
 
 async def load(reservations: Reservations, worker_id: str) -> Load:
-    return (await reservations.look(POOL, Ask([offer(worker_id)]))).weighed[0].load
+    return (await reservations.evaluate(POOL, Ask([offer(worker_id)]))).by_offer[0].load
 
 
 async def test_both_of_a_pair_are_booked_in_one_call(reservations: Reservations) -> None:
     await reservations.book(POOL, Booking(id_of(9), "r", 1_000, Ask([WHOLE]), LEASE_US, LONGEST_US))
     booking = Booking(id_of(1), "r", 1_000, pair_ask(500.0), LEASE_US, LONGEST_US, id_of(2))
-    weighing = await reservations.book(POOL, booking)
-    assert weighing is not None
-    assert (weighing.prefill, weighing.chosen) == (0, 1)
+    found = await reservations.book(POOL, booking)
+    assert found is not None
+    assert (found.prefill, found.chosen) == (0, 1)
     assert await load(reservations, "p") == Load(1, 1_000, 0, 1_000)
     assert await load(reservations, "d") == Load(2, 1_000, 0, 2_000)  # the answer of the second queues no prompt
     assert await reservations.release(POOL, id_of(2), Outcome.FINISHED)
@@ -86,21 +86,21 @@ async def test_both_of_a_pair_are_booked_in_one_call(reservations: Reservations)
 
 
 @pytest.mark.parametrize("transfer_us", [-1.0, 500.0])
-async def test_one_worker_does_both_where_a_pair_is_not_cheaper(reservations: Reservations, transfer_us: float) -> None:
+async def test_one_worker_does_both_if_a_pair_is_not_cheaper(reservations: Reservations, transfer_us: float) -> None:
     booking = Booking(id_of(1), "r", 1_000, pair_ask(transfer_us), LEASE_US, LONGEST_US, id_of(2))
-    weighing = await reservations.book(POOL, booking)
-    assert weighing is not None
-    assert (weighing.prefill, weighing.chosen) == (None, 2)
+    found = await reservations.book(POOL, booking)
+    assert found is not None
+    assert (found.prefill, found.chosen) == (None, 2)
     assert (await load(reservations, "p"), await load(reservations, "d")) == (Load(), Load(1, 1_000, 0, 1_000))
     assert not await reservations.release(POOL, id_of(2), Outcome.FINISHED)
 
 
-async def test_both_end_with_their_routers_lease(reservations: Reservations) -> None:
+async def test_both_of_a_pair_end_with_their_routers_lease(reservations: Reservations) -> None:
     for transfer_us in (0.0, -1.0):
         booking = Booking(id_of(1), "r", 1_000, pair_ask(transfer_us), LEASE_US, LONGEST_US, id_of(2))
-        assert await reservations.book(POOL, booking) is not None  # told again, it is made anew
+        assert await reservations.book(POOL, booking) is not None  # sent again, it replaces the first one
     assert (await load(reservations, "p"), await load(reservations, "d")) == (Load(), Load(1, 1_000, 0, 1_000))
-    await reservations.leave(POOL, "r")
+    await reservations.end_lease(POOL, "r")
     assert (await load(reservations, "p"), await load(reservations, "d")) == (Load(), Load())
 
 

@@ -1,0 +1,33 @@
+"""What one `apply` did, in numbers: the one list of outcomes that a message may have."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import add, sub
+
+
+@dataclass(slots=True)
+class ApplyCounts:
+    """Messages by outcome (see the fence in `kvatlas.index.protocol`), checks that failed, and what changed.
+
+    `stored`, `removed`: residencies, one for each (block, tier). `bytes_written`: of blocks' hashes and holders values. The
+    store's function returns these numbers in the order of these fields (`COUNTS` in `redis/functions/apply.lua`).
+    """
+
+    applied: int = 0
+    duplicates: int = 0
+    stale: int = 0
+    gaps: int = 0
+    refused: int = 0
+    failed_checks: int = 0
+    stored: int = 0
+    removed: int = 0
+    bytes_written: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return (getattr(self, name) for name in self.__slots__)
+
+    def __add__(self, other: "ApplyCounts") -> "ApplyCounts":
+        return ApplyCounts(*map(add, self, other))
+
+    def __sub__(self, other: "ApplyCounts") -> "ApplyCounts":
+        return ApplyCounts(*map(sub, self, other))

@@ -1,0 +1,34 @@
+"""The index's server-side functions in one store."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvatlas.store.connection import Store
+from kvatlas.store.function_library import FunctionLibrary
+
+INDEX_LIBRARY = FunctionLibrary(
+    "kvatlas", Path(__file__).parent / "functions", ("_slot", "_holders", "_blocks", "_fold")
+)
+
+
+class IndexFunctions:
+    """Calls by name (`functions/*.lua`). A writer loads the library if the store lost it, a reader waits for a writer.
+
+    Raises Unreachable, and redis' ResponseError for an error that the server returns.
+    """
+
+    def __init__(self, store: Store, *, writer: bool) -> None:
+        self._store = store
+        self._writer = writer
+
+    async def call(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
+        return await INDEX_LIBRARY.call(self._store, function, keys, args, load=self._writer)
+
+    async def call_ro(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
+        """For functions that write nothing."""
+        return await INDEX_LIBRARY.call_ro(self._store, function, keys, args, load=self._writer)
+
+    async def call_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
+        """Several (keys, args) in one pipelined round trip; answers in order."""
+        return await INDEX_LIBRARY.call_ro_many(self._store, function, calls, load=self._writer)

@@ -1,0 +1,107 @@
+"""What the store keeps of a shard, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
+
+from collections.abc import Iterable, Sequence
+from struct import iter_unpack
+from typing import Any, NamedTuple, Self
+
+import msgpack
+
+from kvatlas.blocks.digest import FLAG_WORDS, WORDS
+from kvatlas.index.protocol import Position, WorkerRecord
+
+_TOUCHED = ">8sII"
+
+
+class StoredRecord(NamedTuple):
+    """A worker's record. Incarnations are 8 big-endian bytes, holders 3; `active` and `loading` b"": no such holder."""
+
+    incarnation: bytes
+    seq: int
+    active: bytes
+    loading: bytes
+    bad: int
+    closed: int
+    oom: int
+    want_incarnation: bytes
+    want_seq: int
+    chunks: int
+    partition: int
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Self:
+        return cls(*msgpack.unpackb(packed, raw=True))
+
+    def of_worker(self, worker_id: str) -> WorkerRecord:
+        """The fence that it is."""
+        return WorkerRecord(
+            worker_id,
+            unpack_incarnation(self.incarnation),
+            self.seq,
+            self.partition,
+            bool(self.bad),
+            bool(self.closed),
+            bool(self.oom),
+            (unpack_incarnation(self.want_incarnation), self.want_seq),
+            answering=self.active != b"",
+            loading=self.loading != b"",
+        )
+
+
+class HolderState(NamedTuple):
+    """A worker's active holder as of (incarnation, seq). `registered`: the holder's own entries name this worker.
+
+    `words`: the holder's digest (`Digest.words`), then its digest of flags if it ever had flags besides tiers.
+    """
+
+    incarnation: bytes
+    seq: int
+    holder: bytes
+    words: Sequence[int]
+    registered: int
+
+    @classmethod
+    def of(cls, fields: Sequence[Any] | None) -> Self | None:
+        """From a function's answer; None for a worker without an active holder."""
+        return cls(*fields) if fields else None
+
+    @property
+    def digest(self) -> Sequence[int]:
+        """By tier."""
+        return self.words[:WORDS]
+
+    @property
+    def flag_digest(self) -> Sequence[int]:
+        """By flag."""
+        return self.words[WORDS:] or [0] * FLAG_WORDS
+
+
+def pack_incarnation(incarnation: int) -> bytes:
+    return incarnation.to_bytes(8, "big")
+
+
+def unpack_incarnation(packed: bytes) -> int:
+    return int.from_bytes(packed, "big")
+
+
+def unpack_touched(packed: bytes | None) -> dict[bytes, tuple[int, int]]:
+    """The scopes that a holder has used: scope id -> (block size, block bytes)."""
+    return {scope_id: (size, block_bytes) for scope_id, size, block_bytes in iter_unpack(_TOUCHED, packed or b"")}
+
+
+def unpack_digest(packed: bytes | None) -> list[int]:
+    """`Digest.words` of a holder, without its digest of flags; zeros if nothing is stored."""
+    return msgpack.unpackb(packed)[:WORDS] if packed is not None else [0] * WORDS
+
+
+def pack_position(position: Position | None) -> str:
+    """Empty for None."""
+    return f"{position.creation_us} {position.seq}" if position is not None else ""
+
+
+def unpack_position(stored: bytes | None) -> Position | None:
+    return Position(*map(int, stored.split())) if stored else None
+
+
+def pairs(flat: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+    """(field, value) of a flat answer."""
+    return zip(flat[::2], flat[1::2], strict=True)

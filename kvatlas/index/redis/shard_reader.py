@@ -1,0 +1,69 @@
+"""Reading what the store keeps of one shard, without functions."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.index.protocol import Position
+from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.index.redis.records import StoredRecord, unpack_digest, unpack_position, unpack_touched
+from kvatlas.store.connection import Store
+
+SCAN_COUNT = 1_000
+
+
+class ShardReader:
+    """Every call but `blocks` raises Unreachable. Holders are 3-byte numbers."""
+
+    def __init__(self, store: Store, keys: ShardKeys) -> None:
+        self._store = store
+        self.keys = keys
+
+    async def record(self, worker_id: str) -> StoredRecord | None:
+        packed = await self._store.ask(self._store.client.hget(self.keys.workers, worker_id))
+        return StoredRecord.unpack(packed) if packed is not None else None
+
+    async def records(self) -> dict[str, StoredRecord]:
+        """Of all workers, by id."""
+        found = await self._store.ask(self._store.client.hgetall(self.keys.workers))
+        return {worker_id.decode(): StoredRecord.unpack(packed) for worker_id, packed in found.items()}
+
+    async def active(self) -> dict[bytes, str]:
+        """The worker of each active holder."""
+        found = await self._store.ask(self._store.client.hgetall(self.keys.active))
+        return {holder: worker_id.decode() for holder, worker_id in found.items()}
+
+    async def digest(self, holder: bytes) -> list[int]:
+        """See `unpack_digest`."""
+        return unpack_digest(await self._store.ask(self._store.client.hget(self.keys.digests, holder)))
+
+    async def digests(self, holders: Sequence[bytes]) -> list[list[int]]:
+        """In the order of `holders`, of which there is at least one."""
+        found = await self._store.ask(self._store.client.hmget(self.keys.digests, holders))
+        return list(map(unpack_digest, found))
+
+    async def touched(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
+        """See `unpack_touched`."""
+        return unpack_touched(await self._store.ask(self._store.client.hget(self.keys.touched, holder)))
+
+    async def position(self, partition: int) -> Position | None:
+        return unpack_position(await self._store.ask(self._store.client.hget(self.keys.partitions, str(partition))))
+
+    async def children(self, scope_id: bytes, parent: bytes) -> list[bytes]:
+        """Hashes of the blocks that follow this one (b"": roots), from the side index."""
+        packed = await self._store.ask(self._store.client.hget(self.keys.children(scope_id), parent)) or b""
+        return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
+
+    async def values(self, scope_id: bytes, hashes: Sequence[bytes]) -> list[bytes | None]:
+        """Holders values, in the order of `hashes`, of which there is at least one."""
+        return list(await self._store.ask(self._store.client.hmget(self.keys.blocks(scope_id), hashes)))
+
+    async def has_blocks(self, scope_id: bytes) -> bool:
+        return bool(await self._store.ask(self._store.client.exists(self.keys.blocks(scope_id))))
+
+    async def blocks(self, scope_id: bytes) -> AsyncIterator[tuple[bytes, bytes]]:
+        """(hash, holders value) of all blocks of a scope, each once. Not atomic. Raises redis' errors."""
+        seen: set[bytes] = set()  # a scan may return a field twice
+        async for key, value in self._store.client.hscan_iter(self.keys.blocks(scope_id), count=SCAN_COUNT):
+            if key not in seen:
+                seen.add(key)
+                yield key, value

@@ -1,0 +1,40 @@
+"""A store that was wiped gets the layout and the scopes again."""
+
+from time import monotonic
+
+from kvatlas.index.redis.keys import SCOPES
+from kvatlas.index.redis.layout import layout_errors, layout_id, make_layout
+from kvatlas.index.redis.scope_registry import FRESH_S, ScopeRegistry
+from kvatlas.store.connection import Store
+
+
+class WipeRecovery:
+    """Writes again what this writer wrote lately. Raises Unreachable, also if the store has no memory for it."""
+
+    def __init__(self, store: Store, registry: ScopeRegistry, partitions: int, shards: int) -> None:
+        self._store = store
+        self._registry = registry
+        self._partitions = partitions
+        self._shards = shards
+        self._layout_id: bytes | None = None
+        self._checked_s = -FRESH_S
+
+    async def check(self) -> None:
+        """`recover`, once a second at most."""
+        now_s = monotonic()
+        if now_s >= self._checked_s + FRESH_S:
+            await self.recover()
+            self._checked_s = now_s
+
+    async def recover(self) -> None:
+        """Write the layout if it is gone. Write the scopes if they are, or if the layout is another one: a second writer
+        may have restored only that."""
+        with layout_errors(self._store):
+            found = await layout_id(self._store)
+            if found is None:
+                await make_layout(self._store, self._partitions, self._shards)
+                found = await layout_id(self._store)
+            lately = self._registry.lately
+            if lately and (found != self._layout_id or await self._store.client.hlen(SCOPES) < lately):
+                await self._registry.register_again()
+            self._layout_id = found

@@ -1,0 +1,57 @@
+"""The store's functions and Python name and number the same things alike."""
+
+from dataclasses import fields
+
+from kvatlas.blocks.digest import FLAG_WORDS, WORDS
+from kvatlas.blocks.tiers import TIER_MASK
+from kvatlas.bus import wire
+from kvatlas.index.apply_counts import ApplyCounts
+from kvatlas.index.holder_entries import MAX_HOLDER
+from kvatlas.index.protocol import ApplyResult
+from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.index.redis.records import StoredRecord
+from tests.kvatlas.lua_text import constants, numbers, words
+
+SLOT = constants(INDEX_LIBRARY.source("_slot"))
+
+
+def test_outcomes_of_messages_have_the_same_names_in_the_same_order() -> None:
+    names = [field.name for field in fields(ApplyCounts)]
+    assert words(INDEX_LIBRARY.source("apply"), "COUNTS") == names
+    outcomes = [field.name for field in fields(ApplyResult) if field.type == "int" or field.type is int]
+    assert outcomes == names[: len(outcomes)]
+
+
+def test_a_workers_record_has_its_fields_in_the_same_order() -> None:
+    assert [SLOT[name.upper()] for name in StoredRecord._fields] == list(range(1, len(StoredRecord._fields) + 1))
+
+
+def test_events_have_the_same_codes() -> None:
+    codes = {
+        "stored": wire.STORED,
+        "removed": wire.REMOVED,
+        "cleared": wire.CLEARED,
+        "begin": wire.BEGIN,
+        "chunk": wire.CHUNK,
+        "ending": wire.END,
+        "checkpoint": wire.CHECKPOINT,
+    }
+    assert numbers(INDEX_LIBRARY.source("_fold"), "CODE") == codes
+
+
+def test_events_have_the_same_fields() -> None:
+    fold = constants(INDEX_LIBRARY.source("_fold"))
+    names = {"CODE": wire.CODE, "SCOPE": wire.SCOPE_ID, "TIER": wire.TIER, "HASHES": wire.HASHES}
+    names |= {"PARENT": wire.PARENT, "FLAGS": wire.FLAGS}
+    assert {name: fold[f"EVENT_{name}"] - 1 for name in names} == names
+    assert (fold["REMOVED_LOW"], fold["REMOVED_HIGH"]) == (wire.HASHES + 2, wire.HASHES + 3)  # behind the last field
+    assert (fold["STORED_LOW"], fold["STORED_HIGH"]) == (wire.FLAGS + 2, wire.FLAGS + 3)
+    assert (fold["END_CHUNKS"], fold["END_DIGEST"]) == (wire.CHUNKS + 1, wire.END_DIGEST + 1)
+    assert fold["CHECKPOINT_DIGEST"] == wire.CHECKPOINT_DIGEST + 1
+
+
+def test_masks_and_sizes_are_the_same() -> None:
+    assert SLOT["TIER_MASK"] == TIER_MASK
+    assert SLOT["FLAG_MASK"] == 0xFF - TIER_MASK
+    assert SLOT["MAX_HOLDER"] == MAX_HOLDER
+    assert (SLOT["DIGEST_WORDS"], SLOT["ALL_WORDS"]) == (WORDS, WORDS + FLAG_WORDS)

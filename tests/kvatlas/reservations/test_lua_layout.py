@@ -1,0 +1,24 @@
+"""The pool's functions and Python name and number the same things alike."""
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.reservations import Outcome
+from kvatlas.reservations.memory import CLOCK_SLACK_US
+from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
+from tests.kvatlas.lua_text import constants, words
+
+POOL = constants(POOL_LIBRARY.source("_pool"))
+
+
+def test_outcomes_of_reservations_have_the_same_names() -> None:
+    assert words(POOL_LIBRARY.source("_pool"), "OUTCOME") == [outcome.value for outcome in Outcome]
+
+
+def test_keys_are_in_the_same_order() -> None:
+    names = [key.rpartition(":")[2] for key in pool_keys("p")]
+    assert [POOL[name.upper()] for name in names] == list(range(1, len(names) + 1))
+
+
+def test_sizes_and_times_are_the_same() -> None:
+    assert (POOL["ID_BYTES"], POOL["HASH_BYTES"]) == (ID_BYTES, HASH_BYTES)
+    assert POOL["CLOCK_SLACK_US"] == CLOCK_SLACK_US
