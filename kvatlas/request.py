@@ -12,7 +12,7 @@ from kvatlas.cost.protocol import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM, NOTHING, Over
-from kvatlas.validation import Count, OutputTokens, Positive, mistake
+from kvatlas.validation import Count, OutputTokens, Positive, describe_mistake
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_DECODE_TOKENS = 128
@@ -100,7 +100,7 @@ class RequestHints(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "request hints"
-            raise InvalidValue(mistake(f"request field {where}", first)) from error
+            raise InvalidValue(describe_mistake(f"request field {where}", first)) from error
 
     def scope(self, fallbacks: Fallbacks) -> Scope:
         """The request's identity scope. Raises InvalidValue where neither side names a model."""

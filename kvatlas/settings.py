@@ -18,9 +18,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.identity import DEFAULT_TENANT, Scope, check_worker_id
-from kvatlas.redact import without_password
+from kvatlas.redaction import redact_password
 from kvatlas.request import DEFAULT_DECODE_TOKENS
-from kvatlas.validation import Count, OutputTokens, Positive, expectation
+from kvatlas.validation import Count, OutputTokens, Positive, describe_expected
 
 ENV_PREFIX = "KVATLAS_"
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
@@ -349,5 +349,5 @@ def _line(error: ValidationError, flags: dict[str, Any]) -> str:
         return f"{flag_of(field)} (or {variable_of(field)}) is missing; it has no default"
     name = flag_of(field) if field in flags else variable_of(field)
     value = first["input"]
-    shown = without_password(value) if isinstance(value, str) else value
-    return f"{name} is {shown!r:.200}; {expectation(first)}"
+    shown = redact_password(value) if isinstance(value, str) else value
+    return f"{name} is {shown!r:.200}; {describe_expected(first)}"

@@ -42,7 +42,7 @@ _LIMITS = {
 }
 
 
-def expectation(error: ErrorDetails) -> str:
+def describe_expected(error: ErrorDetails) -> str:
     """`expected ...`, of one of a ValidationError's errors."""
     kind = error["type"]
     context: dict[str, Any] = error.get("ctx", {})
@@ -57,11 +57,11 @@ def expectation(error: ErrorDetails) -> str:
     return f"expected {said[0].lower()}{said[1:]}"
 
 
-def mistake(where: str, error: ErrorDetails) -> str:
+def describe_mistake(where: str, error: ErrorDetails) -> str:
     """One of a ValidationError's errors in one line; `where` names the field."""
     if error["type"] == "missing":
         return f"{where} is missing"
-    return f"{where} is {error['input']!r:.80}; {expectation(error)}"
+    return f"{where} is {error['input']!r:.80}; {describe_expected(error)}"
 
 
 def _plain(number: float) -> str:

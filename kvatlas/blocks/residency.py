@@ -88,7 +88,7 @@ class ShardRuns(NamedTuple):
         depth_of.update(dict.fromkeys(alive, position))
         return {self.names[holder]: depth for holder, depth in depth_of.items() if holder in self.names}
 
-    def held(self) -> dict[str, list[tuple[int, int]]]:
+    def runs_by_worker(self) -> dict[str, list[tuple[int, int]]]:
         """Every active worker's (length, flags byte) runs from the prompt's start. Work as in `depths`."""
         if not self.values:
             return {}
@@ -111,7 +111,7 @@ class ShardRuns(NamedTuple):
                 held.setdefault(self.names[holder], []).append((position - start, flags))
         return held
 
-    def flags_of(self, worker_id: str) -> list[tuple[int, int]]:
+    def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
         """(length, flags byte) of each run, as far as the worker holds the prompt."""
         numbers = {number for number, name in self.names.items() if name == worker_id}
         held: list[tuple[int, int]] = []
@@ -197,17 +197,17 @@ class Overlap(NamedTuple):
             depths.update(shard.depths())  # a worker lives in one shard
         return depths
 
-    def held(self) -> dict[str, list[tuple[int, int]]]:
+    def runs_by_worker(self) -> dict[str, list[tuple[int, int]]]:
         """Each worker's (length, flags byte: see `kvatlas.blocks.tiers`) runs from the prompt's start; absent: holds none."""
         held: dict[str, list[tuple[int, int]]] = {}
         for shard in self.shards:
-            held.update(shard.held())  # a worker lives in one shard
+            held.update(shard.runs_by_worker())  # a worker lives in one shard
         return held
 
-    def flags_of(self, worker_id: str) -> list[tuple[int, int]]:
+    def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
         """(length, flags byte: see `kvatlas.blocks.tiers`) of each run, as far as the worker holds the prompt."""
         for shard in self.shards:
-            if held := shard.flags_of(worker_id):
+            if held := shard.runs_of(worker_id):
                 return held
         return []
 

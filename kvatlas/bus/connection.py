@@ -8,8 +8,8 @@ from nats.errors import NoServersError
 from nats.js.errors import APIError, ServiceUnavailableError
 
 from kvatlas.errors import AccessDenied, Unreachable
-from kvatlas.redact import without_password
-from kvatlas.runtime.retry import reached
+from kvatlas.redaction import redact_password
+from kvatlas.runtime.retry import retry_until_reachable
 
 
 async def connect_nats(
@@ -27,9 +27,9 @@ async def connect_nats(
         except (NatsError, OSError, TimeoutError, ValueError) as error:
             denied = isinstance(error, ValueError) or "authorization" in str(error).lower()
             kind = AccessDenied if denied else Unreachable
-            raise kind(f"NATS at {without_password(url)}: {reason(error)}") from error
+            raise kind(f"NATS at {redact_password(url)}: {reason(error)}") from error
 
-    return await reached(attempt, wait=wait, on_wait=on_wait)
+    return await retry_until_reachable(attempt, wait=wait, on_wait=on_wait)
 
 
 class _Client(Client):

@@ -12,7 +12,7 @@ Invariants:
 """
 
 from kvatlas.embedded.async_servers import EmbeddedCluster, EmbeddedServer, nats_server, valkey_cluster, valkey_server
-from kvatlas.embedded.child_process import owned_command, spawn_owned
+from kvatlas.embedded.child_process import child_command, spawn_child
 from kvatlas.embedded.server_process import EmbeddedServerError, ServerProcess
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "EmbeddedServer",
     "EmbeddedServerError",
     "ServerProcess",
+    "child_command",
     "nats_server",
-    "owned_command",
-    "spawn_owned",
+    "spawn_child",
     "valkey_cluster",
     "valkey_server",
 ]

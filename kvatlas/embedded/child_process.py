@@ -12,15 +12,15 @@ from typing import IO
 from kvatlas.embedded import die_with_parent as shim
 
 
-def owned_command(command: Sequence[str]) -> list[str]:
+def child_command(command: Sequence[str]) -> list[str]:
     """What to execute instead of `command`, so that it is killed when the *thread* that starts it ends (Linux).
 
-    Right for a thread that lives as long as the process, such as the main one; else use `spawn_owned`.
+    Right for a thread that lives as long as the process, such as the main one; else use `spawn_child`.
     """
     return [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), *command]
 
 
-def spawn_owned(
+def spawn_child(
     command: Sequence[str],
     *,
     cwd: Path | None = None,
@@ -38,7 +38,7 @@ def spawn_owned(
         _spawner(os.getpid())
         .submit(
             subprocess.Popen,
-            owned_command(command),
+            child_command(command),
             cwd=cwd,
             env=env,
             stdin=stdin,

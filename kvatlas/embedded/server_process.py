@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from kvatlas.embedded.child_process import spawn_owned
+from kvatlas.embedded.child_process import spawn_child
 from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas.embedded.temporary_directory import OwnedDirectory
 from kvatlas.errors import KvatlasError
@@ -201,7 +201,7 @@ class ServerProcess(ABC):
         self._paused = False
         with log.open("ab") as output:
             self._log_offset = output.tell()
-            self._popen = spawn_owned(command, cwd=self.data_dir, stdout=output, stderr=subprocess.STDOUT)
+            self._popen = spawn_child(command, cwd=self.data_dir, stdout=output, stderr=subprocess.STDOUT)
         try:
             self._wait_until_ready(self._popen, while_waiting)
         except BaseException:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
-from kvatlas.validation import Count, Positive, mistake
+from kvatlas.validation import Count, Positive, describe_mistake
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -31,7 +31,7 @@ class WireRecord(BaseModel):
             first = error.errors()[0]
             path = ".".join(str(part) for part in first["loc"])
             where = f" field {path}" if path else ""
-            raise InvalidValue(mistake(f"{cls.__name__}{where}", first)) from error
+            raise InvalidValue(describe_mistake(f"{cls.__name__}{where}", first)) from error
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise InvalidValue(f"not a {cls.__name__}: {str(error) or type(error).__name__}") from error
 

@@ -13,7 +13,7 @@ FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 5.0
 
 
-async def reached(
+async def retry_until_reachable(
     attempt: Callable[[], Awaitable[T]], *, wait: bool, on_wait: Callable[[str], None] | None = None
 ) -> T:
     """What `attempt` returns. With `wait` it is made again while it raises Unreachable or NoIndexYet, and `on_wait` gets

@@ -24,8 +24,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
-from kvatlas.redact import without_password
-from kvatlas.runtime.retry import reached
+from kvatlas.redaction import redact_password
+from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.redis_connections import Lines
 
 CLUSTER_SCHEME = "redis+cluster"
@@ -50,7 +50,7 @@ class Store:
     def __init__(self, client: "redis.Redis | RedisCluster", url: str) -> None:
         self.client: Any = client  # redis-py types its sync and async answers as unions
         self.url = url
-        self.name = f"Redis at {without_password(url)}"
+        self.name = f"Redis at {redact_password(url)}"
         self._lines = None if isinstance(client, RedisCluster) else Lines(client)
 
     @property
@@ -122,7 +122,7 @@ async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], No
     server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises Unreachable, naming
     the address: at once without `wait`; AccessDenied for wrong credentials; InvalidValue for another URL.
     """
-    return await reached(lambda: _opened(url), wait=wait, on_wait=on_wait)
+    return await retry_until_reachable(lambda: _opened(url), wait=wait, on_wait=on_wait)
 
 
 async def _opened(url: str) -> Store:
@@ -159,7 +159,7 @@ def _client(url: str) -> "redis.Redis | RedisCluster":
         if scheme in ("redis", "rediss", "unix"):
             return redis.Redis.from_url(url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=retry)
     except ValueError as error:
-        raise InvalidValue(f"Redis URL {without_password(url)!r}: {error}") from error
+        raise InvalidValue(f"Redis URL {redact_password(url)!r}: {error}") from error
     raise InvalidValue(
-        f"Redis URL {without_password(url)!r}; expected redis://, rediss://, unix:// or {CLUSTER_SCHEME}://"
+        f"Redis URL {redact_password(url)!r}; expected redis://, rediss://, unix:// or {CLUSTER_SCHEME}://"
     )

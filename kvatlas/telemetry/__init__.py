@@ -10,8 +10,8 @@ embeds the client), its providers are used and `setup_telemetry` is not called.
 """
 
 from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument
-from kvatlas.telemetry.metric_export import Observation, metrics_enabled, observe
-from kvatlas.telemetry.setup import Telemetry, setup_telemetry, telemetry_wanted
+from kvatlas.telemetry.metric_export import MetricSource, export_metrics, metrics_enabled
+from kvatlas.telemetry.setup import Telemetry, requested_exporters, setup_telemetry
 from kvatlas.telemetry.spans import (
     MAX_LINKS,
     LinkCollector,
@@ -31,19 +31,19 @@ __all__ = [
     "MAX_LINKS",
     "Instrument",
     "LinkCollector",
-    "Observation",
+    "MetricSource",
     "Telemetry",
     "apply_span",
     "current_traceparent",
     "decision_span",
     "describe_decision",
+    "export_metrics",
     "extract_link",
     "flush_span",
     "inject_headers",
     "link_of",
     "metrics_enabled",
-    "observe",
+    "requested_exporters",
     "setup_telemetry",
-    "telemetry_wanted",
     "tracing_enabled",
 ]

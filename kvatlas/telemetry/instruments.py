@@ -1,7 +1,7 @@
 """Every metric of kvatlas: name, unit, description, and the plain integers it is read from.
 
 A counter add with attributes costs 5 us, a plain integer 0.03 us: so the hot paths count in dataclasses of integers,
-register them once (`kvatlas.telemetry.observe`), and an observable instrument reads them when an exporter asks. One
+register them once (`kvatlas.telemetry.export_metrics`), and an observable instrument reads them when an exporter asks. One
 table a group, that is a dataclass: field -> instrument, and the attributes that tell it from others of the instrument.
 """
 
@@ -26,7 +26,7 @@ class Instrument:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Series:
     """How one field is read: into which instrument, with which attributes of its own."""
 
     instrument: Instrument
@@ -41,14 +41,14 @@ def _gauge(name: str, unit: str, description: str) -> Instrument:
     return Instrument(f"kvatlas.{name}", unit, description, Kind.GAUGE)
 
 
-def _by(instrument: Instrument, attribute: str, **fields: str) -> dict[str, Reading]:
+def _by(instrument: Instrument, attribute: str, **fields: str) -> dict[str, Series]:
     """One reading a field, told apart by the value of one attribute."""
-    return {name: Reading(instrument, {attribute: value}) for name, value in fields.items()}
+    return {name: Series(instrument, {attribute: value}) for name, value in fields.items()}
 
 
-def _is(instrument: Instrument, name: str) -> dict[str, Reading]:
+def _is(instrument: Instrument, name: str) -> dict[str, Series]:
     """The one field that an instrument is read from."""
-    return {name: Reading(instrument)}
+    return {name: Series(instrument)}
 
 
 # ---------------------------------------------------------------- publisher: publishers.counters.PublisherCounters
@@ -408,7 +408,7 @@ ANSWERS = {
     **_is(CACHED_TOKENS, "cached_tokens"),
 }
 
-INSTRUMENTS: dict[str, dict[str, Reading]] = {
+INSTRUMENTS: dict[str, dict[str, Series]] = {
     "publisher": PUBLISHER,
     "ledger": LEDGER,
     "indexer": INDEXER,

@@ -10,12 +10,12 @@ from opentelemetry.metrics import CallbackOptions
 from opentelemetry.metrics import Observation as Measurement
 
 from kvatlas.errors import InvalidValue
-from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument, Kind, Reading
+from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument, Kind, Series
 
 Provider = object | Callable[[], object | None]
 
 
-class Observation:
+class MetricSource:
     """One registered source of integers; `close` ends its series."""
 
     __slots__ = ("attributes", "group", "provider")
@@ -42,7 +42,7 @@ class Observation:
 
 
 _lock = Lock()
-_observed: dict[str, dict[int, Observation]] = {}
+_observed: dict[str, dict[int, MetricSource]] = {}
 _created: set[str] = set()
 
 
@@ -52,7 +52,7 @@ def metrics_enabled() -> bool:
     return not type(metrics.get_meter_provider()).__name__.startswith(("_Proxy", "NoOp"))
 
 
-def observe(group: str, counters: Provider, attributes: Mapping[str, str] | None = None) -> Observation:
+def export_metrics(group: str, counters: Provider, attributes: Mapping[str, str] | None = None) -> MetricSource:
     """Export a group's integers from now on, with these attributes (for example `{"worker": "w1"}`).
 
     `counters`: an object with the group's fields, or a callable that gives one (or None for nothing now). It is read
@@ -61,7 +61,7 @@ def observe(group: str, counters: Provider, attributes: Mapping[str, str] | None
     """
     if group not in INSTRUMENTS:
         raise InvalidValue(f"instrument group {group!r}; expected one of {', '.join(INSTRUMENTS)}")
-    observation = Observation(group, counters, dict(attributes or {}))
+    observation = MetricSource(group, counters, dict(attributes or {}))
     with _lock:
         _observed.setdefault(group, {})[id(observation)] = observation
         first = group not in _created
@@ -73,7 +73,7 @@ def observe(group: str, counters: Provider, attributes: Mapping[str, str] | None
 
 def _create(group: str) -> None:
     meter = metrics.get_meter("kvatlas")
-    by_instrument: dict[Instrument, list[tuple[str, Reading]]] = {}
+    by_instrument: dict[Instrument, list[tuple[str, Series]]] = {}
     for name, reading in INSTRUMENTS[group].items():
         by_instrument.setdefault(reading.instrument, []).append((name, reading))
     for instrument, readings in by_instrument.items():
@@ -86,7 +86,7 @@ def _create(group: str) -> None:
         )
 
 
-def _callback(group: str, readings: list[tuple[str, Reading]]) -> Callable[[CallbackOptions], Iterable[Measurement]]:
+def _callback(group: str, readings: list[tuple[str, Series]]) -> Callable[[CallbackOptions], Iterable[Measurement]]:
     fields = {name: attrgetter(name) for name, _ in readings}
 
     def read(_: CallbackOptions) -> Iterable[Measurement]:

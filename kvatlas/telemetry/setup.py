@@ -56,7 +56,7 @@ class Telemetry:
             thread.join(max(0.0, latest - monotonic()))
 
 
-def telemetry_wanted(environ: Mapping[str, str] | None = None) -> dict[Signal, list[str]]:
+def requested_exporters(environ: Mapping[str, str] | None = None) -> dict[Signal, list[str]]:
     """The exporters each signal is to use, from the OTEL_* variables; no entry for a signal that is off."""
     env = process_environ if environ is None else environ
     if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -80,7 +80,7 @@ def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) ->
     Raises SettingsError where an exporter or the SDK is not installed, or the providers are set already.
     """
     env = process_environ if environ is None else environ
-    wanted = telemetry_wanted(env)
+    wanted = requested_exporters(env)
     if not wanted:
         return Telemetry()
     exporters = {

@@ -14,7 +14,7 @@ import typer
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import rank_worker_id
-from kvatlas.redact import without_password
+from kvatlas.redaction import redact_password
 from kvatlas.settings import IndexerSettings, PublishSettings, UpSettings, flag_of, variable_of
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json_line
@@ -103,7 +103,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             state_dir.mkdir(parents=True, exist_ok=True)
         for name, url in (("nats_url", settings.nats_url), ("redis_url", settings.redis_url)):
             if url is not None:
-                tell(f"{flag_of(name)} (or {variable_of(name)}) is {without_password(url)}: none is started here")
+                tell(f"{flag_of(name)} (or {variable_of(name)}) is {redact_password(url)}: none is started here")
         nats_url = settings.nats_url or await _embedded_nats(stack, settings, state_dir)
         redis_url = settings.redis_url or await _embedded_valkey(stack, settings, state_dir, keep=not temporary)
         servers = {"nats_url": nats_url, "redis_url": redis_url, "wait": settings.wait}
@@ -193,7 +193,7 @@ def _announce(
         return
     tell(f"up: state in {state_dir if state_dir is not None else 'a temporary folder'}; stop with Ctrl-C")
     for sidecar in sidecars:
-        engine_url = without_password(sidecar.engine_url or "")
+        engine_url = redact_password(sidecar.engine_url or "")
         events = f"events from {sidecar.endpoint}" if sidecar.events else "no events"
         tell(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, {events}")
     print(f"export KVATLAS_NATS_URL={nats_url}\nexport KVATLAS_REDIS_URL={redis_url}", flush=True)

@@ -18,7 +18,7 @@ from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.store import told_answers
-from kvatlas.redact import without_password
+from kvatlas.redaction import redact_password
 from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import clocks, indexers, routers, store_facts, workers
 from kvatlas_cli.doctor import store as store_checks
@@ -96,7 +96,7 @@ async def _connected(
     except Unreachable as error:
         found.append(Finding("nats.reachable", Level.ERROR, str(error), "is it running, at this --nats-url?"))
         return None
-    found.append(Finding("nats.reachable", Level.OK, f"NATS at {without_password(nats_url)} answers"))
+    found.append(Finding("nats.reachable", Level.OK, f"NATS at {redact_password(nats_url)} answers"))
     try:
         found += await bus.stream(client)
     except (NatsError, TimeoutError) as error:

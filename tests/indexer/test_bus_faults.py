@@ -8,7 +8,7 @@ import pytest
 from anyio.abc import Process
 
 from indexer.service import run_indexer
-from kvatlas.embedded import EmbeddedServer, nats_server, owned_command
+from kvatlas.embedded import EmbeddedServer, child_command, nats_server
 from kvatlas.embedded.binaries import nats_server_binary
 from kvatlas.embedded.free_port import free_port
 from kvatlas.errors import KvatlasError
@@ -23,7 +23,7 @@ ACCOUNT_WITHOUT_JETSTREAM = 'accounts: {A: {users: [{user: "u", password: "p"}]}
 async def nats_without_jetstream() -> AsyncIterator[str]:
     port = free_port()
     command = [str(nats_server_binary()), "-a", "127.0.0.1", "-p", str(port)]
-    process: Process = await anyio.open_process(owned_command(command))
+    process: Process = await anyio.open_process(child_command(command))
     try:
         yield f"nats://127.0.0.1:{port}"
     finally:

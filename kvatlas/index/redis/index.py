@@ -30,7 +30,7 @@ from kvatlas.index.redis.scrub import Scrub
 from kvatlas.index.redis.sweep import Sweep
 from kvatlas.index.redis.values import blocks_in, scopes_touched
 from kvatlas.index.verify import differences
-from kvatlas.runtime.retry import reached
+from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import UNREACHABLE, Store, reason
 
 REUSE_MS = 10 * 60 * 1000
@@ -75,7 +75,7 @@ async def open_redis_index(
         except UNREACHABLE as error:
             raise Unreachable(f"{store.name}: {reason(error)}") from error
 
-    layout = await reached(attempt, wait=wait, on_wait=on_wait)
+    layout = await retry_until_reachable(attempt, wait=wait, on_wait=on_wait)
     return RedisIndex(store, *layout, side_index=side_index, writer=writer, reuse_ms=reuse_ms)
 
 

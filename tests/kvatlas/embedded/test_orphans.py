@@ -91,7 +91,7 @@ def test_a_terminal_interrupt_does_not_reach_the_servers(owner: subprocess.Popen
 
 
 def test_any_program_can_be_owned() -> None:
-    code = "from kvatlas.embedded import spawn_owned; print(spawn_owned(['sleep', '600']).pid, flush=True); input()"
+    code = "from kvatlas.embedded import spawn_child; print(spawn_child(['sleep', '600']).pid, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())

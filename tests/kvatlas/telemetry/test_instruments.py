@@ -16,9 +16,9 @@ from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.errors import InvalidValue
 from kvatlas.predictions.accuracy import AnswerCounts
-from kvatlas.telemetry import INSTRUMENTS, observe
+from kvatlas.telemetry import INSTRUMENTS, export_metrics
 from kvatlas.telemetry import metric_export as observation
-from kvatlas.telemetry.instruments import TOTALS, Instrument, Kind, Reading
+from kvatlas.telemetry.instruments import TOTALS, Instrument, Kind, Series
 from publishers.counters import PublisherCounters
 from publishers.ledger.counters import LedgerCounters
 from router_client import RouterCounters
@@ -52,7 +52,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
     monkeypatch.setitem(
         INSTRUMENTS,
         "test",
-        {"good": Reading(SEEN, {"kind": "good"}), "bad": Reading(SEEN, {"kind": "bad"}), "waiting": Reading(DEPTH)},
+        {"good": Series(SEEN, {"kind": "good"}), "bad": Series(SEEN, {"kind": "bad"}), "waiting": Series(DEPTH)},
     )
     yield reader
     provider.shutdown()
@@ -71,7 +71,7 @@ def read(reader: InMemoryMetricReader) -> dict[tuple[str, tuple[tuple[str, objec
 
 def test_a_reader_sees_the_integers_as_they_are_when_it_asks(reader: InMemoryMetricReader) -> None:
     counters = Counters()
-    with observe("test", counters, {"worker": "w1"}):
+    with export_metrics("test", counters, {"worker": "w1"}):
         counters.good, counters.bad, counters.waiting = 7, 2, 3
         assert read(reader) == {
             ("kvatlas.test.seen", (("kind", "good"), ("worker", "w1"))): 7,
@@ -83,7 +83,7 @@ def test_a_reader_sees_the_integers_as_they_are_when_it_asks(reader: InMemoryMet
 
 
 def test_a_closed_observation_is_read_no_more(reader: InMemoryMetricReader) -> None:
-    observation = observe("test", Counters(good=1))
+    observation = export_metrics("test", Counters(good=1))
     assert read(reader)
     observation.close()
     observation.close()
@@ -91,10 +91,10 @@ def test_a_closed_observation_is_read_no_more(reader: InMemoryMetricReader) -> N
 
 
 def test_sources_with_equal_attributes_add_up_and_others_stay_apart(reader: InMemoryMetricReader) -> None:
-    observe("test", Counters(good=1), {"worker": "w1"})
-    observe("test", lambda: Counters(good=10), {"worker": "w1"})
-    observe("test", Counters(good=5), {"worker": "w2"})
-    observe("test", lambda: None)
+    export_metrics("test", Counters(good=1), {"worker": "w1"})
+    export_metrics("test", lambda: Counters(good=10), {"worker": "w1"})
+    export_metrics("test", Counters(good=5), {"worker": "w2"})
+    export_metrics("test", lambda: None)
     found = read(reader)
     assert found[("kvatlas.test.seen", (("kind", "good"), ("worker", "w1")))] == 11
     assert found[("kvatlas.test.seen", (("kind", "good"), ("worker", "w2")))] == 5
@@ -116,7 +116,7 @@ def test_learned_rates_are_series_of_each_worker_while_it_is_there(reader: InMem
 
 def test_an_unknown_group_is_refused() -> None:
     with pytest.raises(InvalidValue, match="instrument group 'nosuch'"):
-        observe("nosuch", Counters())
+        export_metrics("nosuch", Counters())
 
 
 def test_every_instrument_has_one_description_and_a_unit() -> None:
@@ -148,7 +148,7 @@ def test_every_integer_that_is_counted_is_exported(
 ) -> None:
     counted = {one.name for one in fields(counters)}
     assert {name.partition(".")[0] for name in INSTRUMENTS[group]} == counted - TOTALS.get(group, set())
-    with observe(group, counters):
+    with export_metrics(group, counters):
         assert len(read(reader)) == len(INSTRUMENTS[group])
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvatlas.errors import SettingsError
-from kvatlas.telemetry import setup_telemetry, telemetry_wanted
+from kvatlas.telemetry import requested_exporters, setup_telemetry
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from kvatlas.telemetry import setup_telemetry, telemetry_wanted
     ],
 )
 def test_which_signals_are_on(environ: dict[str, str], expected: dict[str, list[str]]) -> None:
-    assert telemetry_wanted(environ) == expected
+    assert requested_exporters(environ) == expected
 
 
 def test_nothing_is_imported_while_off() -> None:

@@ -3,7 +3,7 @@
 from urllib.parse import urlsplit
 
 
-def without_password(url: str) -> str:
+def redact_password(url: str) -> str:
     """A URL as it may be shown: its password replaced by ***."""
     try:
         password = urlsplit(url).password
