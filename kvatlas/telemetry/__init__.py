@@ -1,12 +1,12 @@
 """OpenTelemetry traces and metrics: off by default, on by the standard OTEL_* variables.
 
-    setup.py        switches the SDK on in kvatlas' own processes (imports it only then)
-    context.py      spans and their context in NATS headers; next to nothing while off
-    instruments.py  every metric's name, unit and description, and which plain integers it is read from
-    observation.py  reads them when an exporter asks
+    setup.py          switches the SDK on in kvatlas' own processes (imports it only then)
+    spans.py          spans and their context in NATS headers; costs next to nothing while off
+    instruments.py    every metric's name, unit and description, and the plain integers behind it
+    metric_export.py  reads those integers when an exporter asks
 
-Importing this package needs opentelemetry-api alone. In a process that set up OpenTelemetry itself (a router that
-embeds the client), its providers are used and `setup_telemetry` is not called.
+Importing this package needs only opentelemetry-api. A process that sets up OpenTelemetry itself (a router that embeds the
+client) keeps its own providers and does not call `setup_telemetry`.
 """
 
 from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument
