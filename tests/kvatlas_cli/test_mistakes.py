@@ -63,8 +63,8 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("workers", "--redis-url", "redis://127.0.0.1:6379/first"),
             2,
-            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/first'; expected a database number, or nothing, behind "
-            "the port",
+            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/first'; expected a database number or nothing "
+            "after the port",
         ),
         (
             (*ROUTE, "--output-tokens", "99999999999999999999999"),
@@ -84,7 +84,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("overlap", "--model-id", "", "--tokens", "-"),
             2,
-            "kvatlas overlap: --model-id is ''; expected text that is not empty",
+            "kvatlas overlap: --model-id is ''; expected non-empty text",
         ),
         (("simulate-engine", "--topic", "\udcff"), 2, "kvatlas: argument '\\udcff' is not UTF-8"),
         (
@@ -101,8 +101,8 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--no-events"),
             2,
-            "kvatlas publish: --engine-url (or KVATLAS_ENGINE_URL) is missing; expected the engine's HTTP address: all that "
-            "is known with --no-events",
+            "kvatlas publish: --engine-url (or KVATLAS_ENGINE_URL) is missing; expected the engine's HTTP address, the only "
+            "source with --no-events",
         ),
         (
             (*PUBLISH, "--worker-id", "a.b"),
