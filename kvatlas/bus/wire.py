@@ -42,11 +42,11 @@ _WITH_HASHES = frozenset((STORED, CHUNK, REMOVED))
 _TIERS = len(Tier)
 
 RawMessage = list[Any]
-"""A message as decoded and checked, in the wire's own arrays: what the indexer hands on without building objects."""
+"""A decoded and checked message in the wire's own arrays, which the indexer passes on without building objects."""
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message. The sender keeps to MAX_MESSAGE_BYTES (see `publishers.stream.outbox`)."""
+    """The bytes of a message. The sender keeps it below MAX_MESSAGE_BYTES (see `publishers.stream.outbox`)."""
     scopes = {
         scope_id: [
             use.scope.model_id,
@@ -63,9 +63,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode_raw(payload: bytes) -> RawMessage:
-    """The checked arrays of a message. Raises WireError, naming what is wrong, for anything that is not one.
+    """The checked arrays of a message. Raises WireError, naming what is wrong, for any other bytes.
 
-    Work is per event, never per block.
+    The work is per event, never per block.
     """
     if len(payload) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(payload)} bytes; expected at most {MAX_MESSAGE_BYTES}")
@@ -103,19 +103,19 @@ def decode(payload: bytes) -> Message:
 
 
 def from_raw(raw: RawMessage) -> Message:
-    """A checked raw message as values. Raises WireError for a scope entry that is not one."""
+    """A checked raw message as values. Raises WireError for a malformed scope entry."""
     _, worker_id, incarnation, seq, ts_us, scopes, events = raw
     uses = {scope_id: scope_use(scope_id, entry) for scope_id, entry in scopes.items()}
     return Message(worker_id, incarnation, seq, [_event_in(event) for event in events], uses, ts_us)
 
 
 def to_raw(message: Message) -> RawMessage:
-    """The wire's arrays of a message, checked. Raises WireError."""
+    """The checked wire arrays of a message. Raises WireError."""
     return decode_raw(encode(message))
 
 
 def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
-    """One entry of the scopes map. Raises WireError unless it is well formed and the id is that of the fields."""
+    """One entry of the scopes map. Raises WireError unless it is well formed and its id is the hash of its fields."""
     if not isinstance(entry, list) or len(entry) != 6:
         raise WireError(f"scope entry {entry!r}; expected four names, block size, block bytes")
     block_size, block_bytes = entry[4:]

@@ -40,10 +40,10 @@ async def said_of(nats_url: str, redis_url: str) -> str:
 async def test_nats_without_jetstream(valkey: EmbeddedServer) -> None:
     async with nats_without_jetstream() as url:
         said = await said_of(url, valkey.url)
-    assert said == "stream KVATLAS_EVENTS can't be made: JetStream is not enabled there (nats-server -js)"
+    assert said == "stream KVATLAS_EVENTS can't be created: JetStream is not enabled there (nats-server -js)"
 
 
 async def test_an_account_without_jetstream(valkey: EmbeddedServer) -> None:
     async with nats_server(config=ACCOUNT_WITHOUT_JETSTREAM) as server:
         said = await said_of(server.url, valkey.url)
-    assert said == "stream KVATLAS_EVENTS can't be made: JetStream not enabled for account"
+    assert said == "stream KVATLAS_EVENTS can't be created: JetStream not enabled for account"

@@ -36,7 +36,7 @@ def test_an_unreachable_server_is_tried_again_until_stopped(valkey: ServerProces
     with process.stderr as errors, process.stdout:
         lines = [errors.readline(), errors.readline()]
         assert all(line.startswith(f"kvatlas: NATS at nats://{UNUSED_ADDRESS}: ") for line in lines)
-        assert all("trying again in" in line for line in lines)
+        assert all("retrying in" in line for line in lines)
         process.terminate()
         assert "Traceback" not in errors.read()
     assert process.wait(timeout=30) == 0
@@ -46,7 +46,7 @@ def test_a_question_that_waits_can_be_interrupted() -> None:
     process = child("export", "--redis-url", f"redis://{UNUSED_ADDRESS}")
     assert process.stderr is not None and process.stdout is not None
     with process.stderr as errors, process.stdout:
-        assert "trying again in" in errors.readline()
+        assert "retrying in" in errors.readline()
         process.send_signal(signal.SIGINT)
         assert "Traceback" not in errors.read()
     assert process.wait(timeout=30) == 130
