@@ -1,4 +1,4 @@
-"""The bus message: round trip, and every way in which bytes are not one."""
+"""The bus message: its round trip, and the error for every kind of malformed bytes."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,12 +24,12 @@ ID = SCOPE.scope_id
 DIGEST = [0] * WORDS
 
 
-def a_message(*events: Any) -> Message:
+def message_of(*events: Any) -> Message:
     return Message("w-1", 7, 3, list(events), {ID: USE}, 1_700_000_000_000_000)
 
 
 def raw(*events: Any) -> list[Any]:
-    """A good message as the wire's own arrays, not yet packed."""
+    """A valid message as wire arrays, not yet packed."""
     scopes = {ID: ["model", "tokenizer", "adapter", "tenant", 16, 2 << 20]}
     return [VERSION, "w-1", 7, 3, 1_700_000_000_000_000, scopes, list(events)]
 
@@ -38,22 +38,22 @@ STORED = [1, ID, 0, pack_hashes([1, 2]), None, 0, 0]
 
 
 @given(messages())
-def test_a_message_comes_back(message: Message) -> None:
-    again = decode(encode(message))
-    assert again == message
+def test_a_message_round_trips(message: Message) -> None:
+    decoded = decode(encode(message))
+    assert decoded == message
     assert from_raw(to_raw(message)) == message
-    assert encode(again) == encode(message)
+    assert encode(decoded) == encode(message)
 
 
-def test_the_form_on_the_wire() -> None:
+def test_the_wire_format() -> None:
     stored = Stored(ID, Tier.CPU_DRAM, pack_hashes([1, 2]), pack_hashes([9]), 4)
     removed = Removed(ID, Tier.HBM, pack_hashes([1]))
-    sent = msgpack.unpackb(encode(a_message(stored, removed)), strict_map_key=False)
+    sent = msgpack.unpackb(encode(message_of(stored, removed)), strict_map_key=False)
     assert sent == raw([1, ID, 2, pack_hashes([1, 2]), pack_hashes([9]), 4, 0], [2, ID, 0, pack_hashes([1])])
 
 
-def test_a_good_message_is_taken() -> None:
-    assert decode(msgpack.packb(raw(STORED))) == a_message(Stored(ID, Tier.HBM, pack_hashes([1, 2])))
+def test_a_valid_message_is_decoded() -> None:
+    assert decode(msgpack.packb(raw(STORED))) == message_of(Stored(ID, Tier.HBM, pack_hashes([1, 2])))
 
 
 @given(st.binary(max_size=200))
@@ -71,14 +71,14 @@ def test_a_truncated_message_is_refused(message: Message, data: st.DataObject) -
 
 
 @given(messages(), st.data())
-def test_a_damaged_message_is_refused_or_still_a_message(message: Message, data: st.DataObject) -> None:
+def test_a_damaged_message_is_decoded_or_refused_cleanly(message: Message, data: st.DataObject) -> None:
     payload = bytearray(encode(message))
     payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
     with suppress(WireError):
         decode(bytes(payload))
 
 
-def test_a_message_beyond_the_limit_is_refused_unread() -> None:
+def test_an_oversized_message_is_refused_without_decoding() -> None:
     with pytest.raises(WireError, match=str(MAX_MESSAGE_BYTES)):
         decode_raw(b"\x00" * (MAX_MESSAGE_BYTES + 1))
 
@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named(name: str) -> None:
+def test_the_error_names_what_is_wrong(name: str) -> None:
     change, text = WRONG[name]
     message = raw(list(STORED))
     change(message)
@@ -191,7 +191,7 @@ SCOPE_ENTRIES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", SCOPE_ENTRIES)
-def test_a_wrong_scope_entry_is_named(name: str) -> None:
+def test_the_error_names_the_wrong_scope_entry(name: str) -> None:
     entry, text = SCOPE_ENTRIES[name]
     message = raw(STORED)
     message[5][ID] = entry
@@ -200,6 +200,6 @@ def test_a_wrong_scope_entry_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("event", [Checkpoint([0] * 14), SnapshotEnd(-1, DIGEST), Stored(ID, Tier.HBM, b"")])
-def test_a_sender_is_held_to_the_form_too(event: Any) -> None:
+def test_a_malformed_message_can_not_be_encoded(event: Any) -> None:
     with pytest.raises(WireError):
-        to_raw(a_message(event))
+        to_raw(message_of(event))
