@@ -1,4 +1,4 @@
-"""Types of settings fields. Values arrive as text; what is wrong with one is told in a phrase that begins with `expected`."""
+"""Types of settings fields. Values arrive as text; a wrong one is refused with a phrase that begins with `expected`."""
 
 import re
 from typing import Annotated, Any

@@ -35,7 +35,7 @@ class PublishSettings(Settings):
     )
     block_bytes: Count = Field(default=0, description="Bytes of KV cache in a block; 0: unknown.")
     dp_rank: Count | None = Field(
-        default=None, description="Data-parallel rank N: ports are counted up by N, the worker is W-dpN."
+        default=None, description="Data-parallel rank N: N is added to the ports, and the worker is W-dpN."
     )
     dp_size: int | None = Field(
         default=None, ge=1, le=1024, description="Serve ranks 0 to N-1 in this process, each as with --dp-rank."
@@ -64,7 +64,9 @@ class PublishSettings(Settings):
     advertise_url: HttpUrl | None = Field(default=None, description="Address at which routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
     locality_domain: str = Field(default="", description="Where the worker runs: rack, zone, node.")
-    labels: Labels = Field(default_factory=dict, description="name=value pairs, separated by commas.")
+    labels: Labels = Field(
+        default_factory=dict, description="Labels of the worker: name=value pairs, separated by commas."
+    )
     transfer_groups: CommaList = Field(
         default=(), description="Groups whose members' caches the worker can read, separated by commas."
     )
