@@ -1,4 +1,4 @@
-"""Ends a NATS subscription, even during cancellation."""
+"""Ends a NATS subscription, also while being cancelled."""
 
 import anyio
 from nats.aio.client import Client
@@ -9,7 +9,7 @@ DEADLINE_S = 1.0
 
 
 async def unsubscribe(subscription: Subscription, client: Client) -> None:
-    """Unsubscribe within DEADLINE_S. A closed connection, or a server that has forgotten the subscription, is no error."""
+    """Nothing is left to be done where the connection is closed, or the server has forgotten us."""
     if not client.is_connected:
         return
     with anyio.move_on_after(DEADLINE_S, shield=True):
