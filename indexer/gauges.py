@@ -12,7 +12,7 @@ from kvatlas.blocks.residency import IndexMetrics
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import Liveness
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.telemetry import metrics_enabled, observe
+from kvatlas.telemetry import export_metrics, metrics_enabled
 
 SAMPLE_S = 10.0
 
@@ -59,7 +59,7 @@ async def sample(replica: Replica, index: ResidencyIndex, sample_s: float = SAMP
         return
     gauges = ReplicaGauges()
     whole: IndexMetrics | None = None
-    with observe("replica", lambda: gauges), observe("index", lambda: whole):
+    with export_metrics("replica", lambda: gauges), export_metrics("index", lambda: whole):
         while True:
             gauges = gauges_of(replica)
             try:

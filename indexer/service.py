@@ -16,10 +16,10 @@ from kvatlas.bus.stream import ensure_stream
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.runtime.http_server import listen, serve, url_of
-from kvatlas.runtime.retry import reached
+from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.settings import IndexerSettings
 from kvatlas.store.connection import open_store
-from kvatlas.telemetry import observe
+from kvatlas.telemetry import export_metrics
 
 CLOSE_DEADLINE_S = 2.0
 GC_ALLOCATIONS = 100_000
@@ -53,15 +53,17 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
                 on_wait=log.warning,
             )
             fleet = FleetStore(store)
-            await reached(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
+            await retry_until_reachable(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
             client = await connect_nats(
                 settings.nats_url, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning
             )
             try:
                 stream = stream_settings(settings)
-                await reached(lambda: ensure_stream(client, stream), wait=settings.wait, on_wait=log.warning)
+                await retry_until_reachable(
+                    lambda: ensure_stream(client, stream), wait=settings.wait, on_wait=log.warning
+                )
                 replica = Replica(settings, client, index, fleet)
-                with observe("indexer", replica.counters), _rare_collections():
+                with export_metrics("indexer", replica.counters), _rare_collections():
                     async with anyio.create_task_group() as group:
                         if listener is not None:
                             replica.status_url = url_of(listener)

@@ -1,1 +1,20 @@
-"""The contract all parts of kvatlas share: identity, hashing, tiers, events, wire, subjects, fleet, cost, settings."""
+"""What all parts of kvatlas share. It imports none of `publishers`, `indexer`, `router_client` and `simulator`.
+
+blocks/        blocks: hash chain, tiers, who holds them, how much an engine reuses (pure)
+bus/           NATS: connection, event stream, subjects, messages and requests
+cost/          what a request costs on a worker, in microseconds: two profiles, learned rates
+embedded/      embedded NATS and Valkey servers
+fleet/         workers: what they are, their state and load; members, leases and pools in the store
+index/         the residency index: one protocol, two implementations (memory, Redis)
+predictions/   predicted against reported cached tokens
+reservations/  what routers book on a pool's workers: one protocol, two implementations (memory, Redis)
+runtime/       asyncio and logging: HTTP server, retries, back-off, background tasks, wake-ups, rate-limited log
+settings/      one settings class a process: flags and environment variables
+store/         Redis or Valkey: connections and server-side functions
+telemetry/     OpenTelemetry traces and metrics
+
+errors.py      every error, as a tree          identity.py    scopes, workers, pools, partitions, shards
+events.py      engine events, index events     request.py     a request's hints and shape, a selection result
+redaction.py   URLs without passwords          validation.py  bounds of numbers, errors as one line
+version.py     the installed version
+"""

@@ -1,17 +1,17 @@
-"""Every error a user of kvatlas may see.
+"""Every error that a user of kvatlas may see.
 
 KvatlasError                    one clear line: what was wrong, with which value, what was expected
  |- InvalidValue                a value from outside breaks a rule of the contract (ValueError too)
- |   |- UnknownTier             a tier's name that is none of ours
- |   |- WireError               bytes on the bus are not a message of ours, or of another version
- |   `- EngineEventError        an engine's payload or event can't be understood
+ |   |- UnknownTier             an unknown name of a tier
+ |   |- WireError               bytes on the bus are not a kvatlas message, or one of another version
+ |   `- EngineEventError        an engine's payload or event can't be decoded
  |- SettingsError               a flag or environment variable is wrong
- |- Unreachable                 a server does not answer, or can't do its work now
- |   `- AccessDenied            it does not accept our credentials or address
- |- LayoutMismatch              the store was laid out by another version or with other P, S
- |   `- NoIndexYet              no indexer has laid it out yet
- |- UnsuitableStore             the store's configuration would lose data (an evicting policy, a read-only replica)
- `- NotSupported                this index was opened without what the call needs
+ |- Unreachable                 a server does not answer or can't serve requests now
+ |   `- AccessDenied            it refuses our credentials, or the address is malformed
+ |- LayoutMismatch              the store's layout is of another version or has another P or S
+ |   `- NoIndexYet              no indexer has created a layout yet
+ |- UnsuitableStore             the store's configuration would lose data (it evicts keys, it is a read-only replica)
+ `- NotSupported                this index was opened without a feature that the call needs
 """
 
 
@@ -24,15 +24,15 @@ class InvalidValue(KvatlasError, ValueError):
 
 
 class UnknownTier(InvalidValue):
-    """A tier's name that is none of ours: nothing is ever told of that tier."""
+    """An unknown name of a tier: nothing is ever published for it."""
 
 
 class WireError(InvalidValue):
-    """Bytes on the bus are not a message of ours, or of a version that we don't speak."""
+    """Bytes on the bus are not a kvatlas message, or one of an unknown version."""
 
 
 class EngineEventError(InvalidValue):
-    """An engine's payload or event can't be understood."""
+    """An engine's payload or event can't be decoded."""
 
 
 class SettingsError(KvatlasError):
@@ -40,19 +40,19 @@ class SettingsError(KvatlasError):
 
 
 class Unreachable(KvatlasError):
-    """A server does not answer at its address, or can't do its work now."""
+    """A server does not answer at its address, or can't serve requests now. Waiting may help."""
 
 
 class AccessDenied(Unreachable):
-    """A server does not accept our credentials, or its address can't be one: waiting does not help."""
+    """A server refuses our credentials, or its address is malformed. Waiting does not help."""
 
 
 class LayoutMismatch(KvatlasError):
-    """The store was laid out by another version, or with another number of partitions or shards."""
+    """The store's layout is of another version, or has another number of partitions or shards."""
 
 
 class NoIndexYet(LayoutMismatch):
-    """No indexer has laid the store out yet."""
+    """No indexer has created a layout in the store yet."""
 
 
 class UnsuitableStore(KvatlasError):
@@ -60,4 +60,4 @@ class UnsuitableStore(KvatlasError):
 
 
 class NotSupported(KvatlasError):
-    """This index was opened without what the call needs."""
+    """This index was opened without a feature that the call needs."""

@@ -1,7 +1,7 @@
-"""The two vocabularies of events: what an engine says of its cache, and what a publisher tells the index.
+"""The two vocabularies of events: engine events report an engine's cache, index events what a publisher publishes.
 
-Engine events are what the adapters in `publishers/engines` make of an engine's bytes, in one engine-neutral form for the
-ledger. Index events are what travels on the bus (`kvatlas.bus.wire`).
+The adapters in `publishers/engines` decode an engine's bytes into engine events, an engine-neutral form for the ledger.
+Index events travel on the bus (`kvatlas.bus.wire`).
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ EngineHash = int | bytes
 """A block's name in one engine: an integer (vLLM unsigned, SGLang signed) or raw digest bytes."""
 
 
-# ---------------------------------------------------------------- what an engine says
+# ---------------------------------------------------------------- engine events
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStored:
-    """Blocks were stored, once for each physical copy.
+    """Blocks were stored; one event for each physical copy.
 
-    `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks that are
-    known by their hash. `extra_keys` has one entry a block, or is None; neither the adapter nor the salt is in it
-    (canonical form: `kvatlas.blocks.hashing`). `indexable` is False for a group that says nothing of how long a prefix
-    can be reused (anything but full attention): its copies are counted, never announced. `salt_inherited`: behind a parent,
-    no salt means the parent's (vLLM tells it with the first block alone; SGLang with every event of its chain).
+    `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks already known
+    by their hash. `extra_keys` has one entry a block, or is None; it contains neither the adapter nor the salt (canonical
+    form: `kvatlas.blocks.hashing`). `indexable` is False for a group that does not determine how long a prefix can be reused
+    (anything but full attention): its copies are counted, never published. `salt_inherited`: an event with a parent and
+    without a salt has its parent's salt (vLLM sends the salt with the first block only; SGLang with every event of a chain).
     """
 
     hashes: Sequence[EngineHash]
@@ -53,7 +53,7 @@ class EngineRemoved:
 
 @dataclass(frozen=True, slots=True)
 class EngineCleared:
-    """Every block of the tiers is gone; by default the device tier alone (vLLM: a connector's CPU tier stays)."""
+    """Every block of these tiers is gone; by default only of the device tier (vLLM: a connector's CPU tier stays)."""
 
     tiers: Sequence[Tier] = (Tier.HBM,)
 
@@ -63,10 +63,10 @@ EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """One step's events. `skipped` names each event that could not be understood: they are counted, never the batch.
+    """One step's events. `skipped` describes each event that could not be decoded; the rest of the batch is used.
 
-    `lost`: one of them may have taken blocks away, so what was held before it is not known any more; `events` are those
-    that came after it.
+    `lost`: a skipped event may have removed blocks, so what was held before it is no longer known; `events` are those that
+    came after it.
     """
 
     events: Sequence[EngineEvent]
@@ -76,12 +76,12 @@ class EngineBatch:
     lost: bool = False
 
 
-# ---------------------------------------------------------------- what a publisher tells the index
+# ---------------------------------------------------------------- index events
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeUse:
-    """A scope as one worker uses it: tokens a block, and bytes of KV cache a block (0: not told)."""
+    """A scope as one worker uses it: tokens a block, and bytes of KV cache a block (0: unknown)."""
 
     scope: Scope
     block_size: int
@@ -92,7 +92,7 @@ class ScopeUse:
 class Stored:
     """The worker now holds these blocks of one chain in `tier`. `hashes` are packed sequence hashes, parent first.
 
-    `parent` is the packed sequence hash before the first one, None at a root; `first_index` the first one's block index.
+    `parent` is the packed sequence hash before the first one, None at a root; `first_index` is the first one's block index.
     """
 
     scope_id: bytes
@@ -119,12 +119,12 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegin:
-    """A new incarnation: what follows, up to the end, is all that the worker holds."""
+    """A new incarnation begins: what follows, up to the snapshot's end, is everything the worker holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """A part of a snapshot; the fields are those of `Stored`. The order of chunks is free."""
+    """Part of a snapshot; the fields are those of `Stored`. Chunks may come in any order."""
 
     scope_id: bytes
     tier: Tier
@@ -136,7 +136,7 @@ class SnapshotChunk:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """The snapshot is whole: it had `chunks` chunk events, and its digest (`Digest.words`) is this."""
+    """The snapshot is complete: it had `chunks` chunk events, and `digest` is its `Digest.words`."""
 
     chunks: int
     digest: Sequence[int]
@@ -144,7 +144,7 @@ class SnapshotEnd:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the worker holds now has this digest (`Digest.words`)."""
+    """`digest` is the `Digest.words` of what the worker holds now."""
 
     digest: Sequence[int]
 
@@ -154,7 +154,7 @@ IndexEvent = Stored | Removed | Cleared | SnapshotBegin | SnapshotChunk | Snapsh
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a worker's incarnation; `seq` counts from 0 (the snapshot's begin) without a hole."""
+    """One message of a worker's incarnation; `seq` counts from 0 (the snapshot's begin) without gaps."""
 
     worker_id: str
     incarnation: int

@@ -1,4 +1,4 @@
-"""Who a KV block belongs to: the identity scope, workers, and the pool that serves a model."""
+"""Identity: the scope of a KV block, workers, and the pool that serves a model."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Identity scope: KV blocks are interchangeable only within one.
+    """Identity scope: KV blocks are interchangeable only within one scope.
 
     Matching is exact in all four fields; an absent adapter matches only an absent adapter.
     Raises InvalidValue for an empty or overlong field.
@@ -70,7 +70,7 @@ def _scope_id(scope: Scope) -> bytes:
 
 
 def scope_from_canonical(canonical: bytes) -> Scope:
-    """The inverse of `Scope.canonical`. Raises InvalidValue where the bytes are not one."""
+    """The inverse of `Scope.canonical`. Raises InvalidValue for other bytes."""
     try:
         model_id, tokenizer_id, adapter_id, tenant_id = msgpack.unpackb(canonical)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -85,7 +85,7 @@ def pool_id(model_id: str, tokenizer_id: str) -> str:
 
 
 def check_worker_id(worker_id: str) -> str:
-    """The worker id itself. Raises InvalidValue unless it is 1 to 64 of `[A-Za-z0-9_-]`, so that it can be a subject token."""
+    """Return the worker id. Raises InvalidValue unless it is 1 to 64 of `[A-Za-z0-9_-]`, so that it can be a subject token."""
     if not isinstance(worker_id, str) or not _is_worker_id(worker_id):
         raise InvalidValue(f"worker id {worker_id!r}; expected 1 to 64 of A-Z a-z 0-9 _ -")
     return worker_id
@@ -102,10 +102,10 @@ def rank_worker_id(instance_id: str, dp_rank: int) -> str:
 
 
 def partition_of(worker_id: str, partitions: int) -> int:
-    """The slice of the stream a worker's messages go to: XXH3_64(worker_id) modulo the number of partitions."""
+    """The partition of a worker's messages: XXH3_64(worker_id) modulo the number of partitions."""
     return xxhash.xxh3_64_intdigest(worker_id.encode()) % partitions
 
 
 def shard_of(partition: int, shards: int) -> int:
-    """The slot of the store a partition's workers live in."""
+    """The shard of the index that holds a partition's workers."""
     return partition % shards

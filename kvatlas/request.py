@@ -1,4 +1,4 @@
-"""What a router knows of a request, and what it answers: hints, shape, selection result."""
+"""A request as routers see it (hints, shape), and a worker as its candidate (selection result)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from kvatlas.cost.protocol import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM, NOTHING, Over
-from kvatlas.validation import Count, OutputTokens, Positive, mistake
+from kvatlas.validation import Count, OutputTokens, Positive, describe_mistake
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_DECODE_TOKENS = 128
@@ -39,9 +39,9 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
 
 @dataclass(frozen=True, slots=True)
 class Fallbacks:
-    """What stands in where a request's hints say nothing: usually the router's own settings.
+    """Values for fields that a request's hints leave out: usually the router's own settings.
 
-    Without a tokenizer here or in the hints, the model's id names the tokenizer too.
+    Without a tokenizer here or in the hints, the model id names the tokenizer too.
     """
 
     model_id: str | None = None
@@ -54,7 +54,7 @@ class Fallbacks:
 
 
 class Slo(BaseModel):
-    """What the caller wants: time to the first token, and time for each further one, in milliseconds."""
+    """The caller's objective: time to the first token, and time for each further token, in milliseconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,11 +66,11 @@ DEFAULT_SLO = Slo()
 
 
 class RequestHints(BaseModel):
-    """What a caller tells of a request, as JSON or keyword arguments; everything but the id may be absent.
+    """A caller's description of a request, as JSON or keyword arguments; everything but the id may be absent.
 
-    A prompt is given as `token_ids`, or as ready `block_hashes` of blocks of `block_tokens` tokens each: integers of 64
-    bits, or text. `token_count` says how long the prompt is where hashes leave out its partial last block. `labels`,
-    `allow` and `deny` say which workers may get it.
+    A prompt is given as `token_ids`, or as precomputed `block_hashes` of blocks of `block_tokens` tokens each: 64-bit
+    integers, or text. `token_count` is the prompt's length if the hashes leave out its partial last block. `labels`, `allow`
+    and `deny` restrict the workers that may get it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -100,10 +100,10 @@ class RequestHints(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "request hints"
-            raise InvalidValue(mistake(f"request field {where}", first)) from error
+            raise InvalidValue(describe_mistake(f"request field {where}", first)) from error
 
     def scope(self, fallbacks: Fallbacks) -> Scope:
-        """The request's identity scope. Raises InvalidValue where neither side names a model."""
+        """The request's identity scope. Raises InvalidValue if neither the hints nor the fallbacks name a model."""
         model_id = self.model_id or fallbacks.model_id
         if not model_id:
             raise InvalidValue(f"request {self.request_id} names no model_id, and there is no fallback")
@@ -117,9 +117,8 @@ class RequestHints(BaseModel):
     def to_blocks(self, fallbacks: Fallbacks) -> tuple[BlockKey, ...]:
         """Keys of the prompt's full blocks.
 
-        Each one's prefix_hash is the block before it; the first's is the session id, or "root".
-
-        Raises InvalidValue where the prompt is given twice or not at all, or no model is named.
+        The prefix_hash of a key is the block before it; that of the first is the session id, or "root". Raises InvalidValue
+        if the prompt is given twice or not at all, or if no model is named.
         """
         scope = self.scope(fallbacks)
         size = self.block_tokens or fallbacks.block_tokens
@@ -159,7 +158,7 @@ class RequestHints(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """A request as cost and ranking see it. `tail_tokens` are those behind the last full block."""
+    """A request as cost and ranking see it. `tail_tokens` are those after the last full block."""
 
     id: str
     scope: Scope
@@ -170,7 +169,7 @@ class RequestShape:
 
     @property
     def input_tokens(self) -> int:
-        """Prompt tokens: those of all blocks, and the tail."""
+        """Prompt tokens: those of all blocks and of the tail."""
         return sum(key.token_count for key in self.blocks) + self.tail_tokens
 
 
@@ -179,12 +178,12 @@ class SelectionResult:
     """One worker as a candidate for a request, and what the request would cost there.
 
     Blocks are of the worker's own block size. `required_blocks`: full blocks of the prompt. `overlap_blocks`: how many
-    leading ones the worker holds, and `resident_tokens` in them (a lower bound where it announces only every g-th).
-    `usable_tokens`: what its engine will reuse of them. `source`: the worker whose copy it would read, with
-    `transferred_tokens` more. `load_known` False: the worker's load is the pool's mean. `predicted_tokens`: still more that
-    it is predicted to hold, because they are being computed there, or were on a worker that tells no events; no event
-    has confirmed them. `over`: what the worker has no room for, and what of the request's SLO it would miss. `plan`: what
-    was priced.
+    leading ones the worker holds. `resident_tokens`: tokens in them (a lower bound if the worker publishes only every g-th
+    block). `usable_tokens`: how many of these its engine will reuse. `source`: the worker whose copy it would read, for
+    `transferred_tokens` more. `predicted_tokens`: still more that it is predicted to hold, because they are being computed
+    there, or were computed by an engine without events; no event has confirmed them. `load_known` False: the load is the
+    pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss. `plan`: what was
+    priced.
     """
 
     worker_id: str
@@ -202,7 +201,7 @@ class SelectionResult:
 
     @property
     def cached_tokens(self) -> int:
-        """What its engine should report as cached."""
+        """Tokens that its engine should report as cached."""
         return self.usable_tokens + self.transferred_tokens + self.predicted_tokens
 
     @property
@@ -211,7 +210,7 @@ class SelectionResult:
 
     @property
     def terms(self) -> tuple[CostTerm, ...]:
-        """The terms that the score is the sum of."""
+        """The terms of the cost; they sum up to the score."""
         return self.cost.terms
 
     def explain(self) -> str:
@@ -234,7 +233,7 @@ class SelectionResult:
         return text
 
     def explanation(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The same as plain data, for JSON."""
         return {
             "worker": self.worker_id,
             "required_blocks": self.required_blocks,

@@ -1,4 +1,4 @@
-"""Numbers from outside: how large they may be, and what pydantic expected of a value, in one phrase for a user."""
+"""Bounds for numbers from outside, and pydantic's errors as one line for a user."""
 
 from typing import Annotated, Any
 
@@ -6,9 +6,9 @@ from pydantic import Field
 from pydantic_core import ErrorDetails
 
 MAX_NUMBER = (1 << 53) - 1
-"""Every whole number up to it is carried exactly by JSON, Lua and msgpack."""
+"""JSON, Lua and msgpack carry every whole number up to it exactly."""
 MAX_OUTPUT_TOKENS = (1 << 31) - 1
-"""What a request may be expected to generate; times any price of a token it is still such a number."""
+"""Largest expected output of a request; multiplied by any price of a token it stays below MAX_NUMBER."""
 
 Positive = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -30,7 +30,6 @@ _OF_TYPE = {
     "tuple_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
-    "extra_forbidden": "no such field",
 }
 _LIMITS = {
     "greater_than_equal": ("at least {}", "ge"),
@@ -42,8 +41,8 @@ _LIMITS = {
 }
 
 
-def expectation(error: ErrorDetails) -> str:
-    """`expected ...`, of one of a ValidationError's errors."""
+def describe_expected(error: ErrorDetails) -> str:
+    """What one error of a ValidationError expected, as a phrase `expected ...`."""
     kind = error["type"]
     context: dict[str, Any] = error.get("ctx", {})
     if kind in _OF_TYPE:
@@ -52,18 +51,20 @@ def expectation(error: ErrorDetails) -> str:
         text, limit = _LIMITS[kind]
         return f"expected {text.format(_plain(context[limit]))}"
     if kind in ("string_too_short", "too_short") and context["min_length"] == 1:
-        return "expected a list that is not empty" if kind == "too_short" else "expected text that is not empty"
-    said = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("expected ")
-    return f"expected {said[0].lower()}{said[1:]}"
+        return "expected a non-empty list" if kind == "too_short" else "expected non-empty text"
+    if kind == "extra_forbidden":
+        return "there is no such field"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("expected ")
+    return f"expected {message[0].lower()}{message[1:]}"
 
 
-def mistake(where: str, error: ErrorDetails) -> str:
-    """One of a ValidationError's errors in one line; `where` names the field."""
+def describe_mistake(where: str, error: ErrorDetails) -> str:
+    """One error of a ValidationError in one line; `where` names the field."""
     if error["type"] == "missing":
         return f"{where} is missing"
-    return f"{where} is {error['input']!r:.80}; {expectation(error)}"
+    return f"{where} is {error['input']!r:.80}; {describe_expected(error)}"
 
 
 def _plain(number: float) -> str:
-    """Without a fraction that is none: pydantic tells a float's limits as floats."""
+    """A limit without a zero fraction: pydantic reports the limits of floats as floats."""
     return str(int(number)) if number == int(number) else str(number)

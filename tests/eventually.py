@@ -1,4 +1,4 @@
-"""Waiting for a condition with a deadline: the one place where tests poll."""
+"""Waits for a condition with a deadline: the only place where tests poll."""
 
 import inspect
 import time
@@ -17,10 +17,10 @@ async def until(condition: Callable[[], Awaitable[T]], *, deadline_s: float = 10
 @overload
 async def until(condition: Callable[[], T], *, deadline_s: float = 10.0, what: str) -> T: ...
 async def until(condition: Callable[[], Any], *, deadline_s: float = 10.0, what: str) -> Any:
-    """The first truthy value of `condition` (a plain or an async function), asked for again and again.
+    """The first truthy value of `condition`, a plain or async function that is polled.
 
-    A condition that hangs is cancelled at the deadline. Raises AssertionError naming `what` and the last value seen;
-    what the condition itself raises is raised at once.
+    A hanging condition is cancelled at the deadline. Raises AssertionError, naming `what` and the last value; an exception
+    of the condition is raised at once.
     """
     seen: Any = None
     with anyio.move_on_after(deadline_s):

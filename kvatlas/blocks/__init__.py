@@ -1,1 +1,1 @@
-"""What a block is: its hash chain, its tiers, who holds it, and how much of it an engine reuses. Pure."""
+"""Blocks: their hash chain, their tiers, who holds them, and how much of them an engine reuses. Pure."""

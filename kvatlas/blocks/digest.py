@@ -1,9 +1,9 @@
-"""The residency digest: what two parties compare to know that they hold the same set of blocks.
+"""The residency digest: two parties that hold the same set of blocks have equal digests.
 
-For each tier a count and two additive 32-bit sums, over every (scope, sequence hash) held in that tier: of the low and
-the high half of the hash, each times an odd number of 20 bits that the scope id gives. Additive, so a store or a removal
-changes it without a look at anything else, and a batch costs one multiplication; the scope is mixed in, so a block in the
-wrong scope is seen. (20 bits, because the store's Lua computes in doubles.)
+For each tier it has a count and two additive 32-bit sums over every (scope, sequence hash) held in that tier: of the low and
+the high half of the hash, each times an odd 20-bit number derived from the scope id. The sums are additive, so a store or a
+removal changes them without reading anything else, and a batch costs one multiplication; the scope is mixed in, so a block
+in the wrong scope shows. (20 bits, because the store's Lua computes in doubles.)
 """
 
 import sys
@@ -36,7 +36,7 @@ def sums_of(packed_hashes: bytes) -> tuple[int, int]:
     return sum(halves[0::2]) & _MASK, sum(halves[1::2]) & _MASK
 
 
-def _count(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sign: int) -> None:
+def _add(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sign: int) -> None:
     low, high = sums_of(packed_hashes)
     mix_low, mix_high = _mix(scope_id)
     words[at] += sign * len(packed_hashes) // HASH_BYTES
@@ -45,7 +45,7 @@ def _count(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sig
 
 
 class FlagDigest:
-    """Mutable digest by flag, of those in an entry besides its tiers: which blocks have them. Compared within an index."""
+    """Mutable digest by flag, for the flags besides tiers (resumable, pinned, spare). Compared only within an index."""
 
     __slots__ = ("words",)
 
@@ -54,10 +54,10 @@ class FlagDigest:
         """(count, low sum, high sum) for each flag, lowest bit first."""
 
     def add(self, scope_id: bytes, flags: int, packed_hashes: bytes, sign: int = 1) -> None:
-        """Count blocks in (sign 1) or out (sign -1) under each of the flags. The caller says each block once."""
+        """Add (sign 1) or subtract (sign -1) blocks under each of the flags. The caller passes each block once."""
         for i, bit in enumerate(_FLAG_BITS):
             if flags & 1 << bit:
-                _count(self.words, 3 * i, scope_id, packed_hashes, sign)
+                _add(self.words, 3 * i, scope_id, packed_hashes, sign)
 
 
 class Digest:
@@ -66,14 +66,14 @@ class Digest:
     __slots__ = ("_words",)
 
     def __init__(self, words: list[int] | None = None) -> None:
-        """`words`: 15 integers, (count, low sum, high sum) for each tier in order. Raises InvalidValue for others."""
+        """`words`: 15 integers, (count, low sum, high sum) for each tier in order. Raises InvalidValue for anything else."""
         if words is not None and (len(words) != WORDS or any(not isinstance(w, int) or w < 0 for w in words)):
             raise InvalidValue(f"digest {words!r}; expected {WORDS} non-negative integers")
         self._words = list(words) if words is not None else [0] * WORDS
 
     def add(self, scope_id: bytes, tier: Tier, packed_hashes: bytes, sign: int = 1) -> None:
-        """Count blocks in (sign 1) or out (sign -1). The caller says each block once: this is a sum, not a set."""
-        _count(self._words, 3 * tier, scope_id, packed_hashes, sign)
+        """Add (sign 1) or subtract (sign -1) blocks. The caller passes each block once: this is a sum, not a set."""
+        _add(self._words, 3 * tier, scope_id, packed_hashes, sign)
 
     def count(self, tier: Tier) -> int:
         return self._words[3 * tier]

@@ -6,15 +6,15 @@
 Equal to NVIDIA Dynamo's chain for plain blocks. Only full blocks have a hash. Hashes travel packed: 8 little-endian
 bytes each, so 512 blocks are one `bytes` of 4,096.
 
-The extra keys of a block are a list, in this order; none makes the block plain:
+The extra keys of a block are a list, in this order; a block without any is plain:
 
 1. `[id, offset]` for each multimodal item that touches the block, in the order of the prompt: the item's identifier
-   (vLLM: the hash of its content) and its offset minus that of the block's first token, so below 0 where the item began in
-   an earlier block. Of vLLM versions that write no offset: the identifier alone, as text.
+   (vLLM: the hash of its content) and its offset minus that of the block's first token, so below 0 if the item began in an
+   earlier block. For vLLM versions that write no offset: the identifier alone, as text.
 2. in the first block of a prompt, the cache salt, as text, unless salts are mapped to tenants.
 3. the digest of the block's prompt embeddings, as bytes.
 
-The LoRA adapter is never in it: it is in the scope. A router that knows a prompt's salt and items computes the same.
+The LoRA adapter is never among them: it is in the scope. A router that knows a prompt's salt and items computes the same.
 """
 
 import sys
@@ -73,9 +73,9 @@ def extend_chain(
     parent: int | None = None,
     extra_keys: Sequence[ExtraKeys] | None = None,
 ) -> bytes:
-    """Packed sequence hashes of the full blocks of `tokens`, going on from the block whose sequence hash is `parent`.
+    """Packed sequence hashes of the full blocks of `tokens`; `parent` is the sequence hash of the block before them.
 
-    `extra_keys` has one entry a block (a shorter sequence leaves the later ones plain). A partial last block has no
+    `extra_keys` has one entry a block (a shorter sequence leaves the later blocks plain). A partial last block has no
     hash. Raises InvalidValue for a block size below 1 or a token id beyond 32 bits.
     """
     if block_size < 1:
@@ -106,9 +106,9 @@ def extend_chain(
 def lazy_chain(
     tokens: TokenIds, block_size: int, chunk_blocks: int, extra_keys: Sequence[ExtraKeys] | None = None
 ) -> Iterator[bytes]:
-    """The whole chain of a prompt in packed chunks of up to `chunk_blocks`, each computed only when asked for.
+    """The whole chain of a prompt in packed chunks of up to `chunk_blocks`, each computed only when it is requested.
 
-    A router stops asking as soon as nobody holds what it has: a long cold prompt is hashed only as far as it matches.
+    A router stops as soon as no worker holds the chunk it has: a long cold prompt is hashed only as far as it matches.
     """
     parent: int | None = None
     for first in range(0, len(tokens) // block_size, chunk_blocks):

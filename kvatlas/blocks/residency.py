@@ -1,4 +1,4 @@
-"""What the index says of blocks: keys, residencies, and overlaps."""
+"""Keys of blocks, residencies, and overlaps as the index answers them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from kvatlas.identity import Scope
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """One block's full name. Hashes are 16 hex digits of the 64-bit hash, or the caller's own text.
+    """The full name of a block. Hashes are 16 hex digits of the 64-bit hash, or the caller's own text.
 
-    `prefix_hash` is the parent's block hash; of a first block the session id or "root".
+    `prefix_hash` is the parent's block hash; for a first block the session id or "root".
     """
 
     scope: Scope
@@ -43,7 +43,7 @@ class BlockKey:
 class Residency:
     """One block held by one worker in one tier.
 
-    `last_access_ms` and `ref_count` are there only where the engine tells them; `bytes` is 0 where it does not.
+    `last_access_ms` and `ref_count` are None, and `bytes` is 0, if the engine does not report them.
     """
 
     scope: Scope
@@ -61,10 +61,9 @@ HOLDER_ENTRY_BYTES = 4
 
 
 class ShardRuns(NamedTuple):
-    """One shard's answer to an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
+    """One shard's part of an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
 
-    `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) count
-    for nothing.
+    `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) are ignored.
     """
 
     values: Sequence[bytes]
@@ -72,7 +71,7 @@ class ShardRuns(NamedTuple):
     names: Mapping[int, str]
 
     def depths(self) -> dict[str, int]:
-        """Leading blocks that each active worker holds. Work is per run and per change between runs."""
+        """Leading blocks that each active worker holds. The work is per run and per change between runs."""
         if not self.values:
             return {}
         alive = {entry >> 8 for entry in _entries(self.values[0])}
@@ -80,7 +79,7 @@ class ShardRuns(NamedTuple):
         before, position = self.values[0], self.lengths[0]
         for i in range(1, len(self.values)):
             value = self.values[i]
-            for holder in _lost(before, value) & alive:
+            for holder in _lost_holders(before, value) & alive:
                 alive.discard(holder)
                 depth_of[holder] = position
             before = value
@@ -88,50 +87,50 @@ class ShardRuns(NamedTuple):
         depth_of.update(dict.fromkeys(alive, position))
         return {self.names[holder]: depth for holder, depth in depth_of.items() if holder in self.names}
 
-    def held(self) -> dict[str, list[tuple[int, int]]]:
-        """Every active worker's (length, flags byte) runs from the prompt's start. Work as in `depths`."""
+    def runs_by_worker(self) -> dict[str, list[tuple[int, int]]]:
+        """Each active worker's (length, flags byte) runs from the prompt's start. Costs as much as `depths`."""
         if not self.values:
             return {}
-        held: dict[str, list[tuple[int, int]]] = {}
-        since = {entry >> 8: (0, entry & 0xFF) for entry in _entries(self.values[0])}  # where current flags began
+        runs: dict[str, list[tuple[int, int]]] = {}
+        since = {entry >> 8: (0, entry & 0xFF) for entry in _entries(self.values[0])}  # where the current flags began
         before, position = self.values[0], self.lengths[0]
         for i in range(1, len(self.values)):
             value = self.values[i]
             for old, new in _changes(before, value):
-                # a holder that comes later does not hold the start: it announces another granularity
+                # a holder that appears later does not hold the start: it publishes another granularity
                 if old is not None and (current := since.pop(old >> 8, None)) is not None:
                     if old >> 8 in self.names:
-                        held.setdefault(self.names[old >> 8], []).append((position - current[0], current[1]))
+                        runs.setdefault(self.names[old >> 8], []).append((position - current[0], current[1]))
                     if new is not None:
                         since[new >> 8] = (position, new & 0xFF)
             before = value
             position += self.lengths[i]
         for holder, (start, flags) in since.items():
             if holder in self.names:
-                held.setdefault(self.names[holder], []).append((position - start, flags))
-        return held
+                runs.setdefault(self.names[holder], []).append((position - start, flags))
+        return runs
 
-    def flags_of(self, worker_id: str) -> list[tuple[int, int]]:
+    def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
         """(length, flags byte) of each run, as far as the worker holds the prompt."""
         numbers = {number for number, name in self.names.items() if name == worker_id}
-        held: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for value, length in zip(self.values, self.lengths, strict=True):
             flags = next((entry & 0xFF for entry in _entries(value) if entry >> 8 in numbers), 0)
             if not flags:
                 break
-            held.append((length, flags))
-        return held
+            runs.append((length, flags))
+        return runs
 
 
-def _lost(before: bytes, after: bytes) -> set[int]:
+def _lost_holders(before: bytes, after: bytes) -> set[int]:
     """Holders in `before` that are not in `after`."""
-    if (lost := _the_one_lost(before, after)) is not None:
+    if (lost := _single_lost_entry(before, after)) is not None:
         return {lost >> 8}
     return {entry >> 8 for entry in _entries(before)} - {entry >> 8 for entry in _entries(after)}
 
 
-def _the_one_lost(before: bytes, after: bytes) -> int | None:
-    """The entry that `after` lacks, where it is equal to `before` otherwise, as neighbouring runs mostly are."""
+def _single_lost_entry(before: bytes, after: bytes) -> int | None:
+    """The entry that `after` lacks, if it equals `before` otherwise, as is usual for neighbouring runs; else None."""
     size = HOLDER_ENTRY_BYTES
     if len(before) != len(after) + size:
         return None
@@ -141,11 +140,11 @@ def _the_one_lost(before: bytes, after: bytes) -> int | None:
 
 
 def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | None]]:
-    """What differs between two holders values, as (entry before or None, entry after or None), one of them at least.
+    """The differences of two holders values, as (entry before or None, entry after or None); never both None.
 
-    Bisects for the next difference, since neighbouring runs mostly differ in one entry of hundreds.
+    Bisects for the next difference, because neighbouring runs mostly differ in one of hundreds of entries.
     """
-    if (lost := _the_one_lost(before, after)) is not None:
+    if (lost := _single_lost_entry(before, after)) is not None:
         yield lost, None
         return
     i = j = 0
@@ -180,10 +179,10 @@ def _entries(value: bytes) -> tuple[int, ...]:
 
 
 class Overlap(NamedTuple):
-    """Who holds how much of a prompt's start; counts are of looked-up blocks (every granularity-th of the chain).
+    """Which workers hold how much of a prompt's start, counted in looked-up blocks (every granularity-th of the chain).
 
     Depths are exact, because residency is prefix-closed. The tiers of a run are exact at its first and last block.
-    `differences` is filled where verification was asked for: (worker, depth by galloping, depth by a full walk).
+    `differences` is filled by a verified lookup: (worker, depth by galloping, depth by a full walk).
     """
 
     shards: Sequence[ShardRuns]
@@ -191,32 +190,32 @@ class Overlap(NamedTuple):
     differences: Sequence[tuple[str, int, int]] = ()
 
     def depths(self) -> dict[str, int]:
-        """Leading looked-up blocks that each worker holds, in any tier; workers that hold none are absent."""
+        """Leading looked-up blocks that each worker holds in any tier; workers that hold none are left out."""
         depths: dict[str, int] = {}
         for shard in self.shards:
             depths.update(shard.depths())  # a worker lives in one shard
         return depths
 
-    def held(self) -> dict[str, list[tuple[int, int]]]:
-        """Each worker's (length, flags byte: see `kvatlas.blocks.tiers`) runs from the prompt's start; absent: holds none."""
-        held: dict[str, list[tuple[int, int]]] = {}
+    def runs_by_worker(self) -> dict[str, list[tuple[int, int]]]:
+        """Each worker's (length, flags byte) runs from the prompt's start (flags: `kvatlas.blocks.tiers`)."""
+        runs: dict[str, list[tuple[int, int]]] = {}
         for shard in self.shards:
-            held.update(shard.held())  # a worker lives in one shard
-        return held
+            runs.update(shard.runs_by_worker())  # a worker lives in one shard
+        return runs
 
-    def flags_of(self, worker_id: str) -> list[tuple[int, int]]:
-        """(length, flags byte: see `kvatlas.blocks.tiers`) of each run, as far as the worker holds the prompt."""
+    def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
+        """(length, flags byte) of each run, as far as the worker holds the prompt (flags: `kvatlas.blocks.tiers`)."""
         for shard in self.shards:
-            if held := shard.flags_of(worker_id):
-                return held
+            if runs := shard.runs_of(worker_id):
+                return runs
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class IndexMetrics:
-    """Counters since the index was opened, and what it holds now.
+    """Counters since the index was opened, and its size now.
 
-    `bytes_written` counts key and value bytes of block entries sent to the store.
+    `bytes_written` counts the key and value bytes of block entries sent to the store.
     """
 
     resident_blocks: int

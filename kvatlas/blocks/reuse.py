@@ -1,12 +1,12 @@
 """How much of a resident prefix an engine will really reuse: usable tokens.
 
-Every engine computes at least the prompt's last token again, because its logits are needed. What else is lost:
+Every engine recomputes at least the prompt's last token, because it needs the logits. What else is lost:
 
 - vLLM (0.9 to 0.33): the hit is at most prompt - 1 tokens, cut to whole blocks; with EAGLE the last matched block is
   dropped as well, because the draft model needs its hidden states.
 - SGLang (0.4.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages; with EAGLE the tree's keys are
   pairs of neighbouring tokens, of which there is one fewer.
-- TensorRT-LLM (1.2, 1.3rc): at most prompt - 1 tokens; full blocks only are known to the index.
+- TensorRT-LLM (1.2, 1.3rc): at most prompt - 1 tokens; only full blocks are in the index.
 - LMCache (0.5.6): a full hit is shortened by one token and is not cut to blocks.
 - mock: as vLLM.
 """
@@ -24,7 +24,7 @@ class ReuseRule:
     """One engine's rule.
 
     `recomputed_tokens` at the prompt's end are never reused; `block_aligned` cuts the rest to whole blocks; then
-    `dropped_blocks` of a hit are given up. Raises InvalidValue for a negative number.
+    `dropped_blocks` are dropped from the hit. Raises InvalidValue for a negative number.
     """
 
     recomputed_tokens: int = 1
@@ -36,7 +36,7 @@ class ReuseRule:
             raise InvalidValue(f"reuse rule {self}; expected no negative number")
 
     def usable_tokens(self, resident_tokens: int, prompt_tokens: int, block_size: int) -> int:
-        """Tokens of a resident prefix that the engine does not compute again."""
+        """Tokens of a resident prefix that the engine does not recompute."""
         usable = min(resident_tokens, prompt_tokens - self.recomputed_tokens)
         if self.block_aligned:
             usable -= usable % block_size
@@ -55,7 +55,7 @@ def default_rule(kind: EngineKind, *, eagle: bool = False) -> ReuseRule:
 
 @dataclass(frozen=True, slots=True)
 class ReuseRules:
-    """Which rule each worker has: its own, else that of its engine kind, else the kind's default."""
+    """The rule of each worker: its own, else that of its engine kind, else the kind's default."""
 
     by_worker: Mapping[str, ReuseRule] = field(default_factory=dict)
     by_kind: Mapping[EngineKind, ReuseRule] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from kvatlas.errors import InvalidValue, UnknownTier
 
 
 class Tier(IntEnum):
-    """A tier; the value is its bit position in the flags byte. Nearest to the compute first."""
+    """A tier; its value is its bit position in the flags byte. The tier nearest to the compute comes first."""
 
     HBM = 0
     REMOTE_HBM = 1
@@ -41,8 +41,8 @@ _ALIASES: dict[str, Tier] = {
 
 
 def parse_tier(name: str) -> Tier:
-    """The tier an alias stands for, in any case and with '-' for '_'. Raises UnknownTier for another name,
-    InvalidValue for what is no name."""
+    """The tier that an alias stands for, in any case and with '-' for '_'. Raises UnknownTier for any other name,
+    InvalidValue for anything but text."""
     tier = _ALIASES.get(name.strip().lower().replace("-", "_")) if isinstance(name, str) else None
     if tier is None:
         kind = UnknownTier if isinstance(name, str) else InvalidValue

@@ -1,1 +1,1 @@
-"""NATS: the connection, the event stream, subjects, and what passes on them."""
+"""NATS: the connection, the event stream, subjects, and the messages and requests on them."""

@@ -1,4 +1,4 @@
-"""NATS: connecting with clear errors."""
+"""Connects to NATS, with errors that name the address and the reason."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,16 @@ from nats.errors import NoServersError
 from nats.js.errors import APIError, ServiceUnavailableError
 
 from kvatlas.errors import AccessDenied, Unreachable
-from kvatlas.redact import without_password
-from kvatlas.runtime.retry import reached
+from kvatlas.redaction import redact_password
+from kvatlas.runtime.retry import retry_until_reachable
 
 
 async def connect_nats(
     url: str, *, name: str, wait: bool = True, on_wait: Callable[[str], None] | None = None
 ) -> Client:
-    """A connected client that reconnects for ever.
+    """Return a connected client that reconnects for ever.
 
-    With `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time.
+    With `wait` an unreachable server is retried with back-off, and `on_wait` gets a line for the user before each pause.
     Raises Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials or a wrong URL.
     """
 
@@ -27,14 +27,14 @@ async def connect_nats(
         except (NatsError, OSError, TimeoutError, ValueError) as error:
             denied = isinstance(error, ValueError) or "authorization" in str(error).lower()
             kind = AccessDenied if denied else Unreachable
-            raise kind(f"NATS at {without_password(url)}: {reason(error)}") from error
+            raise kind(f"NATS at {redact_password(url)}: {reason(error)}") from error
 
-    return await reached(attempt, wait=wait, on_wait=on_wait)
+    return await retry_until_reachable(attempt, wait=wait, on_wait=on_wait)
 
 
 class _Client(Client):
-    """nats-py, without a fault of its version 2.16: an answer that comes after the flush it is for gave up ends the
-    reader, and nothing is heard any more until the connection is found stale."""
+    """nats-py without a bug of its version 2.16: a PONG that arrives after its flush has timed out ends the reader, and
+    nothing is received until the connection is found stale."""
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():
@@ -50,12 +50,12 @@ async def _connect_once(url: str, name: str) -> Client:
     failures: list[Exception] = []
 
     async def remember(error: Exception) -> None:
-        """What nats-py met, until it is connected: afterwards it says only that no server is available."""
+        """Keep what nats-py met: `connect` itself reports only that no server is available."""
         failures.append(error)
 
     try:
-        # reconnecting is switched on after the first connection: nats-py would otherwise try for ever in silence, and
-        # even without it 60 times
+        # reconnection is switched on only after the first connection: with it nats-py would try for ever in silence, and
+        # with the default number of attempts 60 times
         await client.connect(
             url,
             name=name,
@@ -77,13 +77,14 @@ async def _connect_once(url: str, name: str) -> Client:
 
 
 async def _quiet(_: Exception) -> None:
-    """nats-py prints each connection error with its traceback by default; what we act on is the client's state."""
+    """By default nats-py prints each connection error with its traceback; we act on the client's state instead."""
 
 
 def reason(error: BaseException) -> str:
+    """One line of what nats-py says."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    if isinstance(error, ServiceUnavailableError) and error.err_code is None:  # nobody listens on its API
+    if isinstance(error, ServiceUnavailableError) and error.err_code is None:  # no responder on its API
         return "JetStream is not enabled there (nats-server -js)"
     if isinstance(error, APIError) and error.description:
         return error.description

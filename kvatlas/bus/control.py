@@ -1,4 +1,4 @@
-"""What indexers and publishers ask of each other over core NATS: snapshots, status, digests, and grants."""
+"""Requests between indexers and publishers over core NATS: snapshots, status, digests, and grants."""
 
 from enum import StrEnum
 from typing import Annotated, Any
@@ -18,10 +18,10 @@ class ControlOp(StrEnum):
 
 
 class ControlRequest(WireRecord):
-    """Asked on `kvatlas.control.<worker>`.
+    """A request on `kvatlas.control.<worker>`.
 
-    For a snapshot, `above` is the incarnation that the asker doubts: a publisher that is already above it ignores the
-    request, any other begins a new incarnation above it.
+    For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request,
+    any other starts a new incarnation above it.
     """
 
     op: ControlOp
@@ -29,7 +29,7 @@ class ControlRequest(WireRecord):
 
 
 class ScopeDigest(WireRecord):
-    """What a worker holds in one scope, as `Digest.words`."""
+    """The digest of what a worker holds in one scope, as `Digest.words`."""
 
     model_id: str
     tokenizer_id: str
@@ -43,10 +43,10 @@ class ScopeDigest(WireRecord):
 
 
 class ControlReply(WireRecord):
-    """`status` answers a status request; `note` says why not `ok`.
+    """A publisher's reply; `note` says why it is not `ok`. A status request is answered in `status`.
 
-    A digest request is answered with `digest` (`Digest.words`) and the same by scope (None: too many of them), as of
-    `status["told_seq"]`, which is a checkpoint put in the stream for the asker.
+    A digest request is answered with `digest` (`Digest.words`) and with `scopes`, the same by scope (None: too many scopes),
+    as of `status["told_seq"]`, a checkpoint that the publisher sends to the stream for the requester.
     """
 
     ok: bool
@@ -60,7 +60,7 @@ class ControlReply(WireRecord):
 
 
 class GrantRequest(WireRecord):
-    """Asked on `kvatlas.grant.<partition>` before a snapshot above `UNGRANTED_SNAPSHOT_BYTES`."""
+    """A request on `kvatlas.grant.<partition>` before a snapshot larger than `UNGRANTED_SNAPSHOT_BYTES`."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -68,7 +68,7 @@ class GrantRequest(WireRecord):
 
 
 class GrantReply(WireRecord):
-    """Not granted: ask again after `retry_after_ms`, with jitter."""
+    """The owner's reply. If not granted, request again after `retry_after_ms`, with jitter."""
 
     granted: bool
     retry_after_ms: Annotated[int, Field(ge=0)] = 0

@@ -1,4 +1,4 @@
-"""The event stream: how it is kept, and where it stands."""
+"""The event stream: its configuration and its position."""
 
 import json
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _TEMPORARILY_UNAVAILABLE = 10008
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """How the event stream is kept. It is a change log: what it loses is told again by snapshots."""
+    """How the event stream is stored. It is a change log: snapshots replace what it loses."""
 
     replicas: int = 1
     max_bytes: int = 1 << 30
@@ -32,7 +32,7 @@ class StreamSettings:
 
 @dataclass(frozen=True, slots=True)
 class StreamInfo:
-    """Where the event stream stands. `creation_us` tells one stream from its successor of the same name."""
+    """The position of the event stream. `creation_us` distinguishes it from a successor of the same name."""
 
     creation_us: int
     first_seq: int
@@ -40,10 +40,10 @@ class StreamInfo:
 
 
 async def ensure_stream(client: Client, settings: StreamSettings) -> None:
-    """The event stream exists afterwards; one that is there already is left as its operator made it.
+    """Create the event stream unless it exists; an existing one keeps the configuration its operator gave it.
 
-    Raises Unreachable where the server does not answer now, KvatlasError where it refuses, or the stream of that name
-    holds other subjects.
+    Raises Unreachable if the server does not answer now, KvatlasError if it refuses or the stream of that name holds other
+    subjects.
     """
     jetstream = client.jetstream()
     config = StreamConfig(
@@ -65,15 +65,15 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
             await jetstream.add_stream(config)
             return
     except (APIError, NatsError, TimeoutError) as error:
-        kind = Unreachable if _passes(error) else KvatlasError
-        raise kind(f"stream {STREAM} can't be made: {reason(error)}") from error
+        kind = Unreachable if _is_temporary(error) else KvatlasError
+        raise kind(f"stream {STREAM} can't be created: {reason(error)}") from error
     if found.config.subjects != [ALL_EVENTS]:
         raise KvatlasError(f"stream {STREAM} holds subjects {found.config.subjects}; expected {[ALL_EVENTS]}")
 
 
 async def stream_info(client: Client) -> StreamInfo:
-    """Raises NotFoundError where there is no stream, other nats errors where the server does not answer."""
-    # the raw answer: nats-py 2.16's StreamInfo drops the creation time's sub-second part on some versions
+    """The stream's position. Raises NotFoundError if there is none, other nats errors if the server does not answer."""
+    # the raw reply: nats-py 2.16's StreamInfo drops the sub-second part of the creation time on some versions
     reply = await client.request(f"$JS.API.STREAM.INFO.{STREAM}", b"", timeout=5)
     answer = json.loads(reply.data)
     if "error" in answer:
@@ -89,8 +89,8 @@ def microseconds_of(rfc3339: str) -> int:
     return seconds * 1_000_000 + int((fraction + "000000")[:6])
 
 
-def _passes(error: BaseException) -> bool:
-    """May the same request be answered a little later?"""
+def _is_temporary(error: BaseException) -> bool:
+    """True if the same request may succeed a little later."""
     if isinstance(error, APIError):
         return error.err_code == _TEMPORARILY_UNAVAILABLE
     return isinstance(error, (TimeoutError, ConnectionClosedError, ConnectionReconnectingError, StaleConnectionError))

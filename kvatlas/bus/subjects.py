@@ -1,4 +1,4 @@
-"""NATS subjects and the stream: one place that spells them."""
+"""NATS subjects and streams: the only place that spells them."""
 
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id, partition_of
@@ -12,7 +12,7 @@ ALL_DEAD = "kvatlas.dead.*.*"
 
 
 def events_subject(worker_id: str, partitions: int) -> str:
-    """Where a worker's messages go; its publisher may write no other."""
+    """Messages of one worker; its publisher may write no other events subject."""
     return f"kvatlas.events.{partition_of(worker_id, partitions)}.{check_worker_id(worker_id)}"
 
 
@@ -40,10 +40,10 @@ def control_subject(worker_id: str) -> str:
 
 
 def grant_subject(partition: int) -> str:
-    """Requests to a partition's owner for leave to send a large snapshot (core NATS, request and reply)."""
+    """Requests to a partition's owner for a grant to send a large snapshot (core NATS, request and reply)."""
     return f"kvatlas.grant.{partition}"
 
 
 def dead_subject(partition: int, worker_token: str) -> str:
-    """Where an indexer keeps a message that it must not apply; `worker_token` is the last of the subject it came on."""
+    """Messages that an indexer must not apply; `worker_token` is the last token of the subject a message came on."""
     return f"kvatlas.dead.{partition}.{worker_token}"

@@ -1,18 +1,18 @@
-"""Embedded servers: a real NATS and a real Valkey of one's own, for a machine with nothing running.
+"""Embedded servers: real NATS and Valkey servers for a machine with nothing running.
 
     async with nats_server() as nats, valkey_server() as valkey:
         ...  # nats.url, valkey.url
 
 Invariants:
-- Nothing listens beyond loopback.
-- No server outlives the process that started it, even if that is killed with SIGKILL (Linux).
-- A port that kvatlas chose stays a server's own over `restart()`; so does its data.
-- Temporary data of an owner that was killed is removed by the next one.
-- Neither disk nor memory is taken without a limit.
+- They listen on loopback only.
+- No server outlives the process that started it, even if that process is killed with SIGKILL (Linux).
+- A server keeps its port and its data over `restart()`.
+- The temporary data of a killed process is removed by the next process that starts a server.
+- The use of disk and memory is limited.
 """
 
 from kvatlas.embedded.async_servers import EmbeddedCluster, EmbeddedServer, nats_server, valkey_cluster, valkey_server
-from kvatlas.embedded.child_process import owned_command, spawn_owned
+from kvatlas.embedded.child_process import child_command, spawn_child
 from kvatlas.embedded.server_process import EmbeddedServerError, ServerProcess
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "EmbeddedServer",
     "EmbeddedServerError",
     "ServerProcess",
+    "child_command",
     "nats_server",
-    "owned_command",
-    "spawn_owned",
+    "spawn_child",
     "valkey_cluster",
     "valkey_server",
 ]

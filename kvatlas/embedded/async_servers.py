@@ -1,4 +1,4 @@
-"""The embedded servers for asyncio: the same processes, never blocking the event loop."""
+"""The embedded servers for asyncio: the same processes, without blocking the event loop."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,10 +19,9 @@ P = ParamSpec("P")
 
 
 class EmbeddedServer:
-    """A server process as an async context manager: started on entry, gone on exit, also when cancelled.
+    """A server process as an async context manager: started on entry, gone on exit, also on cancellation.
 
-    `start`, `stop`, `kill`, `restart` return when the server answers or is gone. See ServerProcess for what each promises
-    and raises.
+    `start`, `stop`, `kill`, `restart` return when the server answers or is gone. ServerProcess documents each of them.
     """
 
     def __init__(self, process: ServerProcess) -> None:
@@ -30,7 +29,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect, with credentials if it has any."""
+        """The address for clients, with credentials if the server has any."""
         return self.process.url
 
     @property
@@ -81,7 +80,7 @@ class EmbeddedServer:
 
 
 class EmbeddedCluster:
-    """A cluster of primaries as an async context manager; `nodes` can be killed and restarted one by one."""
+    """A cluster of primaries as an async context manager; each of `nodes` can be killed and restarted."""
 
     def __init__(self, processes: ClusterProcesses) -> None:
         self._processes = processes
@@ -109,23 +108,23 @@ class EmbeddedCluster:
 
 
 def _on_asyncio(process: Callable[P, ServerProcess]) -> Callable[P, EmbeddedServer]:
-    """The constructor of a process with the same parameters, for asyncio."""
+    """A constructor with the parameters of `process`, for asyncio."""
 
-    def made(*args: P.args, **kwargs: P.kwargs) -> EmbeddedServer:
+    def construct(*args: P.args, **kwargs: P.kwargs) -> EmbeddedServer:
         return EmbeddedServer(process(*args, **kwargs))
 
-    return made
+    return construct
 
 
 nats_server = _on_asyncio(NatsProcess)
-"""A NATS server with JetStream; parameters as in NatsProcess. Raises EmbeddedServerError if there is no program."""
+"""A NATS server with JetStream; parameters as in NatsProcess. Raises EmbeddedServerError if its program is not found."""
 
 valkey_server = _on_asyncio(ValkeyProcess)
-"""A Valkey server; parameters as in ValkeyProcess. Raises EmbeddedServerError if there is no program."""
+"""A Valkey server; parameters as in ValkeyProcess. Raises EmbeddedServerError if its program is not found."""
 
 
 def valkey_cluster(
     *, primaries: int = 3, binary: Path | None = None, settings: Mapping[str, str] = MappingProxyType({})
 ) -> EmbeddedCluster:
-    """A cluster of Valkey servers without replicas. Raises EmbeddedServerError if there is no program."""
+    """A cluster of Valkey servers without replicas. Raises EmbeddedServerError if its program is not found."""
     return EmbeddedCluster(ClusterProcesses(primaries=primaries, binary=binary, settings=settings))

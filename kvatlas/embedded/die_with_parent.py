@@ -1,7 +1,7 @@
-"""Becomes the program it is told to start, which dies with the process that asked for it.
+"""Replaces itself by a program that the kernel kills when its parent dies.
 
-Run as a file, in an interpreter with nothing loaded: `python -I -S shim.py PARENT_PID COMMAND...`. It exists because the
-same call in `preexec_fn` would run Python code between fork and exec of a process with threads, which can deadlock.
+Run as a file, in an interpreter with nothing loaded: `python -I -S die_with_parent.py PARENT_PID COMMAND...`. A
+`preexec_fn` would run Python code between fork and exec of a process with threads, which can deadlock.
 """
 
 import ctypes
@@ -9,22 +9,22 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept over exec
+PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across exec
 
 
-def become(parent_pid: int, command: list[str]) -> None:
-    """Replace this process by `command`; exits with 1 if the parent is already gone."""
+def execute(parent_pid: int, command: list[str]) -> None:
+    """Replace this process by `command`. Exits with 1 if the parent is already gone."""
     if sys.platform == "linux":
-        # SIGKILL, because a paused program would never act on SIGTERM; both servers recover from it.
+        # SIGKILL, because a paused program never acts on SIGTERM; both servers recover from it.
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
         if os.getppid() != parent_pid:  # it died before the call above
-            sys.exit("the process that wanted this one has ended")
+            sys.exit("the parent process has ended")
     try:
-        os.execvp(command[0], command)  # noqa: S606 - the command is the caller's own
+        os.execvp(command[0], command)  # noqa: S606 - the caller chooses the command
     except OSError as error:
         sys.exit(f"{command[0]} can't be executed: {error.strerror}")
 
 
 if __name__ == "__main__":
-    become(int(sys.argv[1]), sys.argv[2:])
+    execute(int(sys.argv[1]), sys.argv[2:])

@@ -17,8 +17,8 @@ _PROBE_TIMEOUT_S = 1.0
 class NatsProcess(ServerProcess):
     """`nats-server` on loopback.
 
-    `max_file_store_bytes` and `max_memory_store_bytes` cap what its streams may reserve, in files and in memory: left
-    alone, it takes most of the disk and the memory. `user` and `password` must both be given or neither. `config` is
+    `max_file_store_bytes` and `max_memory_store_bytes` limit what its streams may reserve in files and in memory; without
+    limits it takes most of the disk and the memory. `user` and `password` must both be given or neither. `config` is
     appended to its configuration file (NATS' own syntax), e.g. for users with permissions.
     """
 
@@ -41,7 +41,7 @@ class NatsProcess(ServerProcess):
             binary or nats_server_binary(), port=port, data_dir=data_dir, start_deadline_s=start_deadline_s
         )
         for part in (user, password):
-            if part is not None and quote(part, safe="") != part:  # nats-py sends the URL's parts as they are
+            if part is not None and quote(part, safe="") != part:  # nats-py does not decode the URL
                 raise EmbeddedServerError(
                     "nats-server: user and password may hold only characters that a URL keeps as is"
                 )
@@ -60,7 +60,7 @@ class NatsProcess(ServerProcess):
         return f"nats://{login}{LOOPBACK}:{self.port}"
 
     def _command(self) -> list[str]:
-        # NATS' configuration is a superset of JSON, so JSON quoting is right for any directory or password.
+        # NATS' configuration is a superset of JSON, so JSON quoting suits any directory or password.
         settings: dict[str, object] = {
             "server_name": self._server_name,
             "listen": f"{LOOPBACK}:{self.port}",
@@ -79,7 +79,7 @@ class NatsProcess(ServerProcess):
         return ["--config", str(file.resolve())]
 
     def _is_ready(self) -> bool:
-        # The greeting (INFO, before any login) names the server, so another one on the port is not taken for this one.
+        # The greeting (INFO, before any login) names the server, so another server on the port is not mistaken for this one.
         try:
             with socket.create_connection((LOOPBACK, self.port), timeout=_PROBE_TIMEOUT_S) as connection:
                 greeting = connection.makefile("rb").readline()
@@ -88,7 +88,7 @@ class NatsProcess(ServerProcess):
         if not greeting.startswith(b"INFO "):
             return False
         try:
-            told = json.loads(greeting[5:])
+            info = json.loads(greeting[5:])
         except ValueError:
             return False
-        return bool(told.get("server_name") == self._server_name and told.get("jetstream"))
+        return bool(info.get("server_name") == self._server_name and info.get("jetstream"))

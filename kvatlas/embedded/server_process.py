@@ -1,4 +1,4 @@
-"""One server process: started, watched, stopped. Blocking, and independent of any event loop."""
+"""One server process: start, watch, stop. Blocking, and independent of any event loop."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from kvatlas.embedded.child_process import spawn_owned
+from kvatlas.embedded.child_process import spawn_child
 from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas.embedded.temporary_directory import OwnedDirectory
 from kvatlas.errors import KvatlasError
@@ -21,26 +21,26 @@ _LAST_LINES = 4
 
 
 class EmbeddedServerError(KvatlasError):
-    """An embedded server can't be started, or ended by itself."""
+    """An embedded server can't be started, or is not running."""
 
 
 class PortTakenError(EmbeddedServerError):
-    """Somebody else listens on the server's port."""
+    """Another process listens on the server's port."""
 
 
-def _nothing() -> None:
-    """What a start does while it waits, if nobody asks for more."""
+def _do_nothing() -> None:
+    """The default of `while_waiting`."""
 
 
 class ServerProcess(ABC):
     """A server program on a loopback port with a directory of its own.
 
-    `port` 0 chooses a free one, which is then kept over restarts. `data_dir` None makes a temporary directory, removed
-    by `close()`; a given one is kept. Methods are not thread-safe against each other.
+    `port` 0 chooses a free port and keeps it over restarts. `data_dir` None creates a temporary directory that `close()`
+    removes; a given directory is kept. Not thread-safe.
     """
 
     name: str
-    """The program, as messages call it."""
+    """The program's name in messages."""
 
     def __init__(self, binary: Path, *, port: int, data_dir: Path | None, start_deadline_s: float) -> None:
         if not 0 <= port <= 65535:
@@ -56,29 +56,29 @@ class ServerProcess(ABC):
         self._paused = False
         self._has_answered = False
 
-    # What a kind of server adds.
+    # To be implemented for each kind of server.
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where clients connect, with credentials if it has any."""
+        """The address for clients, with credentials if the server has any."""
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """The program's arguments; writes its configuration into `data_dir` first."""
+        """Write the configuration into `data_dir`; the program's arguments."""
 
     @abstractmethod
     def _is_ready(self) -> bool:
-        """Whether this very process answers requests now; False while it doesn't, also if another one answers."""
+        """True if this very process answers requests now; False if another server answers on its port."""
 
     def _choose_port(self) -> int:
         return free_port()
 
-    # What all have.
+    # Common to all kinds.
 
     @property
     def port(self) -> int:
-        """The port; 0 until the first start if it was to be chosen."""
+        """The port; 0 until the first start if a free one is to be chosen."""
         return self._port
 
     @property
@@ -90,12 +90,12 @@ class ServerProcess(ABC):
 
     @property
     def is_running(self) -> bool:
-        """Whether the process exists (it may be paused)."""
+        """True if the process exists (it may be paused)."""
         return self._popen is not None and self._popen.poll() is None
 
     @property
     def data_dir(self) -> Path:
-        """The server's directory, which exists."""
+        """The server's directory; created if necessary."""
         if self._given_dir is not None:
             self._given_dir.mkdir(parents=True, exist_ok=True)
             return self._given_dir
@@ -104,7 +104,7 @@ class ServerProcess(ABC):
         return self._temporary.path
 
     def last_log_lines(self, count: int = _LAST_LINES) -> list[str]:
-        """The newest non-empty lines that the server wrote since its last start."""
+        """The last non-empty lines that the server has written since its last start."""
         log = self.data_dir / LOG_FILE
         if not log.exists():
             return []
@@ -113,12 +113,12 @@ class ServerProcess(ABC):
             text = lines.read().decode(errors="replace")
         return [line.strip() for line in text.splitlines() if line.strip()][-count:]
 
-    def start(self, *, while_waiting: Callable[[], object] = _nothing) -> None:
-        """Start and wait until it answers. Does nothing if it runs.
+    def start(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
+        """Start the server and wait until it answers. Does nothing if it is running.
 
-        `while_waiting` is called every few milliseconds until then; what it raises gives the start up. Raises
-        EmbeddedServerError if the program is missing or ends, or if it does not answer in time. However it fails,
-        nothing of it is left running.
+        `while_waiting` is called every few milliseconds until then; an exception of it aborts the start. Raises
+        EmbeddedServerError if the program is missing or ends, or if it does not answer in time. However the start fails,
+        no process is left.
         """
         if self.is_running:
             return
@@ -138,7 +138,7 @@ class ServerProcess(ABC):
                 return
 
     def stop(self, *, deadline_s: float = 10.0) -> None:
-        """Ask it to end, wait, and kill it if it hasn't ended in time. Data and port stay for another `start()`."""
+        """Terminate the server; kill it if it has not ended by the deadline. Data and port stay for another `start()`."""
         popen = self._popen
         if popen is None:
             return
@@ -153,32 +153,32 @@ class ServerProcess(ABC):
         self._popen = None
 
     def kill(self) -> None:
-        """End it with SIGKILL, as a crash would, and wait until it is gone. Data and port stay."""
+        """Kill the server (SIGKILL), as a crash would, and wait until it is gone. Data and port stay."""
         if self._popen is not None:
             self._popen.kill()
             self._popen.wait()
             self._popen = None
         self._paused = False
 
-    def restart(self, *, while_waiting: Callable[[], object] = _nothing) -> None:
-        """Stop and start on the same port with the same data."""
+    def restart(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
+        """Stop the server and start it on the same port with the same data."""
         self.stop()
         self.start(while_waiting=while_waiting)
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP): connections stay open, nothing answers when this returns."""
+        """Freeze the server (SIGSTOP): connections stay open, and nothing answers once this returns."""
         os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a thread may run on for a moment
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a thread may still run for a moment
         self._paused = True
 
     def resume(self) -> None:
-        """Let a paused one go on (SIGCONT)."""
+        """Let a paused server continue (SIGCONT)."""
         if self.is_running:
             os.kill(self.pid, signal.SIGCONT)
         self._paused = False
 
     def close(self) -> None:
-        """Stop it, and remove its directory if that was temporary."""
+        """Stop the server and remove its directory if it is temporary."""
         self.stop()
         if self._temporary is not None:
             self._temporary.remove()
@@ -201,7 +201,7 @@ class ServerProcess(ABC):
         self._paused = False
         with log.open("ab") as output:
             self._log_offset = output.tell()
-            self._popen = spawn_owned(command, cwd=self.data_dir, stdout=output, stderr=subprocess.STDOUT)
+            self._popen = spawn_child(command, cwd=self.data_dir, stdout=output, stderr=subprocess.STDOUT)
         try:
             self._wait_until_ready(self._popen, while_waiting)
         except BaseException:
@@ -216,16 +216,16 @@ class ServerProcess(ABC):
                 lines = self.last_log_lines()
                 if any("address already in use" in line.lower() for line in lines):
                     raise PortTakenError(f"{self.name} can't listen on {LOOPBACK}:{self._port}: address already in use")
-                said = " | ".join(lines) or "it wrote nothing"
+                output = " | ".join(lines) or "no output"
                 raise EmbeddedServerError(
-                    f"{self.name} on {LOOPBACK}:{self._port} ended at start with exit code {exit_code}: {said}"
+                    f"{self.name} on {LOOPBACK}:{self._port} exited at start with code {exit_code}: {output}"
                 )
             if self._is_ready():
                 return
             if time.monotonic() > deadline:
-                said = " | ".join(self.last_log_lines()) or "it wrote nothing"
+                output = " | ".join(self.last_log_lines()) or "no output"
                 raise EmbeddedServerError(
-                    f"{self.name} on {LOOPBACK}:{self._port} did not answer within {self._start_deadline_s:g} s: {said}"
+                    f"{self.name} on {LOOPBACK}:{self._port} did not answer within {self._start_deadline_s:g} s: {output}"
                 )
             while_waiting()
             time.sleep(_PROBE_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Temporary directories that don't pile up when their owners are killed."""
+"""Temporary directories that don't accumulate when their processes are killed."""
 
 import fcntl
 import os
@@ -11,23 +11,23 @@ _LOCK = "owner.lock"
 
 
 class OwnedDirectory:
-    """A directory under the system's temporary one, locked by this process for as long as it lives.
+    """A directory under the system's temporary one, locked by this process as long as it lives.
 
-    The kernel drops the lock with the process, also on SIGKILL, so whoever makes the next one removes those that nobody
-    owns any more.
+    The kernel drops the lock with the process, even on SIGKILL, so the next process that creates such a directory removes
+    those without an owner.
     """
 
     def __init__(self) -> None:
         _remove_ownerless()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Locked before it has the name by which others look for it, so that nobody can lock it first.
+        # Locked before it has the name that other processes look for, so that none of them can lock it first.
         unnamed = self.path / f"{_LOCK}.new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unnamed.rename(self.path / _LOCK)
 
     def remove(self) -> None:
-        """Remove it with everything in it."""
+        """Remove the directory and everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 

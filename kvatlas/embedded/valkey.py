@@ -23,8 +23,8 @@ class ValkeyProcess(ServerProcess):
     """`valkey-server`, or any redis-server given as `binary`, on loopback.
 
     It never evicts (`noeviction`), keeps small hashes small (`hash-max-listpack-entries 128`) and saves nothing unless
-    `appendonly`; then an acknowledged write survives a crash of the process. `max_memory_bytes` 0 is without a limit.
-    `settings` are further directives of its configuration file and win over the ones above.
+    `appendonly` is set; then an acknowledged write survives a crash of the process. `max_memory_bytes` 0: no limit.
+    `settings` are further directives of its configuration file and override those above.
     """
 
     name = "valkey-server"
@@ -57,7 +57,7 @@ class ValkeyProcess(ServerProcess):
         return f"redis://{login}{LOOPBACK}:{self.port}"
 
     def command(self, *parts: str | int | bytes) -> Any:
-        """One command's answer, over a connection of its own (blocking). Raises RedisError."""
+        """Run one command over a connection of its own (blocking) and return the answer. Raises RedisError."""
         client: Any = redis.Redis(
             host=LOOPBACK,
             port=self.port,
@@ -80,7 +80,7 @@ class ValkeyProcess(ServerProcess):
             "daemonize": "no",
             "save": '""',
             "appendonly": "yes" if self._appendonly else "no",
-            # Before an acknowledgement the write has left the process, so a killed server loses nothing.
+            # The write leaves the process before it is acknowledged, so a killed server loses nothing.
             "appendfsync": "everysec",
             "maxmemory": str(self._max_memory_bytes),
             "maxmemory-policy": "noeviction",
@@ -91,17 +91,17 @@ class ValkeyProcess(ServerProcess):
         if self._cluster:
             directives |= {"cluster-enabled": "yes", "cluster-node-timeout": "2000"}
         file = self.data_dir / "valkey.conf"
-        file.touch(mode=0o600)  # it may hold a password, which is why the settings aren't arguments
+        file.touch(mode=0o600)  # it may hold a password, so the settings are not arguments
         file.write_text("".join(f"{key} {value}\n" for key, value in (directives | dict(self._settings)).items()))
         return [str(file.resolve())]
 
     def _is_ready(self) -> bool:
         try:
-            told = self.command("INFO")
+            info = self.command("INFO")
         except RedisError:  # not listening, loading its data, or another server with another password
             return False
-        # another server on the port may have told it, and ours be gone: then `pid` would raise
-        return bool(self._popen is not None and told["process_id"] == self._popen.pid and told["loading"] == 0)
+        # another server on the port may have answered while ours is gone; then `pid` would raise
+        return bool(self._popen is not None and info["process_id"] == self._popen.pid and info["loading"] == 0)
 
 
 def _quoted(value: str) -> str:

@@ -1,4 +1,4 @@
-"""Fleet records: what a worker is, how it is, and how busy it is. Border types, checked by pydantic."""
+"""Fleet records: what a worker is, its state and its load. Border types, checked by pydantic."""
 
 from enum import StrEnum
 from typing import Annotated, Any, Self
@@ -8,14 +8,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
-from kvatlas.validation import Count, Positive, mistake
+from kvatlas.validation import Count, Positive, describe_mistake
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class WireRecord(BaseModel):
-    """A frozen border value that travels as a msgpack map; unknown fields of a newer version are ignored."""
+    """A frozen border value that travels as a msgpack map; unknown fields of newer versions are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -24,14 +24,14 @@ class WireRecord(BaseModel):
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        """Raises InvalidValue, naming the first wrong field."""
+        """The record in a payload. Raises InvalidValue, naming the first wrong field."""
         try:
             return cls.model_validate(msgpack.unpackb(payload))
         except ValidationError as error:
             first = error.errors()[0]
             path = ".".join(str(part) for part in first["loc"])
             where = f" field {path}" if path else ""
-            raise InvalidValue(mistake(f"{cls.__name__}{where}", first)) from error
+            raise InvalidValue(describe_mistake(f"{cls.__name__}{where}", first)) from error
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise InvalidValue(f"not a {cls.__name__}: {str(error) or type(error).__name__}") from error
 
@@ -45,7 +45,7 @@ class EngineKind(StrEnum):
 
 
 class Role(StrEnum):
-    """What a worker computes: prefill alone, decode alone, or both."""
+    """What a worker computes: prefill only, decode only, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -53,7 +53,7 @@ class Role(StrEnum):
 
 
 class EngineState(StrEnum):
-    """The engine's own state, from its health and metrics; not the sidecar's pulse."""
+    """The engine's own state, from its health and metrics; not that of the sidecar."""
 
     UP = "up"
     DOWN = "down"
@@ -62,12 +62,12 @@ class EngineState(StrEnum):
 
 
 class EngineEndpoint(WireRecord):
-    """A worker as a router needs to know it.
+    """A worker as routers need to know it.
 
-    `base_url` is where the sidecar reaches the engine, `advertised_url` where routers do (absent: the same).
-    `transfer_groups` are the groups whose members' caches this worker can read from; none by default, and then nothing
-    held elsewhere is worth anything to it. `granularity`: every g-th block of a chain is announced. `events` False: the
-    engine tells no KV events, so what it holds can only be predicted from what was sent there.
+    The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups`
+    are the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use
+    to it. `granularity`: every g-th block of a chain is published. `events` False: the engine publishes no KV events, so
+    what it holds can only be predicted from the requests it gets.
     """
 
     id: WorkerId
@@ -90,7 +90,7 @@ class EngineEndpoint(WireRecord):
 
     @property
     def url(self) -> str:
-        """Where routers reach the engine."""
+        """The address at which routers reach the engine."""
         return self.advertised_url or self.base_url
 
     @property
@@ -111,7 +111,7 @@ class ForwardPassMetrics(WireRecord):
 
 
 class WorkerState(WireRecord):
-    """How busy a worker is. `sampled_us`: when the engine said so (microseconds since 1970)."""
+    """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970)."""
 
     id: WorkerId
     locality_domain: str = ""
@@ -128,8 +128,8 @@ class WorkerState(WireRecord):
 class Heartbeat(WireRecord):
     """Sent each second on `kvatlas.alive.<worker>`.
 
-    `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first: so a lost tail of an
-    idle worker is seen. `load` is absent where the engine does not tell it.
+    `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first; it shows if an idle
+    worker's last messages were lost. `load` is None if the engine does not report it.
     """
 
     worker_id: WorkerId
@@ -142,18 +142,18 @@ class Heartbeat(WireRecord):
 
 
 class Liveness(StrEnum):
-    """What the partition's owner judges of a worker: lost after 5 s without a heartbeat, retired after 60 s."""
+    """The partition owner's verdict on a worker: lost after 5 s without a heartbeat. After 60 s it is retired."""
 
     ALIVE = "alive"
     LOST = "lost"
 
 
 class FleetRecord(WireRecord):
-    """One worker in its pool, as the owner last wrote it: what routers read.
+    """One worker in its pool, as the partition's owner last wrote it and routers read it.
 
-    `load_age_us`: how old the load sample was when it was heard, by the worker's own clock; absent: not told.
-    `trace`: the W3C traceparent of the last applied batch that one of its engine's led to, where both trace
-    (`kvatlas.telemetry`).
+    `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
+    clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
+    publisher and indexer both trace (`kvatlas.telemetry`).
     """
 
     endpoint: EngineEndpoint
@@ -167,7 +167,7 @@ class FleetRecord(WireRecord):
 
     @property
     def routable(self) -> bool:
-        """May a router send requests there?"""
+        """True if routers may send requests to it."""
         return self.liveness is Liveness.ALIVE and self.state is EngineState.UP
 
 

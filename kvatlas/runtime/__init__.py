@@ -1,1 +1,1 @@
-"""What every process of kvatlas needs of asyncio and logging: an HTTP server, retries, wake-ups, a rate-limited log."""
+"""Asyncio and logging, for every process: HTTP server, retries, back-off, background tasks, wake-ups, log."""

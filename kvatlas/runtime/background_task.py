@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BackgroundTask:
-    """`start`, then `stop`, any number of times. The body loops `while task.running`.
+    """A task that may be started and stopped any number of times. Its body loops `while task.running`.
 
     The flag is needed because Python 3.11's `wait_for`, inside redis-py, may swallow a cancellation.
     """
@@ -16,7 +16,7 @@ class BackgroundTask:
         self._name = name
         self._task: asyncio.Task[None] | None = None
         self.running = False
-        """False as soon as `stop` is called."""
+        """True from `start` until `stop` is called."""
 
     def start(self) -> None:
         """Run the body in the current event loop."""
@@ -24,7 +24,7 @@ class BackgroundTask:
         self._task = asyncio.create_task(self._body(), name=self._name)
 
     async def stop(self) -> bool:
-        """Cancel the body and wait for its end. False if it was not started. What it raised is dropped."""
+        """Cancel the body and wait for its end. Returns False if it was not started. What the body raised is dropped."""
         task, self._task = self._task, None
         self.running = False
         if task is None:

@@ -1,8 +1,8 @@
-"""How long to wait before something that failed is tried again."""
+"""Exponential back-off: how long to wait before a retry."""
 
 
 class Backoff:
-    """Pauses in seconds that double from `first_s` up to `longest_s`; `reset` after a success. Does not sleep itself."""
+    """Pauses in seconds that double from `first_s` up to `longest_s`; the caller sleeps, and resets after a success."""
 
     __slots__ = ("_first_s", "_longest_s", "_next_s")
 
@@ -12,11 +12,11 @@ class Backoff:
         self._next_s = first_s
 
     def next_s(self) -> float:
-        """The pause before the next try, in seconds."""
+        """The pause before the next attempt, in seconds."""
         pause_s = self._next_s
         self._next_s = min(2 * pause_s, self._longest_s)
         return pause_s
 
     def reset(self) -> None:
-        """The next pause is the first one again."""
+        """Begin with the first pause again."""
         self._next_s = self._first_s

@@ -1,4 +1,4 @@
-"""Serving HTTP inside a process that does other things too: a bound socket, and uvicorn that leaves signals alone."""
+"""An HTTP server inside a process that does other work too: a bound socket, and uvicorn without signal handlers."""
 
 import contextlib
 import socket
@@ -13,7 +13,7 @@ from kvatlas.errors import SettingsError
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises SettingsError, naming `what`, for an address that can't be used."""
+    """Bind a socket; port 0 takes a free port. Raises SettingsError, naming `what`, if the address can't be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -39,9 +39,9 @@ async def serve(
     grace_s: int = 1,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until cancelled, then let open answers end for at most `grace_s`. Started when it accepts.
+    """Serve until cancelled, then give open responses `grace_s` to end. `task_status` is started once it accepts.
 
-    With a grace of 0 uvicorn says that it cancelled tasks also where there are none.
+    With a grace of 0 uvicorn logs that it cancelled tasks even if there were none.
     """
     config = uvicorn.Config(
         application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
@@ -65,7 +65,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process' signals to whoever started it, and says when it accepts."""
+    """Leaves signals to the process, and reports when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, task_status: TaskStatus[None]) -> None:
         super().__init__(config)

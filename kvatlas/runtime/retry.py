@@ -1,4 +1,4 @@
-"""Waiting for servers that are not there yet, with back-off: the one place that decides how often to try again."""
+"""Retries for servers that are not reachable yet: the only place that decides how often."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,11 +13,14 @@ FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 5.0
 
 
-async def reached(
+async def retry_until_reachable(
     attempt: Callable[[], Awaitable[T]], *, wait: bool, on_wait: Callable[[str], None] | None = None
 ) -> T:
-    """What `attempt` returns. With `wait` it is made again while it raises Unreachable or NoIndexYet, and `on_wait` gets
-    the line for the user each time. Raises what `attempt` raises: these at once without `wait`, AccessDenied always."""
+    """Return what `attempt` returns. With `wait`, retry with back-off while it raises Unreachable or NoIndexYet.
+
+    `on_wait` gets a line for the user before each pause. Raises what `attempt` raises: without `wait` these two errors as
+    well, AccessDenied always.
+    """
     backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
     while True:
         try:
@@ -29,5 +32,5 @@ async def reached(
                 raise
             pause_s = backoff.next_s()
             if on_wait is not None:
-                on_wait(f"{error}; trying again in {pause_s:g} s")
+                on_wait(f"{error}; retrying in {pause_s:g} s")
         await asyncio.sleep(pause_s)

@@ -24,8 +24,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
-from kvatlas.redact import without_password
-from kvatlas.runtime.retry import reached
+from kvatlas.redaction import redact_password
+from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.redis_connections import RedisConnections
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Store:
     def __init__(self, client: "redis.Redis | RedisCluster", url: str) -> None:
         self.client: Any = client  # redis-py types answers as unions of sync and async
         self.url = url
-        self.name = f"Redis at {without_password(url)}"
+        self.name = f"Redis at {redact_password(url)}"
         self._connections = None if isinstance(client, RedisCluster) else RedisConnections(client)
 
     @property
@@ -135,7 +135,7 @@ async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], No
     server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises Unreachable, naming
     the address, at once without `wait`; AccessDenied for wrong credentials; InvalidValue for any other URL.
     """
-    return await reached(lambda: _open(url), wait=wait, on_wait=on_wait)
+    return await retry_until_reachable(lambda: _open(url), wait=wait, on_wait=on_wait)
 
 
 async def _open(url: str) -> Store:
@@ -172,7 +172,7 @@ def _client(url: str) -> "redis.Redis | RedisCluster":
         if scheme in ("redis", "rediss", "unix"):
             return redis.Redis.from_url(url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=retry)
     except ValueError as error:
-        raise InvalidValue(f"Redis URL {without_password(url)!r}: {error}") from error
+        raise InvalidValue(f"Redis URL {redact_password(url)!r}: {error}") from error
     raise InvalidValue(
-        f"Redis URL {without_password(url)!r}; expected redis://, rediss://, unix:// or {CLUSTER_SCHEME}://"
+        f"Redis URL {redact_password(url)!r}; expected redis://, rediss://, unix:// or {CLUSTER_SCHEME}://"
     )

@@ -1,8 +1,9 @@
 """Every metric of kvatlas: name, unit, description, and the plain integers it is read from.
 
-A counter add with attributes costs 5 us, a plain integer 0.03 us: so the hot paths count in dataclasses of integers,
-register them once (`kvatlas.telemetry.observe`), and an observable instrument reads them when an exporter asks. One
-table a group, that is a dataclass: field -> instrument, and the attributes that tell it from others of the instrument.
+Adding to a counter with attributes costs 5 us, adding to a plain integer 0.03 us. So the hot paths count in dataclasses of
+integers and register them once (`kvatlas.telemetry.export_metrics`); observable instruments read them when an exporter asks.
+Each group has one table for its dataclass: field -> series, which is an instrument and the attributes that tell the field
+from the instrument's other fields.
 """
 
 from collections.abc import Mapping
@@ -26,8 +27,8 @@ class Instrument:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How one field is read: into which instrument, with which attributes of its own."""
+class Series:
+    """What one field is exported as: a series of an instrument, with attributes of its own."""
 
     instrument: Instrument
     attributes: Mapping[str, str] = field(default_factory=dict)
@@ -41,42 +42,48 @@ def _gauge(name: str, unit: str, description: str) -> Instrument:
     return Instrument(f"kvatlas.{name}", unit, description, Kind.GAUGE)
 
 
-def _by(instrument: Instrument, attribute: str, **fields: str) -> dict[str, Reading]:
-    """One reading a field, told apart by the value of one attribute."""
-    return {name: Reading(instrument, {attribute: value}) for name, value in fields.items()}
+def _by(instrument: Instrument, attribute: str, **fields: str) -> dict[str, Series]:
+    """Several fields of one instrument, distinguished by the value of one attribute."""
+    return {name: Series(instrument, {attribute: value}) for name, value in fields.items()}
 
 
-def _is(instrument: Instrument, name: str) -> dict[str, Reading]:
-    """The one field that an instrument is read from."""
-    return {name: Reading(instrument)}
+def _single(instrument: Instrument, name: str) -> dict[str, Series]:
+    """The only field of an instrument."""
+    return {name: Series(instrument)}
 
 
 # ---------------------------------------------------------------- publisher: publishers.counters.PublisherCounters
 
 ENGINE_BATCHES = _counter("publisher.engine.batches", "{batch}", "Batches received from the engine")
 ENGINE_EVENTS = _counter("publisher.engine.events", "{event}", "Events received from the engine")
-ENGINE_SKIPPED = _counter("publisher.engine.skipped", "{event}", "Engine events left out of an otherwise good batch")
-ENGINE_POISON = _counter("publisher.engine.poison", "{payload}", "Payloads that are not understood at all, by reason")
-ENGINE_DROPPED = _counter("publisher.dead_letters.dropped", "{payload}", "Poison payloads that could not be kept")
-FEED = _counter("publisher.feed", "{incident}", "What happened to the engine's feed")
-PUBLISHED_EVENTS = _counter("publisher.events", "{event}", "Index events told")
-PUBLISHED_BLOCKS = _counter("publisher.blocks", "{block}", "Blocks told, by change")
-PUBLISHED_MARKS = _counter("publisher.marks", "{event}", "Clears, checkpoints and snapshots told, by kind")
-OVERFLOWS = _counter("publisher.outbox.overflows", "{overflow}", "Times the outbox was full: all is told anew")
-OUTBOX_MESSAGES = _counter("publisher.messages", "{message}", "Messages, by what became of them")
-SENT_BYTES = _counter("publisher.sent.bytes", "By", "Bytes of messages sent to the stream, also again")
-SEND_FAILURES = _counter("publisher.send.failures", "{failure}", "Why messages had to wait or be sent again")
-PUBLISHER_GRANTS = _counter("publisher.grants", "{request}", "Requests to send a large snapshot, by answer")
+ENGINE_SKIPPED = _counter(
+    "publisher.engine.skipped", "{event}", "Engine events skipped; the rest of their batch was used"
+)
+ENGINE_POISON = _counter("publisher.engine.poison", "{payload}", "Payloads that could not be decoded, by reason")
+ENGINE_DROPPED = _counter(
+    "publisher.dead_letters.dropped", "{payload}", "Undecodable payloads that could not be kept as dead letters"
+)
+FEED = _counter("publisher.feed", "{incident}", "Incidents of the engine's event feed, by kind")
+PUBLISHED_EVENTS = _counter("publisher.events", "{event}", "Index events published")
+PUBLISHED_BLOCKS = _counter("publisher.blocks", "{block}", "Blocks published, by change")
+PUBLISHED_MARKS = _counter("publisher.marks", "{event}", "Clears, checkpoints and snapshots published, by kind")
+OVERFLOWS = _counter("publisher.outbox.overflows", "{overflow}", "Outbox overflows; each starts a new incarnation")
+OUTBOX_MESSAGES = _counter("publisher.messages", "{message}", "Messages, by step")
+SENT_BYTES = _counter("publisher.sent.bytes", "By", "Bytes of messages sent to the stream, resends included")
+SEND_FAILURES = _counter(
+    "publisher.send.failures", "{failure}", "Failed sends, by reason; the messages wait or are sent again"
+)
+PUBLISHER_GRANTS = _counter("publisher.grants", "{request}", "Requests for a grant to send a large snapshot, by answer")
 CONTROL_REQUESTS = _counter("publisher.control", "{request}", "Requests received on the control subject, by kind")
-PULSES = _counter("publisher.heartbeats", "{heartbeat}", "Heartbeats sent")
-YIELDS = _counter("publisher.yields", "{yield}", "Times that a newer publisher of the same worker was heard")
-LOAD_SAMPLES = _counter("publisher.load.samples", "{sample}", "Readings of the engine's health and metrics, by outcome")
-SAVES = _counter("publisher.saves", "{save}", "Savings of the ledger, by outcome")
+HEARTBEATS_SENT = _counter("publisher.heartbeats", "{heartbeat}", "Heartbeats sent")
+YIELDS = _counter("publisher.yields", "{yield}", "Times this publisher yielded to a newer publisher of the same worker")
+LOAD_SAMPLES = _counter("publisher.load.samples", "{sample}", "Samples of the engine's health and metrics, by outcome")
+SAVES = _counter("publisher.saves", "{save}", "Saves of the ledger, by outcome")
 
 PUBLISHER = {
-    **_is(ENGINE_BATCHES, "engine_batches"),
-    **_is(ENGINE_EVENTS, "engine_events"),
-    **_is(ENGINE_SKIPPED, "skipped_events"),
+    **_single(ENGINE_BATCHES, "engine_batches"),
+    **_single(ENGINE_EVENTS, "engine_events"),
+    **_single(ENGINE_SKIPPED, "skipped_events"),
     **_by(
         ENGINE_POISON,
         "reason",
@@ -84,7 +91,7 @@ PUBLISHER = {
         poison_oversized="oversized",
         poison_frames="frames",
     ),
-    **_is(ENGINE_DROPPED, "dead_letters_dropped"),
+    **_single(ENGINE_DROPPED, "dead_letters_dropped"),
     **_by(
         FEED,
         "incident",
@@ -98,12 +105,12 @@ PUBLISHER = {
         feed_lost="lost",
         feed_unheard="unheard",
     ),
-    **_is(PUBLISHED_EVENTS, "events"),
+    **_single(PUBLISHED_EVENTS, "events"),
     **_by(PUBLISHED_BLOCKS, "change", blocks_stored="stored", blocks_removed="removed", snapshot_blocks="in_snapshot"),
     **_by(PUBLISHED_MARKS, "kind", clears="cleared", checkpoints="checkpoint", snapshots="snapshot"),
-    **_is(OVERFLOWS, "overflows"),
+    **_single(OVERFLOWS, "overflows"),
     **_by(OUTBOX_MESSAGES, "step", messages="queued", sends="sent", resends="sent_again", acks="acknowledged"),
-    **_is(SENT_BYTES, "sent_bytes"),
+    **_single(SENT_BYTES, "sent_bytes"),
     **_by(
         SEND_FAILURES,
         "reason",
@@ -124,28 +131,34 @@ PUBLISHER = {
         snapshot_requests="snapshot",
         snapshot_requests_ignored="snapshot_ignored",
     ),
-    **_is(PULSES, "heartbeats"),
-    **_is(YIELDS, "yields"),
+    **_single(HEARTBEATS_SENT, "heartbeats"),
+    **_single(YIELDS, "yields"),
     **_by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
     **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),
 }
 
-# ---------------------------------------------------------------- ledger: publishers.ledger_counters.LedgerCounters
+# ---------------------------------------------------------------- ledger: publishers.ledger.counters.LedgerCounters
 
 LEDGER_BLOCKS = _counter("ledger.blocks", "{block}", "Blocks that the engine stored and removed, by change")
-LEDGER_SKIPPED = _counter("ledger.skipped", "{block}", "Blocks that can't be told to the index, by reason")
-LEDGER_HOLES = _counter("ledger.holes", "{block}", "Blocks withdrawn for a missing ancestor, and told again")
+LEDGER_SKIPPED = _counter("ledger.skipped", "{block}", "Blocks that can't be published, by reason")
+LEDGER_HOLES = _counter(
+    "ledger.holes", "{block}", "Blocks withdrawn because an ancestor is missing, and blocks restored"
+)
 LEDGER_JUDGED = _counter(
-    "ledger.removals.judged", "{block}", "Removals of a hash that stands for several blocks, any of which may have gone"
+    "ledger.removals.judged",
+    "{block}",
+    "Blocks dropped because their removed hash stands for several blocks, any of which may be gone",
 )
 LEDGER_CLEARED = _counter("ledger.cleared", "{event}", "Times the engine cleared a tier")
-LEDGER_FORGOTTEN = _counter("ledger.forgotten", "{lineage}", "Lineages of evicted blocks forgotten for want of room")
-LEDGER_LEARNED = _counter("ledger.block_size.learned", "{event}", "Times the block size was learned from events")
+LEDGER_FORGOTTEN = _counter(
+    "ledger.forgotten", "{lineage}", "Lineages of evicted blocks forgotten because the memory of evictions is bounded"
+)
+LEDGER_LEARNED = _counter("ledger.block_size.learned", "{event}", "Times the block size was learned from an event")
 
 LEDGER = {
     **_by(LEDGER_BLOCKS, "change", stored="stored", removed="removed"),
-    **_is(LEDGER_JUDGED, "judged_removals"),
-    **_is(LEDGER_CLEARED, "cleared_events"),
+    **_single(LEDGER_JUDGED, "judged_removals"),
+    **_single(LEDGER_CLEARED, "cleared_events"),
     **_by(
         LEDGER_SKIPPED,
         "reason",
@@ -156,39 +169,47 @@ LEDGER = {
         placeholder_unknown="placeholder_unknown",
     ),
     **_by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored"),
-    **_is(LEDGER_FORGOTTEN, "forgotten"),
-    **_is(LEDGER_LEARNED, "block_size_learned"),
+    **_single(LEDGER_FORGOTTEN, "forgotten"),
+    **_single(LEDGER_LEARNED, "block_size_learned"),
 }
 
 # ---------------------------------------------------------------- indexer: indexer.counters.IndexerCounters
 
 READ_MESSAGES = _counter("indexer.read.messages", "{message}", "Messages read from the stream")
 READ_BYTES = _counter("indexer.read.bytes", "By", "Bytes of messages read from the stream")
-READINGS = _counter("indexer.readings", "{reading}", "Readings of a partition, by what happened to them")
-INDEXER_POISON = _counter("indexer.poison", "{message}", "Messages refused before the index, by reason")
-DEAD_LETTERS_DROPPED = _counter("indexer.dead_letters.dropped", "{message}", "Refused messages that could not be kept")
+PARTITION_READS = _counter(
+    "indexer.readings", "{reading}", "Reads of a partition started, broken off, and restarted on a new stream"
+)
+INDEXER_POISON = _counter("indexer.poison", "{message}", "Messages refused before they reached the index, by reason")
+DEAD_LETTERS_DROPPED = _counter(
+    "indexer.dead_letters.dropped", "{message}", "Refused messages that could not be kept as dead letters"
+)
 STORE_CALLS = _counter("indexer.store.calls", "{call}", "Calls that applied messages to the index")
-STORE_ERRORS = _counter("indexer.store.errors", "{call}", "Calls that the store did not answer; they are repeated")
-STORE_FULL = _counter("indexer.store.full", "{call}", "Calls for which the store was out of memory: an alarm")
-INDEXED_MESSAGES = _counter("indexer.messages", "{message}", "Messages given to the index, by outcome")
-LAG = _counter("indexer.lag.time", "ms", "Time from a message's making to its being applied, summed over messages")
+STORE_ERRORS = _counter("indexer.store.errors", "{call}", "Apply calls that the store did not answer; they are retried")
+STORE_FULL = _counter(
+    "indexer.store.full", "{call}", "Apply calls refused because the store is out of memory: an alarm"
+)
+INDEXED_MESSAGES = _counter("indexer.messages", "{message}", "Messages handed to the index, by outcome")
+LAG = _counter("indexer.lag.time", "ms", "Time from a message's creation until it is applied, summed over messages")
 LAG_MESSAGES = _counter("indexer.lag.messages", "{message}", "Messages whose lag is in `indexer.lag.time`")
-SNAPSHOT_REQUESTS = _counter("indexer.snapshot.requests", "{request}", "Snapshots asked from publishers, by outcome")
+SNAPSHOT_REQUESTS = _counter(
+    "indexer.snapshot.requests", "{request}", "Snapshots requested from publishers, by outcome"
+)
 GRANTS = _counter("indexer.grants", "{request}", "Publishers' requests to send a large snapshot, by answer")
-HEARTBEATS = _counter("indexer.heartbeats", "{heartbeat}", "Heartbeats of workers, by validity")
+HEARTBEATS = _counter("indexer.heartbeats", "{heartbeat}", "Heartbeats received, by validity")
 FLEET_WRITES = _counter("indexer.fleet.writes", "{write}", "Fleet records written")
-LIVENESS = _counter("indexer.liveness", "{worker}", "Workers judged, by change")
+LIVENESS = _counter("indexer.liveness", "{worker}", "Workers whose liveness changed, by change")
 PARTITION_MOVES = _counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
 SWEEPS = _counter("indexer.sweeps", "{sweep}", "Sweeps of retired holders")
-SCOPES_FORGOTTEN = _counter("indexer.scopes.forgotten", "{scope}", "Scopes that nobody used any more")
-SCRUBS = _counter("indexer.scrubs", "{scrub}", "Rounds in which all of a shard's holders were recounted")
-SCRUBBED = _counter("indexer.scrub.workers", "{worker}", "Workers recounted against their digest, by what was found")
-STRAYS = _counter("indexer.scrub.strays", "{entry}", "Entries of nobody that a scrub took out of blocks")
+SCOPES_FORGOTTEN = _counter("indexer.scopes.forgotten", "{scope}", "Unused scopes forgotten")
+SCRUBS = _counter("indexer.scrubs", "{scrub}", "Scrub rounds, each over all holders of a shard")
+SCRUBBED = _counter("indexer.scrub.workers", "{worker}", "Workers recounted against their digest, by finding")
+STRAYS = _counter("indexer.scrub.strays", "{entry}", "Entries without a holder that a scrub removed from blocks")
 
 INDEXER = {
-    **_is(READ_MESSAGES, "messages_read"),
-    **_is(READ_BYTES, "bytes_read"),
-    **_by(READINGS, "change", readings_started="started", readings_broken="broken", new_streams="new_stream"),
+    **_single(READ_MESSAGES, "messages_read"),
+    **_single(READ_BYTES, "bytes_read"),
+    **_by(PARTITION_READS, "change", readings_started="started", readings_broken="broken", new_streams="new_stream"),
     **_by(
         INDEXER_POISON,
         "reason",
@@ -199,10 +220,10 @@ INDEXER = {
         poison_wrong_subject="wrong_subject",
         poison_wrong_partition="wrong_partition",
     ),
-    **_is(DEAD_LETTERS_DROPPED, "dead_letters_dropped"),
-    **_is(STORE_CALLS, "calls"),
-    **_is(STORE_ERRORS, "store_errors"),
-    **_is(STORE_FULL, "store_full"),
+    **_single(DEAD_LETTERS_DROPPED, "dead_letters_dropped"),
+    **_single(STORE_CALLS, "calls"),
+    **_single(STORE_ERRORS, "store_errors"),
+    **_single(STORE_FULL, "store_full"),
     **_by(
         INDEXED_MESSAGES,
         "outcome",
@@ -214,8 +235,8 @@ INDEXER = {
         failed_checks="failed_check",
         moved="moved",
     ),
-    **_is(LAG, "event_lag.sum_ms"),
-    **_is(LAG_MESSAGES, "event_lag.count"),
+    **_single(LAG, "event_lag.sum_ms"),
+    **_single(LAG_MESSAGES, "event_lag.count"),
     **_by(
         SNAPSHOT_REQUESTS,
         "outcome",
@@ -225,84 +246,90 @@ INDEXER = {
     ),
     **_by(GRANTS, "answer", grants_given="given", grants_refused="refused"),
     **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad"),
-    **_is(FLEET_WRITES, "fleet_writes"),
+    **_single(FLEET_WRITES, "fleet_writes"),
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
-    **_is(SWEEPS, "sweeps"),
-    **_is(SCOPES_FORGOTTEN, "scopes_forgotten"),
-    **_is(SCRUBS, "scrubs"),
+    **_single(SWEEPS, "sweeps"),
+    **_single(SCOPES_FORGOTTEN, "scopes_forgotten"),
+    **_single(SCRUBS, "scrubs"),
     **_by(SCRUBBED, "found", scrub_checked="any", scrub_damaged="damage", scrub_given_up="no_rest"),
-    **_is(STRAYS, "scrub_strays"),
+    **_single(STRAYS, "scrub_strays"),
 }
 
 # ---------------------------------------------------------------- replica: indexer.gauges.ReplicaGauges
 
-PARTITIONS_OWNED = _gauge("indexer.partitions.owned", "{partition}", "Partitions that this replica owns")
+PARTITIONS_OWNED = _gauge("indexer.partitions.owned", "{partition}", "Partitions owned by this replica")
 MESSAGES_PENDING = _gauge("indexer.pending", "{message}", "Messages of owned partitions that are not applied yet")
 WORKERS = _gauge("indexer.workers", "{worker}", "Workers of owned partitions, by liveness")
 IN_DOUBT = _gauge("indexer.workers.in_doubt", "{worker}", "Workers of owned partitions whose residency is in doubt")
-WITHOUT_ROOM = _gauge("indexer.workers.without_room", "{worker}", "Workers left out because the store is out of memory")
-OUT_OF_MEMORY = _gauge(
-    "indexer.store.out_of_memory", "{shard}", "Owned shards whose store has no memory left: an alarm"
+WITHOUT_ROOM = _gauge(
+    "indexer.workers.without_room", "{worker}", "Workers left out of the index because the store is out of memory"
 )
-EVICTING = _gauge("indexer.store.evicting", "{shard}", "Owned shards whose store evicts keys by itself: an alarm")
+OUT_OF_MEMORY = _gauge("indexer.store.out_of_memory", "{shard}", "Owned shards whose store is out of memory: an alarm")
+EVICTING = _gauge("indexer.store.evicting", "{shard}", "Owned shards whose store evicts keys: an alarm")
 RETIRED_HOLDERS = _gauge("indexer.holders.retired", "{holder}", "Retired holders that are not swept yet")
-GRANTED_BYTES = _gauge("indexer.grants.bytes", "By", "Bytes of snapshots that publishers may send now")
+GRANTED_BYTES = _gauge("indexer.grants.bytes", "By", "Bytes of snapshots that publishers hold grants for")
 
 REPLICA = {
-    **_is(PARTITIONS_OWNED, "partitions_owned"),
-    **_is(MESSAGES_PENDING, "messages_pending"),
+    **_single(PARTITIONS_OWNED, "partitions_owned"),
+    **_single(MESSAGES_PENDING, "messages_pending"),
     **_by(WORKERS, "liveness", workers_alive="alive", workers_lost="lost"),
-    **_is(IN_DOUBT, "workers_in_doubt"),
-    **_is(WITHOUT_ROOM, "workers_without_room"),
-    **_is(OUT_OF_MEMORY, "shards_out_of_memory"),
-    **_is(EVICTING, "shards_evicting"),
-    **_is(RETIRED_HOLDERS, "retired_holders"),
-    **_is(GRANTED_BYTES, "granted_snapshot_bytes"),
+    **_single(IN_DOUBT, "workers_in_doubt"),
+    **_single(WITHOUT_ROOM, "workers_without_room"),
+    **_single(OUT_OF_MEMORY, "shards_out_of_memory"),
+    **_single(EVICTING, "shards_evicting"),
+    **_single(RETIRED_HOLDERS, "retired_holders"),
+    **_single(GRANTED_BYTES, "granted_snapshot_bytes"),
 }
 
-# ---------------------------------------------------------------- index: kvatlas.residency.IndexMetrics
+# ---------------------------------------------------------------- index: kvatlas.blocks.residency.IndexMetrics
 
-INDEX_BLOCKS = _gauge("index.size", "{residency}", "Residencies in the index: one a block, worker and tier")
-INDEX_BYTES = _gauge("index.bytes", "By", "KV cache bytes that the index describes")
-INDEX_CHANGES = _counter("index.changes", "{residency}", "Residencies put into and taken out of the index, by change")
-INDEX_SCANS = _counter("index.prefix_scans", "{scan}", "Overlap and children questions answered")
+INDEX_BLOCKS = _gauge("index.size", "{residency}", "Residencies in the index: one for each block, worker and tier")
+INDEX_BYTES = _gauge("index.bytes", "By", "Bytes of KV cache that the index describes")
+INDEX_CHANGES = _counter("index.changes", "{residency}", "Residencies added to and removed from the index, by change")
+INDEX_SCANS = _counter("index.prefix_scans", "{scan}", "Overlap and children lookups answered")
 INDEX_WRITTEN = _counter("index.written", "By", "Key and value bytes of block entries sent to the store")
 
 INDEX = {
-    **_is(INDEX_BLOCKS, "resident_blocks"),
-    **_is(INDEX_BYTES, "resident_bytes"),
+    **_single(INDEX_BLOCKS, "resident_blocks"),
+    **_single(INDEX_BYTES, "resident_bytes"),
     **_by(INDEX_CHANGES, "change", puts="put", removes="remove"),
-    **_is(INDEX_SCANS, "prefix_scans"),
-    **_is(INDEX_WRITTEN, "bytes_written"),
+    **_single(INDEX_SCANS, "prefix_scans"),
+    **_single(INDEX_WRITTEN, "bytes_written"),
 }
 
 # ---------------------------------------------------------------- router: router_client.counters.RouterCounters
 
-DECISIONS = _counter("router.decisions", "{decision}", "Requests to be routed, by outcome")
-LOOKUPS = _counter("router.lookups", "{call}", "Overlap questions asked of the index")
-DECISION_TIME = _counter("router.decision.time", "us", "Time spent on decisions, summed over them")
+DECISIONS = _counter("router.decisions", "{decision}", "Routing decisions, by outcome")
+LOOKUPS = _counter("router.lookups", "{call}", "Overlap lookups sent to the index")
+DECISION_TIME = _counter("router.decision.time", "us", "Time spent on decisions, summed over decisions")
 PROMPT_BLOCKS = _counter("router.blocks.required", "{block}", "Blocks of the routed prompts")
 OVERLAP_BLOCKS = _counter(
     "router.blocks.overlap", "{block}", "Blocks of the routed prompts that the picked worker held"
 )
-WITHOUT_INDEX = _counter("router.decisions.without_index", "{decision}", "Decisions without the index, by what instead")
+WITHOUT_INDEX = _counter(
+    "router.decisions.without_index", "{decision}", "Decisions made without the index, by what replaced it"
+)
 SHADOWED = _counter(
-    "router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many agreed"
+    "router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many of them agreed"
 )
 ROUTER_FAILURES = _counter("router.store.failures", "{call}", "Calls that the store did not answer in time, by part")
-RESERVATIONS = _counter("router.reservations", "{reservation}", "Reservations made and ended")
+RESERVATIONS = _counter("router.reservations", "{reservation}", "Reservations booked and released")
 LEASES_LAPSED = _counter(
-    "router.leases.lapsed", "{lease}", "Times that a router's lease was over, and its reservations"
+    "router.leases.lapsed", "{lease}", "Router leases that lapsed, and their reservations with them"
 )
 IN_FLIGHT_TOKENS = _counter(
     "router.tokens.in_flight", "{token}", "Prompt tokens counted as held because the picked worker was computing them"
 )
-PAIRS = _counter("router.decisions.pairs", "{decision}", "Decisions with a worker for the prompt alone")
+PAIRS = _counter("router.decisions.pairs", "{decision}", "Decisions with a separate prefill worker")
 OVER_LIMITS = _counter(
-    "router.decisions.over_limits", "{decision}", "Decisions for a worker without room or that misses the SLO, by limit"
+    "router.decisions.over_limits",
+    "{decision}",
+    "Decisions for a worker that has no room or would miss the SLO, by limit",
 )
-LEARNED = _counter("router.learned", "{request}", "Finished requests by what they told of their worker's rates")
+LEARNED = _counter(
+    "router.learned", "{request}", "Finished requests, by whether their worker's rates were learned from them"
+)
 
 ROUTER = {
     **_by(DECISIONS, "outcome", routed="routed", no_workers="no_workers"),
@@ -310,45 +337,47 @@ ROUTER = {
     **_by(SHADOWED, "outcome", followed="followed", agreed="agreed"),
     **_by(ROUTER_FAILURES, "part", index_failures="index", booking_failures="reservations"),
     **_by(RESERVATIONS, "change", booked="booked", released="released"),
-    **_is(LEASES_LAPSED, "lapsed"),
-    **_is(IN_FLIGHT_TOKENS, "predicted_tokens"),
-    **_is(PAIRS, "pairs"),
+    **_single(LEASES_LAPSED, "lapsed"),
+    **_single(IN_FLIGHT_TOKENS, "predicted_tokens"),
+    **_single(PAIRS, "pairs"),
     **_by(OVER_LIMITS, "limit", no_room="room", over_slo="slo"),
     **_by(LEARNED, "outcome", learned="learned", said_nothing="nothing"),
-    **_is(LOOKUPS, "lookups"),
-    **_is(DECISION_TIME, "decision_time_us"),
-    **_is(PROMPT_BLOCKS, "required_blocks"),
-    **_is(OVERLAP_BLOCKS, "overlap_blocks"),
+    **_single(LOOKUPS, "lookups"),
+    **_single(DECISION_TIME, "decision_time_us"),
+    **_single(PROMPT_BLOCKS, "required_blocks"),
+    **_single(OVERLAP_BLOCKS, "overlap_blocks"),
 }
 
 # ---------------------------------------------------------------- rates: kvatlas.cost.learned_rates.LearnedRates
 
 RATE_REQUESTS = _gauge("router.rates.requests", "{request}", "Requests that a worker's rates were learned from")
-PREFILL_RATE = _gauge("router.rates.prefill", "us", "Learned: time to compute a prompt token")
-STEP_RATE = _gauge("router.rates.step", "us", "Learned: time of a decode step, without what each request adds")
-OVERHEAD = _gauge("router.rates.overhead", "us", "Learned: time before a first token besides its prefill")
-RATE_ERROR = _gauge("router.rates.error", "1", "How far off expected times were lately, relative")
+PREFILL_RATE = _gauge("router.rates.prefill", "us", "Learned time to compute one prompt token")
+STEP_RATE = _gauge(
+    "router.rates.step", "us", "Learned base time of a decode step, without the share of each running request"
+)
+OVERHEAD = _gauge("router.rates.overhead", "us", "Learned time before the first token, without prefill")
+RATE_ERROR = _gauge("router.rates.error", "1", "Recent relative error of the expected times")
 
 RATES = {
-    **_is(RATE_REQUESTS, "requests"),
-    **_is(PREFILL_RATE, "rates.prefill_us_per_token"),
-    **_is(STEP_RATE, "rates.tpot_base_us"),
-    **_is(OVERHEAD, "overhead_us"),
+    **_single(RATE_REQUESTS, "requests"),
+    **_single(PREFILL_RATE, "rates.prefill_us_per_token"),
+    **_single(STEP_RATE, "rates.tpot_base_us"),
+    **_single(OVERHEAD, "overhead_us"),
     **_by(RATE_ERROR, "of", first_error="first token", next_error="next token"),
 }
 
 # ---------------------------------------------------------------- proxy: router_client.proxy.counters.ProxyCounters
 
-PROXY_REQUESTS = _counter("proxy.requests", "{request}", "Requests for which a worker was to be found")
-PROXY_ENDS = _counter("proxy.ends", "{request}", "How requests ended")
-PROXY_RETRIES = _counter("proxy.retries", "{try}", "Tries that ended with another worker, by reason")
+PROXY_REQUESTS = _counter("proxy.requests", "{request}", "Requests to route")
+PROXY_ENDS = _counter("proxy.ends", "{request}", "Requests ended, by how")
+PROXY_RETRIES = _counter("proxy.retries", "{try}", "Attempts moved to another worker, by reason")
 PROXY_UNTOKENIZED = _counter("proxy.untokenized", "{request}", "Requests routed without their token ids")
-PROXY_SENT = _counter("proxy.sent", "{try}", "Requests sent to engines, tries counted each")
-PROXY_WAIT = _counter("proxy.wait.time", "us", "Time from a request's arrival to its being sent, summed over tries")
-PROXY_HELD = _counter("proxy.held", "{booking}", "Workers booked over HTTP, by what became of them")
+PROXY_SENT = _counter("proxy.sent", "{try}", "Requests sent to engines, each attempt counted")
+PROXY_WAIT = _counter("proxy.wait.time", "us", "Time from a request's arrival until it is sent, summed over attempts")
+PROXY_HELD = _counter("proxy.held", "{booking}", "Bookings made over HTTP, by change")
 
 PROXY = {
-    **_is(PROXY_REQUESTS, "requests"),
+    **_single(PROXY_REQUESTS, "requests"),
     **_by(
         PROXY_ENDS,
         "end",
@@ -359,15 +388,15 @@ PROXY = {
         broken="engine_gone",
     ),
     **_by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
-    **_is(PROXY_UNTOKENIZED, "untokenized"),
-    **_is(PROXY_SENT, "sent"),
-    **_is(PROXY_WAIT, "wait_us"),
+    **_single(PROXY_UNTOKENIZED, "untokenized"),
+    **_single(PROXY_SENT, "sent"),
+    **_single(PROXY_WAIT, "wait_us"),
     **_by(PROXY_HELD, "change", held="booked", held_done="done", held_expired="expired"),
 }
 
 # ---------------------------------------------------------------- tokens: router_client.tokens.counters.TokenCounters
 
-TOKENIZED = _counter("tokens.requests", "{request}", "Requests by how their token ids were found, or why not")
+TOKENIZED = _counter("tokens.requests", "{request}", "Requests, by how their token ids were found or why not")
 TOKENIZE_TIME = _counter("tokens.time", "us", "Time spent waiting for token ids, summed over requests")
 
 TOKENS = {
@@ -381,15 +410,19 @@ TOKENS = {
         unsupported="unsupported",
         failed="failed",
     ),
-    **_is(TOKENIZE_TIME, "time_us"),
+    **_single(TOKENIZE_TIME, "time_us"),
 }
 
-# ---------------------------------------------------------------- answers: kvatlas.answers.AnswerCounts
+# ---------------------------------------------------------------- answers: kvatlas.predictions.accuracy.AnswerCounts
 
-PROMPTS_COMPARED = _counter("tokens.prompts", "{request}", "Prompt lengths that engines told beside ours")
-CACHED_COMPARED = _counter("tokens.cached", "{request}", "Cached tokens beside the predicted ones, by why they deviate")
-PREDICTED_TOKENS = _counter("tokens.predicted", "{token}", "Prompt tokens predicted to be cached, where engines tell")
-CACHED_TOKENS = _counter("tokens.found", "{token}", "Prompt tokens that engines found cached")
+PROMPTS_COMPARED = _counter("tokens.prompts", "{request}", "Prompt lengths that engines report, compared with ours")
+CACHED_COMPARED = _counter(
+    "tokens.cached", "{request}", "Answers, by how their cached tokens compare with the prediction"
+)
+PREDICTED_TOKENS = _counter(
+    "tokens.predicted", "{token}", "Prompt tokens predicted to be cached, if the engine reports them"
+)
+CACHED_TOKENS = _counter("tokens.found", "{token}", "Prompt tokens that engines report as cached")
 
 ANSWERS = {
     **_by(PROMPTS_COMPARED, "outcome", prompts_equal="equal", prompts_differ="different"),
@@ -404,11 +437,11 @@ ANSWERS = {
         cached_evicted="evicted",
         cached_untold="untold",
     ),
-    **_is(PREDICTED_TOKENS, "predicted_tokens"),
-    **_is(CACHED_TOKENS, "cached_tokens"),
+    **_single(PREDICTED_TOKENS, "predicted_tokens"),
+    **_single(CACHED_TOKENS, "cached_tokens"),
 }
 
-INSTRUMENTS: dict[str, dict[str, Reading]] = {
+INSTRUMENTS: dict[str, dict[str, Series]] = {
     "publisher": PUBLISHER,
     "ledger": LEDGER,
     "indexer": INDEXER,
@@ -420,7 +453,7 @@ INSTRUMENTS: dict[str, dict[str, Reading]] = {
     "tokens": TOKENS,
     "answers": ANSWERS,
 }
-"""Group -> field of the group's counters (dots lead into fields) -> how it is read."""
+"""Group -> field of the group's counters (a dot leads into a field) -> its series."""
 
 TOTALS: dict[str, set[str]] = {"publisher": {"poison"}}
-"""Fields that are not exported, because they are the sum of others that are."""
+"""Fields that are not exported, because they are sums of others that are."""

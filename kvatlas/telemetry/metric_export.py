@@ -1,4 +1,4 @@
-"""Reads plain integers into OpenTelemetry's observable instruments, when an exporter asks."""
+"""Exports plain integers through OpenTelemetry's observable instruments; they are read when an exporter asks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
@@ -6,17 +6,16 @@ from threading import Lock
 from typing import Any, Self
 
 from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions
-from opentelemetry.metrics import Observation as Measurement
+from opentelemetry.metrics import CallbackOptions, Observation
 
 from kvatlas.errors import InvalidValue
-from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument, Kind, Reading
+from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument, Kind, Series
 
 Provider = object | Callable[[], object | None]
 
 
-class Observation:
-    """One registered source of integers; `close` ends its series."""
+class MetricSource:
+    """One registered object with counters; `close` ends its series."""
 
     __slots__ = ("attributes", "group", "provider")
 
@@ -26,9 +25,9 @@ class Observation:
         self.attributes = attributes
 
     def close(self) -> None:
-        """Stop reading it. Closing twice is fine."""
+        """Stop exporting it. Closing twice is fine."""
         with _lock:
-            _observed.get(self.group, {}).pop(id(self), None)
+            _sources.get(self.group, {}).pop(id(self), None)
 
     def __enter__(self) -> Self:
         return self
@@ -42,64 +41,64 @@ class Observation:
 
 
 _lock = Lock()
-_observed: dict[str, dict[int, Observation]] = {}
+_sources: dict[str, dict[int, MetricSource]] = {}
 _created: set[str] = set()
 
 
 def metrics_enabled() -> bool:
-    """Has this process a meter provider, so that somebody may read what is observed?"""
-    # a process without one is given a stand-in, whose class is not public
+    """True if this process has a meter provider, so that exported metrics have a reader."""
+    # a process without one gets a stand-in, whose class is not public
     return not type(metrics.get_meter_provider()).__name__.startswith(("_Proxy", "NoOp"))
 
 
-def observe(group: str, counters: Provider, attributes: Mapping[str, str] | None = None) -> Observation:
+def export_metrics(group: str, counters: Provider, attributes: Mapping[str, str] | None = None) -> MetricSource:
     """Export a group's integers from now on, with these attributes (for example `{"worker": "w1"}`).
 
-    `counters`: an object with the group's fields, or a callable that gives one (or None for nothing now). It is read
-    only when an exporter asks, from the exporter's thread. Sources with equal attributes are added up. Costs nothing on
-    the hot path, and nothing at all while metrics are off. Raises InvalidValue for an unknown group.
+    `counters`: an object with the group's fields, or a callable that returns one (None: nothing to export now). It is read
+    only when an exporter asks, on the exporter's thread. Sources with equal attributes are summed. Costs nothing on the hot
+    path, and nothing at all while metrics are off. Raises InvalidValue for an unknown group.
     """
     if group not in INSTRUMENTS:
         raise InvalidValue(f"instrument group {group!r}; expected one of {', '.join(INSTRUMENTS)}")
-    observation = Observation(group, counters, dict(attributes or {}))
+    source = MetricSource(group, counters, dict(attributes or {}))
     with _lock:
-        _observed.setdefault(group, {})[id(observation)] = observation
+        _sources.setdefault(group, {})[id(source)] = source
         first = group not in _created
         _created.add(group)
     if first:
-        _create(group)
-    return observation
+        _create_instruments(group)
+    return source
 
 
-def _create(group: str) -> None:
+def _create_instruments(group: str) -> None:
     meter = metrics.get_meter("kvatlas")
-    by_instrument: dict[Instrument, list[tuple[str, Reading]]] = {}
-    for name, reading in INSTRUMENTS[group].items():
-        by_instrument.setdefault(reading.instrument, []).append((name, reading))
-    for instrument, readings in by_instrument.items():
+    by_instrument: dict[Instrument, list[tuple[str, Series]]] = {}
+    for name, series in INSTRUMENTS[group].items():
+        by_instrument.setdefault(series.instrument, []).append((name, series))
+    for instrument, fields in by_instrument.items():
         create = meter.create_observable_counter if instrument.kind is Kind.COUNTER else meter.create_observable_gauge
         create(
             instrument.name,
-            callbacks=[_callback(group, readings)],
+            callbacks=[_callback(group, fields)],
             unit=instrument.unit,
             description=instrument.description,
         )
 
 
-def _callback(group: str, readings: list[tuple[str, Reading]]) -> Callable[[CallbackOptions], Iterable[Measurement]]:
-    fields = {name: attrgetter(name) for name, _ in readings}
+def _callback(group: str, fields: list[tuple[str, Series]]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    readers = [(attrgetter(name), series) for name, series in fields]
 
-    def read(_: CallbackOptions) -> Iterable[Measurement]:
+    def read(_: CallbackOptions) -> Iterable[Observation]:
         with _lock:
-            observations = list(_observed.get(group, {}).values())
+            sources = list(_sources.get(group, {}).values())
         sums: dict[tuple[tuple[str, Any], ...], int | float] = {}
-        for observation in observations:
-            counters = observation.current()
-            for name, reading in readings:
-                value = None if counters is None else fields[name](counters)
+        for source in sources:
+            counters = source.current()
+            for read_field, series in readers:
+                value = None if counters is None else read_field(counters)
                 if value is not None:
-                    attributes = tuple(sorted({**observation.attributes, **reading.attributes}.items()))
+                    attributes = tuple(sorted({**source.attributes, **series.attributes}.items()))
                     sums[attributes] = sums.get(attributes, 0) + value
-        return [Measurement(value, dict(attributes)) for attributes, value in sums.items()]
+        return [Observation(value, dict(attributes)) for attributes, value in sums.items()]
 
     return read

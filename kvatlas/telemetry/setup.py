@@ -1,8 +1,8 @@
-"""Switches OpenTelemetry's SDK on in kvatlas' own processes, as the standard OTEL_* variables say.
+"""Switches on OpenTelemetry's SDK in kvatlas' own processes, as the standard OTEL_* variables say.
 
-On: an exporter is named (OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER; not `none`) or an OTLP endpoint is given
-(OTEL_EXPORTER_OTLP_ENDPOINT, or the one of a signal). OTEL_SDK_DISABLED=true wins over all. Samplers, intervals,
-headers, resource attributes and so on are read by the SDK itself.
+A signal is on if an exporter is named (OTEL_TRACES_EXPORTER, OTEL_METRICS_EXPORTER; not `none`) or an OTLP endpoint is set
+(OTEL_EXPORTER_OTLP_ENDPOINT, or that of the signal). OTEL_SDK_DISABLED=true overrides everything. The SDK itself reads
+samplers, intervals, headers, resource attributes and so on.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 
 @dataclass(slots=True)
 class Telemetry:
-    """What was switched on; None for a signal that stays off."""
+    """The providers that were switched on; None for a signal that stays off."""
 
     tracer_provider: "TracerProvider | None" = None
     meter_provider: "MeterProvider | None" = None
@@ -42,26 +42,26 @@ class Telemetry:
         return self.tracer_provider is not None or self.meter_provider is not None
 
     def shutdown(self, deadline_s: float = SHUTDOWN_S) -> None:
-        """Export what is left. What a collector has not taken by the deadline is lost: it must not hold up an exit."""
-        ends: list[Callable[[], None]] = []
+        """Export what is left. What the collector has not taken by the deadline is lost: it must not delay the exit."""
+        shutdowns: list[Callable[[], None]] = []
         if self.tracer_provider is not None:
-            ends.append(self.tracer_provider.shutdown)
+            shutdowns.append(self.tracer_provider.shutdown)
         if self.meter_provider is not None:
-            ends.append(self.meter_provider.shutdown)
-        threads = [Thread(target=end, daemon=True) for end in ends]
+            shutdowns.append(self.meter_provider.shutdown)
+        threads = [Thread(target=shutdown, daemon=True) for shutdown in shutdowns]
         for thread in threads:
             thread.start()
-        latest = monotonic() + deadline_s
+        until_s = monotonic() + deadline_s
         for thread in threads:
-            thread.join(max(0.0, latest - monotonic()))
+            thread.join(max(0.0, until_s - monotonic()))
 
 
-def telemetry_wanted(environ: Mapping[str, str] | None = None) -> dict[Signal, list[str]]:
-    """The exporters each signal is to use, from the OTEL_* variables; no entry for a signal that is off."""
+def requested_exporters(environ: Mapping[str, str] | None = None) -> dict[Signal, list[str]]:
+    """The exporters that the OTEL_* variables request for each signal; a signal that is off has no entry."""
     env = process_environ if environ is None else environ
     if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
-    wanted: dict[Signal, list[str]] = {}
+    requested: dict[Signal, list[str]] = {}
     signals: tuple[Signal, ...] = ("traces", "metrics")
     for signal in signals:
         named = env.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip()
@@ -69,23 +69,23 @@ def telemetry_wanted(environ: Mapping[str, str] | None = None) -> dict[Signal, l
             named = "otlp"
         exporters = [name for name in (part.strip() for part in named.split(",")) if name and name.lower() != "none"]
         if exporters:
-            wanted[signal] = exporters
-    return wanted
+            requested[signal] = exporters
+    return requested
 
 
 def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) -> Telemetry:
-    """Switch on what the environment asks for. Without any of its variables nothing is imported and nothing runs.
+    """Switch on what the environment requests. Without any OTEL_* variable nothing is imported and nothing runs.
 
-    `component` names the process: its `service.name` is `kvatlas-<component>` unless the environment names it.
-    Raises SettingsError where an exporter or the SDK is not installed, or the providers are set already.
+    `component` names the process: its `service.name` is `kvatlas-<component>` unless the environment sets one.
+    Raises SettingsError if an exporter or the SDK is not installed, or if the providers are already set.
     """
     env = process_environ if environ is None else environ
-    wanted = telemetry_wanted(env)
-    if not wanted:
+    requested = requested_exporters(env)
+    if not requested:
         return Telemetry()
     exporters = {
-        signal: [_load(signal, name, env)() for name in names] for signal, names in wanted.items()
-    }  # before any provider is set: a wrong name must not leave half of it running
+        signal: [_load_exporter(signal, name, env)() for name in names] for signal, names in requested.items()
+    }  # before any provider is set: a wrong name must not leave half of them running
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
     from opentelemetry.sdk.resources import Resource
@@ -112,8 +112,8 @@ def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) ->
     return telemetry
 
 
-def _load(signal: Signal, name: str, env: Mapping[str, str]) -> Any:
-    """The exporter (or metric reader) class that an installed distribution registers under the name."""
+def _load_exporter(signal: Signal, name: str, env: Mapping[str, str]) -> Any:
+    """Load the exporter (or metric reader) class that an installed distribution registers under `name`."""
     variable = f"OTEL_{signal.upper()}_EXPORTER"
     registered = name
     if name == "otlp":

@@ -1,12 +1,12 @@
-"""Spans from engine batch to applied batch to decision, and the trace context that ties them together.
+"""Spans from engine batch to applied batch to decision, and the trace context that links them.
 
     send kvatlas.events.{partition}.{worker}      PRODUCER  one for each batch that a publisher flushes
     process kvatlas.events.{partition}.{worker}   CONSUMER  one for each batch that an indexer applies; links to sends
-    route | rank | overlap                        INTERNAL  one for each question to the router client; links to the
-                                                            picked worker's last applied batch that has such a link
+    route | rank | overlap                        INTERNAL  one for each call of the router client; links to the last
+                                                            applied batch of the picked worker that links to a send
 
-A span costs some 15 us and 64 links 100 us more, hence one span a batch and at most MAX_LINKS links. OpenTelemetry has
-no conventions for NATS: names, kinds and attributes follow its general ones for messaging. The context travels as W3C
+A span costs about 15 us and 64 links another 100 us, hence one span a batch and at most MAX_LINKS links. OpenTelemetry has
+no conventions for NATS, so names, kinds and attributes follow its general messaging conventions. The context travels as W3C
 `traceparent` (and `tracestate`) in NATS headers; the index passes it on to routers in the fleet record.
 """
 
@@ -34,7 +34,7 @@ _MESSAGING: dict[str, Any] = {
 
 
 def tracing_enabled() -> bool:
-    """Has this process a tracer provider? Cheap: asked before anything else is done."""
+    """True if this process has a tracer provider. Cheap: checked before anything else is done."""
     return not isinstance(trace.get_tracer_provider(), ProxyTracerProvider)
 
 
@@ -48,13 +48,13 @@ def inject_headers() -> dict[str, str] | None:
 
 
 def current_traceparent() -> str | None:
-    """The current span's W3C traceparent, for a fleet record; None where `inject_headers` gives none."""
+    """The current span's W3C traceparent, for a fleet record; None if `inject_headers` returns None."""
     headers = inject_headers()
     return headers[_TRACEPARENT] if headers else None
 
 
 def extract_link(headers: Mapping[str, str] | None) -> Link | None:
-    """A link to the span whose context the headers carry; None without one, or with one that is malformed."""
+    """A link to the span whose context the headers carry; None if it is missing or malformed."""
     if not headers or _TRACEPARENT not in headers:
         return None
     context = trace.get_current_span(_PROPAGATOR.extract(headers)).get_span_context()
@@ -62,12 +62,12 @@ def extract_link(headers: Mapping[str, str] | None) -> Link | None:
 
 
 def link_of(traceparent: str | None) -> Link | None:
-    """A link to the span that a W3C traceparent names; None for none or a malformed one."""
+    """A link to the span that a W3C traceparent names; None if it is missing or malformed."""
     return extract_link({_TRACEPARENT: traceparent}) if traceparent else None
 
 
 class LinkCollector:
-    """Gathers the links of one batch: each span once, at most MAX_LINKS, and no parsing beyond that."""
+    """Collects the links of one batch: each span once, at most MAX_LINKS, and no parsing beyond that."""
 
     __slots__ = ("_links",)
 
@@ -75,7 +75,7 @@ class LinkCollector:
         self._links: dict[str, Link] = {}
 
     def add(self, headers: Mapping[str, str] | None) -> None:
-        """Take the span that a message's headers name, if any."""
+        """Collect the span that a message's headers name, if any."""
         if not headers or len(self._links) >= MAX_LINKS:
             return
         traceparent = headers.get(_TRACEPARENT)
@@ -83,7 +83,7 @@ class LinkCollector:
             self._links[traceparent] = link
 
     def take(self) -> list[Link]:
-        """The links gathered since the last call."""
+        """Remove and return the collected links."""
         links = list(self._links.values())
         self._links.clear()
         return links
@@ -92,9 +92,9 @@ class LinkCollector:
 def flush_span(
     worker_id: str, *, messages: int, events: int = 0, blocks: int = 0, started_ns: int | None = None
 ) -> AbstractContextManager[Span]:
-    """The PRODUCER span of one flushed batch; it is current inside, so that `inject_headers` gives its context.
+    """The PRODUCER span of one flushed batch; it is the current span inside, so `inject_headers` returns its context.
 
-    `started_ns`: when the first engine batch in it was received (nanoseconds since 1970), so that the wait is seen too.
+    `started_ns`: when its first engine batch was received (nanoseconds since 1970), so that the wait shows too.
     """
     if not tracing_enabled():
         return _OFF
@@ -113,7 +113,7 @@ def flush_span(
 def apply_span(
     links: Iterable[Link] = (), *, shard: int | None = None, partitions: int = 1, messages: int = 0
 ) -> AbstractContextManager[Span]:
-    """The CONSUMER span of one batch that an indexer applies to the index. Takes the first MAX_LINKS links."""
+    """The CONSUMER span of one batch that an indexer applies to the index. Keeps the first MAX_LINKS links."""
     if not tracing_enabled():
         return _OFF
     attributes = {
@@ -133,7 +133,7 @@ def apply_span(
 def decision_span(operation: str, *, request_id: str | None = None, model_id: str = "") -> AbstractContextManager[Span]:
     """The span of one `route`, `rank` or `overlap`; a child of the caller's current span, if any.
 
-    Describe the outcome with `describe_decision`.
+    `describe_decision` adds the outcome.
     """
     if not tracing_enabled():
         return _OFF
@@ -153,7 +153,7 @@ def describe_decision(
     fallback: str | None = None,
     applied: Iterable[str | None] = (),
 ) -> None:
-    """Put a decision's outcome on its span. `applied`: traceparents of last applied batches (`FleetRecord.trace`)."""
+    """Record a decision's outcome on its span. `applied`: traceparents of last applied batches (`FleetRecord.trace`)."""
     if not span.is_recording():
         return
     span.set_attribute("kvatlas.required_blocks", required_blocks)

@@ -1,4 +1,4 @@
-"""`kvatlas audit`: every publisher's ledger against the index."""
+"""`kvatlas audit`: compares every publisher's ledger with the index."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -10,24 +10,23 @@ from kvatlas.errors import InvalidValue
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.settings import Settings
-from kvatlas.store.connection import open_store
 from kvatlas_cli.flags import JsonFlag, with_settings
-from kvatlas_cli.ledger_audit import WorkerAudit
-from kvatlas_cli.ledger_audit import audit as audit_workers
-from kvatlas_cli.output import count_text, print_json, print_table
-from kvatlas_cli.runner import run_query, tell
+from kvatlas_cli.ledger_audit import Difference, WorkerAudit, audit_workers
+from kvatlas_cli.output import count_text, print_json, print_notice, print_table
+from kvatlas_cli.runner import run_query
+from kvatlas_cli.store_connection import connect_store
 
 
 @with_settings(Settings)
 def audit(
     settings: Settings,
-    worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Audit only this worker.")] = None,
     deadline: Annotated[
-        float, typer.Option(min=0.0, help="Seconds the index may take to reach what publishers told.")
+        float, typer.Option(min=0.0, help="Seconds for the index to catch up with what publishers have sent.")
     ] = 10.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare what every publisher says it holds with every block in the index; exit code 1 where they differ."""
+    """Compare every publisher's ledger with every block in the index; exit code 1 if they differ."""
     found: list[WorkerAudit] = []
     run_query("audit", settings, _audit(settings, worker, deadline, found))
     if as_json:
@@ -39,10 +38,9 @@ def audit(
 
 
 async def _audit(settings: Settings, worker: str | None, deadline_s: float, found: list[WorkerAudit]) -> None:
-    store = await open_store(settings.redis_url, wait=settings.wait, on_wait=tell)
-    try:
+    async with connect_store(settings) as store:
         index = await open_redis_index(store, writer=False)
-        client = await connect_nats(settings.nats_url, name="kvatlas-audit", wait=settings.wait, on_wait=tell)
+        client = await connect_nats(settings.nats_url, name="kvatlas-audit", wait=settings.wait, on_wait=print_notice)
         try:
             if worker is not None:
                 workers = [worker]
@@ -53,8 +51,6 @@ async def _audit(settings: Settings, worker: str | None, deadline_s: float, foun
             found += await audit_workers(index, client, workers, deadline_s)
         finally:
             await client.close()
-    finally:
-        await store.close()
     if worker is not None and not found:
         raise InvalidValue(f"worker {worker!r} holds nothing, and no publisher answers for it")
 
@@ -65,20 +61,29 @@ def _print(found: Sequence[WorkerAudit]) -> None:
         (one.worker_id, one.verdict.value, "-" if one.blocks is None else str(one.blocks), one.note) for one in found
     ]
     print_table(
-        f"{count_text(len(found), 'worker')}, {wrong} not as told", ("worker", "verdict", "blocks told", "note"), rows
+        f"{count_text(len(found), 'worker')}, {wrong} wrong",
+        ("worker", "verdict", "blocks in the ledger", "note"),
+        rows,
     )
     different = [
-        (one.worker_id, str(each.scope), each.tier.label, str(each.told_blocks), str(each.held_blocks), _what(each))
+        (
+            one.worker_id,
+            str(each.scope),
+            each.tier.label,
+            str(each.ledger_blocks),
+            str(each.index_blocks),
+            _excess(each),
+        )
         for one in found
         for each in one.differences
     ]
     if different:
-        columns = ("worker", "scope", "tier", "told", "in the index", "")
+        columns = ("worker", "scope", "tier", "in the ledger", "in the index", "")
         print_table(count_text(len(different), "difference"), columns, different)
 
 
-def _what(difference: Any) -> str:
-    missing = difference.told_blocks - difference.held_blocks
+def _excess(difference: Difference) -> str:
+    missing = difference.ledger_blocks - difference.index_blocks
     if not missing:
         return "other blocks"
     return f"{missing} missing" if missing > 0 else f"{-missing} too many"
@@ -97,8 +102,8 @@ def _jsonable(one: WorkerAudit) -> dict[str, Any]:
                 "adapter_id": each.scope.adapter_id,
                 "tenant_id": each.scope.tenant_id,
                 "tier": each.tier.label,
-                "told": each.told_blocks,
-                "held": each.held_blocks,
+                "told": each.ledger_blocks,
+                "held": each.index_blocks,
             }
             for each in one.differences
         ],

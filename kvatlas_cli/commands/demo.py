@@ -1,4 +1,4 @@
-"""`kvatlas demo`: the whole system on this machine, round-robin against kvatlas."""
+"""`kvatlas demo`: the whole system on this machine, round-robin compared with kvatlas."""
 
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.runner import run_service
@@ -7,5 +7,5 @@ from simulator.demo import DemoSettings, run_demo
 
 @with_settings(DemoSettings)
 def demo(settings: DemoSettings, as_json: JsonFlag = False) -> None:
-    """Run simulated engines on this machine and route one workload twice: round-robin, then by kvatlas."""
+    """Start simulated engines on this machine and route one workload twice: round-robin, then with kvatlas."""
     run_service("demo", settings, run_demo(settings, as_json=as_json))

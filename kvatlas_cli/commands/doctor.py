@@ -1,4 +1,4 @@
-"""`kvatlas doctor`: every part of the installation, looked at."""
+"""`kvatlas doctor`: checks every part of the installation."""
 
 from collections import Counter
 
@@ -6,17 +6,16 @@ import typer
 
 from kvatlas.settings import DoctorSettings
 from kvatlas_cli.doctor import Finding, Level, examine
-from kvatlas_cli.doctor.finding import many
 from kvatlas_cli.flags import JsonFlag, with_settings
-from kvatlas_cli.output import print_json
-from kvatlas_cli.runner import run_query, tell
+from kvatlas_cli.output import count_text, print_json, print_notice
+from kvatlas_cli.runner import run_query
 
 _CHECK_WIDTH = 19
 
 
 @with_settings(DoctorSettings)
 def doctor(settings: DoctorSettings, as_json: JsonFlag = False) -> None:
-    """Check servers, indexers, workers and routers: a line each, and what to do; exit code 1 where there is an error."""
+    """Check servers, indexers, workers and routers; print each finding and what to do; exit code 1 if one is an error."""
     found: list[Finding] = []
     run_query("doctor", settings, _examine(settings, found))
     if as_json:
@@ -29,7 +28,7 @@ def doctor(settings: DoctorSettings, as_json: JsonFlag = False) -> None:
 
 async def _examine(settings: DoctorSettings, found: list[Finding]) -> None:
     servers = settings.nats_url, settings.redis_url
-    found += await examine(*servers, listen_s=settings.listen_s, wait=settings.wait, on_wait=tell)
+    found += await examine(*servers, listen_s=settings.listen_s, wait=settings.wait, on_wait=print_notice)
 
 
 def _print(found: list[Finding]) -> None:
@@ -38,7 +37,7 @@ def _print(found: list[Finding]) -> None:
         if one.advice:
             print(f"{'':8} {'':{_CHECK_WIDTH}} -> {one.advice}")
     counts = Counter(one.level for one in found)
-    print(f"{many(counts[Level.ERROR], 'error')}, {many(counts[Level.WARNING], 'warning')}")
+    print(f"{count_text(counts[Level.ERROR], 'error')}, {count_text(counts[Level.WARNING], 'warning')}")
 
 
 def _jsonable(one: Finding) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`kvatlas export`: every residency as one JSON line."""
+"""`kvatlas export`: prints every residency as one JSON line."""
 
 import json
 import sys
@@ -10,24 +10,24 @@ from kvatlas.blocks.residency import Residency
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.request import hash_text
 from kvatlas.settings import Settings
-from kvatlas.store.connection import open_store
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.runner import run_query, tell
+from kvatlas_cli.output import print_notice
+from kvatlas_cli.runner import run_query
+from kvatlas_cli.store_connection import connect_store
 
 
 @with_settings(Settings)
 def export(
     settings: Settings,
-    worker: Annotated[str | None, typer.Option(help="Only what this worker holds.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The output is JSON lines with or without it.")] = False,
+    worker: Annotated[str | None, typer.Option(help="Export only what this worker holds.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON lines.")] = False,
 ) -> None:
-    """Print who holds what: one JSON line a residency, with the hash as 16 hex digits (64 bits break JSON numbers)."""
+    """Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits)."""
     run_query("export", settings, _export(settings, worker))
 
 
 async def _export(settings: Settings, worker: str | None) -> None:
-    store = await open_store(settings.redis_url, wait=settings.wait, on_wait=tell)
-    try:
+    async with connect_store(settings) as store:
         index = await open_redis_index(store, writer=False)
         lines: list[str] = []
         async for residency in index.snapshot(worker):
@@ -36,9 +36,7 @@ async def _export(settings: Settings, worker: str | None) -> None:
                 _write(lines)
         _write(lines)
         if worker is not None and await index.record(worker) is None:
-            tell(f"worker {worker!r} is not known to the index")
-    finally:
-        await store.close()
+            print_notice(f"worker {worker!r} is not known to the index")
 
 
 def _line(residency: Residency) -> str:

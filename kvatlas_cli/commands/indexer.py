@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from kvatlas.settings import IndexerSettings
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.runner import run_service, tell
+from kvatlas_cli.output import print_notice
+from kvatlas_cli.runner import run_service
 
 if TYPE_CHECKING:
     from indexer.replica import Replica
@@ -12,12 +13,12 @@ if TYPE_CHECKING:
 
 @with_settings(IndexerSettings)
 def indexer(settings: IndexerSettings) -> None:
-    """Fold what publishers tell into the index. Any number of replicas share the work."""
+    """Apply what publishers send to the index. Any number of replicas share the partitions."""
     from indexer.service import run_indexer  # needs the extra
 
-    run_service("indexer", settings, run_indexer(settings, ready=_ready))
+    run_service("indexer", settings, run_indexer(settings, ready=_print_ready))
 
 
-def _ready(replica: "Replica") -> None:
+def _print_ready(replica: "Replica") -> None:
     page = f"; status page {replica.status_url}" if replica.status_url else ""
-    tell(f"indexer {replica.member_id} is ready{page}")
+    print_notice(f"indexer {replica.member_id} is ready{page}")

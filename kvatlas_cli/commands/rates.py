@@ -1,4 +1,4 @@
-"""`kvatlas rates`: how fast the workers are, as routers learned it."""
+"""`kvatlas rates`: the workers' rates that routers have learned."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,52 +10,49 @@ from kvatlas.cost.regression import Evidence
 from kvatlas.fleet.store import FleetStore
 from kvatlas.reservations import RedisReservations
 from kvatlas.settings import Settings
-from kvatlas.store.connection import open_store
 from kvatlas_cli.flags import JsonFlag, with_settings
-from kvatlas_cli.output import print_json, print_table
-from kvatlas_cli.runner import run_query, tell
+from kvatlas_cli.output import count_text, print_json, print_table
+from kvatlas_cli.runner import run_query
+from kvatlas_cli.store_connection import connect_store
 
 
 @with_settings(Settings)
 def rates(settings: Settings, as_json: JsonFlag = False) -> None:
-    """Show the learned rates of the cost profile `engine`, by worker; the defaults where nothing is learned yet."""
+    """Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet."""
     run_query("rates", settings, _rates(settings, as_json))
 
 
 async def _rates(settings: Settings, as_json: bool) -> None:
-    store = await open_store(settings.redis_url, wait=settings.wait, on_wait=tell)
-    try:
+    async with connect_store(settings) as store:
         fleet, reservations = FleetStore(store), RedisReservations(store)
         found: dict[str, LearnedRates] = {}
         for pool_id in await fleet.pools():
             evidence = await reservations.read_evidence(pool_id)
             for worker_id in await fleet.pool(pool_id):
-                found[worker_id] = _learned(evidence.get(worker_id, Evidence()))
-    finally:
-        await store.close()
+                found[worker_id] = _estimate_rates(evidence.get(worker_id, Evidence()))
     if as_json:
         print_json([_jsonable(worker_id, found[worker_id]) for worker_id in sorted(found)])
         return
     print_table(
-        f"{len(found)} workers; microseconds, and how far off they were lately",
+        f"{count_text(len(found), 'worker')}; microseconds, and the recent errors of the estimates",
         (
             "worker",
             "requests",
             "prefill token",
             "attention pair",
-            "TTFT besides",
-            "TTFT off",
-            "output token",
-            "+ running request",
-            "+ KV token",
-            "TPOT off",
-            "MiB of remote HBM / CPU DRAM / local SSD / object store",
+            "TTFT overhead",
+            "TTFT error",
+            "decode step",
+            "per running request",
+            "per KV token",
+            "TPOT error",
+            "per MiB read from remote HBM / CPU DRAM / local SSD / object store",
         ),
         [_row(worker_id, found[worker_id]) for worker_id in sorted(found)],
     )
 
 
-def _learned(evidence: Evidence) -> LearnedRates:
+def _estimate_rates(evidence: Evidence) -> LearnedRates:
     return learned_rates_of(estimate_of(evidence, EngineRates()), EngineRates())
 
 

@@ -2,16 +2,17 @@
 
 from kvatlas.settings import ProxySettings
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.runner import run_service, tell
+from kvatlas_cli.output import print_notice
+from kvatlas_cli.runner import run_service
 
 
 @with_settings(ProxySettings)
 def router(settings: ProxySettings) -> None:
-    """Answer OpenAI's API, each request by the engine that holds most of its prompt for the least work."""
+    """Serve the OpenAI API and send each request to the engine on which it costs least."""
     from router_client.proxy.service import run_proxy  # needs the extra
 
-    run_service("router", settings, run_proxy(settings, ready=_ready))
+    run_service("router", settings, run_proxy(settings, ready=_print_ready))
 
 
-def _ready(url: str) -> None:
-    tell(f"router at {url}; OpenAI's API under {url}/v1")
+def _print_ready(url: str) -> None:
+    print_notice(f"router at {url}; OpenAI API under {url}/v1")

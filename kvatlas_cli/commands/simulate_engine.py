@@ -1,17 +1,18 @@
-"""`kvatlas simulate-engine`: an engine without a model, that speaks vLLM's protocols."""
+"""`kvatlas simulate-engine`: an engine without a model that speaks vLLM's protocols."""
 
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.runner import run_service, tell
+from kvatlas_cli.output import print_notice
+from kvatlas_cli.runner import run_service
 from simulator.service import EngineAddresses, run_engine
 from simulator.settings import EngineSettings
 
 
 @with_settings(EngineSettings)
 def simulate_engine(settings: EngineSettings) -> None:
-    """Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, and no model."""
-    run_service("engine", settings, run_engine(settings, ready=_ready))
+    """Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, without a model."""
+    run_service("engine", settings, run_engine(settings, ready=_print_ready))
 
 
-def _ready(addresses: EngineAddresses) -> None:
+def _print_ready(addresses: EngineAddresses) -> None:
     replay = f", replay on {addresses.replay_endpoint}" if addresses.replay_endpoint else ""
-    tell(f"engine at {addresses.base_url}; events on {addresses.endpoint}{replay}")
+    print_notice(f"engine at {addresses.base_url}; events on {addresses.endpoint}{replay}")

@@ -1,4 +1,4 @@
-"""`kvatlas up`: NATS, Valkey and an indexer on this machine's loopback, and sidecars for engines that run already."""
+"""`kvatlas up`: NATS, Valkey and an indexer on loopback, and sidecars for running engines."""
 
 import re
 import tempfile
@@ -14,16 +14,16 @@ import typer
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import rank_worker_id
-from kvatlas.redact import without_password
+from kvatlas.redaction import redact_password
 from kvatlas.settings import IndexerSettings, PublishSettings, UpSettings, flag_of, variable_of
 from kvatlas_cli.flags import JsonFlag, with_settings
-from kvatlas_cli.output import print_json_line
-from kvatlas_cli.runner import run_service, tell
+from kvatlas_cli.output import print_json_line, print_notice
+from kvatlas_cli.runner import run_service
 
 if TYPE_CHECKING:
     from indexer.replica import Replica
 
-FREE_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
+NOT_IN_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
 
 _FLAG_OF_KEY = {
     "engine": "engine",
@@ -40,26 +40,26 @@ EngineFlag = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL[,KEY=VALUE...]",
-        help="An engine that runs already, by its HTTP address; may be repeated. What it is, serves and publishes is asked "
-        "of it; keys say otherwise: engine (vllm, sglang), endpoint (its event socket), replay, worker, model, tokenizer, "
-        "tenant, advertise.",
+        help="HTTP address of a running engine; may be repeated. Its kind, model and event sockets are discovered; keys "
+        "override them: engine (vllm, sglang), endpoint (its event socket), replay, worker, model, tokenizer, tenant, "
+        "advertise.",
     ),
 ]
 
 
 @with_settings(UpSettings)
 def up(settings: UpSettings, engine: EngineFlag = None, as_json: JsonFlag = False) -> None:
-    """Start NATS, Valkey and an indexer on loopback, print how to reach them, and stay until stopped."""
+    """Start NATS, Valkey and an indexer on loopback, print their addresses, and run until stopped."""
     engines = [parse_engine(text) for text in engine or []]
     names = [flags["worker_id"] for flags in engines]
     for name in names:
         if names.count(name) > 1:
-            raise SettingsError(f"--engine names worker {name} twice; expected each once (worker= gives another name)")
+            raise SettingsError(f"--engine names worker {name} twice; expected each once (worker= sets another name)")
     run_service("up", settings, _up(settings, engines, as_json))
 
 
 def parse_engine(text: str) -> dict[str, str]:
-    """The publisher's flags that one `--engine` stands for. Raises SettingsError."""
+    """The publisher's flags for one `--engine`. Raises SettingsError."""
     url, *pairs = text.split(",")
     flags = {"engine_url": url.strip()}
     for pair in pairs:
@@ -74,16 +74,16 @@ def parse_engine(text: str) -> dict[str, str]:
         host = None
     if host is None:
         raise SettingsError(f"--engine is {text!r}; expected an address that begins with http:// or https://")
-    flags.setdefault("worker_id", FREE_WORKER_ID.sub("-", parts.netloc).strip("-")[:64])
+    flags.setdefault("worker_id", NOT_IN_WORKER_ID.sub("-", parts.netloc).strip("-")[:64])
     _check_values(flags)
     return flags
 
 
 def _check_values(flags: dict[str, str]) -> None:
-    """Raises SettingsError in the words of `--engine`: these flags are not what the user wrote."""
-    asked_of_the_engine = {"engine": EngineKind.VLLM, "endpoint": "tcp://127.0.0.1:1", "model_id": "m"}
+    """Raises SettingsError in terms of `--engine`, because the user did not write these flags."""
+    to_be_discovered = {"engine": EngineKind.VLLM, "endpoint": "tcp://127.0.0.1:1", "model_id": "m"}
     try:
-        PublishSettings.load(**{**asked_of_the_engine, **flags})
+        PublishSettings.load(**{**to_be_discovered, **flags})
     except SettingsError as error:
         line = str(error)
         for key, field in _FLAG_OF_KEY.items():
@@ -103,11 +103,13 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             state_dir.mkdir(parents=True, exist_ok=True)
         for name, url in (("nats_url", settings.nats_url), ("redis_url", settings.redis_url)):
             if url is not None:
-                tell(f"{flag_of(name)} (or {variable_of(name)}) is {without_password(url)}: none is started here")
-        nats_url = settings.nats_url or await _embedded_nats(stack, settings, state_dir)
-        redis_url = settings.redis_url or await _embedded_valkey(stack, settings, state_dir, keep=not temporary)
+                print_notice(
+                    f"{flag_of(name)} (or {variable_of(name)}) is {redact_password(url)}: no embedded server is started"
+                )
+        nats_url = settings.nats_url or await _start_nats(stack, settings, state_dir)
+        redis_url = settings.redis_url or await _start_valkey(stack, settings, state_dir, keep=not temporary)
         servers = {"nats_url": nats_url, "redis_url": redis_url, "wait": settings.wait}
-        sidecars = [one for flags in engines for one in await _sidecar_settings(flags, servers, state_dir)]
+        sidecars = [one for flags in engines for one in await _discover_sidecars(flags, servers, state_dir)]
         indexer_settings = IndexerSettings.load(**servers, status_port=settings.status_port)
         ready = anyio.Event()
 
@@ -121,10 +123,10 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
                 from publishers.sidecar import run_sidecar  # needs the extra
 
                 group.start_soon(run_sidecar, sidecars)
-            _announce(nats_url, redis_url, None if temporary else state_dir, sidecars, as_json)
+            _print_addresses(nats_url, redis_url, None if temporary else state_dir, sidecars, as_json)
 
 
-async def _embedded_nats(stack: AsyncExitStack, settings: UpSettings, state_dir: Path) -> str:
+async def _start_nats(stack: AsyncExitStack, settings: UpSettings, state_dir: Path) -> str:
     from kvatlas.embedded import nats_server  # needs the extra
 
     folder = state_dir / "nats"
@@ -132,7 +134,7 @@ async def _embedded_nats(stack: AsyncExitStack, settings: UpSettings, state_dir:
     return (await stack.enter_async_context(nats_server(port=settings.nats_port, data_dir=folder))).url
 
 
-async def _embedded_valkey(stack: AsyncExitStack, settings: UpSettings, state_dir: Path, *, keep: bool) -> str:
+async def _start_valkey(stack: AsyncExitStack, settings: UpSettings, state_dir: Path, *, keep: bool) -> str:
     from kvatlas.embedded import valkey_server  # needs the extra
 
     folder = state_dir / "valkey"
@@ -141,10 +143,10 @@ async def _embedded_valkey(stack: AsyncExitStack, settings: UpSettings, state_di
     return (await stack.enter_async_context(server)).url
 
 
-async def _sidecar_settings(
+async def _discover_sidecars(
     flags: dict[str, str], servers: dict[str, object], state_dir: Path
 ) -> list[PublishSettings]:
-    """A publisher for each rank of an engine, as the engine says, or as the flags do. Raises Unreachable."""
+    """Settings of a publisher for each rank of an engine, from the flags, else discovered. Raises Unreachable."""
     from publishers.engines.discovery import discover, shifted
 
     folder = state_dir / "publishers" / flags["worker_id"]
@@ -157,7 +159,7 @@ async def _sidecar_settings(
         flags["engine_url"], model_id=flags.get("model_id"), kind=kind, events="endpoint" not in flags
     )
     for note in offer.notes:
-        tell(f"worker {flags['worker_id']}: {note}")
+        print_notice(f"worker {flags['worker_id']}: {note}")
     shared |= {"block_size": offer.block_size, "eagle": offer.eagle}
     shared |= {"engine": offer.kind, "model_id": offer.model_id, **flags}
     if "endpoint" in flags:
@@ -166,7 +168,7 @@ async def _sidecar_settings(
         return [PublishSettings.load(**{**shared, "events": False, "dp_rank": rank}) for rank in offer.ranks]
     found: list[PublishSettings] = []
     for source in offer.sources:
-        back = -(source.rank or 0)  # settings name the first rank's ports
+        back = -(source.rank or 0)  # settings have the ports of the first rank
         replay = source.replay_endpoint
         own = {
             "endpoint": shifted(source.endpoint, back),
@@ -178,7 +180,7 @@ async def _sidecar_settings(
     return found
 
 
-def _announce(
+def _print_addresses(
     nats_url: str, redis_url: str, state_dir: Path | None, sidecars: list[PublishSettings], as_json: bool
 ) -> None:
     if as_json:
@@ -191,11 +193,11 @@ def _announce(
             }
         )
         return
-    tell(f"up: state in {state_dir if state_dir is not None else 'a temporary folder'}; stop with Ctrl-C")
+    print_notice(f"up: state in {state_dir if state_dir is not None else 'a temporary folder'}; stop with Ctrl-C")
     for sidecar in sidecars:
-        engine_url = without_password(sidecar.engine_url or "")
+        engine_url = redact_password(sidecar.engine_url or "")
         events = f"events from {sidecar.endpoint}" if sidecar.events else "no events"
-        tell(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, {events}")
+        print_notice(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, {events}")
     print(f"export KVATLAS_NATS_URL={nats_url}\nexport KVATLAS_REDIS_URL={redis_url}", flush=True)
 
 

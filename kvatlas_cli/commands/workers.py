@@ -1,4 +1,4 @@
-"""`kvatlas workers`: the fleet as its indexers see it."""
+"""`kvatlas workers`: the workers that the indexers know."""
 
 import time
 from typing import Any
@@ -8,10 +8,10 @@ from kvatlas.fleet.records import FleetRecord, to_jsonable
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import Settings
-from kvatlas.store.connection import open_store
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import age_text, count_text, print_json, print_table
-from kvatlas_cli.runner import run_query, tell
+from kvatlas_cli.runner import run_query
+from kvatlas_cli.store_connection import connect_store
 
 
 @with_settings(Settings)
@@ -21,13 +21,10 @@ def workers(settings: Settings, as_json: JsonFlag = False) -> None:
 
 
 async def _workers(settings: Settings, as_json: bool) -> None:
-    store = await open_store(settings.redis_url, wait=settings.wait, on_wait=tell)
-    try:
+    async with connect_store(settings) as store:
         index = await open_redis_index(store, writer=False)
         records = await FleetStore(store).all()
-        blocks = {worker_id: await _blocks(index, worker_id) for worker_id in records}
-    finally:
-        await store.close()
+        blocks = {worker_id: await _count_blocks(index, worker_id) for worker_id in records}
     now_us = time.time_ns() // 1_000
     if as_json:
         print_json([_jsonable(records[worker_id], blocks[worker_id], now_us) for worker_id in sorted(records)])
@@ -51,8 +48,8 @@ async def _workers(settings: Settings, as_json: bool) -> None:
     )
 
 
-async def _blocks(index: RedisIndex, worker_id: str) -> int | None:
-    """Residencies that the worker's active holder has; None without one."""
+async def _count_blocks(index: RedisIndex, worker_id: str) -> int | None:
+    """Residencies of the worker's active holder; None if it has none."""
     words = await index.digest(worker_id)
     return None if words is None else Digest(list(words)).blocks
 

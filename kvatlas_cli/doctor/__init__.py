@@ -1,15 +1,15 @@
-"""`kvatlas doctor`: is this installation set up as it should be, and does every part of it live?
+"""`kvatlas doctor`: checks the set-up of an installation and that every part of it is alive.
 
-    finding.py      what is said: one line, how bad it is, what to do
-    examination.py  asks everything, in order
-    store_facts.py  what the store's servers say of themselves     store.py     what is wrong with that
-    bus.py          NATS and the event stream
+    finding.py      a finding: one line, its level, what to do
+    examination.py  runs every check, in order
+    store_facts.py  reads the store's servers          store.py  judges them
+    stream.py       NATS and the event stream
     indexers.py     replicas and their leases
-    workers.py      fleet records, heartbeats and the index's records of workers, side by side
-    routers.py      what routers count of answers
-    clocks.py       whose clocks differ
+    workers.py      fleet records, heartbeats and the index's worker records, compared
+    routers.py      routers' counts of predicted and reported cached tokens
+    clocks.py       clock differences
 
-Each reads first and judges then; judging takes values and returns findings.
+Each reads first and judges afterwards; judging takes values and returns findings.
 """
 
 from kvatlas_cli.doctor.examination import examine

@@ -1,4 +1,4 @@
-"""What the doctor says: a check, how it came out, in one line, and what to do."""
+"""A finding of the doctor: the check, its level, one line, and what to do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ MOST_NAMES = 8
 
 
 class Level(StrEnum):
-    """`ERROR`: something does not work, or answers may be wrong. `WARNING`: it works worse than it could."""
+    """`ERROR`: something does not work, or answers may be wrong. `WARNING`: something works worse than it could."""
 
     OK = "ok"
     INFO = "info"
@@ -18,7 +18,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`check`: its stable name, `<part>.<what>`. `advice` empty where nothing is to be done."""
+    """`check`: its stable name, `<part>.<what>`. `advice` is empty if there is nothing to do."""
 
     check: str
     level: Level
@@ -26,13 +26,8 @@ class Finding:
     advice: str = ""
 
 
-def many(number: int, noun: str) -> str:
-    """A number of things in words."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names in a line, the first ones where they are many."""
-    every = sorted(names)
-    more = len(every) - MOST_NAMES
-    return ", ".join(every[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+def join_names(names: Iterable[str]) -> str:
+    """Sorted names in one line, only the first MOST_NAMES of many."""
+    ordered = sorted(names)
+    more = len(ordered) - MOST_NAMES
+    return ", ".join(ordered[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,17 +1,17 @@
-"""Replicas of the indexer: who lives, and is every partition somebody's?"""
+"""Indexer replicas: which are alive, and whether every partition has an owner."""
 
 from collections.abc import Collection, Iterator, Mapping
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.store import LEASES, MEMBERS
 from kvatlas.store.connection import UNREACHABLE, Store, reason
-from kvatlas_cli.doctor.finding import Finding, Level, listed
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 
 async def read_indexers(store: Store, now_us: int) -> tuple[list[str], dict[int, str]]:
-    """Who lives at this time of the store, sorted, and who holds which partition's lease. Raises Unreachable.
+    """The members alive at this time of the store, sorted, and the holder of each partition's lease. Raises Unreachable.
 
-    Read as they are kept (`kvatlas.fleet.store`), without the functions: they may be gone, or of another version.
+    Read directly (keys: `kvatlas.fleet.store`), because the functions may be missing or of another version.
     """
     try:
         members, leases = await store.client.hgetall(MEMBERS), await store.client.hgetall(LEASES)
@@ -27,23 +27,23 @@ async def read_indexers(store: Store, now_us: int) -> tuple[list[str], dict[int,
 
 
 def judge_indexers(members: Collection[str], leases: Mapping[int, str], partitions: int) -> Iterator[Finding]:
-    """`members`: who lives; `leases`: the partitions that are held, by whom."""
+    """`members`: those alive; `leases`: the holder of each partition that has one."""
     if not members:
-        line = "no indexer lives: nothing that engines store or drop gets into the index"
-        yield Finding("indexers.members", Level.ERROR, line, "start `kvatlas indexer`; two of them for a takeover")
+        line = "no indexer is running: the index does not follow the engines"
+        yield Finding("indexers.members", Level.ERROR, line, "start `kvatlas indexer`; with two, one can take over")
     elif len(members) == 1:
-        line = f"one indexer lives: {listed(members)}"
-        yield Finding("indexers.members", Level.INFO, line, "a second one takes over within seconds")
+        line = f"one indexer is running: {join_names(members)}"
+        yield Finding("indexers.members", Level.INFO, line, "a second one would take over within seconds")
     else:
-        yield Finding("indexers.members", Level.OK, f"{len(members)} indexers live: {listed(members)}")
+        yield Finding("indexers.members", Level.OK, f"{len(members)} indexers are running: {join_names(members)}")
     free = [partition for partition in range(partitions) if partition not in leases]
-    strange = set(leases.values()) - set(members)
+    unknown = set(leases.values()) - set(members)
     if free:
-        line = f"{len(free)} of {partitions} partitions are nobody's: {listed(str(p) for p in free)}"
-        advice = "they are taken within 5 s; if not, an indexer lives but does not reach NATS: see its /readyz and log"
+        line = f"{len(free)} of {partitions} partitions have no owner: {join_names(str(p) for p in free)}"
+        advice = "a running indexer takes them within 5 s; if it does not, it can't reach NATS: see its /readyz and log"
         yield Finding("indexers.leases", Level.ERROR, line, advice)
-    elif strange:
-        line = f"leases are held by {listed(strange)}, which do not live"
-        yield Finding("indexers.leases", Level.WARNING, line, "their leases end within 3 s; look again")
+    elif unknown:
+        line = f"leases are held by indexers that are not running: {join_names(unknown)}"
+        yield Finding("indexers.leases", Level.WARNING, line, "these leases expire within 3 s; check again")
     else:
-        yield Finding("indexers.leases", Level.OK, f"all {partitions} partitions are somebody's")
+        yield Finding("indexers.leases", Level.OK, f"all {partitions} partitions have an owner")

@@ -1,4 +1,4 @@
-"""Routers: what they count of answers."""
+"""Routers: their counts of predicted and reported cached tokens."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,15 +7,15 @@ from kvatlas_cli.doctor.finding import Finding, Level
 
 
 def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
-    """`pool`: how it is called in a line; reports by router."""
+    """`pool`: its name in a line; `reports`: by router."""
     for router_id, report in sorted(reports.items()):
         counts, found = report.counts, report.findings()
         where = f"router {router_id}, {pool}"
         for line, advice in found:
             yield Finding("routers.answers", Level.WARNING, f"{where}: {line}", advice)
         if not found:
-            told = counts.cached_equal + sum(counts.by_deviation.values())
+            compared = counts.cached_equal + sum(counts.by_deviation.values())
             share = (
-                f", {counts.cached_equal / told:.1%} of them with the cached tokens that were predicted" if told else ""
+                f", {counts.cached_equal / compared:.1%} with the predicted number of cached tokens" if compared else ""
             )
-            yield Finding("routers.answers", Level.OK, f"{where}: {told:,} answers{share}")
+            yield Finding("routers.answers", Level.OK, f"{where}: {compared:,} answers{share}")

@@ -1,4 +1,4 @@
-"""What the servers of a store say of themselves: a standalone server, or every primary of a cluster."""
+"""Facts about the servers of a store: a standalone server, or every primary of a cluster."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ POLICY, LISTPACK = "maxmemory-policy", "hash-max-listpack-entries"
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server. `info`: the sections of INFO as one map. `config` and `libraries` None: it does not let us ask.
+    """One server. `info`: the sections of INFO as one map. `libraries`: the code of each function library, by name.
 
-    `libraries`: the code of each function library by name. `primary` False: a replica answers.
+    `config` or `libraries` None: our user may not read it. `primary` False: a replica answers.
     """
 
     name: str
@@ -27,18 +27,18 @@ class ServerFacts:
 
 
 async def read_servers(store: Store) -> list[ServerFacts]:
-    """Raises Unreachable."""
+    """Read every server of the store. Raises Unreachable."""
     try:
         if not store.is_cluster:
-            return [await _read(store, "the store", {})]
+            return [await _read_server(store, "the store", {})]
         nodes = store.client.get_primaries()
-        return [await _read(store, f"node {node.name}", {"target_nodes": node}) for node in nodes]
+        return [await _read_server(store, f"node {node.name}", {"target_nodes": node}) for node in nodes]
     except UNREACHABLE as error:
         raise Unreachable(f"{store.name}: {reason(error)}") from error
 
 
 async def read_time(store: Store) -> int:
-    """The store's clock, microseconds. Raises Unreachable."""
+    """The store's clock in microseconds since 1970. Raises Unreachable."""
     where = {"target_nodes": store.client.get_primaries()[0]} if store.is_cluster else {}
     try:
         seconds, microseconds = await store.client.execute_command("TIME", **where)
@@ -47,46 +47,46 @@ async def read_time(store: Store) -> int:
     return int(seconds) * 1_000_000 + int(microseconds)
 
 
-async def _read(store: Store, name: str, where: dict[str, Any]) -> ServerFacts:
+async def _read_server(store: Store, name: str, where: dict[str, Any]) -> ServerFacts:
     client = store.client
     info = await client.execute_command("INFO", **where)
     return ServerFacts(
         name,
         info,
-        await _config(client, where),
-        await _libraries(client, where),
+        await _read_config(client, where),
+        await _read_libraries(client, where),
         primary=str(info.get("role", "master")) == "master",
     )
 
 
-async def _config(client: Any, where: dict[str, Any]) -> dict[str, str] | None:
-    """None where a managed service hides it."""
+async def _read_config(client: Any, where: dict[str, Any]) -> dict[str, str] | None:
+    """None if a managed service hides it."""
     found: dict[str, str] = {}
     try:
         for name in (POLICY, LISTPACK):
-            found.update(_text(await client.execute_command("CONFIG GET", name, **where)))
+            found.update(_text_map(await client.execute_command("CONFIG GET", name, **where)))
     except (ResponseError, NoPermissionError):
         return None
     return found
 
 
-async def _libraries(client: Any, where: dict[str, Any]) -> dict[str, str] | None:
+async def _read_libraries(client: Any, where: dict[str, Any]) -> dict[str, str] | None:
     try:
         answer = await client.execute_command("FUNCTION LIST", "WITHCODE", "LIBRARYNAME", "kvatlas*", **where)
     except (ResponseError, NoPermissionError):
         return None
     found: dict[str, str] = {}
     for one in answer or []:
-        library = _text(one)
+        library = _text_map(one)
         found[library["library_name"]] = library["library_code"]
     return found
 
 
-def _text(answer: Any) -> dict[str, Any]:
-    """A map, or a flat list of names and values, with text for bytes."""
+def _text_map(answer: Any) -> dict[str, Any]:
+    """A map, or a flat list of names and values, as a map with bytes decoded to text."""
     pairs = answer.items() if isinstance(answer, Mapping) else zip(answer[::2], answer[1::2], strict=True)
-    return {_plain(name): _plain(value) for name, value in pairs}
+    return {_decode(name): _decode(value) for name, value in pairs}
 
 
-def _plain(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value

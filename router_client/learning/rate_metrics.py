@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from kvatlas.cost.learned_rates import LearnedRates
-from kvatlas.telemetry import observe
-from kvatlas.telemetry.metric_export import Observation
+from kvatlas.telemetry import export_metrics
+from kvatlas.telemetry.metric_export import MetricSource
 
 
 class RateMetrics:
@@ -13,7 +13,7 @@ class RateMetrics:
 
     def __init__(self) -> None:
         self._rates: dict[str, Mapping[str, LearnedRates]] = {}
-        self._series: dict[tuple[str, str], Observation] = {}
+        self._series: dict[tuple[str, str], MetricSource] = {}
 
     def export(self, pool_id: str, rates: Mapping[str, LearnedRates]) -> None:
         """A pool's rates by worker; `rates` is read again each time an exporter asks."""
@@ -23,7 +23,9 @@ class RateMetrics:
         for worker_id in rates:
             if (pool_id, worker_id) not in self._series:
                 rates_of = partial(self._rates_of, pool_id, worker_id)
-                self._series[pool_id, worker_id] = observe("rates", rates_of, {"pool": pool_id, "worker": worker_id})
+                self._series[pool_id, worker_id] = export_metrics(
+                    "rates", rates_of, {"pool": pool_id, "worker": worker_id}
+                )
 
     def close(self) -> None:
         """End every series."""

@@ -117,7 +117,7 @@ async def _look_up_shape(
             overlap = await index.overlap(scope, hashes)
             before, whole = first_index // shape.granularity, len(hashes) // HASH_BYTES
             reached_end = False
-            for worker_id, found in overlap.held().items():
+            for worker_id, found in overlap.runs_by_worker().items():
                 if worker_id in workers:
                     reached_end = reached_end or _length(found) == whole
                     if before:

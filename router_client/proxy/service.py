@@ -16,7 +16,7 @@ from kvatlas.reservations import RedisReservations
 from kvatlas.runtime.http_server import listen, serve, url_of
 from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store, open_store
-from kvatlas.telemetry import observe
+from kvatlas.telemetry import export_metrics
 from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.selector import Selector
@@ -82,10 +82,10 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         exchange = Exchange(router, reader, relay, counters, attempts)
         held = HeldBookings(router, counters, held_s=settings.held_s)
         stack.push_async_callback(held.close)
-        stack.enter_context(observe("router", router.counters))
-        stack.enter_context(observe("proxy", counters))
-        stack.enter_context(observe("tokens", tokens))
-        stack.enter_context(observe("answers", router.answers.counts))
+        stack.enter_context(export_metrics("router", router.counters))
+        stack.enter_context(export_metrics("proxy", counters))
+        stack.enter_context(export_metrics("tokens", tokens))
+        stack.enter_context(export_metrics("answers", router.answers.counts))
         yield ProxyApplication(exchange, held, reader, catalogue, router.answers, tokens, counters, shed=settings.shed)
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):

@@ -13,7 +13,7 @@ import httpx
 from anyio.abc import Process
 
 from kvatlas.embedded import nats_server, valkey_server
-from kvatlas.embedded.child_process import owned_command
+from kvatlas.embedded.child_process import child_command
 from kvatlas.embedded.free_port import LOOPBACK, free_port
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.store import FleetStore
@@ -111,7 +111,7 @@ class _Part:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        command = owned_command([sys.executable, "-m", "kvatlas_cli.main", *self._args])
+        command = child_command([sys.executable, "-m", "kvatlas_cli.main", *self._args])
         with self._log.open("wb") as log:
             # in a session of its own: Ctrl-C reaches the demo alone, which then stops every part in order
             self._process = await anyio.open_process(

@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvatlas.errors import InvalidValue
-from kvatlas.validation import expectation
+from kvatlas.validation import describe_expected
 from simulator.engine.tokenizer import encode
 from simulator.http.chat_template import render
 
@@ -143,4 +143,4 @@ def _describe(error: ValidationError) -> str:
     field = str(first["loc"][0])
     if first["type"] == "missing":
         return f"{field} is missing"
-    return f"{field} is {first['input']!r:.100}; {expectation(first)}"
+    return f"{field} is {first['input']!r:.100}; {describe_expected(first)}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from kvatlas.embedded.child_process import spawn_owned
+from kvatlas.embedded.child_process import spawn_child
 from tests.end_to_end.processes import ROOT, environment
 from tests.eventually import until
 
@@ -38,7 +38,7 @@ class Child:
         with self.log.open("ab") as log:
             self._from = log.tell()
             command = [sys.executable, "-m", "kvatlas_cli.main", *self.words]
-            self._popen = spawn_owned(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+            self._popen = spawn_child(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
 
     async def ready(self) -> None:
         """Wait until it says that it is."""

@@ -1,4 +1,4 @@
-"""Reads what is deployed: compose services and Kubernetes containers that run kvatlas, as commands with their settings."""
+"""The compose services and Kubernetes containers that run kvatlas, as commands with their settings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ FROM_POD = {
     "spec.nodeName": "node-1.example",
     "status.podIP": "10.1.2.3",
 }
-"""What a pod's fields may look like."""
+"""Examples of pod fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """One container that runs kvatlas. `variables` are as the process will see them."""
+    """One container that runs kvatlas. `variables`: the environment as its process will see it."""
 
     where: str
     words: list[str]
@@ -34,7 +34,7 @@ class Deployed:
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """Every document of a YAML file; duplicate anchors and bad syntax raise."""
+    """Every document of a YAML file. Raises for duplicate anchors and bad syntax."""
     return [one for one in yaml.safe_load_all(path.read_text()) if one is not None]
 
 
@@ -43,18 +43,18 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
-def deployed() -> list[Deployed]:
-    """Every container of ours, in compose and in Kubernetes."""
-    return [*_composed(), *_in_pods()]
+def deployed_containers() -> list[Deployed]:
+    """Every container that runs kvatlas, in compose and in Kubernetes."""
+    return [*_compose_containers(), *_pod_containers()]
 
 
-def _composed() -> Iterator[Deployed]:
+def _compose_containers() -> Iterator[Deployed]:
     for name, service in compose()["services"].items():
         if str(service.get("image", "")).startswith("kvatlas"):
             yield Deployed(f"compose {name}", service["command"], dict(service.get("environment", {})))
 
 
-def _in_pods() -> Iterator[Deployed]:
+def _pod_containers() -> Iterator[Deployed]:
     maps = {
         one["metadata"]["name"]: one["data"]
         for path in MANIFESTS

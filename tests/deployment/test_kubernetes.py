@@ -1,4 +1,4 @@
-"""The manifests are Kubernetes', strictly, and safe."""
+"""The manifests are strictly valid and safe."""
 
 import shutil
 import subprocess
@@ -28,7 +28,7 @@ def test_every_manifest_is_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=NAMES.__getitem__)
-def test_every_kustomization_names_what_exists_and_all_of_it(folder: Path) -> None:
+def test_every_kustomization_names_all_files_of_its_folder_and_no_others(folder: Path) -> None:
     (kustomization,) = documents(folder / "kustomization.yaml")
     named = [*kustomization.get("resources", ()), *(patch["path"] for patch in kustomization.get("patches", ()))]
     assert all((folder / name).exists() for name in named)
@@ -49,7 +49,7 @@ def test_what_kustomize_renders_is_valid(folder: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl to render")
-def test_the_patch_adds_a_native_sidecar_and_leaves_the_engine_alone() -> None:
+def test_the_patch_adds_a_native_sidecar_and_does_not_change_the_engine() -> None:
     done = subprocess.run(
         ["kubectl", "kustomize", str(ROOT / "k8s/vllm")], capture_output=True, text=True, timeout=60, check=True
     )
@@ -61,7 +61,7 @@ def test_the_patch_adds_a_native_sidecar_and_leaves_the_engine_alone() -> None:
     assert pod["containers"] == engine["spec"]["template"]["spec"]["containers"]
 
 
-def test_the_store_keeps_what_it_is_given() -> None:
+def test_the_store_never_evicts() -> None:
     (deployment,) = [one for one in documents(ROOT / "k8s/development/valkey.yaml") if one["kind"] == "Deployment"]
     words = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     directives = dict(zip(words[1::2], words[2::2], strict=True))
@@ -83,7 +83,7 @@ def test_our_containers_run_without_privileges() -> None:
                 assert pod["enableServiceLinks"] is False
 
 
-def test_one_indexer_stays_when_nodes_are_drained() -> None:
+def test_one_indexer_keeps_running_when_nodes_are_drained() -> None:
     budget, deployment = sorted(
         documents(ROOT / "k8s/base/indexer.yaml"), key=lambda one: str(one["apiVersion"]), reverse=True
     )

@@ -1,4 +1,4 @@
-"""The example of NATS permissions, in a real server: a publisher speaks for its own worker only."""
+"""The example of NATS permissions in a real server: a publisher may speak only for its own worker."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,31 +24,33 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[EmbeddedServer]:
+async def nats_with_permissions() -> AsyncIterator[EmbeddedServer]:
     async with nats_server(config=EXAMPLE) as started:
         yield started
 
 
 @asynccontextmanager
-async def user(server: EmbeddedServer, name: str, password: str) -> AsyncIterator[tuple[Client, asyncio.Queue[str]]]:
-    """A connection as one of the example's users, and what the server refuses it."""
+async def connect_as(
+    server: EmbeddedServer, name: str, password: str
+) -> AsyncIterator[tuple[Client, asyncio.Queue[str]]]:
+    """A connection as one of the example's users, and the errors that the server sends it."""
     refused: asyncio.Queue[str] = asyncio.Queue()
 
-    async def note(error: Exception) -> None:
+    async def record(error: Exception) -> None:
         refused.put_nowait(str(error))
 
     client = Client()
-    await client.connect(f"nats://{name}:{password}@127.0.0.1:{server.port}", error_cb=note, allow_reconnect=False)
+    await client.connect(f"nats://{name}:{password}@127.0.0.1:{server.port}", error_cb=record, allow_reconnect=False)
     try:
         yield client, refused
     finally:
         await client.close()
 
 
-async def test_a_publisher_writes_its_own_subjects_and_no_other(server: EmbeddedServer) -> None:
+async def test_a_publisher_may_write_only_its_own_subjects(nats_with_permissions: EmbeddedServer) -> None:
     async with (
-        user(server, "indexer", "change-me-indexer") as (indexer, refused_indexer),
-        user(server, "worker-w1", "change-me-w1") as (publisher, refused),
+        connect_as(nats_with_permissions, "indexer", "change-me-indexer") as (indexer, refused_indexer),
+        connect_as(nats_with_permissions, "worker-w1", "change-me-w1") as (publisher, refused),
     ):
         await ensure_stream(indexer, StreamSettings(storage="memory", max_bytes=1 << 20))
         answer = await publisher.request(events_subject("w1", PARTITIONS), b"x", timeout=5)
@@ -61,10 +63,10 @@ async def test_a_publisher_writes_its_own_subjects_and_no_other(server: Embedded
         assert refused_indexer.empty()
 
 
-async def test_both_ask_and_answer_each_other(server: EmbeddedServer) -> None:
+async def test_indexer_and_publisher_may_send_each_other_requests(nats_with_permissions: EmbeddedServer) -> None:
     async with (
-        user(server, "indexer", "change-me-indexer") as (indexer, refused_indexer),
-        user(server, "worker-w1", "change-me-w1") as (publisher, refused),
+        connect_as(nats_with_permissions, "indexer", "change-me-indexer") as (indexer, refused_indexer),
+        connect_as(nats_with_permissions, "worker-w1", "change-me-w1") as (publisher, refused),
     ):
         alive = await indexer.subscribe(ALL_ALIVE)
         grants = await indexer.subscribe("kvatlas.grant.*")

@@ -8,7 +8,7 @@ import pytest
 from anyio.abc import Process
 
 from indexer.service import run_indexer
-from kvatlas.embedded import EmbeddedServer, nats_server, owned_command
+from kvatlas.embedded import EmbeddedServer, child_command, nats_server
 from kvatlas.embedded.binaries import nats_server_binary
 from kvatlas.embedded.free_port import free_port
 from kvatlas.errors import KvatlasError
@@ -23,7 +23,7 @@ ACCOUNT_WITHOUT_JETSTREAM = 'accounts: {A: {users: [{user: "u", password: "p"}]}
 async def nats_without_jetstream() -> AsyncIterator[str]:
     port = free_port()
     command = [str(nats_server_binary()), "-a", "127.0.0.1", "-p", str(port)]
-    process: Process = await anyio.open_process(owned_command(command))
+    process: Process = await anyio.open_process(child_command(command))
     try:
         yield f"nats://127.0.0.1:{port}"
     finally:
@@ -40,10 +40,10 @@ async def said_of(nats_url: str, redis_url: str) -> str:
 async def test_nats_without_jetstream(valkey: EmbeddedServer) -> None:
     async with nats_without_jetstream() as url:
         said = await said_of(url, valkey.url)
-    assert said == "stream KVATLAS_EVENTS can't be made: JetStream is not enabled there (nats-server -js)"
+    assert said == "stream KVATLAS_EVENTS can't be created: JetStream is not enabled there (nats-server -js)"
 
 
 async def test_an_account_without_jetstream(valkey: EmbeddedServer) -> None:
     async with nats_server(config=ACCOUNT_WITHOUT_JETSTREAM) as server:
         said = await said_of(server.url, valkey.url)
-    assert said == "stream KVATLAS_EVENTS can't be made: JetStream not enabled for account"
+    assert said == "stream KVATLAS_EVENTS can't be created: JetStream not enabled for account"

@@ -250,8 +250,7 @@ async def test_an_indexer_waits_for_an_empty_store_to_have_room() -> None:
             opening = tasks.create_task(open_redis_index(store, writer=True, wait=True, on_wait=told.append))
             await until(lambda: told, what="it is said")
             assert (
-                told[0]
-                == f"{store.name}: it is out of memory (maxmemory), and has to be laid out; trying again in 0.25 s"
+                told[0] == f"{store.name}: it is out of memory (maxmemory), and has to be laid out; retrying in 0.25 s"
             )
             await limit_memory(store, 0)
             assert (await opening).shards == 1

@@ -1,4 +1,4 @@
-"""Generators of contract values."""
+"""Hypothesis strategies for the values of the contract."""
 
 from hypothesis import strategies as st
 
@@ -40,10 +40,10 @@ def messages(draw: st.DrawFn) -> Message:
         scope.scope_id: ScopeUse(scope, draw(st.integers(1, 4096)), draw(st.integers(0, 1 << 40))) for scope in used
     }
     ids = st.sampled_from(sorted(uses))
-    told = (ids, tiers, packed_hashes, parents, st.integers(0, 1 << 40), block_flags)
+    fields = (ids, tiers, packed_hashes, parents, st.integers(0, 1 << 40), block_flags)
     events: st.SearchStrategy[IndexEvent] = st.one_of(
-        st.builds(Stored, *told),
-        st.builds(SnapshotChunk, *told),
+        st.builds(Stored, *fields),
+        st.builds(SnapshotChunk, *fields),
         st.builds(Removed, ids, tiers, packed_hashes),
         st.builds(SnapshotEnd, st.integers(0, MAX_SEQ), digests),
         st.builds(Checkpoint, digests),

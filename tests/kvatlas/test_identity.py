@@ -20,7 +20,7 @@ from tests.kvatlas.strategies import scopes, worker_ids
 
 
 @given(scopes)
-def test_a_scope_comes_back_from_its_canonical_form(scope: Scope) -> None:
+def test_a_scope_round_trips_through_its_canonical_form(scope: Scope) -> None:
     assert scope_from_canonical(scope.canonical) == scope
 
 
@@ -40,7 +40,7 @@ def test_scopes_match_exactly_in_all_four_fields(one: Scope, other: Scope) -> No
         Scope("t", "m", "a", "x"),
     ],
 )
-def test_one_other_field_is_another_scope(other: Scope) -> None:
+def test_a_scope_with_one_different_field_is_another_scope(other: Scope) -> None:
     assert Scope("m", "t", "a", "x").scope_id != other.scope_id
 
 
@@ -55,7 +55,7 @@ def test_the_tenant_defaults_to_one_constant() -> None:
 
 @pytest.mark.parametrize("field", ["model_id", "tokenizer_id", "adapter_id", "tenant_id"])
 @pytest.mark.parametrize("value", ["", "x" * (MAX_NAME_BYTES + 1), "é" * MAX_NAME_BYTES, 7])
-def test_a_wrong_scope_field_is_named(field: str, value: object) -> None:
+def test_the_error_names_the_wrong_scope_field(field: str, value: object) -> None:
     fields: dict[str, object] = {
         "model_id": "m",
         "tokenizer_id": "t",
@@ -75,12 +75,12 @@ def test_only_the_adapter_may_be_absent(field: str) -> None:
 
 
 @pytest.mark.parametrize("canonical", [b"", b"\xc1", b"\x94\xa1m\xa1t\xc0", b"\x93\xa1m\xa1t\xc0", b"\x01"])
-def test_bytes_that_are_no_scope_are_refused(canonical: bytes) -> None:
+def test_malformed_canonical_scopes_are_refused(canonical: bytes) -> None:
     with pytest.raises(InvalidValue):
         scope_from_canonical(canonical)
 
 
-def test_the_pool_is_that_of_model_and_tokenizer_alone() -> None:
+def test_the_pool_depends_on_model_and_tokenizer_only() -> None:
     assert Scope("m", "t", "a", "x").pool_id == Scope("m", "t").pool_id == pool_id("m", "t")
     assert pool_id("m", "t") != pool_id("t", "m")
     assert len(pool_id("m", "t")) == 16
@@ -92,19 +92,19 @@ def test_worker_ids_are_subject_tokens(worker_id: str) -> None:
 
 
 @pytest.mark.parametrize("worker_id", ["", "x" * 65, "a.b", "a b", "*", ">", "wörker", "a\n", None, 3])
-def test_other_worker_ids_are_refused(worker_id: str) -> None:
+def test_malformed_worker_ids_are_refused(worker_id: str) -> None:
     with pytest.raises(InvalidValue, match="worker id"):
         check_worker_id(worker_id)
 
 
-def test_a_rank_is_a_worker_of_its_own() -> None:
+def test_each_rank_is_a_worker() -> None:
     assert rank_worker_id("pod-3", 2) == "pod-3-dp2"
     with pytest.raises(InvalidValue):
         rank_worker_id("x" * 62, 1)
 
 
 @given(worker_ids, st.sampled_from([1, 4, 64]))
-def test_a_worker_lives_in_one_partition_and_one_shard(worker_id: str, partitions: int) -> None:
+def test_a_worker_belongs_to_one_partition_and_one_shard(worker_id: str, partitions: int) -> None:
     partition = partition_of(worker_id, partitions)
     assert 0 <= partition < partitions
     assert shard_of(partition, partitions) == partition

@@ -1,4 +1,4 @@
-"""Request hints, the keys they make, and the request's shape."""
+"""Request hints, their block keys, and the request's shape."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_keys_chain_from_the_session_or_root(hashes: list[int], session: str | N
     assert {key.token_count for key in keys} <= {size or DEFAULT_BLOCK_TOKENS}
 
 
-def test_a_worked_example() -> None:
+def test_worked_example() -> None:
     keys = hints(block_hashes=["aa", "bb", "cc"], session_id="s").to_blocks(FALLBACKS)
     assert [(k.prefix_hash, k.block_hash, k.block_index, k.token_count) for k in keys] == [
         ("s", "aa", 0, 64),
@@ -57,7 +57,7 @@ def test_token_ids_become_the_chain_of_their_full_blocks(tokens: list[int], size
     assert request.to_shape(FALLBACKS).input_tokens == len(tokens)
 
 
-def test_blocks_have_64_tokens_unless_hints_or_fallbacks_say_otherwise() -> None:
+def test_the_block_size_is_that_of_the_hints_then_of_the_fallbacks_then_64() -> None:
     tokens = list(range(128))
     sizes = [
         [key.token_count for key in hints(token_ids=tokens, **given).to_blocks(fallbacks)]
@@ -70,7 +70,7 @@ def test_blocks_have_64_tokens_unless_hints_or_fallbacks_say_otherwise() -> None
     assert sizes == [[64] * 2, [32] * 4, [128]]
 
 
-def test_fallbacks_fill_in_what_the_hints_lack() -> None:
+def test_fallbacks_fill_in_missing_hints() -> None:
     known = Fallbacks("m", "t", "a", "x", estimated_decode_tokens=7)
     assert hints().scope(known) == Scope("m", "t", "a", "x")
     own = hints(model_id="m2", tokenizer_id="t2", adapter_id="a2", tenant_id="x2")
@@ -80,21 +80,21 @@ def test_fallbacks_fill_in_what_the_hints_lack() -> None:
     assert hints(token_ids=[]).to_shape(FALLBACKS).estimated_decode_tokens == DEFAULT_DECODE_TOKENS
 
 
-def test_without_an_adapter_anywhere_there_is_none() -> None:
+def test_the_adapter_defaults_to_none() -> None:
     assert hints().scope(FALLBACKS).adapter_id is None
 
 
-def test_the_model_names_the_tokenizer_where_nothing_else_does() -> None:
+def test_the_tokenizer_defaults_to_the_model() -> None:
     assert hints(model_id="llama").scope(Fallbacks()) == Scope("llama", "llama")
 
 
-def test_a_model_is_needed() -> None:
+def test_a_request_without_a_model_is_refused() -> None:
     with pytest.raises(InvalidValue, match="r1 names no model_id"):
         hints(token_ids=[1]).to_blocks(Fallbacks())
 
 
 @pytest.mark.parametrize(("fields", "text"), [({}, "neither"), ({"token_ids": [], "block_hashes": []}, "both")])
-def test_a_prompt_is_given_once(fields: dict[str, Any], text: str) -> None:
+def test_a_prompt_given_twice_or_not_at_all_is_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidValue, match=f"gives {text} of token_ids and block_hashes"):
         hints(**fields).to_blocks(FALLBACKS)
 
@@ -120,13 +120,13 @@ def test_a_prompt_is_given_once(fields: dict[str, Any], text: str) -> None:
         ("blok_tokens", 16),
     ],
 )
-def test_a_wrong_hint_is_named_in_one_line(field: str, value: object) -> None:
+def test_the_error_names_the_wrong_hint_in_one_line(field: str, value: object) -> None:
     with pytest.raises(InvalidValue, match=f"request field {field}") as caught:
         hints(**{field: value})
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_request_needs_an_id() -> None:
+def test_a_request_without_an_id_is_refused() -> None:
     with pytest.raises(InvalidValue, match="request_id"):
         RequestHints.parse({"token_ids": [1]})
 

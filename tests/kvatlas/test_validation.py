@@ -1,4 +1,4 @@
-"""Mistakes in values from outside, in one line for a user."""
+"""A wrong value from outside is described in one line."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ from router_client import Prompt
     ("hints", "line"),
     [
         ({}, "request field request_id is missing"),
-        ({"request_id": ""}, "request field request_id is ''; expected text that is not empty"),
+        ({"request_id": ""}, "request field request_id is ''; expected non-empty text"),
         ({"request_id": "r", "token_ids": "a"}, "request field token_ids is 'a'; expected a list"),
-        ({"request_id": "r", "colour": 1}, "request field colour is 1; expected no such field"),
+        ({"request_id": "r", "colour": 1}, "request field colour is 1; there is no such field"),
         ({"request_id": "r", "block_tokens": 0}, "request field block_tokens is 0; expected at least 1"),
         ({"request_id": "r", "slo": {"ttft_ms": 0}}, "request field slo.ttft_ms is 0; expected more than 0"),
         (
@@ -28,7 +28,7 @@ from router_client import Prompt
         ),
     ],
 )
-def test_hints(hints: dict[str, Any], line: str) -> None:
+def test_a_wrong_hint_is_described(hints: dict[str, Any], line: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         RequestHints.parse(hints)
     assert str(caught.value) == line
@@ -46,14 +46,14 @@ def test_hints(hints: dict[str, Any], line: str) -> None:
         (b"\xc1", "not a WorkerState: FormatError"),
     ],
 )
-def test_records(payload: bytes, line: str) -> None:
+def test_a_wrong_record_is_described(payload: bytes, line: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         WorkerState.unpack(payload)
     assert str(caught.value).startswith(line)
 
 
 @pytest.mark.parametrize("output_tokens", [-1, MAX_OUTPUT_TOKENS + 1])
-def test_a_prompt_that_would_generate_without_end(output_tokens: int) -> None:
+def test_a_prompt_with_unbounded_output_is_refused(output_tokens: int) -> None:
     with pytest.raises(InvalidValue, match=f"output_tokens is {output_tokens}; expected 0 to {MAX_OUTPUT_TOKENS}"):
         Prompt.of_tokens(Scope("m", "m"), [1], output_tokens=output_tokens)
     assert MAX_OUTPUT_TOKENS * 1_000 < MAX_NUMBER

@@ -1,4 +1,4 @@
-"""Real servers, a small known fleet in the store, and the command line as a child process."""
+"""Real servers, a small known fleet in the store, and the command line, in this process or as a child."""
 
 import asyncio
 import io
@@ -34,6 +34,8 @@ UNUSED_ADDRESS = "127.0.0.1:1"
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """A finished command: exit code, stdout, stderr."""
+
     code: int
     out: str
     err: str
@@ -43,7 +45,7 @@ Cli = Callable[..., Done]
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """This process' environment without anything that would configure kvatlas or telemetry."""
+    """This process' environment without the variables of kvatlas and telemetry."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVATLAS_", "OTEL_"))}
     return {**clean, "PYTHONPATH": str(ROOT), **variables}
 
@@ -62,14 +64,14 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             for name, value in variables.items():
                 here.setenv(name, value)
             code = main.run(words)
-        said = capsys.readouterr()
-        return Done(code, said.out, said.err)
+        output = capsys.readouterr()
+        return Done(code, output.out, output.err)
 
     return run
 
 
-def child(*words: str, **variables: str) -> subprocess.Popen[str]:
-    """A command as a child process of its own."""
+def start_command(*words: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a command as a child process."""
     return subprocess.Popen(
         [sys.executable, "-m", "kvatlas_cli.main", *words],
         env=child_environment(**variables),
@@ -80,22 +82,22 @@ def child(*words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def valkey() -> Iterator[ServerProcess]:
+def valkey_server() -> Iterator[ServerProcess]:
     with ValkeyProcess() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def nats() -> Iterator[ServerProcess]:
+def nats_server() -> Iterator[ServerProcess]:
     with NatsProcess() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def fleet(valkey: ServerProcess) -> str:
-    """The address of a store in which w1 holds all four blocks of TOKENS and w2 the first one."""
-    asyncio.run(_fill(valkey.url))
-    return valkey.url
+def fleet_store_url(valkey_server: ServerProcess) -> str:
+    """The URL of a store in which w1 holds all four blocks of TOKENS and w2 the first one."""
+    asyncio.run(_fill(valkey_server.url))
+    return valkey_server.url
 
 
 async def _fill(url: str) -> None:
@@ -105,12 +107,12 @@ async def _fill(url: str) -> None:
         use = ScopeUse(SCOPE, BLOCK_SIZE, 1024)
         await index.put(use, "w1", Tier.HBM, CHAIN)
         await index.put(use, "w2", Tier.CPU_DRAM, CHAIN[:8])
-        await FleetStore(store).write({worker_id: _record(worker_id) for worker_id in ("w1", "w2")})
+        await FleetStore(store).write({worker_id: _fleet_record(worker_id) for worker_id in ("w1", "w2")})
     finally:
         await store.close()
 
 
-def _record(worker_id: str) -> FleetRecord:
+def _fleet_record(worker_id: str) -> FleetRecord:
     endpoint = EngineEndpoint(
         id=worker_id,
         kind=EngineKind.VLLM,

@@ -1,4 +1,4 @@
-"""What the commands are, and what they say of themselves."""
+"""The commands and their help texts."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from kvatlas.version import own_version
 from kvatlas_cli.app import COMMANDS
 from tests.kvatlas_cli.conftest import Cli, child_environment
 
-IN_SCOPE = {
+EXPECTED_COMMANDS = {
     "up",
     "demo",
     "indexer",
@@ -28,8 +28,8 @@ IN_SCOPE = {
 WITHOUT_SERVERS = {"demo"}
 
 
-def test_the_commands_are_those_of_the_design() -> None:
-    assert set(COMMANDS) == IN_SCOPE
+def test_all_commands_exist() -> None:
+    assert set(COMMANDS) == EXPECTED_COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -42,7 +42,7 @@ def test_every_command_has_help_that_names_the_servers_and_their_variables(cli: 
             assert flag_of(field) in done.out and variable_of(field) in done.out
 
 
-def test_help_and_version(cli: Cli) -> None:
+def test_help_and_version_are_printed(cli: Cli) -> None:
     assert cli("--help").out == cli().out
     assert cli("--version").out == f"kvatlas {own_version()}\n"
     assert all(command in cli("--help").out for command in COMMANDS)
@@ -64,7 +64,9 @@ def test_every_shared_flag_has_a_description() -> None:
         ),
     ],
 )
-def test_a_missing_extra_is_one_line_that_says_how_to_get_it(words: list[str], missing: str, extra: str) -> None:
+def test_a_missing_extra_is_reported_in_one_line_with_the_pip_command(
+    words: list[str], missing: str, extra: str
+) -> None:
     code = (
         "import sys\n"
         "class Absent:\n"

@@ -1,4 +1,4 @@
-"""Every mistake is one line on stderr, no traceback, and an exit code: 1, or 2 for usage."""
+"""Every mistake is reported in one line on stderr, without traceback, and with exit code 1, or 2 for usage."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from redis import Redis
 from kvatlas.embedded import ServerProcess
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION
-from tests.kvatlas_cli.conftest import UNUSED_ADDRESS, Cli
+from tests.kvatlas_cli.conftest import UNUSED_ADDRESS, Cli, start_command
 
 ROUTE = ("route", "--model-id", "m", "--tokens", "-")
 PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", "--worker-id", "w", "--model-id", "m")
@@ -63,8 +63,8 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("workers", "--redis-url", "redis://127.0.0.1:6379/first"),
             2,
-            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/first'; expected a database number, or nothing, behind "
-            "the port",
+            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/first'; expected a database number or nothing "
+            "after the port",
         ),
         (
             (*ROUTE, "--output-tokens", "99999999999999999999999"),
@@ -84,7 +84,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("overlap", "--model-id", "", "--tokens", "-"),
             2,
-            "kvatlas overlap: --model-id is ''; expected text that is not empty",
+            "kvatlas overlap: --model-id is ''; expected non-empty text",
         ),
         (("simulate-engine", "--topic", "\udcff"), 2, "kvatlas: argument '\\udcff' is not UTF-8"),
         (
@@ -101,8 +101,8 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--no-events"),
             2,
-            "kvatlas publish: --engine-url (or KVATLAS_ENGINE_URL) is missing; expected the engine's HTTP address: all that "
-            "is known with --no-events",
+            "kvatlas publish: --engine-url (or KVATLAS_ENGINE_URL) is missing; expected the engine's HTTP address, the only "
+            "source with --no-events",
         ),
         (
             (*PUBLISH, "--worker-id", "a.b"),
@@ -127,7 +127,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("up", "--engine", "http://127.0.0.1:1", "--engine", "http://127.0.0.1:1,model=m"),
             2,
-            "kvatlas up: --engine names worker 127-0-0-1-1 twice; expected each once (worker= gives another name)",
+            "kvatlas up: --engine names worker 127-0-0-1-1 twice; expected each once (worker= sets another name)",
         ),
         (
             ("up", "--engine", "http://127.0.0.1:1,color=red"),
@@ -142,12 +142,12 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         ),
     ],
 )
-def test_wrong_words(cli: Cli, words: tuple[str, ...], code: int, line: str) -> None:
+def test_a_wrong_command_line_is_reported_in_one_line(cli: Cli, words: tuple[str, ...], code: int, line: str) -> None:
     done = cli(*words)
     assert (done.code, done.out, done.err) == (code, "", line + "\n")
 
 
-def test_a_wrong_variable_is_named_as_such_and_a_flag_wins_over_it(cli: Cli) -> None:
+def test_a_wrong_variable_is_named_and_a_flag_overrides_it(cli: Cli) -> None:
     done = cli("workers", KVATLAS_REDIS_URL="x")
     assert done.code == 2 and done.err.startswith("kvatlas workers: KVATLAS_REDIS_URL is 'x'; expected")
     done = cli("workers", "--no-wait", "--redis-url", f"redis://{UNUSED_ADDRESS}", KVATLAS_REDIS_URL="x")
@@ -166,18 +166,18 @@ def test_a_wrong_variable_is_named_as_such_and_a_flag_wins_over_it(cli: Cli) -> 
         ("[1, 2", "not a JSON array: Expecting ',' delimiter: line 1 column 6 (char 5)"),
     ],
 )
-def test_wrong_tokens(cli: Cli, text: str, line: str) -> None:
+def test_wrong_tokens_are_reported_in_one_line(cli: Cli, text: str, line: str) -> None:
     done = cli(*ROUTE, stdin=text)
     assert (done.code, done.out, done.err) == (1, "", f"kvatlas: --tokens stdin: {line}\n")
 
 
-def test_tokens_nested_without_end_are_one_line(cli: Cli) -> None:
+def test_deeply_nested_tokens_are_reported_in_one_line(cli: Cli) -> None:
     done = cli(*ROUTE, stdin="[" * 100_000)
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert done.err.startswith("kvatlas: --tokens stdin: not a JSON array: maximum recursion depth exceeded")
 
 
-def test_a_token_file_that_is_not_there_or_not_text(cli: Cli, tmp_path: Path) -> None:
+def test_a_token_file_that_is_missing_or_not_text_is_named(cli: Cli, tmp_path: Path) -> None:
     done = cli("route", "--model-id", "m", "--tokens", "/nosuch/file")
     assert (done.code, done.err) == (1, "kvatlas: --tokens /nosuch/file: No such file or directory\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
@@ -192,17 +192,20 @@ def test_an_unreachable_store_is_named(cli: Cli, words: tuple[str, ...]) -> None
     assert re.fullmatch(r"kvatlas: Redis at redis://:\*\*\*@127\.0\.0\.1:1: .*refused.*\n", done.err)
 
 
-def test_an_unreachable_nats_is_named(cli: Cli, valkey: ServerProcess) -> None:
-    done = cli("indexer", "--no-wait", "--redis-url", valkey.url, "--nats-url", f"nats://{UNUSED_ADDRESS}")
+def test_an_unreachable_nats_is_named(cli: Cli, valkey_server: ServerProcess) -> None:
+    done = cli("indexer", "--no-wait", "--redis-url", valkey_server.url, "--nats-url", f"nats://{UNUSED_ADDRESS}")
     assert done.code == 1 and done.out == ""
     assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
 
 
-def test_up_says_which_server_it_does_not_start(cli: Cli) -> None:
-    """Its own output, put into a shell's environment, is what it would wait for when it is started there again."""
+def test_up_reports_which_server_it_does_not_start(cli: Cli) -> None:
+    """Otherwise a second `up` in a shell with the exported addresses would wait for the first one's servers unexplained."""
     done = cli("up", "--no-wait", KVATLAS_REDIS_URL=f"redis://{UNUSED_ADDRESS}")
-    said, failed = done.err.splitlines()
-    assert said == f"kvatlas: --redis-url (or KVATLAS_REDIS_URL) is redis://{UNUSED_ADDRESS}: none is started here"
+    notice, failed = done.err.splitlines()
+    assert (
+        notice
+        == f"kvatlas: --redis-url (or KVATLAS_REDIS_URL) is redis://{UNUSED_ADDRESS}: no embedded server is started"
+    )
     assert done.code == 1 and failed.startswith(f"kvatlas: Redis at redis://{UNUSED_ADDRESS}: ")
 
 
@@ -212,25 +215,27 @@ def test_a_publisher_names_an_unreachable_nats(cli: Cli) -> None:
     assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
 
 
-def test_a_server_alone_is_no_cluster(cli: Cli, valkey: ServerProcess) -> None:
-    done = cli("workers", "--no-wait", "--redis-url", f"redis+cluster://127.0.0.1:{valkey.port}")
+def test_a_standalone_server_is_refused_as_a_cluster(cli: Cli, valkey_server: ServerProcess) -> None:
+    done = cli("workers", "--no-wait", "--redis-url", f"redis+cluster://127.0.0.1:{valkey_server.port}")
     assert (done.code, done.out) == (1, "")
     assert re.fullmatch(r"kvatlas: Redis at redis\+cluster://.*: .*Cluster mode is not enabled.*\n", done.err)
 
 
-def test_a_model_that_nobody_serves_is_said(cli: Cli, fleet: str) -> None:
-    done = cli("overlap", "--model-id", "nobody", "--tokens", "-", "--json", "--redis-url", fleet, stdin="1 2 3")
+def test_a_model_without_workers_is_reported(cli: Cli, fleet_store_url: str) -> None:
+    done = cli(
+        "overlap", "--model-id", "nobody", "--tokens", "-", "--json", "--redis-url", fleet_store_url, stdin="1 2 3"
+    )
     assert done.code == 0 and json.loads(done.out)["workers"] == []
     assert done.err == "kvatlas: no worker serves model 'nobody' with tokenizer 'nobody'\n"
 
 
-def test_a_worker_that_nobody_knows_is_not_found_right(cli: Cli, fleet: str, nats: ServerProcess) -> None:
-    done = cli("audit", "--worker", "nobody", "--redis-url", fleet, "--nats-url", nats.url)
+def test_an_audit_of_an_unknown_worker_fails(cli: Cli, fleet_store_url: str, nats_server: ServerProcess) -> None:
+    done = cli("audit", "--worker", "nobody", "--redis-url", fleet_store_url, "--nats-url", nats_server.url)
     line = "kvatlas: worker 'nobody' holds nothing, and no publisher answers for it\n"
     assert (done.code, done.out, done.err) == (1, "", line)
 
 
-def test_a_store_of_another_kind_is_one_line(cli: Cli) -> None:
+def test_a_foreign_value_in_the_store_is_reported_in_one_line(cli: Cli) -> None:
     with ValkeyProcess() as server:
         with Redis.from_url(server.url) as client:
             client.set(LAYOUT, "text")
@@ -239,7 +244,7 @@ def test_a_store_of_another_kind_is_one_line(cli: Cli) -> None:
         assert re.fullmatch(r"kvatlas: Redis: WRONGTYPE .+\n", done.err)
 
 
-def test_an_empty_store_says_what_to_do(cli: Cli, valkey: ServerProcess) -> None:
+def test_an_empty_store_is_reported_with_what_to_do(cli: Cli, valkey_server: ServerProcess) -> None:
     with ValkeyProcess() as empty:
         done = cli("export", "--redis-url", empty.url)
         assert done.code == 1
@@ -256,7 +261,7 @@ def test_another_layout_version_is_refused(cli: Cli, words: tuple[str, ...]) -> 
         assert (done.code, done.err) == (1, f"kvatlas: Redis at {server.url}: {line}\n")
 
 
-def test_a_layout_that_is_none_is_refused(cli: Cli) -> None:
+def test_a_malformed_layout_is_refused(cli: Cli) -> None:
     with ValkeyProcess() as server:
         with Redis.from_url(server.url) as client:
             client.hset(LAYOUT, mapping={"version": LAYOUT_VERSION, "partitions": "many", "shards": 1})
@@ -267,7 +272,7 @@ def test_a_layout_that_is_none_is_refused(cli: Cli) -> None:
         )
 
 
-def test_a_store_that_asks_for_a_password_is_told_so(cli: Cli) -> None:
+def test_missing_and_wrong_credentials_are_reported(cli: Cli) -> None:
     with ValkeyProcess(password="secret") as server:
         address = f"redis://127.0.0.1:{server.port}"
         done = cli("workers", "--redis-url", address)
@@ -284,13 +289,24 @@ def test_an_evicting_store_is_refused(cli: Cli) -> None:
         assert "allkeys-lru" in done.err and "noeviction" in done.err and done.err.count("\n") == 1
 
 
-def test_a_status_port_that_is_taken_is_named(cli: Cli, valkey: ServerProcess) -> None:
-    done = cli("indexer", "--redis-url", valkey.url, "--status-port", str(valkey.port))
+def test_a_taken_status_port_is_named(cli: Cli, valkey_server: ServerProcess) -> None:
+    done = cli("indexer", "--redis-url", valkey_server.url, "--status-port", str(valkey_server.port))
     assert done.code == 2
-    assert done.err == f"kvatlas indexer: status page can't listen on 127.0.0.1:{valkey.port}: Address already in use\n"
+    assert (
+        done.err
+        == f"kvatlas indexer: status page can't listen on 127.0.0.1:{valkey_server.port}: Address already in use\n"
+    )
 
 
-def test_a_wrong_telemetry_variable_is_one_line(cli: Cli) -> None:
+def test_a_wrong_telemetry_variable_is_reported_in_one_line(cli: Cli) -> None:
     done = cli("workers", OTEL_TRACES_EXPORTER="nosuch")
     assert done.code == 2 and done.err.count("\n") == 1
     assert done.err.startswith("kvatlas workers: OTEL_TRACES_EXPORTER asks for the traces exporter 'nosuch'")
+
+
+def test_closed_stdout_causes_no_traceback(fleet_store_url: str) -> None:
+    process = start_command("export", "--redis-url", fleet_store_url)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as errors:
+        assert (errors.read(), process.wait(timeout=30)) == ("", 1)

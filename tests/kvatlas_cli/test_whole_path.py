@@ -1,4 +1,4 @@
-"""The commands together, as a user runs them: an engine, its sidecar, an indexer, and questions."""
+"""The commands together, as a user runs them: an engine, its sidecar, an indexer, and queries."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.eventually import until_sync
-from tests.kvatlas_cli.conftest import Cli, child
+from tests.kvatlas_cli.conftest import Cli, start_command
 
 PROMPT = list(range(1000, 1200))
 BLOCK_SIZE = 16
@@ -19,34 +19,34 @@ BLOCK_SIZE = 16
 
 @contextmanager
 def running(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A service; it must stop cleanly on SIGTERM, with nothing but lines of its own on stderr."""
-    process = child(*words, **variables)
+    """Run a service, which must stop cleanly on SIGTERM and without a traceback."""
+    process = start_command(*words, **variables)
     assert process.stdout is not None and process.stderr is not None
     with process.stdout, process.stderr as errors:
         try:
             yield process
         finally:
             process.send_signal(signal.SIGTERM)
-            rest = errors.read()
+            remaining = errors.read()
             code = process.wait(timeout=30)
-    assert code == 0 and "Traceback" not in rest, rest
+    assert code == 0 and "Traceback" not in remaining, remaining
 
 
-def line_of(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """The first line on a service's stderr that has the pattern."""
+def wait_for_line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """The match in the first line of a service's stderr that has the pattern."""
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(pattern, line):
             return found
-    raise AssertionError(f"ended without saying {pattern!r}")
+    raise AssertionError(f"ended without a line {pattern!r}")
 
 
 @pytest.fixture
 def engine() -> Iterator[tuple[str, str, str]]:
-    """A simulated engine's HTTP, event and replay address."""
+    """The HTTP, event and replay addresses of a simulated engine."""
     words = ["--model", "m", "--port", "0", "--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0"]
     with running("simulate-engine", *words, "--speed-up", "1000") as process:
-        found = line_of(process, r"engine at (\S+); events on (\S+), replay on (\S+)")
+        found = wait_for_line(process, r"engine at (\S+); events on (\S+), replay on (\S+)")
         yield found[1], found[2], found[3]
 
 
@@ -57,8 +57,8 @@ def complete(engine_url: str) -> None:
     answer.raise_for_status()
 
 
-def check_questions(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -> None:
-    """What the engine computed is found by who knows only the token ids."""
+def check_queries(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -> None:
+    """The blocks that the engine computed are found by their token ids."""
     blocks = len(PROMPT) // BLOCK_SIZE
 
     def held() -> bool:
@@ -82,48 +82,48 @@ def check_questions(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -
     assert worker["worker"] == worker_id and worker["state"] == "up" and worker["blocks"] >= blocks
 
 
-def test_up_with_an_engine(cli: Cli, engine: tuple[str, str, str]) -> None:
+def test_up_publishes_a_described_engine(cli: Cli, engine: tuple[str, str, str]) -> None:
     url, endpoint, replay = engine
     with running("up", "--json", "--engine", f"{url},endpoint={endpoint},replay={replay},worker=w1") as process:
         assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
-        assert told["workers"] == ["w1"]
+        printed = json.loads(process.stdout.readline())
+        assert printed["workers"] == ["w1"]
         complete(url)
-        check_questions(cli, told["redis_url"], "w1", url)
+        check_queries(cli, printed["redis_url"], "w1", url)
 
 
-def test_up_finds_out_what_an_engine_offers_and_a_router_answers_for_it(cli: Cli, engine: tuple[str, str, str]) -> None:
+def test_up_discovers_an_engine_and_a_router_sends_requests_to_it(cli: Cli, engine: tuple[str, str, str]) -> None:
     url, _, _ = engine
     with running("up", "--json", "--engine", url) as process:
         assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
-        (worker_id,) = told["workers"]
+        printed = json.loads(process.stdout.readline())
+        (worker_id,) = printed["workers"]
         complete(url)
-        check_questions(cli, told["redis_url"], worker_id, url)
-        with running("router", "--port", "0", KVATLAS_REDIS_URL=told["redis_url"]) as router:
-            at = line_of(router, r"router at (\S+);")[1]
+        check_queries(cli, printed["redis_url"], worker_id, url)
+        with running("router", "--port", "0", KVATLAS_REDIS_URL=printed["redis_url"]) as router:
+            at = wait_for_line(router, r"router at (\S+);")[1]
             body = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
             answer = httpx.post(f"{at}/v1/completions", json=body, timeout=30)
             assert answer.headers["x-kvatlas-decision"].startswith(f'"{worker_id}";cached=192;prompt=200')
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
 
 
-def test_an_indexer_and_a_sidecar_of_their_own(cli: Cli, engine: tuple[str, str, str]) -> None:
+def test_a_second_indexer_and_a_separate_sidecar_work(cli: Cli, engine: tuple[str, str, str]) -> None:
     url, endpoint, replay = engine
     complete(url)
     with running("up", "--json") as servers:
         assert servers.stdout is not None
-        told = json.loads(servers.stdout.readline())
-        variables = {"KVATLAS_NATS_URL": told["nats_url"], "KVATLAS_REDIS_URL": told["redis_url"]}
+        printed = json.loads(servers.stdout.readline())
+        variables = {"KVATLAS_NATS_URL": printed["nats_url"], "KVATLAS_REDIS_URL": printed["redis_url"]}
         flags = ["--engine", "vllm", "--endpoint", endpoint, "--replay-endpoint", replay, "--engine-url", url]
         with (
             running("indexer", "--member-id", "second", **variables) as indexer,
             running("publish", *flags, "--worker-id", "w2", "--model-id", "m", **variables) as sidecar,
         ):
-            line_of(indexer, "indexer second is ready")
-            line_of(sidecar, "worker w2 is published")
-            check_questions(cli, told["redis_url"], "w2", url)
+            wait_for_line(indexer, "indexer second is ready")
+            wait_for_line(sidecar, "worker w2 is published")
+            check_queries(cli, printed["redis_url"], "w2", url)
         silent = ["--engine", "vllm", "--no-events", "--engine-url", url, "--worker-id", "w3", "--model-id", "m"]
         with running("publish", *silent, "--dp-size", "2", **variables) as sidecar:
-            line_of(sidecar, "worker w3-dp0 is published")
-            line_of(sidecar, "worker w3-dp1 is published")
+            wait_for_line(sidecar, "worker w3-dp0 is published")
+            wait_for_line(sidecar, "worker w3-dp1 is published")

@@ -1,4 +1,4 @@
-"""Imports point one way, and the plain install is enough for a router."""
+"""Imports point one way, files are named by nouns of the field, and the plain install is enough for a router."""
 
 import ast
 import subprocess
@@ -23,7 +23,10 @@ MAY_USE = {
     "simulator": {"kvatlas", "publishers", "router_client"},
     "kvatlas_cli": {"kvatlas", "publishers", "indexer", "router_client", "simulator"},
 }
-MOST_FILES_IN_A_FOLDER = 18
+MAX_FILES_IN_A_FOLDER = 18
+FIELD_WORDS = {"finding", "hashing", "pairing", "pricing", "ranking", "routing", "tracing", "feed", "seed"}
+"""Nouns of the field; any other gerund or participle names a file by a verb or a mood."""
+CATCH_ALLS = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
 
 
 def modules_of(package: str) -> dict[str, Path]:
@@ -33,7 +36,7 @@ def modules_of(package: str) -> dict[str, Path]:
 
 
 def imported_names(file: Path) -> Iterator[str]:
-    """Every module that a file imports, and every name that may be one."""
+    """Every module that a file imports, and every imported name that may be one."""
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -43,7 +46,7 @@ def imported_names(file: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("package", sorted(MAY_USE))
-def test_a_package_imports_only_what_it_stands_on(package: str) -> None:
+def test_a_package_imports_only_packages_below_it(package: str) -> None:
     wrong = [
         f"{file.relative_to(ROOT)} imports {name}"
         for file in modules_of(package).values()
@@ -53,14 +56,14 @@ def test_a_package_imports_only_what_it_stands_on(package: str) -> None:
     assert not wrong
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_no_modules_import_each_other_in_a_circle() -> None:
     modules = {name: file for package in MAY_USE for name, file in modules_of(package).items()}
     imports = {name: {found for found in imported_names(file) if found in modules} for name, file in modules.items()}
     for name, found in imports.items():
         found.discard(name)
-        if modules[name].name == "__init__.py":  # what it exports comes from inside
+        if modules[name].name == "__init__.py":  # its exports come from its own modules
             continue
-        # a package that only exports what its own modules define is no step of a circle
+        # importing a package that only exports what its own modules define closes no circle
         found -= {other for other in found if name.startswith(f"{other}.")}
     try:
         TopologicalSorter(imports).prepare()
@@ -69,17 +72,32 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 @pytest.mark.parametrize("package", [*sorted(MAY_USE), "tests", "benchmarks"])
-def test_a_folder_holds_no_more_files_than_a_reader_takes_in(package: str) -> None:
+def test_no_folder_has_more_than_18_files(package: str) -> None:
     files = Counter(
         file.parent.relative_to(ROOT) for file in modules_of(package).values() if file.name != "__init__.py"
     )
-    assert not {str(folder): count for folder, count in files.items() if count > MOST_FILES_IN_A_FOLDER}
+    assert not {str(folder): count for folder, count in files.items() if count > MAX_FILES_IN_A_FOLDER}
 
 
-def test_the_router_client_needs_nothing_but_the_plain_install() -> None:
+@pytest.mark.parametrize("package", sorted(MAY_USE))
+def test_files_are_named_by_nouns(package: str) -> None:
+    wrong = [
+        name
+        for name, file in modules_of(package).items()
+        if (word := file.stem.rpartition("_")[2]).endswith(("ing", "ed")) and word not in FIELD_WORDS
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", [*sorted(MAY_USE), "tests", "benchmarks"])
+def test_no_file_is_a_catch_all(package: str) -> None:
+    assert not [name for name, file in modules_of(package).items() if CATCH_ALLS & set(file.stem.split("_"))]
+
+
+def test_the_router_client_needs_only_the_plain_install() -> None:
     code = """if True:
         import sys
-        before = set(sys.modules)  # what an environment's own start-up files load
+        before = set(sys.modules)  # modules that the environment's start-up files load
         import router_client
         print(*{name.partition(".")[0] for name in sys.modules.keys() - before})
     """

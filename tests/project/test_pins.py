@@ -1,4 +1,4 @@
-"""What `make test` installs is pinned, and says nothing about where it comes from."""
+"""What `make test` installs is pinned, and no file names a package index."""
 
 import re
 import tomllib
@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[0-9][A-Za-z0-9.+!]*)")
 SET_UP_FILES = ["pyproject.toml", "constraints.txt", "Makefile", ".ci/run", ".gitignore", "Dockerfile"]
-# Assembled, so that this file doesn't hold them itself.
+# Assembled, so that this file does not contain them itself.
 ADDRESS_OPTIONS = [f"{kind}-{what}" for kind, what in (("index", "url"), ("find", "links"), ("trusted", "host"))]
 HEAVY = {"nats-py", "pyzmq", "httpx", "starlette", "uvicorn", "matplotlib", "typer", "rich", "anyio", "uvloop"}
 
@@ -28,13 +28,13 @@ def pins() -> dict[str, str]:
             pin = PIN.fullmatch(line)
             assert pin, f"constraints.txt: {line!r} is not name==version"
             name = canonicalize_name(pin["name"])
-            assert name not in found, f"constraints.txt: {name} is there twice"
+            assert name not in found, f"constraints.txt: {name} is pinned twice"
             found[name] = pin["version"]
     return found
 
 
 def required_by(requirements: Iterable[str]) -> list[Requirement]:
-    """Requirements and all they need in turn, on this machine; our own extras are followed."""
+    """Requirements and all their dependencies on this machine; our own extras are followed."""
     waiting = [Requirement(text) for text in requirements]
     found: dict[str, Requirement] = {}
     while waiting:
@@ -59,7 +59,7 @@ def names(requirements: Iterable[Requirement]) -> set[str]:
 
 
 @pytest.mark.parametrize("extra", [None, *EXTRAS])
-def test_everything_installed_is_pinned_at_a_version_that_all_allow(extra: str | None) -> None:
+def test_every_dependency_is_pinned_at_an_allowed_version(extra: str | None) -> None:
     pinned = pins()
     for requirement in required_by(PROJECT["dependencies"] if extra is None else EXTRAS[extra]):
         name = canonicalize_name(requirement.name)
@@ -81,20 +81,20 @@ def test_the_plain_install_is_light() -> None:
     assert not names(required_by(PROJECT["dependencies"])) & HEAVY
 
 
-def test_all_is_every_extra_but_those_of_developers_and_of_other_routers() -> None:
+def test_the_extra_all_includes_every_extra_but_dev_and_litellm() -> None:
     everything = names(required_by(["kvatlas[all]"]))
     for extra in EXTRAS.keys() - {"all", "dev", "litellm"}:
         assert names(required_by(EXTRAS[extra])) <= everything
 
 
 @pytest.mark.parametrize("file", [name for name in SET_UP_FILES if (ROOT / name).exists()])
-def test_set_up_files_name_no_address(file: str) -> None:
+def test_set_up_files_contain_no_url(file: str) -> None:
     text = (ROOT / file).read_text()
     assert not re.search(r"https?://|file:", text)
     assert not any(option in text for option in ADDRESS_OPTIONS)
 
 
-def test_no_file_of_the_project_says_where_packages_come_from() -> None:
+def test_no_file_of_the_project_names_a_package_index() -> None:
     for file in ROOT.rglob("*"):
         parts = file.relative_to(ROOT).parts
         if any(part.startswith(".") and part != ".ci" for part in parts) or not file.is_file():

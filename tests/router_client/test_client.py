@@ -191,7 +191,7 @@ async def test_a_router_that_starts_before_the_first_indexer_waits_for_it(store:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(open_router)
             await until(lambda: lines, what="the router waits")
-            assert "start an indexer first; trying again in 0.25 s" in lines[0]
+            assert "start an indexer first; retrying in 0.25 s" in lines[0]
             await open_redis_index(store, writer=True)
             await opened.wait()
 

@@ -37,7 +37,7 @@ from kvatlas.index.redis.scrub import Scrub
 from kvatlas.index.redis.shard_reader import SCAN_COUNT, ShardReader
 from kvatlas.index.redis.sweep import Sweep
 from kvatlas.index.redis.wipe_recovery import WipeRecovery
-from kvatlas.runtime.retry import reached
+from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import Store
 
 REUSE_MS = 10 * 60 * 1000
@@ -76,7 +76,7 @@ async def open_redis_index(
             await INDEX_LIBRARY.load(store)
             return layout
 
-    layout = await reached(attempt, wait=wait, on_wait=on_wait)
+    layout = await retry_until_reachable(attempt, wait=wait, on_wait=on_wait)
     return RedisIndex(store, *layout, side_index=side_index, writer=writer, reuse_ms=reuse_ms)
 
 

@@ -1,4 +1,4 @@
-"""The residency digest is a sum over what is held, whatever the order of telling."""
+"""The residency digest is a sum over the held blocks, in any order of changes."""
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def digest_of(held: list[tuple[bytes, Tier, int]]) -> Digest:
 
 
 @given(held)
-def test_a_digest_is_the_definition(blocks: set[tuple[bytes, Tier, int]]) -> None:
+def test_a_digest_equals_its_definition(blocks: set[tuple[bytes, Tier, int]]) -> None:
     digest = digest_of(list(blocks))
     assert digest.words == by_definition(blocks)
     assert digest.blocks == len(blocks)
@@ -42,7 +42,7 @@ def test_a_digest_is_the_definition(blocks: set[tuple[bytes, Tier, int]]) -> Non
 
 
 @given(scope_ids, tiers, st.lists(hash_values, max_size=300, unique=True))
-def test_a_batch_counts_as_its_blocks(scope_id: bytes, tier: Tier, hashes: list[int]) -> None:
+def test_a_batch_equals_its_single_blocks(scope_id: bytes, tier: Tier, hashes: list[int]) -> None:
     digest = Digest()
     digest.add(scope_id, tier, pack_hashes(hashes))
     assert digest == digest_of([(scope_id, tier, value) for value in hashes])
@@ -60,23 +60,23 @@ def test_removals_undo_stores_in_any_order(
     assert digest.words == by_definition(kept)
 
 
-def test_scope_and_tier_are_seen() -> None:
+def test_scope_and_tier_change_the_digest() -> None:
     one, other = Scope("m", "t").scope_id, Scope("m", "t", "adapter").scope_id
     digests = [digest_of([(s, t, 7)]).words for s in (one, other) for t in (Tier.HBM, Tier.CPU_DRAM)]
     assert len({tuple(words) for words in digests}) == 4
 
 
 @given(held)
-def test_words_make_an_equal_digest_and_a_copy_is_its_own(blocks: set[tuple[bytes, Tier, int]]) -> None:
+def test_a_digest_round_trips_through_its_words_and_a_copy_is_independent(blocks: set[tuple[bytes, Tier, int]]) -> None:
     digest = digest_of(list(blocks))
-    again = Digest(digest.words)
+    restored = Digest(digest.words)
     copy = digest.copy()
-    assert digest == again == copy
+    assert digest == restored == copy
     copy.add(b"scope--1", Tier.HBM, pack_hashes([1]))
-    assert digest == again != copy
+    assert digest == restored != copy
 
 
 @pytest.mark.parametrize("words", [[], [0] * 14, [0] * 16, [-1] + [0] * 14, ["0"] * 15, [0.0] * 15])
-def test_other_words_are_refused(words: list[int]) -> None:
+def test_malformed_words_are_refused(words: list[int]) -> None:
     with pytest.raises(InvalidValue, match="15"):
         Digest(words)

@@ -29,7 +29,7 @@ sizes = st.integers(1, 17)
 
 
 def chain_by_definition(tokens: Sequence[int], size: int, extra: Sequence[Sequence[object] | None] = ()) -> list[int]:
-    """The chain as the design writes it, one block at a time."""
+    """The chain as it is defined, one block at a time."""
     chain: list[int] = []
     for index in range(len(tokens) // size):
         data = b"".join(token.to_bytes(4, "little") for token in tokens[index * size : (index + 1) * size])
@@ -52,19 +52,19 @@ def test_check_vectors() -> None:
 
 
 @given(prompts, sizes)
-def test_the_chain_is_the_definition(tokens: list[int], size: int) -> None:
+def test_the_chain_equals_its_definition(tokens: list[int], size: int) -> None:
     assert unpack_hashes(extend_chain(tokens, size)) == chain_by_definition(tokens, size)
 
 
 @given(prompts, sizes, st.lists(st.none() | st.lists(st.text(max_size=3) | st.integers(0, 9), max_size=2), max_size=90))
-def test_the_chain_with_extra_keys_is_the_definition(
+def test_the_chain_with_extra_keys_equals_its_definition(
     tokens: list[int], size: int, extra: list[list[object] | None]
 ) -> None:
     assert unpack_hashes(extend_chain(tokens, size, None, extra)) == chain_by_definition(tokens, size, extra)
 
 
 @given(prompts, sizes, st.integers(0, 80))
-def test_a_chain_goes_on_from_any_block(tokens: list[int], size: int, cut: int) -> None:
+def test_a_chain_can_be_extended_from_any_block(tokens: list[int], size: int, cut: int) -> None:
     whole = extend_chain(tokens, size)
     cut = min(cut, len(tokens) // size)
     if cut:
@@ -94,7 +94,7 @@ def test_token_ids_up_to_32_bits_are_hashed() -> None:
 
 @pytest.mark.parametrize("bad", [MAX_TOKEN_ID + 1, 1 << 64, -1, 1.5, "7", None])
 @pytest.mark.parametrize("at", [0, 5, 17])
-def test_any_other_token_id_is_refused_and_named(bad: object, at: int) -> None:
+def test_the_error_names_an_invalid_token_id(bad: object, at: int) -> None:
     tokens: list[object] = [1] * 18
     tokens[at] = bad
     with pytest.raises(InvalidValue, match="token id") as caught:
@@ -102,13 +102,13 @@ def test_any_other_token_id_is_refused_and_named(bad: object, at: int) -> None:
     assert repr(bad) in str(caught.value)
 
 
-def test_a_bad_token_of_a_prompt_without_a_full_block_is_refused_too() -> None:
+def test_an_invalid_token_is_refused_even_without_a_full_block() -> None:
     with pytest.raises(InvalidValue, match="4294967296"):
         extend_chain([1 << 32], 16)
 
 
 @pytest.mark.parametrize("tokens", [b"\x01\x00\x00\x00" * 16, bytearray(64), "1 2 3"])
-def test_bytes_and_text_are_no_token_ids(tokens: object) -> None:
+def test_bytes_and_text_are_refused_as_token_ids(tokens: object) -> None:
     with pytest.raises(InvalidValue, match=type(tokens).__name__):
         extend_chain(tokens, 16)  # type: ignore[arg-type]
     with pytest.raises(InvalidValue, match=type(tokens).__name__):
@@ -116,7 +116,7 @@ def test_bytes_and_text_are_no_token_ids(tokens: object) -> None:
 
 
 @pytest.mark.parametrize("kind", [tuple, lambda t: array("I", t), lambda t: array("Q", t), lambda t: array("i", t)])
-def test_any_sequence_of_integers_hashes_alike(kind: type) -> None:
+def test_all_sequences_of_integers_hash_alike(kind: type) -> None:
     tokens = list(range(40))
     assert extend_chain(kind(tokens), 16) == extend_chain(tokens, 16)
 
@@ -127,7 +127,7 @@ def test_a_block_has_at_least_one_token(size: int) -> None:
         extend_chain([1, 2], size)
 
 
-def test_extra_keys_separate_blocks_and_all_behind_them() -> None:
+def test_extra_keys_change_the_hash_of_their_block_and_of_all_after_it() -> None:
     tokens = list(range(48))
     plain = unpack_hashes(extend_chain(tokens, 16))
     image = unpack_hashes(extend_chain(tokens, 16, None, [None, ["image-1", 3]]))
@@ -137,19 +137,19 @@ def test_extra_keys_separate_blocks_and_all_behind_them() -> None:
 
 
 @pytest.mark.parametrize("empty", [None, [], [None], [None, None, []]])
-def test_no_extra_keys_are_a_plain_block(empty: Sequence[Sequence[object] | None] | None) -> None:
+def test_a_block_without_extra_keys_is_plain(empty: Sequence[Sequence[object] | None] | None) -> None:
     tokens = list(range(48))
     assert extend_chain(tokens, 16, None, empty) == extend_chain(tokens, 16)
 
 
 @given(prompts, sizes, st.integers(1, 9))
-def test_a_lazy_chain_is_the_whole_chain_in_chunks(tokens: list[int], size: int, chunk: int) -> None:
+def test_a_lazy_chain_yields_the_whole_chain_in_chunks(tokens: list[int], size: int, chunk: int) -> None:
     chunks = list(lazy_chain(tokens, size, chunk))
     assert b"".join(chunks) == extend_chain(tokens, size)
     assert all(len(c) == chunk * HASH_BYTES for c in chunks[:-1])
 
 
-def test_a_lazy_chain_looks_no_further_than_asked() -> None:
+def test_a_lazy_chain_hashes_no_further_than_requested() -> None:
     tokens: list[int] = [*range(16), 1 << 40]
     chunks = lazy_chain([*tokens, *[1] * 15], 16, 1)
     assert next(chunks) == extend_chain(tokens[:16], 16)
@@ -158,24 +158,24 @@ def test_a_lazy_chain_looks_no_further_than_asked() -> None:
 
 
 @given(st.lists(hash_values))
-def test_hashes_come_back_from_their_packed_form(hashes: list[int]) -> None:
+def test_hashes_round_trip_through_their_packed_form(hashes: list[int]) -> None:
     packed = pack_hashes(hashes)
     assert packed == b"".join(h.to_bytes(8, "little") for h in hashes)
     assert unpack_hashes(packed) == hashes
 
 
 @pytest.mark.parametrize("hashes", [[-1], [1 << 64], ["1"], [0.5]])
-def test_only_64_bit_integers_are_packed(hashes: list[int]) -> None:
+def test_only_64_bit_integers_can_be_packed(hashes: list[int]) -> None:
     with pytest.raises(InvalidValue):
         pack_hashes(hashes)
 
 
-def test_packed_hashes_have_8_bytes_each() -> None:
+def test_packed_hashes_of_other_lengths_are_refused() -> None:
     with pytest.raises(InvalidValue, match="7 bytes"):
         unpack_hashes(b"1234567")
 
 
 @given(st.lists(hash_values, max_size=40), st.integers(1, 6), st.integers(0, 20))
-def test_thinning_keeps_the_last_of_each_g_blocks(hashes: list[int], granularity: int, first: int) -> None:
+def test_thin_keeps_the_last_of_every_g_blocks(hashes: list[int], granularity: int, first: int) -> None:
     kept = [h for i, h in enumerate(hashes, first) if i % granularity == granularity - 1]
     assert unpack_hashes(thin(pack_hashes(hashes), granularity, first)) == kept

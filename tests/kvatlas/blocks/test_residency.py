@@ -1,4 +1,4 @@
-"""Overlaps: what each worker holds, read off runs of holders values."""
+"""Overlaps: what each worker holds, computed from runs of holders values."""
 
 from dataclasses import dataclass
 from struct import pack
@@ -16,13 +16,13 @@ flags = st.sampled_from([Tier.HBM.flag, Tier.CPU_DRAM.flag, Tier.HBM.flag | Tier
 
 @dataclass(frozen=True)
 class Holder:
-    """One holder of a shard: the flags of each block it holds from the start on."""
+    """One holder of a shard; `held` has the flags of each block it holds, from the start."""
 
     number: int
     name: str
     held: list[int]
     active: bool
-    later_only: bool  # announces another granularity: not the first block, and not in a row
+    later_only: bool  # publishes another granularity: not the first block, and not every block
 
 
 @st.composite
@@ -55,45 +55,45 @@ def runs_of(held: list[Holder]) -> ShardRuns:
 
 
 @given(holders())
-def test_runs_tell_each_active_workers_depth_and_flags(held: list[Holder]) -> None:
+def test_runs_give_each_active_workers_depth_and_flags(held: list[Holder]) -> None:
     shard = runs_of(held)
-    seen = sum(shard.lengths)
-    expected = {h.name: h.held[:seen] for h in held if h.active and not h.later_only and h.held}
-    told = {name: [f for length, f in runs for _ in range(length)] for name, runs in shard.held().items()}
-    assert told == expected
+    length_seen = sum(shard.lengths)
+    expected = {h.name: h.held[:length_seen] for h in held if h.active and not h.later_only and h.held}
+    actual = {name: [f for length, f in runs for _ in range(length)] for name, runs in shard.runs_by_worker().items()}
+    assert actual == expected
     assert shard.depths() == {name: len(blocks) for name, blocks in expected.items()}
 
 
 @given(holders())
-def test_one_workers_flags_are_those_of_all(held: list[Holder]) -> None:
+def test_the_runs_of_one_worker_equal_those_computed_for_all_workers(held: list[Holder]) -> None:
     shard = runs_of([h for h in held if not h.later_only])
-    together = shard.held()
+    together = shard.runs_by_worker()
     for holder in held:
         if holder.name in together:
-            alone = [f for length, f in shard.flags_of(holder.name) for _ in range(length)]
+            alone = [f for length, f in shard.runs_of(holder.name) for _ in range(length)]
             assert alone == [f for length, f in together[holder.name] for _ in range(length)]
 
 
 @given(holders(), holders())
-def test_shards_are_told_side_by_side(one: list[Holder], other: list[Holder]) -> None:
+def test_shards_are_merged_by_worker(one: list[Holder], other: list[Holder]) -> None:
     theirs = [Holder(h.number, f"x{h.number}", h.held, h.active, h.later_only) for h in other]
     first, second = runs_of(one), runs_of(theirs)
     overlap = Overlap([first, second], BLOCKS)
-    assert overlap.held() == {**first.held(), **second.held()}
+    assert overlap.runs_by_worker() == {**first.runs_by_worker(), **second.runs_by_worker()}
     assert overlap.depths() == {**first.depths(), **second.depths()}
 
 
-def test_a_shard_that_holds_nothing_tells_nothing() -> None:
+def test_an_empty_shard_has_no_depths_and_no_runs() -> None:
     empty = ShardRuns([], [], {})
     assert empty.depths() == {}
-    assert empty.held() == {}
-    assert Overlap([empty], 4).flags_of("w1") == []
+    assert empty.runs_by_worker() == {}
+    assert Overlap([empty], 4).runs_of("w1") == []
 
 
-def test_the_tiers_of_an_example() -> None:
+def test_worked_example_of_tiers() -> None:
     gpu, both = 1 << 8 | Tier.HBM.flag, 1 << 8 | Tier.HBM.flag | Tier.CPU_DRAM.flag
     shard = ShardRuns([pack(">I", both), pack(">I", gpu)], [3, 2], {1: "w1"})
-    assert [(length, tiers_of(f)) for length, f in shard.held()["w1"]] == [
+    assert [(length, tiers_of(f)) for length, f in shard.runs_by_worker()["w1"]] == [
         (3, (Tier.HBM, Tier.CPU_DRAM)),
         (2, (Tier.HBM,)),
     ]

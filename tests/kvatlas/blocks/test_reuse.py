@@ -1,4 +1,4 @@
-"""What an engine reuses of a resident prefix."""
+"""How much of a resident prefix an engine reuses."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ def endpoint(kind: EngineKind, *, id: str = "w1", eagle: bool = False) -> Engine
 @pytest.mark.parametrize(
     ("kind", "eagle", "resident", "prompt", "usable"),
     [
-        # a whole block is recomputed where the hit would be the whole prompt
+        # a whole block is recomputed if the hit would be the whole prompt
         (EngineKind.VLLM, False, 64, 64, 48),
         (EngineKind.VLLM, False, 64, 65, 64),
         (EngineKind.VLLM, False, 64, 70, 64),
@@ -47,7 +47,7 @@ def test_worked_examples_with_blocks_of_16(
 
 
 @given(st.sampled_from(EngineKind), st.booleans(), st.integers(0, 200), st.integers(0, 3_000), st.integers(1, 64))
-def test_every_engine_computes_the_last_token_again(
+def test_every_engine_recomputes_the_last_token(
     kind: EngineKind, eagle: bool, blocks: int, prompt: int, size: int
 ) -> None:
     rule = default_rule(kind, eagle=eagle)
@@ -58,7 +58,7 @@ def test_every_engine_computes_the_last_token_again(
     assert usable <= rule.usable_tokens((blocks + 1) * size, prompt, size)
 
 
-def test_a_rule_is_the_workers_own_then_its_kinds_then_the_default() -> None:
+def test_the_rule_is_that_of_the_worker_then_of_its_kind_then_the_default() -> None:
     own, kinds = ReuseRule(recomputed_tokens=9), ReuseRule(recomputed_tokens=5)
     rules = ReuseRules(by_worker={"w1": own}, by_kind={EngineKind.VLLM: kinds})
     assert rules.of(endpoint(EngineKind.VLLM)) == own

@@ -17,23 +17,23 @@ ALIASES = {
 
 
 @pytest.mark.parametrize(("tier", "alias"), [(t, a) for t, names in ALIASES.items() for a in names.split()])
-def test_every_alias_is_understood_in_any_spelling(tier: Tier, alias: str) -> None:
+def test_every_alias_is_parsed_in_any_spelling(tier: Tier, alias: str) -> None:
     for spelled in (alias, alias.upper(), alias.replace("_", "-"), f" {alias.title()} "):
         assert parse_tier(spelled) is tier
 
 
 @pytest.mark.parametrize("engine", [("GPU", Tier.HBM), ("CPU", Tier.CPU_DRAM), ("STORAGE", Tier.OBJECT_STORE)])
-def test_the_engines_own_media_are_understood(engine: tuple[str, Tier]) -> None:
+def test_the_media_of_engines_are_parsed(engine: tuple[str, Tier]) -> None:
     assert parse_tier(engine[0]) is engine[1]
 
 
 @pytest.mark.parametrize("engine", ["CPU_PINNED", "DISK", "EXTERNAL", "FS", "OBJ"])
-def test_no_medium_that_engines_send_is_unknown(engine: str) -> None:
+def test_every_medium_that_engines_send_is_known(engine: str) -> None:
     parse_tier(engine)
 
 
 @pytest.mark.parametrize("name", ["", "tape", "hbm2", "gpu 0", None, 3, b"gpu"])
-def test_an_unknown_tier_is_named_with_what_was_expected(name: str) -> None:
+def test_the_error_names_an_unknown_tier_and_what_was_expected(name: str) -> None:
     with pytest.raises(InvalidValue, match="unknown tier") as caught:
         parse_tier(name)
     assert repr(name) in str(caught.value)
@@ -41,12 +41,12 @@ def test_an_unknown_tier_is_named_with_what_was_expected(name: str) -> None:
 
 
 @given(st.sets(st.sampled_from(Tier)), st.sampled_from([0, FLAG_PINNED, FLAG_RESUMABLE, FLAG_PINNED | FLAG_RESUMABLE]))
-def test_flags_tell_the_tiers_nearest_first(tiers: set[Tier], others: int) -> None:
+def test_the_tiers_in_flags_come_nearest_first(tiers: set[Tier], others: int) -> None:
     flags = sum(tier.flag for tier in tiers) | others
     assert list(tiers_of(flags)) == sorted(tiers)
 
 
-def test_flags_share_no_bit() -> None:
+def test_no_two_flags_share_a_bit() -> None:
     assert not TIER_MASK & (FLAG_PINNED | FLAG_RESUMABLE)
     assert FLAG_PINNED != FLAG_RESUMABLE
     assert TIER_MASK == 0b11111

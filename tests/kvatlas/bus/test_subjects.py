@@ -1,4 +1,4 @@
-"""Subjects and the worker they name."""
+"""Subjects and the worker in them."""
 
 import pytest
 from hypothesis import given
@@ -10,14 +10,14 @@ from tests.kvatlas.strategies import worker_ids
 
 
 @given(worker_ids)
-def test_a_worker_has_one_subject_for_its_events(worker_id: str) -> None:
+def test_a_worker_has_one_events_subject(worker_id: str) -> None:
     subject = events_subject(worker_id, 64)
     assert worker_of(subject) == (partition_of(worker_id, 64), worker_id)
     assert subject.startswith(partition_events(partition_of(worker_id, 64)).removesuffix("*"))
 
 
 @pytest.mark.parametrize("subject", ["", "kvatlas.events.1", "kvatlas.events.x.w", "kvatlas.alive.1.w", "a.b.1.w.z"])
-def test_other_subjects_name_no_worker(subject: str) -> None:
+def test_other_subjects_are_refused(subject: str) -> None:
     with pytest.raises(InvalidValue, match="subject"):
         worker_of(subject)
 

@@ -1,4 +1,4 @@
-"""What the kernel says about a process (Linux)."""
+"""Processes as the kernel reports them (Linux)."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ _LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as /proc/net pri
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists and has not ended; a zombie that nobody has reaped has ended."""
+    """True if the process exists and has not ended; a zombie has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -17,7 +17,7 @@ def is_alive(pid: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """Every process that this one has started, and that those have."""
+    """The process ids of all children, their children, and so on."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -35,13 +35,13 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def listens_on(pid: int) -> dict[int, bool]:
-    """The process' listening TCP ports; True where it is reached over loopback only."""
+def listening_ports(pid: int) -> dict[int, bool]:
+    """The process' listening TCP ports; True if a port is reachable over loopback only."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
             target = os.readlink(descriptor)
-        except FileNotFoundError:  # it was closed meanwhile: no socket that listens
+        except FileNotFoundError:  # closed meanwhile, so not a listening socket
             continue
         if target.startswith("socket:["):
             inodes.add(target.removeprefix("socket:[").removesuffix("]"))

@@ -6,16 +6,16 @@ import redis.asyncio
 
 from kvatlas.embedded import EmbeddedServerError, valkey_cluster
 from tests.eventually import until
-from tests.kvatlas.embedded.process_table import is_alive, listens_on
+from tests.kvatlas.embedded.process_table import is_alive, listening_ports
 
 pytestmark = pytest.mark.anyio
 
 
-async def info(url: str) -> dict[str, str]:
+async def cluster_info(url: str) -> dict[str, str]:
     client: Any = redis.asyncio.Redis.from_url(url)
     async with client:
-        told: dict[str, str] = await client.execute_command("CLUSTER INFO")
-        return told
+        info: dict[str, str] = await client.execute_command("CLUSTER INFO")
+        return info
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis8"])
@@ -23,11 +23,11 @@ async def test_three_primaries_share_all_slots(kind: str, redis8_binary: Path) -
     async with valkey_cluster(binary=redis8_binary if kind == "redis8" else None) as cluster:
         pids = [node.pid for node in cluster.nodes]
         for node in cluster.nodes:
-            told = await info(node.url)
-            assert told["cluster_state"] == "ok"
-            assert told["cluster_slots_ok"] == "16384"
-            assert told["cluster_size"] == "3"
-            assert listens_on(node.pid) == {node.port: True, node.port + 10_000: True}
+            info = await cluster_info(node.url)
+            assert info["cluster_state"] == "ok"
+            assert info["cluster_slots_ok"] == "16384"
+            assert info["cluster_size"] == "3"
+            assert listening_ports(node.pid) == {node.port: True, node.port + 10_000: True}
         assert cluster.url == f"redis+cluster://127.0.0.1:{cluster.nodes[0].port}"
         members: Any = redis.asyncio.RedisCluster.from_url(cluster.nodes[0].url)
         async with members as client:
@@ -40,7 +40,7 @@ async def test_three_primaries_share_all_slots(kind: str, redis8_binary: Path) -
         await cluster.nodes[1].restart()
 
         async def is_whole() -> bool:
-            return (await info(cluster.nodes[1].url))["cluster_state"] == "ok"
+            return (await cluster_info(cluster.nodes[1].url))["cluster_state"] == "ok"
 
         await until(is_whole, deadline_s=20, what="a restarted node rejoins the cluster")
     assert not any(is_alive(pid) for pid in pids)

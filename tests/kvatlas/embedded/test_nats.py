@@ -7,7 +7,7 @@ from nats.js.api import StorageType, StreamConfig
 
 from kvatlas.embedded import EmbeddedServerError, nats_server
 from kvatlas.embedded.nats import MIB
-from tests.kvatlas.embedded.process_table import is_alive, listens_on
+from tests.kvatlas.embedded.process_table import is_alive, listening_ports
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +31,7 @@ async def publish_one(url: str, storage: StorageType) -> None:
 
 
 @pytest.mark.parametrize("storage", [StorageType.FILE, StorageType.MEMORY])
-async def test_jetstream_works_and_the_server_is_gone_afterwards(storage: StorageType) -> None:
+async def test_jetstream_works_and_the_server_is_gone_after_exit(storage: StorageType) -> None:
     async with nats_server() as server:
         pid, data_dir = server.pid, server.process.data_dir
         await publish_one(server.url, storage)
@@ -42,10 +42,10 @@ async def test_jetstream_works_and_the_server_is_gone_afterwards(storage: Storag
 
 async def test_it_listens_on_loopback_only() -> None:
     async with nats_server() as server:
-        assert listens_on(server.pid) == {server.port: True}
+        assert listening_ports(server.pid) == {server.port: True}
 
 
-async def test_its_streams_may_not_reserve_more_than_the_caps() -> None:
+async def test_streams_may_not_reserve_more_than_the_limits() -> None:
     async with nats_server(max_file_store_bytes=64 * MIB, max_memory_store_bytes=32 * MIB) as server:
         client = await nats.connect(server.url)
         try:
@@ -69,7 +69,7 @@ async def test_restart_keeps_port_and_files() -> None:
         assert server.pid != pid
 
 
-async def test_a_killed_one_is_gone_until_it_is_started_again() -> None:
+async def test_a_killed_server_is_gone_until_it_is_started_again() -> None:
     async with nats_server() as server:
         await publish_one(server.url, StorageType.FILE)
         pid = server.pid
@@ -90,7 +90,7 @@ async def test_a_given_directory_outlives_the_server(tmp_path: Path) -> None:
         assert await last_seq(server.url, "S") == 1
 
 
-async def test_credentials_are_asked_for_and_are_in_the_url() -> None:
+async def test_credentials_are_required_and_are_in_the_url() -> None:
     async with nats_server(user="me", password="secret~1") as server:
         await publish_one(server.url, StorageType.MEMORY)
         client = Client()
@@ -105,7 +105,7 @@ def test_credentials_that_the_client_would_misread_are_refused(user: str, passwo
         nats_server(user=user, password=password)
 
 
-async def test_further_configuration_is_nats_own() -> None:
+async def test_further_configuration_is_passed_to_nats() -> None:
     async with nats_server(config="max_payload: 2048") as server:
         client = await nats.connect(server.url)
         try:

@@ -1,4 +1,4 @@
-"""Fleet and control records: round trip, meanings, and the field that is wrong."""
+"""Fleet and control records: round trip, defaults, and errors that name the wrong field."""
 
 from typing import Any
 
@@ -52,12 +52,12 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_record_comes_back(record: Any) -> None:
+def test_a_record_round_trips(record: Any) -> None:
     assert type(record).unpack(record.pack()) == record
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_newer_versions_fields_are_ignored(record: Any) -> None:
+def test_fields_of_newer_versions_are_ignored(record: Any) -> None:
     newer = {**msgpack.unpackb(record.pack()), "field_of_tomorrow": [1]}
     assert type(record).unpack(msgpack.packb(newer)) == record
 
@@ -79,7 +79,7 @@ def test_a_newer_versions_fields_are_ignored(record: Any) -> None:
         (RECORDS[4], "op", "reboot"),
     ],
 )
-def test_a_wrong_field_is_named_in_one_line(record: Any, field: str, value: object) -> None:
+def test_the_error_names_the_wrong_field_in_one_line(record: Any, field: str, value: object) -> None:
     fields = {**record.model_dump(mode="json"), field: value}
     if isinstance(value, int) and value >= 1 << 64:
         fields[field] = str(value)
@@ -89,12 +89,12 @@ def test_a_wrong_field_is_named_in_one_line(record: Any, field: str, value: obje
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x01", b"\x90", b"garbage"])
-def test_bytes_that_are_no_record_are_refused(payload: bytes) -> None:
+def test_malformed_payloads_are_refused(payload: bytes) -> None:
     with pytest.raises(InvalidValue):
         FleetRecord.unpack(payload)
 
 
-def test_an_endpoints_defaults() -> None:
+def test_the_defaults_of_an_endpoint() -> None:
     endpoint = EngineEndpoint(id="w", kind=EngineKind.MOCK, model_id="m", tokenizer_id="t", base_url="http://a:1")
     assert endpoint.transfer_groups == ()
     assert endpoint.role is Role.BOTH
@@ -110,7 +110,7 @@ def test_only_a_live_worker_whose_engine_is_up_is_routable(state: EngineState, l
     assert record.routable == (state is EngineState.UP and liveness is Liveness.ALIVE)
 
 
-def test_a_record_as_json_types() -> None:
+def test_a_record_converts_to_json_types() -> None:
     shown = to_jsonable(RECORDS[3])
     assert shown["endpoint"]["kind"] == "vllm"
     assert shown["load"]["forward_pass"]["cache_usage"] == 0.5

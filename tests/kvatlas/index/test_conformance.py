@@ -49,7 +49,7 @@ async def test_a_tier_is_part_of_a_residency(index: ResidencyIndex) -> None:
     )
     assert await contents(index, "w") == source.held
     assert await index.length() == 12
-    flags = (await index.overlap(SCOPE, head(10))).flags_of("w")
+    flags = (await index.overlap(SCOPE, head(10))).runs_of("w")
     assert flags[0] == (2, Tier.CPU_DRAM.flag)
     assert flags[-1][1] == Tier.HBM.flag
     found = await index.locate(SCOPE, unpack_hashes(CHAIN)[3])

@@ -25,7 +25,7 @@ class Worker:
             self.ended = True
 
 
-async def test_stopping_waits_for_the_end_also_if_the_body_swallows_the_cancellation() -> None:
+async def test_stop_waits_for_the_end_even_if_the_body_swallows_the_cancellation() -> None:
     worker = Worker()
     assert not await worker.task.stop()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""One trace context from an engine's batch over the applied batch to the decision, through real NATS and Valkey."""
+"""One trace from the engine batch through the applied batch to the decision, over real NATS and Valkey."""
 
 import anyio
 import pytest
@@ -26,8 +26,8 @@ def linked(span: ReadableSpan) -> set[int]:
     return {link.context.span_id for link in span.links}
 
 
-async def test_a_decision_leads_back_to_the_engines_batch(
-    spans: InMemorySpanExporter, fresh_nats: str, fresh_valkey: str
+async def test_a_decision_links_back_to_the_engine_batch(
+    span_exporter: InMemorySpanExporter, fresh_nats: str, fresh_valkey: str
 ) -> None:
     settings = IndexerSettings.load(nats_url=fresh_nats, redis_url=fresh_valkey, stream_storage="memory")
 
@@ -35,7 +35,7 @@ async def test_a_decision_leads_back_to_the_engines_batch(
         await run_indexer(settings, ready=task_status.started)
 
     def named(name: str) -> dict[int, ReadableSpan]:
-        return {span.context.span_id: span for span in spans.get_finished_spans() if span.name == name}
+        return {span.context.span_id: span for span in span_exporter.get_finished_spans() if span.name == name}
 
     async with anyio.create_task_group() as tasks:
         await tasks.start(index)
@@ -47,7 +47,7 @@ async def test_a_decision_leads_back_to_the_engines_batch(
             await publisher.flush()
 
             async def decided() -> ReadableSpan | None:
-                """The span of a decision for w1 by its blocks, once the fleet record leads on."""
+                """The span of a decision for w1 by its blocks, once the fleet record has a trace."""
                 spans_before = set(named("route kvatlas"))
                 try:
                     choice = await router.pick(Prompt.of_tokens(SCOPE, TOKENS))
@@ -56,7 +56,7 @@ async def test_a_decision_leads_back_to_the_engines_batch(
                 (span,) = (span for span_id, span in named("route kvatlas").items() if span_id not in spans_before)
                 return span if choice.result.overlap_blocks == 4 and span.links else None
 
-            decision = await until(decided, deadline_s=20, what="a decision that links an applied batch")
+            decision = await until(decided, deadline_s=20, what="a decision that links to an applied batch")
         tasks.cancel_scope.cancel()
 
     assert decision is not None

@@ -1,4 +1,4 @@
-"""What the OTEL_* variables switch on. Providers are global to a process, so a real set-up runs in a child."""
+"""What the OTEL_* variables switch on. Providers are global to a process, so a real set-up runs in a child process."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvatlas.errors import SettingsError
-from kvatlas.telemetry import setup_telemetry, telemetry_wanted
+from kvatlas.telemetry import requested_exporters, setup_telemetry
 
 
 @pytest.mark.parametrize(
@@ -26,17 +26,19 @@ from kvatlas.telemetry import setup_telemetry, telemetry_wanted
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}, {}),
     ],
 )
-def test_which_signals_are_on(environ: dict[str, str], expected: dict[str, list[str]]) -> None:
-    assert telemetry_wanted(environ) == expected
+def test_the_variables_select_the_exporters_of_each_signal(
+    environ: dict[str, str], expected: dict[str, list[str]]
+) -> None:
+    assert requested_exporters(environ) == expected
 
 
-def test_nothing_is_imported_while_off() -> None:
+def test_nothing_is_imported_while_telemetry_is_off() -> None:
     code = (
         "import sys, kvatlas.telemetry as t\n"
         "assert not t.setup_telemetry('x', {}).enabled and not t.tracing_enabled()\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
-    assert _child(code, {}).stdout.strip() == "[]"
+    assert run_child(code, {}).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -55,13 +57,13 @@ def test_nothing_is_imported_while_off() -> None:
         ),
     ],
 )
-def test_a_wrong_variable_is_one_line(environ: dict[str, str], line: str) -> None:
+def test_a_wrong_variable_is_reported_in_one_line(environ: dict[str, str], line: str) -> None:
     with pytest.raises(SettingsError) as error:
         setup_telemetry("x", environ)
     assert str(error.value) == line
 
 
-def test_spans_and_metrics_leave_the_process_with_its_name() -> None:
+def test_spans_and_metrics_are_exported_with_the_service_name() -> None:
     code = (
         "import kvatlas.telemetry as t\n"
         "telemetry = t.setup_telemetry('indexer')\n"
@@ -69,12 +71,12 @@ def test_spans_and_metrics_leave_the_process_with_its_name() -> None:
         "with t.flush_span('w1', messages=1): assert t.inject_headers()\n"
         "telemetry.shutdown()\n"
     )
-    out = _child(code, {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "console"}).stdout
+    out = run_child(code, {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "console"}).stdout
     assert '"service.name": "kvatlas-indexer"' in out
     assert '"name": "send kvatlas.events.{partition}.{worker}"' in out
 
 
-def test_the_environment_names_the_service() -> None:
+def test_the_environment_may_set_the_service_name() -> None:
     code = (
         "import kvatlas.telemetry as t\n"
         "telemetry = t.setup_telemetry('indexer')\n"
@@ -82,10 +84,10 @@ def test_the_environment_names_the_service() -> None:
         "telemetry.shutdown()\n"
     )
     for variables in ({"OTEL_SERVICE_NAME": "mine"}, {"OTEL_RESOURCE_ATTRIBUTES": "service.name=mine"}):
-        assert _child(code, {"OTEL_TRACES_EXPORTER": "console", **variables}).stdout.startswith("mine")
+        assert run_child(code, {"OTEL_TRACES_EXPORTER": "console", **variables}).stdout.startswith("mine")
 
 
-def _child(code: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_child(code: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     done = subprocess.run(
         [sys.executable, "-c", code], env={**clean, **environ}, capture_output=True, text=True, timeout=60, check=False

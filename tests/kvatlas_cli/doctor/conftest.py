@@ -2,11 +2,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.kvatlas_cli.doctor.installation import Installation, installation
+from tests.kvatlas_cli.doctor.installation import Installation, running_installation
 
 
 @pytest.fixture
-async def system() -> AsyncIterator[Installation]:
-    """Empty servers of this test's own."""
-    async with installation() as made:
-        yield made
+async def installation() -> AsyncIterator[Installation]:
+    """Servers of this test, without any data."""
+    async with running_installation() as started:
+        yield started

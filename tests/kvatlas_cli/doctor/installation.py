@@ -1,4 +1,4 @@
-"""A whole small installation: servers of its own, a replica, simulated engines with their publishers."""
+"""A small installation of its own: servers, replicas, simulated engines with their publishers."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -30,7 +30,7 @@ def now_us() -> int:
 
 
 def endpoint(worker_id: str, **changed: Any) -> EngineEndpoint:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": worker_id,
         "kind": EngineKind.VLLM,
         "base_url": f"http://{worker_id}:8000",
@@ -38,12 +38,12 @@ def endpoint(worker_id: str, **changed: Any) -> EngineEndpoint:
         "tokenizer_id": MODEL,
         "block_size": 4,
     }
-    return EngineEndpoint(**{**told, **changed})
+    return EngineEndpoint(**{**fields, **changed})
 
 
-def record(worker_id: str, *, of_endpoint: Mapping[str, Any] | None = None, **changed: Any) -> FleetRecord:
-    """A worker as an indexer writes it down: alive, up, idle."""
-    told: dict[str, Any] = {
+def fleet_record(worker_id: str, *, of_endpoint: Mapping[str, Any] | None = None, **changed: Any) -> FleetRecord:
+    """A worker's fleet record as an indexer writes it: alive, up, idle."""
+    fields: dict[str, Any] = {
         "endpoint": endpoint(worker_id, **(of_endpoint or {})),
         "state": EngineState.UP,
         "liveness": Liveness.ALIVE,
@@ -52,40 +52,40 @@ def record(worker_id: str, *, of_endpoint: Mapping[str, Any] | None = None, **ch
         "incarnation": 1,
         "heard_us": now_us(),
     }
-    return FleetRecord(**{**told, **changed})
+    return FleetRecord(**{**fields, **changed})
 
 
 @dataclass(slots=True)
 class Installation:
-    """`said` examines it."""
+    """Servers of one test; `findings` examines them."""
 
     nats: EmbeddedServer
     valkey: EmbeddedServer
-    client: Client
+    nats_client: Client
     store: Store
 
-    async def said(self, check: str, *, listen_s: float = 0.05) -> list[Finding]:
-        """What the doctor says of one check."""
+    async def findings(self, check: str, *, listen_s: float = 0.05) -> list[Finding]:
+        """The doctor's findings of one check."""
         found = await examine(self.nats.url, self.valkey.url, listen_s=listen_s)
         return [one for one in found if one.check == check]
 
-    async def wrong(self, check: str, *, listen_s: float = 0.05) -> Finding:
-        """The one thing that is wrong there."""
-        (found,) = [one for one in await self.said(check, listen_s=listen_s) if one.level is not Level.OK]
+    async def problem(self, check: str, *, listen_s: float = 0.05) -> Finding:
+        """The only finding of the check that is not ok."""
+        (found,) = [one for one in await self.findings(check, listen_s=listen_s) if one.level is not Level.OK]
         return found
 
-    async def config(self, **settings: str | int) -> None:
+    async def configure_store(self, **settings: str | int) -> None:
         """Change the store's configuration."""
         for name, value in settings.items():
             await self.store.client.config_set(name.replace("_", "-"), value)
 
-    async def writes(self, *records: FleetRecord) -> None:
+    async def write_records(self, *records: FleetRecord) -> None:
         """Write fleet records, as an indexer does."""
         await FleetStore(self.store).write({one.endpoint.id: one for one in records})
 
-    async def beats(self, worker_id: str, **changed: Any) -> None:
+    async def send_heartbeat(self, worker_id: str, **changed: Any) -> None:
         """Send a heartbeat, as a publisher does."""
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "worker_id": worker_id,
             "incarnation": 1,
             "acked_seq": -1,
@@ -93,11 +93,12 @@ class Installation:
             "endpoint": endpoint(worker_id),
             "sent_us": now_us(),
         }
-        await self.client.publish(alive_subject(worker_id), Heartbeat(**{**told, **changed}).pack())
-        await self.client.flush()
+        await self.nats_client.publish(alive_subject(worker_id), Heartbeat(**{**fields, **changed}).pack())
+        await self.nats_client.flush()
 
     @asynccontextmanager
     async def replicas(self, *member_ids: str) -> AsyncIterator[None]:
+        """Run indexer replicas."""
         async with AsyncExitStack() as stack:
             for member_id in member_ids:
                 replica = running_replica(self.nats.url, self.valkey.url, member_id=member_id)
@@ -106,7 +107,7 @@ class Installation:
 
     @asynccontextmanager
     async def worker(self, worker_id: str, **changed: Any) -> AsyncIterator[str]:
-        """A simulated engine and its publisher, known to the indexers; the engine's URL."""
+        """Run a simulated engine and its publisher until the indexers know it; the engine's URL."""
         async with running_engine() as (addresses, _), anyio.create_task_group() as tasks:
             settings = PublishSettings.load(
                 nats_url=self.nats.url,
@@ -130,8 +131,8 @@ class Installation:
 
 
 @asynccontextmanager
-async def installation() -> AsyncIterator[Installation]:
-    """Empty servers."""
+async def running_installation() -> AsyncIterator[Installation]:
+    """Servers without any data."""
     async with nats_server() as nats, valkey_server() as valkey:
         client = await connect_nats(nats.url, name="test", wait=False)
         store = await open_store(valkey.url, wait=False)

@@ -1,10 +1,10 @@
-"""What may be shown of a URL."""
+"""URLs in log lines and errors, without their passwords."""
 
 from urllib.parse import urlsplit
 
 
-def without_password(url: str) -> str:
-    """A URL as it may be shown: its password replaced by ***."""
+def redact_password(url: str) -> str:
+    """The URL with its password replaced by ***."""
     try:
         password = urlsplit(url).password
     except ValueError:

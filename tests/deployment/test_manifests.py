@@ -1,4 +1,4 @@
-"""Every command, flag, variable and port that a manifest names exists, and its values are taken."""
+"""Every command, flag, variable and port in a manifest exists, and its values are accepted."""
 
 import tomllib
 from collections.abc import Callable
@@ -10,15 +10,15 @@ import typer.main
 
 from kvatlas.settings import ENV_PREFIX, IndexerSettings, ProcessSettings, PublishSettings
 from kvatlas_cli.app import application
-from tests.deployment.manifests import MANIFESTS, ROOT, Deployed, compose, deployed, documents
+from tests.deployment.manifests import MANIFESTS, ROOT, Deployed, compose, deployed_containers, documents
 
-DEPLOYED = deployed()
+DEPLOYED = deployed_containers()
 APP = application()
 GROUP: Any = typer.main.get_command(APP)
 
 
 def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettings:
-    """The settings that the container's process would run with; raises what the process would report."""
+    """The settings with which the container's process would run. Raises what the process would report."""
     command = GROUP.commands[one.words[0]]
     context = command.make_context(one.words[0], list(one.words[1:]))
     for name, value in one.variables.items():
@@ -32,7 +32,7 @@ def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettin
 
 
 @pytest.fixture(autouse=True)
-def no_settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     for name in os.environ:
@@ -46,7 +46,7 @@ def test_all_parts_are_deployed_somewhere() -> None:
 
 
 @pytest.mark.parametrize("one", DEPLOYED, ids=str)
-def test_the_command_takes_its_flags_and_values(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_accepts_its_flags_and_values(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.words[0] in GROUP.commands
     settings_of(one, monkeypatch)
 
@@ -59,7 +59,7 @@ def test_every_variable_is_a_setting_of_the_command(one: Deployed, monkeypatch: 
 
 
 @pytest.mark.parametrize("one", [one for one in DEPLOYED if one.probes], ids=str)
-def test_probes_ask_the_status_page_that_is_served(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_use_the_status_page(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     from indexer.status import application
 
     settings = settings_of(one, monkeypatch)
@@ -71,7 +71,7 @@ def test_probes_ask_the_status_page_that_is_served(one: Deployed, monkeypatch: p
         assert probe["httpGet"]["port"] == "status" and probe["httpGet"]["path"] in paths
 
 
-def test_a_sidecar_listens_where_its_engine_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sidecar_connects_to_its_engines_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = documents(ROOT / "k8s/vllm/vllm.yaml")[0]["spec"]["template"]["spec"]["containers"][0]
     sidecar = settings_of(next(one for one in DEPLOYED if one.where == "sidecar.yaml kvatlas"), monkeypatch)
     assert isinstance(sidecar, PublishSettings)
@@ -83,7 +83,7 @@ def test_a_sidecar_listens_where_its_engine_speaks(monkeypatch: pytest.MonkeyPat
     assert sidecar.worker_id and sidecar.advertise_url == "http://10.1.2.3:8000"
 
 
-def test_a_simulated_engine_speaks_where_its_sidecar_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sidecar_connects_to_its_simulated_engines_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {one.where: one for one in DEPLOYED}
     for number in (1, 2):
         engine = by_name[f"compose engine-{number}"].words

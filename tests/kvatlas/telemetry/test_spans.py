@@ -20,7 +20,7 @@ from kvatlas.telemetry import (
 )
 
 
-def test_off_by_default_and_then_nothing_is_made() -> None:
+def test_tracing_is_off_by_default_and_then_creates_no_span() -> None:
     assert not tracing_enabled()
     with flush_span("w1", messages=1) as span:
         assert not span.is_recording()
@@ -31,14 +31,14 @@ def test_off_by_default_and_then_nothing_is_made() -> None:
         describe_decision(decision, worker_id="w1")
 
 
-def test_the_headers_of_a_flush_link_the_batch_that_applies_it(spans: InMemorySpanExporter) -> None:
+def test_an_applied_batch_links_to_the_flush_whose_headers_it_carries(span_exporter: InMemorySpanExporter) -> None:
     with flush_span("w1", messages=2, events=3, blocks=5):
         headers = inject_headers()
     link = extract_link(headers)
     assert link is not None
     with apply_span([link], shard=0, partitions=1, messages=2):
         pass
-    sent, applied = spans.get_finished_spans()
+    sent, applied = span_exporter.get_finished_spans()
     assert sent.name == "send kvatlas.events.{partition}.{worker}" and sent.kind is SpanKind.PRODUCER
     assert applied.name == "process kvatlas.events.{partition}.{worker}" and applied.kind is SpanKind.CONSUMER
     for span in (sent, applied):
@@ -48,28 +48,28 @@ def test_the_headers_of_a_flush_link_the_batch_that_applies_it(spans: InMemorySp
     assert applied.context.trace_id != sent.context.trace_id
 
 
-def test_a_decision_links_the_applied_batch_whose_traceparent_the_fleet_record_has(spans: InMemorySpanExporter) -> None:
+def test_a_decision_links_to_the_applied_batch_in_the_fleet_record(span_exporter: InMemorySpanExporter) -> None:
     with apply_span(messages=1):
         record = current_traceparent()
     with decision_span("route", request_id="r1", model_id="m") as span:
         describe_decision(
             span, worker_id="w1", required_blocks=4, overlap_blocks=3, candidates=2, applied=[record, None, record]
         )
-    applied, decision = spans.get_finished_spans()
+    applied, decision = span_exporter.get_finished_spans()
     assert decision.name == "route kvatlas"
     assert [found.context.span_id for found in decision.links] == [applied.context.span_id]
     assert decision.attributes is not None
     assert decision.attributes["kvatlas.worker"] == "w1" and decision.attributes["kvatlas.overlap_blocks"] == 3
 
 
-def test_a_decision_is_a_child_of_the_callers_span(spans: InMemorySpanExporter) -> None:
+def test_a_decision_is_a_child_of_the_callers_span(span_exporter: InMemorySpanExporter) -> None:
     with trace.get_tracer("app").start_as_current_span("request"), decision_span("rank"):
         pass
-    decision, request = spans.get_finished_spans()
+    decision, request = span_exporter.get_finished_spans()
     assert decision.parent is not None and decision.parent.span_id == request.context.span_id
 
 
-def test_a_batch_has_each_span_once_and_at_most_32_links(spans: InMemorySpanExporter) -> None:
+def test_a_batch_links_each_span_once_and_at_most_32(span_exporter: InMemorySpanExporter) -> None:
     collector = LinkCollector()
     for _ in range(MAX_LINKS + 8):
         with flush_span("w1", messages=2):
@@ -79,21 +79,21 @@ def test_a_batch_has_each_span_once_and_at_most_32_links(spans: InMemorySpanExpo
     links = collector.take()
     assert len(links) == MAX_LINKS == len({link.context.span_id for link in links})
     assert collector.take() == []
-    spans.clear()
+    span_exporter.clear()
     with apply_span([*links, *links]):
         pass
-    assert len(spans.get_finished_spans()[0].links) == MAX_LINKS
+    assert len(span_exporter.get_finished_spans()[0].links) == MAX_LINKS
 
 
 @pytest.mark.parametrize("traceparent", ["", "garbage", "00-0-0-01", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_a_malformed_context_gives_no_link(spans: InMemorySpanExporter, traceparent: str) -> None:
+def test_a_malformed_context_yields_no_link(span_exporter: InMemorySpanExporter, traceparent: str) -> None:
     assert link_of(traceparent) is None
     assert extract_link({"traceparent": traceparent}) is None
     assert extract_link({"other": "x"}) is None and extract_link(None) is None
 
 
-def test_an_error_inside_is_seen_on_the_span(spans: InMemorySpanExporter) -> None:
+def test_an_error_marks_the_span_as_failed(span_exporter: InMemorySpanExporter) -> None:
     with pytest.raises(RuntimeError), apply_span():
         raise RuntimeError("store gone")
-    (span,) = spans.get_finished_spans()
+    (span,) = span_exporter.get_finished_spans()
     assert not span.status.is_ok

@@ -1,0 +1,51 @@
+"""Settings: one class a process, each field a flag and an environment variable; flags win.
+
+    field `nats_url`  =  flag `--nats-url`  =  variable `KVATLAS_NATS_URL`
+
+    process.py      what every process takes; flags and variables to settings; a mistake as one line (`SettingsError`)
+    field_types.py  types of fields: URLs, ports, names, lists
+    commands.py     up, doctor, and questions about one prompt
+    indexer.py, publisher.py, proxy.py
+
+The command line makes its flags from these classes (`kvatlas_cli.flags`), so the three spellings can't drift apart.
+"""
+
+from kvatlas.settings.commands import DoctorSettings, PromptSettings, UpSettings
+from kvatlas.settings.field_types import (
+    CommaList,
+    HttpUrl,
+    Labels,
+    Name,
+    NatsUrl,
+    Port,
+    RedisUrl,
+    WorkerId,
+    ZmqEndpoint,
+)
+from kvatlas.settings.indexer import IndexerSettings
+from kvatlas.settings.process import ENV_PREFIX, ProcessSettings, Settings, flag_of, variable_of
+from kvatlas.settings.proxy import ProxySettings
+from kvatlas.settings.publisher import PublishSettings
+
+__all__ = [
+    "ENV_PREFIX",
+    "CommaList",
+    "DoctorSettings",
+    "HttpUrl",
+    "IndexerSettings",
+    "Labels",
+    "Name",
+    "NatsUrl",
+    "Port",
+    "ProcessSettings",
+    "PromptSettings",
+    "ProxySettings",
+    "PublishSettings",
+    "RedisUrl",
+    "Settings",
+    "UpSettings",
+    "WorkerId",
+    "ZmqEndpoint",
+    "flag_of",
+    "variable_of",
+]

@@ -1,0 +1,53 @@
+"""Settings of commands that are no service of a fleet: `up`, `doctor`, `overlap`, `route`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from kvatlas.identity import DEFAULT_TENANT, Scope
+from kvatlas.request import DEFAULT_DECODE_TOKENS
+from kvatlas.settings.field_types import Name, NatsUrl, Port, RedisUrl
+from kvatlas.settings.process import ProcessSettings, Settings
+from kvatlas.validation import OutputTokens
+
+
+class UpSettings(ProcessSettings):
+    """Everything on one machine."""
+
+    nats_url: NatsUrl | None = Field(
+        default=None, description="NATS server to use; default: an embedded one is started."
+    )
+    redis_url: RedisUrl | None = Field(
+        default=None, description="Redis or Valkey to use; default: an embedded Valkey is started."
+    )
+    state_dir: Path | None = Field(default=None, description="Folder for all data; default: a temporary one.")
+    nats_port: Port = Field(default=0, description="Port of the embedded NATS; 0: any free port.")
+    redis_port: Port = Field(default=0, description="Port of the embedded Valkey; 0: any free port.")
+    status_port: Port | None = Field(default=None, description="Port of the indexer's status page; default: no page.")
+
+
+class DoctorSettings(Settings):
+    """One examination."""
+
+    wait: bool = Field(
+        default=False, description="Retry an unreachable server with back-off; with --no-wait report it as a finding."
+    )
+    listen_s: float = Field(
+        default=2.5, gt=0, description="Seconds to listen for heartbeats; each worker sends one a second."
+    )
+
+
+class PromptSettings(Settings):
+    """A question about one prompt."""
+
+    model_id: Name = Field(description="Model that the request is for.")
+    tokenizer_id: Name | None = Field(default=None, description="Tokenizer of the model; default: the model id.")
+    adapter_id: Name | None = Field(default=None, description="LoRA adapter; default: none.")
+    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the request.")
+    output_tokens: OutputTokens = Field(default=DEFAULT_DECODE_TOKENS, description="Expected length of the output.")
+    cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="Cost profile to price with.")
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)

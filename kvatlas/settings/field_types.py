@@ -1,0 +1,79 @@
+"""Types of settings fields. Values arrive as text; a wrong one is refused with a phrase that begins with `expected`."""
+
+import re
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+from kvatlas.errors import InvalidValue
+from kvatlas.identity import check_worker_id
+
+NATS_SCHEMES = ("nats", "tls", "ws", "wss")
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster")
+ZMQ_SCHEMES = ("tcp", "ipc", "inproc")
+HTTP_SCHEMES = ("http", "https")
+MAX_PARTITIONS = 4_096
+"""Each one has a lease and a reader of its own."""
+MAX_SECONDS = 10 * 365 * 86_400
+
+
+def _url(*schemes: str, port: bool = False) -> AfterValidator:
+    """`port`: a tcp:// URL must have one."""
+    expected = f"expected a URL that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}"
+
+    def check(value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            number = parts.port if parts.scheme != "unix" and "*" not in value else None
+        except ValueError as error:
+            raise ValueError(f"{expected}, with a port from 0 to 65535") from error
+        if parts.scheme not in schemes or not (parts.netloc or parts.path.strip("/")):
+            raise ValueError(expected)
+        if port and parts.scheme == "tcp" and number is None and not value.rpartition(":")[2].isdigit():
+            raise ValueError(f"{expected}, and a port")
+        return value
+
+    return AfterValidator(check)
+
+
+def _check_redis_database(value: str) -> str:
+    """Redis' own client takes database 0 for a path that is not a number."""
+    parts = urlsplit(value)
+    if parts.scheme != "unix" and not re.fullmatch(r"/?[0-9]{0,9}", parts.path):
+        raise ValueError("expected a database number or nothing after the port")
+    return value
+
+
+def _check_worker_id(value: str) -> str:
+    try:
+        return check_worker_id(value)
+    except InvalidValue as error:
+        raise ValueError("expected 1 to 64 of A-Z a-z 0-9 _ -") from error
+
+
+def _split_commas(value: Any) -> Any:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _split_labels(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if any(not separator or not name.strip() for name, separator, _ in pairs):
+        raise ValueError("expected name=value pairs, separated by commas")
+    return {name.strip(): text.strip() for name, _, text in pairs}
+
+
+NatsUrl = Annotated[str, _url(*NATS_SCHEMES)]
+RedisUrl = Annotated[str, _url(*REDIS_SCHEMES), AfterValidator(_check_redis_database)]
+ZmqEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, port=True)]
+HttpUrl = Annotated[str, _url(*HTTP_SCHEMES)]
+WorkerId = Annotated[str, AfterValidator(_check_worker_id)]
+CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
+Labels = Annotated[dict[str, str], NoDecode, BeforeValidator(_split_labels)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITIONS)]
+Seconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]

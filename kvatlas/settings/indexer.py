@@ -1,0 +1,51 @@
+"""Settings of `kvatlas indexer`."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from kvatlas.errors import SettingsError
+from kvatlas.settings.field_types import Name, PartitionCount, Port, Seconds, WorkerId
+from kvatlas.settings.process import Settings
+from kvatlas.validation import Positive
+
+
+class IndexerSettings(Settings):
+    """One indexer replica."""
+
+    member_id: WorkerId | None = Field(default=None, description="Name of this replica; default: host name and pid.")
+    partitions: PartitionCount | None = Field(
+        default=None,
+        description="Partitions of the stream; default: those of the store's layout, 64 in an empty store.",
+    )
+    shards: PartitionCount | None = Field(
+        default=None, description="Shards of the index; default: those of the store's layout, 1 in an empty store."
+    )
+    retire_after_s: Seconds = Field(
+        default=60, description="Seconds without a heartbeat after which a worker is retired and its blocks dropped."
+    )
+    side_index: bool = Field(
+        default=False, description="Store each block's parent too, so that the children of a prefix can be listed."
+    )
+    status_host: Name = Field(default="127.0.0.1", description="Address of the status page.")
+    status_port: Port | None = Field(
+        default=None, description="Port of the status page; 0: any free port; default: no page."
+    )
+    scrub_period_s: float = Field(
+        default=600.0, gt=0, description="Seconds in which every holder's blocks are recounted against its digest."
+    )
+    stream_replicas: Positive = Field(
+        default=1, description="Replicas of the event stream, if this indexer creates it."
+    )
+    stream_max_bytes: Positive = Field(default=1 << 30, description="Largest size of the event stream in bytes.")
+    stream_max_age_s: Seconds = Field(default=1800, description="Seconds for which the event stream keeps a message.")
+    stream_storage: Literal["file", "memory"] = Field(default="file", description="Storage of the event stream.")
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """See `ProcessSettings.load`. If both are given, the shards must divide the partitions."""
+        settings = super().load(**flags)
+        if settings.shards and settings.partitions and settings.partitions % settings.shards:
+            line = f"--shards is {settings.shards}; expected a divisor of {settings.partitions} partitions"
+            raise SettingsError(line)
+        return settings

@@ -1,0 +1,80 @@
+"""Settings of `kvatlas router`, the OpenAI-compatible proxy."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvatlas.identity import DEFAULT_TENANT
+from kvatlas.request import DEFAULT_DECODE_TOKENS
+from kvatlas.settings.field_types import CommaList, Labels, Name, Port
+from kvatlas.settings.process import Settings
+from kvatlas.validation import OutputTokens, Positive
+
+
+class ProxySettings(Settings):
+    """One proxy process."""
+
+    host: Name = Field(default="127.0.0.1", description="Address to listen on.")
+    port: Port = Field(default=8080, description="Port to listen on; 0: any free port.")
+    tokenizer: Name = Field(
+        default="engine",
+        description="Source of a request's token ids: `engine` asks an engine's /tokenize; `none` routes by load alone; "
+        "anything else is a folder with the model's tokenizer.json and chat template.",
+    )
+    tokenizer_deadline_ms: float = Field(
+        default=200.0, gt=0, description="Milliseconds to get a request's token ids; after that it is routed by load."
+    )
+    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the requests.")
+    salt_is_tenant: bool = Field(default=False, description="Use a request's cache salt as its tenant.")
+    output_tokens: OutputTokens = Field(
+        default=DEFAULT_DECODE_TOKENS,
+        description="Expected output of a request in tokens; a lower max_tokens takes precedence.",
+    )
+    cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="Cost profile to price with.")
+    decision_deadline_ms: float = Field(
+        default=10.0,
+        gt=0,
+        description="Milliseconds that a decision may wait for the store; after that it is made without it.",
+    )
+    load_only: bool = Field(default=False, description="Route by load alone, without the index.")
+    learn: bool = Field(
+        default=True, description="Learn the workers' rates from finished requests (cost profile engine)."
+    )
+    follow: Literal["cost", "round_robin"] = Field(
+        default="cost",
+        description="Policy that decides; with any other than cost, the choice by cost is only recorded (shadow mode).",
+    )
+    slo: Literal["told", "penalty", "filter"] = Field(
+        default="told",
+        description="Treatment of a worker that would miss the SLO: reported in the answer, priced higher, or left out.",
+    )
+    slo_ttft_ms: float = Field(default=800.0, gt=0, description="SLO: milliseconds to the first token.")
+    slo_tpot_ms: float = Field(default=80.0, gt=0, description="SLO: milliseconds for each further token.")
+    shed: bool = Field(default=False, description="Answer 503 if every engine would miss the SLO by far.")
+    select_labels: Labels = Field(
+        default_factory=dict, description="Use only workers with these labels: name=value pairs, separated by commas."
+    )
+    allow_workers: CommaList = Field(
+        default=(), description="Use only these workers, separated by commas; default: all."
+    )
+    deny_workers: CommaList = Field(default=(), description="Never use these workers, separated by commas.")
+    session_ms: float = Field(
+        default=0.0,
+        ge=0,
+        description="Cost in milliseconds of moving a session to another worker; 0: ignore sessions.",
+    )
+    temperature: float = Field(
+        default=0.0,
+        ge=0,
+        description="0: always pick the cheapest worker; higher: pick costlier ones too, with higher probability.",
+    )
+    max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
+    ask_usage: bool = Field(
+        default=True, description="Request usage for streams too, and strip it if the client did not ask for it."
+    )
+    engine_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds without a byte after which an engine counts as gone."
+    )
+    held_s: float = Field(
+        default=600.0, gt=0, description="Seconds after which a /v1/route without its /v1/done is released."
+    )

@@ -1,0 +1,92 @@
+"""Settings of `kvatlas publish`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+
+from kvatlas.errors import SettingsError
+from kvatlas.fleet.records import EngineKind, Role
+from kvatlas.identity import DEFAULT_TENANT
+from kvatlas.settings.field_types import CommaList, HttpUrl, Labels, Name, PartitionCount, WorkerId, ZmqEndpoint
+from kvatlas.settings.process import Settings, missing_line
+from kvatlas.validation import Count, Positive
+
+
+class PublishSettings(Settings):
+    """One publisher process: for one engine, or for all ranks of one."""
+
+    engine: EngineKind = Field(description="Kind of engine: vllm, sglang, ...")
+    events: bool = Field(
+        default=True,
+        description="The engine publishes KV events. Without them routers predict what it holds from what they send to it.",
+    )
+    endpoint: ZmqEndpoint | None = Field(
+        default=None, description="The engine's event socket, e.g. tcp://127.0.0.1:5557; required with events."
+    )
+    replay_endpoint: ZmqEndpoint | None = Field(default=None, description="The engine's replay socket.")
+    worker_id: WorkerId = Field(description="Name of this worker in the fleet; with --dp-rank, that of the instance.")
+    model_id: Name = Field(description="Model that the engine serves.")
+    tokenizer_id: Name | None = Field(default=None, description="Tokenizer of the model; default: the model id.")
+    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant that the blocks belong to.")
+    block_size: Positive | None = Field(
+        default=None, description="Tokens in a block; default: learned from the events."
+    )
+    block_bytes: Count = Field(default=0, description="Bytes of KV cache in a block; 0: unknown.")
+    dp_rank: Count | None = Field(
+        default=None, description="Data-parallel rank N: N is added to the ports, and the worker is W-dpN."
+    )
+    dp_size: int | None = Field(
+        default=None, ge=1, le=1024, description="Serve ranks 0 to N-1 in this process, each as with --dp-rank."
+    )
+    state_dir: Path | None = Field(default=None, description="Folder for the saved ledger and dead letters.")
+    outbox_bytes: Positive = Field(
+        default=64 << 20,
+        description="Bytes of messages kept while NATS is unreachable; an overflow ends in a snapshot.",
+    )
+    topic: str = Field(default="", description="Topic of the event socket.")
+    bind: bool = Field(default=False, description="Bind the endpoints (the engine connects) instead of connecting.")
+    granularity: Positive = Field(default=1, description="Publish only every g-th block of a chain.")
+    partitions: PartitionCount = Field(default=64, description="Partitions of the stream, as in the store's layout.")
+    set_semantics: bool = Field(
+        default=False, description="The engine reports cache hits as stored again: don't count references."
+    )
+    salt_is_tenant: bool = Field(default=False, description="Use an event's cache salt as its tenant.")
+    distrust_poison: bool = Field(
+        default=False,
+        description="Drop all known blocks if an event that may have been a removal can't be decoded.",
+    )
+    eagle: bool = Field(
+        default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."
+    )
+    engine_url: HttpUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
+    advertise_url: HttpUrl | None = Field(default=None, description="Address at which routers reach the engine.")
+    role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
+    locality_domain: str = Field(default="", description="Where the worker runs: rack, zone, node.")
+    labels: Labels = Field(
+        default_factory=dict, description="Labels of the worker: name=value pairs, separated by commas."
+    )
+    transfer_groups: CommaList = Field(
+        default=(), description="Groups whose members' caches the worker can read, separated by commas."
+    )
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """See `ProcessSettings.load`. An engine with events needs `endpoint`, one without needs `engine_url`."""
+        settings = super().load(**flags)
+        if settings.events and settings.endpoint is None:
+            raise SettingsError(missing_line("endpoint", "expected the engine's event socket, or --no-events"))
+        if not settings.events and settings.engine_url is None:
+            expected = "expected the engine's HTTP address, the only source with --no-events"
+            raise SettingsError(missing_line("engine_url", expected))
+        if settings.dp_rank is not None and settings.dp_size is not None:
+            raise SettingsError("--dp-rank and --dp-size are both given; expected one of them")
+        return settings
+
+    @property
+    def ranks(self) -> Sequence[Self]:
+        """The settings of each rank that the process serves; without `dp_size` these settings alone."""
+        if self.dp_size is None:
+            return [self]
+        return [self.model_copy(update={"dp_rank": rank, "dp_size": None}) for rank in range(self.dp_size)]

@@ -1,0 +1,70 @@
+"""`kvatlas overlap`: what each worker holds of a prompt."""
+
+from typing import Any
+
+from kvatlas.settings import PromptSettings
+from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.output import count_text, print_json, print_notice, print_table
+from kvatlas_cli.prompt_query import TokensFlag, open_router, read_prompt
+from kvatlas_cli.runner import run_query
+from router_client import Prompt, PromptOverlap, WorkerOverlap
+
+
+@with_settings(PromptSettings)
+def overlap(settings: PromptSettings, tokens: TokensFlag, as_json: JsonFlag = False) -> None:
+    """Show what each worker holds of a prompt: resident and usable blocks and tokens, by tier."""
+    run_query("overlap", settings, _overlap(settings, read_prompt(settings, tokens), as_json))
+
+
+async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
+    async with open_router(settings) as router:
+        found = await router.overlap(prompt)
+    if not found.workers:
+        print_notice(f"no worker serves model {prompt.scope.model_id!r} with tokenizer {prompt.scope.tokenizer_id!r}")
+    if as_json:
+        print_json(_jsonable(found))
+        return
+    print_table(
+        f"prompt of {count_text(found.input_tokens, 'token')}",
+        ("worker", "resident blocks", "of", "resident tokens", "usable tokens", "tiers", "routable"),
+        [
+            (
+                worker.worker_id,
+                str(worker.resident_blocks),
+                str(worker.required_blocks),
+                str(worker.resident_tokens),
+                str(worker.usable_tokens),
+                _tiers_text(worker),
+                "yes" if worker.routable else "no",
+            )
+            for worker in found
+        ],
+    )
+
+
+def _tiers_text(worker: WorkerOverlap) -> str:
+    """Tokens by tier, and those that are only predicted."""
+    parts = [f"{tier.label} {tokens}" for tier, tokens in worker.tokens_by_tier.items()]
+    if not worker.events:
+        parts.append(f"{worker.predicted_tokens} predicted (engine without events)")
+    return ", ".join(parts) or "-"
+
+
+def _jsonable(found: PromptOverlap) -> dict[str, Any]:
+    return {"input_tokens": found.input_tokens, "workers": [_worker_jsonable(worker) for worker in found]}
+
+
+def _worker_jsonable(worker: WorkerOverlap) -> dict[str, Any]:
+    return {
+        "worker": worker.worker_id,
+        "block_size": worker.block_size,
+        "required_blocks": worker.required_blocks,
+        "resident_blocks": worker.resident_blocks,
+        "resident_tokens": worker.resident_tokens,
+        "usable_blocks": worker.usable_blocks,
+        "usable_tokens": worker.usable_tokens,
+        "tokens_by_tier": {tier.label: tokens for tier, tokens in worker.tokens_by_tier.items()},
+        "routable": worker.routable,
+        "events": worker.events,
+        "predicted_tokens": worker.predicted_tokens,
+    }

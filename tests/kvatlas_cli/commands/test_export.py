@@ -1,0 +1,38 @@
+"""`kvatlas export` against a real store."""
+
+import json
+import signal
+
+from kvatlas.blocks.hashing import unpack_hashes
+from tests.kvatlas_cli.conftest import CHAIN, UNUSED_ADDRESS, Cli, start_command
+
+
+def test_each_residency_is_one_json_line(cli: Cli, fleet_store_url: str) -> None:
+    done = cli("export", "--redis-url", fleet_store_url)
+    assert (done.code, done.err) == (0, "")
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert list(lines[0]) == ["worker", "model_id", "tokenizer_id", "adapter_id", "tenant_id", "tier", "sequence_hash"]
+    expected = {("w1", "hbm", f"{value:016x}") for value in unpack_hashes(CHAIN)}
+    expected.add(("w2", "cpu_dram", f"{unpack_hashes(CHAIN)[0]:016x}"))
+    assert {(line["worker"], line["tier"], line["sequence_hash"]) for line in lines} == expected
+    assert {line["tenant_id"] for line in lines} == {"default"} and {line["adapter_id"] for line in lines} == {None}
+
+
+def test_only_one_worker_is_exported_on_request(cli: Cli, fleet_store_url: str) -> None:
+    done = cli("export", "--worker", "w2", KVATLAS_REDIS_URL=fleet_store_url)
+    assert [json.loads(line)["worker"] for line in done.out.splitlines()] == ["w2"]
+
+
+def test_an_unknown_worker_is_reported_and_exports_nothing(cli: Cli, fleet_store_url: str) -> None:
+    done = cli("export", "--worker", "w9", "--redis-url", fleet_store_url)
+    assert (done.code, done.out, done.err) == (0, "", "kvatlas: worker 'w9' is not known to the index\n")
+
+
+def test_a_waiting_command_can_be_interrupted() -> None:
+    process = start_command("export", "--redis-url", f"redis://{UNUSED_ADDRESS}")
+    assert process.stderr is not None and process.stdout is not None
+    with process.stderr as errors, process.stdout:
+        assert "retrying in" in errors.readline()
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in errors.read()
+    assert process.wait(timeout=30) == 130

@@ -1,0 +1,40 @@
+"""`kvatlas up` as a child process."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from kvatlas.embedded import ServerProcess
+from tests.kvatlas_cli.conftest import start_command
+
+
+def test_up_prints_its_addresses_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    process = start_command("up", "--state-dir", str(tmp_path / "state"))
+    assert process.stderr is not None and process.stdout is not None
+    with process.stderr as errors, process.stdout as output:
+        exported = dict(output.readline().removeprefix("export ").strip().split("=") for _ in range(2))
+        assert set(exported) == {"KVATLAS_NATS_URL", "KVATLAS_REDIS_URL"}
+        with Redis.from_url(exported["KVATLAS_REDIS_URL"]) as store:
+            assert store.hgetall("kva:{fleet}:layout")
+            server = int(store.info()["process_id"])
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in errors.read()
+    assert process.wait(timeout=30) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
+    assert (tmp_path / "state" / "valkey").is_dir()
+
+
+def test_up_prints_one_line_as_json(tmp_path: Path, nats_server: ServerProcess, valkey_server: ServerProcess) -> None:
+    process = start_command("up", "--json", "--nats-url", nats_server.url, "--redis-url", valkey_server.url)
+    assert process.stderr is not None and process.stdout is not None
+    with process.stderr as errors, process.stdout as output:
+        printed = json.loads(output.readline())
+        process.terminate()
+        assert "Traceback" not in errors.read()
+    assert process.wait(timeout=30) == 0
+    assert printed == {"nats_url": nats_server.url, "redis_url": valkey_server.url, "state_dir": None, "workers": []}

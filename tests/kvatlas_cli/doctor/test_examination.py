@@ -1,0 +1,69 @@
+"""The whole examination: a healthy installation, an empty one, and unreachable servers."""
+
+import json
+import sys
+
+import anyio
+import pytest
+
+from kvatlas.identity import pool_id
+from kvatlas.predictions.store import read_answer_reports
+from kvatlas_cli.doctor import Level, examine
+from tests.eventually import until
+from tests.kvatlas_cli.conftest import child_environment
+from tests.kvatlas_cli.doctor.installation import MODEL, Installation, now_us
+from tests.router_client.proxy.engines import running_proxy
+
+pytestmark = pytest.mark.anyio
+
+POOL = pool_id(MODEL, MODEL)
+
+NOWHERE = "127.0.0.1:1"
+
+
+async def run_doctor(installation: Installation, *flags: str) -> tuple[int, str]:
+    words = ["doctor", "--nats-url", installation.nats.url, "--redis-url", installation.valkey.url, *flags]
+    done = await anyio.run_process(
+        [sys.executable, "-m", "kvatlas_cli.main", *words], check=False, env=child_environment()
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout.decode()
+
+
+async def test_a_healthy_installation_has_no_problems(installation: Installation) -> None:
+    async with (
+        installation.replicas("a", "b"),
+        installation.worker("w1"),
+        running_proxy(installation.valkey.url) as client,
+    ):
+        body = {"model": MODEL, "prompt": list(range(1_000, 1_041)), "max_tokens": 2}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+        async def are_reported() -> bool:
+            return bool(await read_answer_reports(installation.store, POOL, now_us()))
+
+        await until(are_reported, what="the router reported its counts")
+        code, out = await run_doctor(installation, "--json")
+        levels = {one["check"]: one["level"] for one in json.loads(out)}
+        assert code == 0 and {check: level for check, level in levels.items() if level != "ok"} == {
+            "store.memory": "info"
+        }
+        assert {"workers.heartbeats", "workers.index", "indexers.leases", "routers.answers", "clocks"} <= levels.keys()
+
+
+async def test_an_empty_installation_is_an_error_with_advice(installation: Installation) -> None:
+    code, out = await run_doctor(installation, "--listen-s", "0.05")
+    assert code == 1 and "error    store.layout" in out and "-> start `kvatlas indexer` on it" in out
+    assert out.endswith("3 errors, 0 warnings\n")
+
+
+async def test_an_unreachable_server_is_an_error_and_the_other_is_still_examined(installation: Installation) -> None:
+    found = await examine(f"nats://{NOWHERE}", installation.valkey.url, listen_s=0.05)
+    assert [one.check for one in found if one.level is Level.ERROR] == [
+        "store.functions",
+        "nats.reachable",
+        "store.layout",
+    ]
+    assert any(one.check == "store.policy" and one.level is Level.OK for one in found)
+    found = await examine(installation.nats.url, f"redis://{NOWHERE}", listen_s=0.05)
+    assert [one.check for one in found if one.level is Level.ERROR] == ["store.reachable", "nats.stream"]

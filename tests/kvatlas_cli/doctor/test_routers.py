@@ -1,0 +1,53 @@
+"""Routers' counts of answers: faults found, and their expiry."""
+
+import pytest
+
+from kvatlas.identity import pool_id
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
+from kvatlas.predictions.store import answers_key, read_answer_reports, write_answer_report
+from kvatlas.reservations.redis_calls import call_pool
+from kvatlas.store.connection import open_store
+from kvatlas_cli.doctor import Level
+from tests.eventually import until
+from tests.kvatlas_cli.doctor.installation import MODEL, Installation, fleet_record, now_us
+
+pytestmark = pytest.mark.anyio
+
+POOL = pool_id(MODEL, MODEL)
+
+
+async def test_what_routers_find_wrong_is_a_finding(installation: Installation) -> None:
+    await open_redis_index(installation.store, writer=True)
+    await installation.write_records(fleet_record("w"))
+    await write_answer_report(
+        installation.store, "good", POOL, AnswerReport(counts=AnswerCounts(prompts_equal=3, cached_equal=3))
+    )
+    wrong = AnswerReport(
+        counts=AnswerCounts(prompts_equal=1, prompts_differ=2), example="12 tokens where it counted 10"
+    )
+    await write_answer_report(installation.store, "bad", POOL, wrong)
+    bad, good = await installation.findings("routers.answers")
+    assert good.level is Level.OK and "router good" in good.line and "100.0%" in good.line
+    assert bad.level is Level.WARNING and "2 of 3 prompts differ" in bad.line and "--tokenizer engine" in bad.advice
+
+
+async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> None:
+    store = await open_store(fresh_store, wait=False)
+    try:
+        for number, keep_us in ((1, 40_000_000), (2, 20_000_000), (3, 60_000_000)):
+            report = AnswerReport(counts=AnswerCounts(prompts_equal=number))
+            args = [f"r{number}", keep_us, 2, report.pack()]
+            await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
+        reports = await read_answer_reports(store, POOL, now_us())
+        assert {router_id: one.counts.prompts_equal for router_id, one in reports.items()} == {"r1": 1, "r3": 3}
+        assert list(await read_answer_reports(store, POOL, now_us() + 50_000_000)) == ["r3"]
+        args = ["r4", 1, 9, AnswerReport().pack()]
+        await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
+
+        async def have_expired() -> bool:
+            return not await store.client.exists(answers_key(POOL))
+
+        await until(have_expired, what="the counts have expired")
+    finally:
+        await store.close()
