@@ -1,7 +1,7 @@
 """The bus message: msgpack `[version, worker_id, incarnation, seq, ts_us, scopes, events]`.
 
 `scopes` maps each scope id used to `[model_id, tokenizer_id, adapter_id, tenant_id, block_size, block_bytes]`. An event is
-an array with its code first; hashes are packed (8 little-endian bytes each), so nothing downstream costs per block:
+an array with its code first; hashes are packed (8 little-endian bytes each), so no step downstream costs per block:
 
     [1, scope id, tier, hashes, parent or nil, first index, flags]   stored          [4]                   snapshot begin
     [2, scope id, tier, hashes]                                     removed         [5, as stored]        snapshot chunk
@@ -31,18 +31,30 @@ from kvatlas.events import (
 )
 from kvatlas.identity import SCOPE_ID_BYTES, Scope, check_worker_id
 
+MESSAGE_VERSION, WORKER_ID, INCARNATION, SEQ, TS_US, SCOPES, EVENTS = range(7)
+"""Indexes of a message's fields."""
+BLOCK_SIZE, BLOCK_BYTES = 4, 5
+"""Indexes of a scope entry's last fields; the four names come first."""
+CODE, SCOPE_ID, TIER, HASHES, PARENT, FIRST_INDEX, FLAGS = range(7)
+"""Indexes of an event's fields; a removed event ends with its hashes."""
+CHUNKS, END_DIGEST = 1, 2
+"""Indexes of a snapshot end's fields after its code."""
+CHECKPOINT_DIGEST = 1
+"""Index of a checkpoint's field after its code."""
+
 VERSION = 1
 MAX_MESSAGE_BYTES = 512 * 1024
 MAX_INCARNATION = (1 << 64) - 1
 MAX_SEQ = (1 << 53) - 1
 
 STORED, REMOVED, CLEARED, BEGIN, CHUNK, END, CHECKPOINT = range(1, 8)
+"""Event codes."""
 
 _WITH_HASHES = frozenset((STORED, CHUNK, REMOVED))
 _TIERS = len(Tier)
 
 RawMessage = list[Any]
-"""A message as decoded and checked, in the wire's own arrays: what the indexer hands on without building objects."""
+"""A decoded and checked message as the wire's own arrays (the indexer builds no objects), read by the indexes above."""
 
 
 def encode(message: Message) -> bytes:
@@ -58,12 +70,12 @@ def encode(message: Message) -> bytes:
         ]
         for scope_id, use in message.scopes.items()
     }
-    events = [_event_out(event) for event in message.events]
+    events = [_encode_event(event) for event in message.events]
     return msgpack.packb([VERSION, message.worker_id, message.incarnation, message.seq, message.ts_us, scopes, events])
 
 
 def decode_raw(payload: bytes) -> RawMessage:
-    """The checked arrays of a message. Raises WireError, naming what is wrong, for anything that is not one.
+    """The checked arrays of a message. Raises WireError, naming what is wrong, for bytes that are not a message.
 
     Work is per event, never per block.
     """
@@ -75,8 +87,8 @@ def decode_raw(payload: bytes) -> RawMessage:
         raise WireError(f"not msgpack ({str(error) or type(error).__name__})") from error
     if not isinstance(raw, list) or not raw:
         raise WireError(f"message is {type(raw).__name__}; expected an array")
-    if raw[0] != VERSION:
-        raise WireError(f"message version {raw[0]!r}; expected {VERSION}")
+    if raw[MESSAGE_VERSION] != VERSION:
+        raise WireError(f"message version {raw[MESSAGE_VERSION]!r}; expected {VERSION}")
     if len(raw) != 7:
         raise WireError(f"message of {len(raw)} fields; expected 7")
     _, worker_id, incarnation, seq, ts_us, scopes, events = raw
@@ -106,7 +118,7 @@ def from_raw(raw: RawMessage) -> Message:
     """A checked raw message as values. Raises WireError for a scope entry that is not one."""
     _, worker_id, incarnation, seq, ts_us, scopes, events = raw
     uses = {scope_id: scope_use(scope_id, entry) for scope_id, entry in scopes.items()}
-    return Message(worker_id, incarnation, seq, [_event_in(event) for event in events], uses, ts_us)
+    return Message(worker_id, incarnation, seq, [_decode_event(event) for event in events], uses, ts_us)
 
 
 def to_raw(message: Message) -> RawMessage:
@@ -115,14 +127,14 @@ def to_raw(message: Message) -> RawMessage:
 
 
 def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
-    """One entry of the scopes map. Raises WireError unless it is well formed and the id is that of the fields."""
+    """One entry of the scopes map. Raises WireError unless it is well formed and its fields hash to the id."""
     if not isinstance(entry, list) or len(entry) != 6:
         raise WireError(f"scope entry {entry!r}; expected four names, block size, block bytes")
-    block_size, block_bytes = entry[4:]
+    block_size, block_bytes = entry[BLOCK_SIZE:]
     if type(block_size) is not int or block_size < 1 or type(block_bytes) is not int or block_bytes < 0:
         raise WireError(f"scope entry with block size {block_size!r} and block bytes {block_bytes!r}")
     try:
-        scope = Scope(*entry[:4])
+        scope = Scope(*entry[:BLOCK_SIZE])
     except InvalidValue as error:
         raise WireError(str(error)) from error
     if scope.scope_id != scope_id:
@@ -133,13 +145,13 @@ def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
 def _check_event(event: Any, scopes: dict[Any, Any]) -> None:
     if type(event) is not list or not event:
         raise WireError(f"event {event!r:.80}; expected an array")
-    code = event[0]
+    code = event[CODE]
     if type(code) is not int:
         raise WireError(f"event with code {code!r:.80}; expected 1 to 7")
     if code in _WITH_HASHES:
         if len(event) != (4 if code == REMOVED else 7):
             raise WireError(f"event {code} of {len(event)} fields")
-        scope_id, tier, hashes = event[1], event[2], event[3]
+        scope_id, tier, hashes = event[SCOPE_ID], event[TIER], event[HASHES]
         if type(scope_id) is not bytes or len(scope_id) != SCOPE_ID_BYTES or scope_id not in scopes:
             raise WireError(f"event of scope {scope_id!r}, which the message does not describe")
         if type(tier) is not int or not 0 <= tier < _TIERS:
@@ -147,7 +159,7 @@ def _check_event(event: Any, scopes: dict[Any, Any]) -> None:
         if type(hashes) is not bytes or not hashes or len(hashes) % HASH_BYTES:
             raise WireError("event whose hashes are not packed in 8 bytes each")
         if code != REMOVED:
-            parent, first_index, flags = event[4], event[5], event[6]
+            parent, first_index, flags = event[PARENT], event[FIRST_INDEX], event[FLAGS]
             if parent is not None and (type(parent) is not bytes or len(parent) != HASH_BYTES):
                 raise WireError(f"event with parent {parent!r}; expected 8 bytes or nil")
             if type(first_index) is not int or first_index < 0:
@@ -160,13 +172,13 @@ def _check_event(event: Any, scopes: dict[Any, Any]) -> None:
             raise WireError(f"event {code} without a digest of {WORDS} integers")
         if any(type(word) is not int or not 0 <= word <= MAX_SEQ for word in digest):
             raise WireError(f"event {code} whose digest is {digest!r}")
-        if code == END and (type(event[1]) is not int or event[1] < 0):
-            raise WireError(f"snapshot end of {event[1]!r} chunks")
+        if code == END and (type(event[CHUNKS]) is not int or event[CHUNKS] < 0):
+            raise WireError(f"snapshot end of {event[CHUNKS]!r} chunks")
     elif code not in (CLEARED, BEGIN) or len(event) != 1:
         raise WireError(f"event with code {code!r}; expected 1 to 7")
 
 
-def _event_out(event: IndexEvent) -> list[Any]:
+def _encode_event(event: IndexEvent) -> list[Any]:
     match event:
         case Stored():
             return [STORED, event.scope_id, int(event.tier), event.hashes, event.parent, event.first_index, event.flags]
@@ -184,15 +196,16 @@ def _event_out(event: IndexEvent) -> list[Any]:
             return [CHECKPOINT, list(event.digest)]
 
 
-def _event_in(event: list[Any]) -> IndexEvent:
-    code = event[0]
+def _decode_event(event: list[Any]) -> IndexEvent:
+    code = event[CODE]
     if code in (STORED, CHUNK):
         kind = Stored if code == STORED else SnapshotChunk
-        return kind(event[1], Tier(event[2]), event[3], event[4], event[5], event[6])
+        _, scope_id, tier, hashes, parent, first_index, flags = event
+        return kind(scope_id, Tier(tier), hashes, parent, first_index, flags)
     if code == REMOVED:
-        return Removed(event[1], Tier(event[2]), event[3])
+        return Removed(event[SCOPE_ID], Tier(event[TIER]), event[HASHES])
     if code == END:
-        return SnapshotEnd(event[1], event[2])
+        return SnapshotEnd(event[CHUNKS], event[END_DIGEST])
     if code == CHECKPOINT:
-        return Checkpoint(event[1])
+        return Checkpoint(event[CHECKPOINT_DIGEST])
     return Cleared() if code == CLEARED else SnapshotBegin()

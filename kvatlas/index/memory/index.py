@@ -6,7 +6,7 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency
 from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
-from kvatlas.bus.wire import scope_use
+from kvatlas.bus.wire import SCOPES, scope_use
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.memory.shard import MemoryShard
@@ -29,7 +29,7 @@ class MemoryIndex(DirectWrites):
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> Applied:
         for batch in batches:
             for raw in batch.messages:
-                for scope_id, entry in raw[5].items():
+                for scope_id, entry in raw[SCOPES].items():
                     if scope_id not in self._scopes:
                         self._scopes[scope_id] = scope_use(scope_id, entry).scope
         return self._shards[shard].apply(batches)

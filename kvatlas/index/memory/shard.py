@@ -99,7 +99,7 @@ class MemoryShard:
             if batch.partition in moved:
                 continue
             for raw in batch.messages:
-                worker_id = raw[1]
+                worker_id = raw[wire.WORKER_ID]
                 record = self.workers.setdefault(worker_id, Record(batch.partition))
                 touched[worker_id] = None
                 self._fold(worker_id, record, raw)
@@ -129,12 +129,12 @@ class MemoryShard:
         return True
 
     def _fold(self, worker_id: str, record: Record, raw: wire.RawMessage) -> None:
-        incarnation, seq, scopes, events = raw[2], raw[3], raw[5], raw[6]
+        _, _, incarnation, seq, _, scopes, events = raw
         if incarnation != record.incarnation:
             if incarnation < record.incarnation:
                 self.counts.stale += 1
                 return
-            if seq != 0 or not events or events[0][0] != wire.BEGIN:
+            if seq != 0 or not events or events[0][wire.CODE] != wire.BEGIN:
                 record.want = max(record.want, (incarnation, seq))
                 self.counts.gaps += 1
                 return
@@ -157,7 +157,7 @@ class MemoryShard:
 
     def _act(self, worker_id: str, record: Record, event: list[Any], scopes: dict[bytes, list[Any]]) -> bool:
         """What one event does; False where it closed the worker's incarnation."""
-        code = event[0]
+        code = event[wire.CODE]
         holder = record.telling
         if code == wire.BEGIN:
             if record.seq != 0:
@@ -173,7 +173,7 @@ class MemoryShard:
                 record.active = fresh
                 self.active[fresh] = worker_id
         elif code == wire.CHECKPOINT:
-            if holder < 0 or self.holders[holder].digest.words != event[1]:
+            if holder < 0 or self.holders[holder].digest.words != event[wire.CHECKPOINT_DIGEST]:
                 self.counts.failed_checks += 1
                 record.bad = True
         elif code == wire.END:
@@ -181,22 +181,23 @@ class MemoryShard:
         elif holder < 0 or (code == wire.CHUNK and record.loading < 0):
             return self._close(record)
         elif code == wire.REMOVED:
-            self._remove(holder, event[1], Tier(event[2]), event[3])
+            self._remove(holder, event[wire.SCOPE_ID], Tier(event[wire.TIER]), event[wire.HASHES])
         elif self.full:
             record.oom = True
             return self._close(record)
         else:
             record.chunks += code == wire.CHUNK
-            use = scopes[event[1]]
-            self.holders[holder].touched.setdefault(event[1], (use[4], use[5]))
-            self._store(holder, event[1], Tier(event[2]), event[3], event[6])
-            self._link(event[1], event[4] or b"", event[3])
+            _, scope_id, tier, hashes, parent, _, flags = event
+            use = scopes[scope_id]
+            self.holders[holder].touched.setdefault(scope_id, (use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES]))
+            self._store(holder, scope_id, Tier(tier), hashes, flags)
+            self._link(scope_id, parent or b"", hashes)
         return True
 
     def _end(self, worker_id: str, record: Record, event: list[Any]) -> bool:
         if record.loading < 0:
             return self._close(record)
-        if record.chunks != event[1] or self.holders[record.loading].digest.words != event[2]:
+        if record.chunks != event[wire.CHUNKS] or self.holders[record.loading].digest.words != event[wire.END_DIGEST]:
             # what the last incarnation told goes on answering until the next one is whole
             self.counts.failed_checks += 1
             self._retire_holder(record.loading)

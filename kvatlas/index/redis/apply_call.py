@@ -10,7 +10,7 @@ import msgpack
 
 from kvatlas.blocks.digest import sums_of
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.bus.wire import CHUNK, REMOVED, STORED
+from kvatlas.bus.wire import BLOCK_BYTES, BLOCK_SIZE, CHUNK, CODE, FLAGS, HASHES, REMOVED, SCOPE_ID, STORED, TIER
 from kvatlas.index.protocol import Applied, PartitionBatch, WorkerRecord
 
 _COUNTS = ("applied", "duplicates", "stale", "gaps", "refused", "failed_checks", "stored", "removed", "bytes_written")
@@ -38,31 +38,31 @@ class _Group:
             self.parts
             and seq == self.last_seq + 1
             and incarnation == self.incarnation
-            and event[0] == mine[0]
-            and event[1] == mine[1]
-            and event[2] == mine[2]
-            and (event[0] == REMOVED or event[6] == mine[6])
+            and event[CODE] == mine[CODE]
+            and event[SCOPE_ID] == mine[SCOPE_ID]
+            and event[TIER] == mine[TIER]
+            and (event[CODE] == REMOVED or event[FLAGS] == mine[FLAGS])
         )
 
     def join(self) -> None:
         """Make one event of what all say."""
         if len(self.parts) > 1:
-            self.events = [[*self.events[0][:3], b"".join(self.parts), *self.events[0][4:]]]
+            self.events = [[*self.events[0][:HASHES], b"".join(self.parts), *self.events[0][HASHES + 1 :]]]
 
     def packed(self, repeating: Collection[bytes]) -> tuple[bytes, int, int, list[list[Any]]]:
-        events = [_summed(event, repeating) if event[0] in _WITH_HASHES else event for event in self.events]
+        events = [_summed(event, repeating) if event[CODE] in _WITH_HASHES else event for event in self.events]
         return self.incarnation.to_bytes(8, "big"), self.first_seq, self.last_seq, events
 
 
 def _summed(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
     """The event without repetitions (the store's function counts what it is told; a publisher repeats nothing), and with the
     sums of its hashes, which are dearer to make there."""
-    packed = event[3]
-    if event[1] in repeating:
+    packed = event[HASHES]
+    if event[SCOPE_ID] in repeating:
         hashes = array("Q", packed)
         if len(set(hashes)) != len(hashes):
             packed = array("Q", dict.fromkeys(hashes)).tobytes()
-            event = [*event[:3], packed, *event[4:]]
+            event = [*event[:HASHES], packed, *event[HASHES + 1 :]]
     return [*event, *sums_of(packed)]
 
 
@@ -71,8 +71,8 @@ def _repeating(events: Iterable[list[Any]]) -> set[bytes]:
     changes each worker's in commands of its own, which are long enough."""
     told: dict[bytes, list[bytes]] = {}
     for event in events:
-        if event[0] in _WITH_HASHES:
-            told.setdefault(event[1], []).append(event[3])
+        if event[CODE] in _WITH_HASHES:
+            told.setdefault(event[SCOPE_ID], []).append(event[HASHES])
     return {scope_id for scope_id, some in told.items() if _may_repeat(b"".join(some))}
 
 
@@ -109,15 +109,15 @@ def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool
                 teller = tellers[worker_id] = _Teller(batch.partition, {}, [])
             for scope_id, entry in scopes.items():
                 if scope_id not in teller.uses:
-                    teller.uses[scope_id] = pack(">II", entry[4], entry[5])
+                    teller.uses[scope_id] = pack(">II", entry[BLOCK_SIZE], entry[BLOCK_BYTES])
                     scope_ids[scope_id] = None
-            alike = not parents and len(events) == 1 and events[0][0] in (STORED, REMOVED)
+            alike = not parents and len(events) == 1 and events[0][CODE] in (STORED, REMOVED)
             if alike and teller.groups and teller.groups[-1].takes(incarnation, seq, events[0]):
                 group = teller.groups[-1]
                 group.last_seq = seq
-                group.parts.append(events[0][3])
+                group.parts.append(events[0][HASHES])
             else:
-                teller.groups.append(_Group(incarnation, seq, seq, events, [events[0][3]] if alike else []))
+                teller.groups.append(_Group(incarnation, seq, seq, events, [events[0][HASHES]] if alike else []))
     groups = [group for teller in tellers.values() for group in teller.groups]
     for group in groups:
         group.join()

@@ -10,7 +10,7 @@ import msgpack
 from kvatlas.blocks.digest import FLAG_WORDS, WORDS, Digest, FlagDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
-from kvatlas.bus.wire import CHUNK, REMOVED, STORED, RawMessage
+from kvatlas.bus import wire
 from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis.keys import ShardKeys
 
@@ -72,13 +72,13 @@ class Counted:
             self.digest, self.said = state[3][:WORDS], bool(state[4])
             self.flags = state[3][WORDS:] or [0] * FLAG_WORDS
 
-    def notice(self, raw: RawMessage) -> None:
-        self.told.add((raw[2], raw[3]))
-        for event in raw[6]:
-            if event[0] in (STORED, CHUNK, REMOVED):
-                hashes = event[3]
+    def notice(self, raw: wire.RawMessage) -> None:
+        self.told.add((raw[wire.INCARNATION], raw[wire.SEQ]))
+        for event in raw[wire.EVENTS]:
+            if event[wire.CODE] in (wire.STORED, wire.CHUNK, wire.REMOVED):
+                hashes = event[wire.HASHES]
                 keys = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
-                self.touched.setdefault(event[1], set()).update(keys)
+                self.touched.setdefault(event[wire.SCOPE_ID], set()).update(keys)
         if sum(map(len, self.touched.values())) > MOST_TOUCHED:
             self.moved = True
 
@@ -143,7 +143,7 @@ class Recount:
         """These messages are about to be applied."""
         for batch in batches:
             for raw in batch.messages:
-                one = self._counted.get(raw[1])
+                one = self._counted.get(raw[wire.WORKER_ID])
                 if one is not None and not one.moved:
                     one.notice(raw)
 

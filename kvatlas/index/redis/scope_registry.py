@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from kvatlas.bus.wire import scope_use
+from kvatlas.bus import wire
 from kvatlas.errors import InvalidValue, LayoutMismatch
 from kvatlas.identity import Scope, scope_from_canonical
 from kvatlas.index.protocol import PartitionBatch
@@ -49,9 +49,9 @@ class ScopeRegistry:
         new: dict[bytes, bytes] = {}
         for batch in batches:
             for raw in batch.messages:
-                for scope_id, entry in raw[5].items():
+                for scope_id, entry in raw[wire.SCOPES].items():
                     if scope_id not in fresh and scope_id not in new:
-                        new[scope_id] = scope_use(scope_id, entry).scope.canonical
+                        new[scope_id] = wire.scope_use(scope_id, entry).scope.canonical
         if new:
             await self._write(new)
             for scope_id, canonical in new.items():

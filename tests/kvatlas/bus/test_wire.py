@@ -1,4 +1,4 @@
-"""The bus message: round trip, and every way in which bytes are not one."""
+"""The bus message: round trip, and each error for bytes that are not a message."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +12,22 @@ from hypothesis import strategies as st
 from kvatlas.blocks.digest import WORDS
 from kvatlas.blocks.hashing import pack_hashes
 from kvatlas.blocks.tiers import Tier
-from kvatlas.bus.wire import MAX_MESSAGE_BYTES, VERSION, decode, decode_raw, encode, from_raw, to_raw
+from kvatlas.bus.wire import (
+    EVENTS,
+    INCARNATION,
+    MAX_MESSAGE_BYTES,
+    MESSAGE_VERSION,
+    SCOPES,
+    SEQ,
+    TS_US,
+    VERSION,
+    WORKER_ID,
+    decode,
+    decode_raw,
+    encode,
+    from_raw,
+    to_raw,
+)
 from kvatlas.errors import WireError
 from kvatlas.events import Checkpoint, Message, Removed, ScopeUse, SnapshotEnd, Stored
 from kvatlas.identity import Scope
@@ -24,12 +39,12 @@ ID = SCOPE.scope_id
 DIGEST = [0] * WORDS
 
 
-def a_message(*events: Any) -> Message:
+def message_of(*events: Any) -> Message:
     return Message("w-1", 7, 3, list(events), {ID: USE}, 1_700_000_000_000_000)
 
 
 def raw(*events: Any) -> list[Any]:
-    """A good message as the wire's own arrays, not yet packed."""
+    """A valid message as the wire's own arrays, not yet packed."""
     scopes = {ID: ["model", "tokenizer", "adapter", "tenant", 16, 2 << 20]}
     return [VERSION, "w-1", 7, 3, 1_700_000_000_000_000, scopes, list(events)]
 
@@ -38,22 +53,22 @@ STORED = [1, ID, 0, pack_hashes([1, 2]), None, 0, 0]
 
 
 @given(messages())
-def test_a_message_comes_back(message: Message) -> None:
+def test_a_decoded_message_equals_the_encoded_one(message: Message) -> None:
     again = decode(encode(message))
     assert again == message
     assert from_raw(to_raw(message)) == message
     assert encode(again) == encode(message)
 
 
-def test_the_form_on_the_wire() -> None:
+def test_the_layout_on_the_wire() -> None:
     stored = Stored(ID, Tier.CPU_DRAM, pack_hashes([1, 2]), pack_hashes([9]), 4)
     removed = Removed(ID, Tier.HBM, pack_hashes([1]))
-    sent = msgpack.unpackb(encode(a_message(stored, removed)), strict_map_key=False)
+    sent = msgpack.unpackb(encode(message_of(stored, removed)), strict_map_key=False)
     assert sent == raw([1, ID, 2, pack_hashes([1, 2]), pack_hashes([9]), 4, 0], [2, ID, 0, pack_hashes([1])])
 
 
-def test_a_good_message_is_taken() -> None:
-    assert decode(msgpack.packb(raw(STORED))) == a_message(Stored(ID, Tier.HBM, pack_hashes([1, 2])))
+def test_a_valid_message_is_decoded() -> None:
+    assert decode(msgpack.packb(raw(STORED))) == message_of(Stored(ID, Tier.HBM, pack_hashes([1, 2])))
 
 
 @given(st.binary(max_size=200))
@@ -71,14 +86,14 @@ def test_a_truncated_message_is_refused(message: Message, data: st.DataObject) -
 
 
 @given(messages(), st.data())
-def test_a_damaged_message_is_refused_or_still_a_message(message: Message, data: st.DataObject) -> None:
+def test_a_damaged_message_is_refused_or_still_message_of(message: Message, data: st.DataObject) -> None:
     payload = bytearray(encode(message))
     payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
     with suppress(WireError):
         decode(bytes(payload))
 
 
-def test_a_message_beyond_the_limit_is_refused_unread() -> None:
+def test_a_message_beyond_the_limit_is_refused_without_decoding() -> None:
     with pytest.raises(WireError, match=str(MAX_MESSAGE_BYTES)):
         decode_raw(b"\x00" * (MAX_MESSAGE_BYTES + 1))
 
@@ -94,7 +109,7 @@ def _set(*path: Any, to: Any) -> Callable[[list[Any]], None]:
 
 
 def _event(*event: Any) -> Callable[[list[Any]], None]:
-    return _set(6, 0, to=list(event))
+    return _set(EVENTS, 0, to=list(event))
 
 
 def _drop(index: int) -> Callable[[list[Any]], None]:
@@ -106,24 +121,24 @@ def _drop(index: int) -> Callable[[list[Any]], None]:
 
 HASHES = pack_hashes([1])
 WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
-    "newer version": (_set(0, to=2), "version 2; expected 1"),
-    "no version": (_set(0, to="1"), "version '1'"),
-    "six fields": (_drop(6), "6 fields; expected 7"),
+    "newer version": (_set(MESSAGE_VERSION, to=2), "version 2; expected 1"),
+    "no version": (_set(MESSAGE_VERSION, to="1"), "version '1'"),
+    "six fields": (_drop(EVENTS), "6 fields; expected 7"),
     "eight fields": (lambda message: message.append(0), "8 fields; expected 7"),
-    "worker with a dot": (_set(1, to="a.b"), "worker id 'a.b'"),
-    "worker not text": (_set(1, to=5), "worker id 5"),
-    "incarnation 0": (_set(2, to=0), "incarnation 0"),
-    "negative incarnation": (_set(2, to=-1), "incarnation -1"),
-    "float incarnation": (_set(2, to=1.0), r"incarnation 1\.0"),
-    "bool incarnation": (_set(2, to=True), "incarnation True"),
-    "negative seq": (_set(3, to=-1), "seq -1"),
-    "seq of 54 bits": (_set(3, to=1 << 53), "seq 9007199254740992"),
-    "seq text": (_set(3, to="3"), "seq '3'"),
-    "negative time": (_set(4, to=-1), "ts_us -1"),
-    "float time": (_set(4, to=0.5), r"ts_us 0\.5"),
-    "scopes not a map": (_set(5, to=[]), "expected a map"),
-    "events not an array": (_set(6, to={}), "an array"),
-    "event not an array": (_set(6, 0, to=1), "event 1; expected an array"),
+    "worker with a dot": (_set(WORKER_ID, to="a.b"), "worker id 'a.b'"),
+    "worker not text": (_set(WORKER_ID, to=5), "worker id 5"),
+    "incarnation 0": (_set(INCARNATION, to=0), "incarnation 0"),
+    "negative incarnation": (_set(INCARNATION, to=-1), "incarnation -1"),
+    "float incarnation": (_set(INCARNATION, to=1.0), r"incarnation 1\.0"),
+    "bool incarnation": (_set(INCARNATION, to=True), "incarnation True"),
+    "negative seq": (_set(SEQ, to=-1), "seq -1"),
+    "seq of 54 bits": (_set(SEQ, to=1 << 53), "seq 9007199254740992"),
+    "seq text": (_set(SEQ, to="3"), "seq '3'"),
+    "negative time": (_set(TS_US, to=-1), "ts_us -1"),
+    "float time": (_set(TS_US, to=0.5), r"ts_us 0\.5"),
+    "scopes not a map": (_set(SCOPES, to=[]), "expected a map"),
+    "events not an array": (_set(EVENTS, to={}), "an array"),
+    "event not an array": (_set(EVENTS, 0, to=1), "event 1; expected an array"),
     "empty event": (_event(), "expected an array"),
     "code 0": (_event(0), "code 0; expected 1 to 7"),
     "code 8": (_event(8), "code 8"),
@@ -163,7 +178,7 @@ WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named(name: str) -> None:
+def test_the_error_names_what_is_wrong(name: str) -> None:
     change, text = WRONG[name]
     message = raw(list(STORED))
     change(message)
@@ -173,7 +188,7 @@ def test_what_is_wrong_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x90", msgpack.packb({}), msgpack.packb(1), b"\x93\x01"])
-def test_other_msgpack_is_refused(payload: bytes) -> None:
+def test_msgpack_that_is_not_a_message_is_refused(payload: bytes) -> None:
     with pytest.raises(WireError):
         decode_raw(payload)
 
@@ -191,15 +206,15 @@ SCOPE_ENTRIES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", SCOPE_ENTRIES)
-def test_a_wrong_scope_entry_is_named(name: str) -> None:
+def test_the_error_names_what_is_wrong_with_a_scope_entry(name: str) -> None:
     entry, text = SCOPE_ENTRIES[name]
     message = raw(STORED)
-    message[5][ID] = entry
+    message[SCOPES][ID] = entry
     with pytest.raises(WireError, match=text):
         decode(msgpack.packb(message))
 
 
 @pytest.mark.parametrize("event", [Checkpoint([0] * 14), SnapshotEnd(-1, DIGEST), Stored(ID, Tier.HBM, b"")])
-def test_a_sender_is_held_to_the_form_too(event: Any) -> None:
+def test_a_sender_can_not_encode_an_invalid_event(event: Any) -> None:
     with pytest.raises(WireError):
-        to_raw(a_message(event))
+        to_raw(message_of(event))
