@@ -312,7 +312,7 @@ class World:
 
     def _why_busy(self) -> str:
         living = {one.worker_id for one in self.publishers}
-        doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.open.items() if w in living}
+        doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.doubts.items() if w in living}
         if doubts:
             return f"doubts {doubts}"
         retired = [list(shard.retired) for shard in self.index.shard_states()]

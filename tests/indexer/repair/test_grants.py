@@ -1,5 +1,6 @@
 from indexer.repair.grants import GRANT_S, GrantBudget
 from kvatlas.bus.control import GrantRequest
+from kvatlas.index.protocol import WorkerRecord
 
 
 def request(worker_id: str, snapshot_bytes: int, incarnation: int = 1) -> GrantRequest:
@@ -15,19 +16,28 @@ def test_snapshots_are_granted_up_to_the_limit() -> None:
     assert budget.outstanding_bytes == 100
 
 
-def test_one_above_the_limit_is_granted_alone() -> None:
+def test_a_snapshot_above_the_limit_is_granted_alone() -> None:
     budget = GrantBudget(100)
     assert budget.ask(request("a", 500), 0).granted
     assert not budget.ask(request("b", 1), 0).granted
 
 
-def test_a_grant_ends_when_that_incarnation_answers() -> None:
+def test_a_grant_ends_when_the_index_answers_with_its_incarnation() -> None:
     budget = GrantBudget(100)
     budget.ask(request("a", 100, incarnation=7), 0)
-    budget.answering("a", 6)
+    budget.release("a", 6)
     assert not budget.ask(request("b", 100), 0).granted
-    budget.answering("a", 7)
+    budget.release("a", 7)
     assert budget.ask(request("b", 100), 0).granted
+
+
+def test_a_record_that_answers_after_its_snapshot_ends_the_grant() -> None:
+    budget = GrantBudget(100)
+    budget.ask(request("a", 100, incarnation=7), 0)
+    budget.release_answering([WorkerRecord("a", 7, 0, 3, answering=True, loading=True)])
+    assert budget.outstanding_bytes == 100
+    budget.release_answering([WorkerRecord("a", 7, 2, 3, answering=True)])
+    assert budget.outstanding_bytes == 0
 
 
 def test_a_grant_ends_after_its_time() -> None:
@@ -52,7 +62,7 @@ def test_asking_again_for_the_same_snapshot_is_granted_again() -> None:
     assert budget.outstanding_bytes == 100
 
 
-def test_grants_of_partitions_given_away_are_forgotten() -> None:
+def test_grants_of_forgotten_workers_do_not_count() -> None:
     budget = GrantBudget(100)
     budget.ask(request("a", 100), 0)
     budget.forget(lambda worker_id: worker_id == "a")

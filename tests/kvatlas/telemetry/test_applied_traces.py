@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from indexer.applier import Applier
 from indexer.counters import IndexerCounters
-from indexer.partition.queue import PartitionFeed
+from indexer.partition.queue import PartitionQueue
 from kvatlas.identity import partition_of
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import Applied, Position
@@ -31,17 +31,15 @@ async def test_a_batch_that_no_engine_led_to_is_no_workers_trace(spans: InMemory
         told.append(traces)
 
     applier = Applier(0, index, IndexerCounters(), on_applied=on_applied)
-    feeds = []
     for worker_id in ("by-engine", "by-itself"):
-        feed = PartitionFeed(partition_of(worker_id, index.partitions), START, 0)
-        await index.set_position(feed.partition, None, START)
+        queue = PartitionQueue(partition_of(worker_id, index.partitions), START, 0)
+        await index.set_position(queue.partition, None, START)
         headers = None
         if worker_id == "by-engine":
             with flush_span(worker_id, messages=1):
                 headers = inject_headers()
-        feed.add((Teller(worker_id).begin(1), 100, "$JS.ACK.S.C.1.101.1.0.0", headers))
-        feeds.append(feed)
-        applier.attach(feed)
+        queue.add(Teller(worker_id).begin(1), 100, "$JS.ACK.S.C.1.101.1.0.0", headers)
+        applier.attach(queue)
     async with anyio.create_task_group() as group:
         group.start_soon(applier.run)
         await until(lambda: bool(told), what="both are applied in one call")
