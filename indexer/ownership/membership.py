@@ -94,19 +94,19 @@ class Membership:
 
     async def _round(self) -> None:
         await self._echo.check(ECHO_DEADLINE_S)
-        asked_s = monotonic()
+        renewed_s = monotonic()
         if self.fresh and not await self._fleet.is_member(self.member_id):
             # a store that lost everything knows only the members that came back first: no partition moves for that
-            self._lost_members, self._lost_members_until_s = self.members, asked_s + LEASE_MS / 1_000
+            self._lost_members, self._lost_members_until_s = self.members, renewed_s + LEASE_MS / 1_000
         members = await self._fleet.beat(self.member_id, LEASE_MS)
-        self.members = sorted({*members, *self._lost_members}) if asked_s < self._lost_members_until_s else members
+        self.members = sorted({*members, *self._lost_members}) if renewed_s < self._lost_members_until_s else members
         wanted = target_partitions(self.member_id, self.members, self._partitions)
         surplus = sorted(self._held.difference(wanted))
         if surplus:
             await self._stop(surplus)
             await self._fleet.release(self.member_id, surplus)
         held = set(await self._fleet.claim(self.member_id, LEASE_MS, wanted))
-        self._held_until_s = asked_s + LEASE_MS / 1_000
+        self._held_until_s = renewed_s + LEASE_MS / 1_000
         self._acquiring = len(held) < len(wanted)
         if lost := sorted(self._held - held):
             self._counters.leases_lost += len(lost)
@@ -114,7 +114,7 @@ class Membership:
         if acquired := sorted(held - self._held):
             self._counters.partitions_taken += len(acquired)
             self._held |= held
-            log.info("member %s: acquired %d partitions (%s)", self.member_id, len(acquired), _ranges(acquired))
+            log.info("member %s: started reading %d partitions (%s)", self.member_id, len(acquired), _ranges(acquired))
             self._owned.start(acquired)
 
     async def _stop_expired(self) -> None:
@@ -125,7 +125,7 @@ class Membership:
     async def _stop(self, partitions: Sequence[int]) -> None:
         self._held.difference_update(partitions)
         self._counters.partitions_given += len(partitions)
-        log.info("member %s: released %d partitions (%s)", self.member_id, len(partitions), _ranges(partitions))
+        log.info("member %s: stopped reading %d partitions (%s)", self.member_id, len(partitions), _ranges(partitions))
         await self._owned.stop(partitions)
 
     async def _leave(self) -> None:

@@ -106,24 +106,30 @@ class PartitionReader:
     async def run(self) -> None:
         """Read until cancelled. After an error of NATS or of the store another consumer is tried, with back-off."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        why = ""
         while True:
             began_s = monotonic()
+            error = ""
             try:
-                why = await self._read()
-            except (NatsError, TimeoutError, KvatlasError, RedisError) as error:
-                why = str(error) or type(error).__name__
+                why = await self._read(why)
+            except (NatsError, TimeoutError, KvatlasError, RedisError) as raised:
+                why = error = str(raised) or type(raised).__name__
             self._counters.readings_broken += 1
             if monotonic() - began_s > LONGEST_PAUSE_S:
                 backoff.reset()
             pause_s = backoff.next_s()
-            log.info("partition %d: %s, restarting from the stored position in %g s", self.partition, why, pause_s)
+            if error:
+                log.info("partition %d: not reading (%s), retrying in %g s", self.partition, error, pause_s)
             await anyio.sleep(pause_s)
 
-    async def _read(self) -> str:
-        """Read with one consumer until it is lost; returns why."""
+    async def _read(self, restarted_because: str) -> str:
+        """Read with one consumer until it is lost; returns why. `restarted_because`: why the last one was lost."""
         position, new_stream = await start_position(self._index, self.partition, await self._stream.info())
         self._counters.new_streams += new_stream
-        log.debug("partition %d: reading from stored position %d", self.partition, position.seq)
+        if restarted_because:
+            log.info(
+                "partition %d: restarting from stored position %d (%s)", self.partition, position.seq, restarted_because
+            )
         name = f"kva-{self.partition}-{token_hex(6)}"
         info = await self._client.jetstream().add_consumer(
             STREAM,

@@ -54,7 +54,7 @@ class GrantServer:
         if (right := self._owned.partition_of(request.worker_id)) != partition:
             log.debug("worker %s: grant request for partition %d; expected %d", request.worker_id, partition, right)
             return
-        reply = self._grants.ask(request, self._clock())
+        reply = self._grants.answer(request, self._clock())
         if reply.granted:
             self._counters.grants_given += 1
         else:

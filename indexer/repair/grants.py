@@ -35,7 +35,7 @@ class GrantBudget:
     def outstanding_bytes(self) -> int:
         return sum(grant.snapshot_bytes for grant in self._grants.values())
 
-    def ask(self, request: GrantRequest, now_s: float) -> GrantReply:
+    def answer(self, request: GrantRequest, now_s: float) -> GrantReply:
         """May this worker send its snapshot now? One larger than the limit may if no other grant is open. A worker that asks
         again replaces its grant."""
         for worker_id in [w for w, grant in self._grants.items() if grant.until_s <= now_s]:

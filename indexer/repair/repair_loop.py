@@ -100,7 +100,7 @@ class RepairLoop:
         unknown = [worker_id for worker_id, doubt in self._doubt.doubts.items() if doubt is Doubt.UNKNOWN]
         for partition in {self._owned.partition_of(worker_id) for worker_id in unknown}:
             if await self._index.position(partition) is None:
-                self._owned.restart(partition, "the store has no position of it")
+                self._owned.restart(partition, "the store lost its position")
 
     def _check_memory(self, rooms: Mapping[int, Room]) -> None:
         evicting = {shard for shard, room in rooms.items() if room.evicts}

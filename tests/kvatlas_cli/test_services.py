@@ -26,7 +26,7 @@ def test_an_indexer_says_when_it_is_ready_and_stops_cleanly(
             process.send_signal(number)
             rest = errors.read()
             assert (process.wait(timeout=30), output.read()) == (0, "")
-            assert rest == "kvatlas: member i1: released 64 partitions (0-63)\n"
+            assert rest == "kvatlas: member i1: stopped reading 64 partitions (0-63)\n"
             assert not store.hgetall("kva:{fleet}:leases")
 
 

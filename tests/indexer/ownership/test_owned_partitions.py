@@ -66,8 +66,8 @@ async def test_a_restart_reaches_the_partitions_reader() -> None:
     async with anyio.create_task_group() as group:
         owned.run_in(group)
         owned.start([7])
-        owned.restart(7, "the store has no position of it")
-        assert reader.restarts == ["the store has no position of it"]
+        owned.restart(7, "the store lost its position")
+        assert reader.restarts == ["the store lost its position"]
         await owned.stop([7])
 
 
