@@ -45,7 +45,7 @@ class Scrubber:
         self._under_way: set[int] = set()
 
     async def run(self) -> None:
-        """Until cancelled. After an error of the store the round goes on later."""
+        """Until cancelled. After an error of the store the round continues later."""
         while True:
             try:
                 pause_s = PAUSE_S if await self.tick(monotonic()) else min(CHECK_EVERY_S, self._period_s)
@@ -56,7 +56,7 @@ class Scrubber:
             await anyio.sleep(pause_s)
 
     async def tick(self, now_s: float) -> bool:
-        """One call for each shard whose round goes on or is due. Is any round under way?"""
+        """One call for each shard whose round is under way or due. Returns whether a round is under way."""
         owned = self._owned.partitions
         mine = sorted({shard_of(partition, self._index.shards) for partition in owned})
         self._began_s = {shard: began_s for shard, began_s in self._began_s.items() if shard in mine}

@@ -30,7 +30,7 @@ PAUSED_S = 4.0
 """Longer than two rounds are apart, shorter than a worker may be silent: this process itself stood still."""
 DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
-"""A fleet record that no replica judges is found within this time: a replica that stood still wrote it after the worker was
+"""A fleet record that no replica judges is found within this time: a paused replica wrote it after the worker was
 retired, or a failover of the store brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")
@@ -123,7 +123,7 @@ class Heartbeats:
             self._detector.restore_changed(changed)
             raise
         self._counters.fleet_writes += len(changed)
-        # a replica that stood still writes, when it goes on, what it heard last: lost workers as alive
+        # a paused replica, once resumed, writes what it heard last: workers that are lost by now as alive
         await self._fleet.correct(self._detector.lost_records())
         for retirement in retirements:
             await self._retire(retirement)

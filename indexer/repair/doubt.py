@@ -90,7 +90,7 @@ class DoubtJudge:
             if doubt is None:
                 self._open.pop(worker_id, None)
                 continue
-            # messages of a bad one may go on as long as its engine is busy: only a higher incarnation is progress
+            # a bad worker's seq grows while its engine is busy: only a higher incarnation is progress
             hopeless = doubt is Doubt.BAD and record is not None and max(incarnations) <= record.incarnation
             known = (record.incarnation, -1 if hopeless else record.seq) if record is not None else (-1, -1)
             one = self._open.get(worker_id)
@@ -140,7 +140,7 @@ def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | N
 
 def _doubted_incarnation(record: WorkerRecord | None, heard: Mapping[int, int]) -> int:
     """The highest incarnation met. One without an acknowledged message is not named: it is still to come (it may wait for a
-    grant), and its publisher then ignores the request and goes on with it."""
+    grant), and its publisher then ignores the request and sends it."""
     met = [incarnation for incarnation, acked_seq in heard.items() if acked_seq >= 0]
     if record is not None:
         met += [record.incarnation, record.want[0]]
