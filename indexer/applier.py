@@ -1,36 +1,37 @@
-"""One shard's way into the index: whatever its partitions have queued goes in one call, the next one right after it.
+"""One shard's way into the index: one call carries what the shard's partitions have queued; the next call follows at once.
 
-No linger: an idle shard applies a message at once; while a call is on its way more messages gather, so that calls grow
-by themselves under load, up to a limit that keeps one call short (others wait for the store meanwhile).
+No linger: an idle shard applies a message at once. More messages gather while a call is under way, so calls grow by
+themselves under load, up to a limit that keeps one call short (other clients wait for the store meanwhile).
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic, time_ns
+from time import time_ns
 
 import anyio
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from indexer.counters import IndexerCounters
-from indexer.partition.queue import PartitionFeed, Taken
-from kvatlas.bus.wire import RawMessage
+from indexer.partition.queue import CallPart, PartitionQueue
+from kvatlas.bus.wire import TS_US, RawMessage
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ResidencyIndex
+from kvatlas.runtime.backoff import Backoff
+from kvatlas.runtime.rate_limited_log import Complaints
+from kvatlas.runtime.wakeup import Waking
 from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
-"""About 8,000 blocks: some 10 ms of the store, during which it answers nobody else."""
+"""About 8,000 blocks: some 10 ms of the store, which answers no other client meanwhile."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
-SAY_EVERY_S = 10.0
 
 log = logging.getLogger("kvatlas.indexer")
 
 
 class Applier:
-    """Applies what the feeds of one shard's partitions queue; one call to the index at a time, in each feed's order."""
+    """Applies the queued messages of one shard's partitions: one call to the index at a time, in each queue's order."""
 
     def __init__(
         self,
@@ -41,113 +42,110 @@ class Applier:
         on_applied: Callable[[ApplyResult, Mapping[str, str]], None] | None = None,
         on_refused: Callable[[int, RawMessage, InvalidValue], None] | None = None,
     ) -> None:
-        """`on_applied` gets each call's outcome, and its span's W3C traceparent for each worker that it applied a traced
-        batch of (not for one that only told a checkpoint); `on_refused` a partition and its message that the index refuses
-        for ever."""
+        """`on_applied` gets each call's outcome, and its span's W3C traceparent by worker, for the workers with a traced
+        message in it (a checkpoint has no trace). `on_refused` gets the partition, the message and the error if the index
+        refuses a message for ever."""
         self.shard = shard
         self._index = index
         self._counters = counters
         self._on_applied = on_applied
         self._on_refused = on_refused
-        self._feeds: list[PartitionFeed] = []
+        self._queues: list[PartitionQueue] = []
         self._turn = 0
         self._links = LinkCollector()
-        self._say_full_s = 0.0
-        self._some = asyncio.Event()
-        self.wake: Callable[[], None] = self._some.set
-        """Call it after a feed got something."""
+        self._errors = Complaints(log, f"shard {shard}: ")
+        self._wakeup = Waking()
+        self.wake: Callable[[], None] = self._wakeup.wake
+        """To be called after an empty queue got a message."""
 
-    def attach(self, feed: PartitionFeed) -> None:
-        self._feeds.append(feed)
+    def attach(self, queue: PartitionQueue) -> None:
+        self._queues.append(queue)
         self.wake()
 
-    def detach(self, feed: PartitionFeed) -> None:
-        """Nothing more is taken from it; what is on its way may still be applied."""
-        if feed in self._feeds:
-            self._feeds.remove(feed)
+    def detach(self, queue: PartitionQueue) -> None:
+        """Take no more from the queue; a call under way may still apply what was taken."""
+        if queue in self._queues:
+            self._queues.remove(queue)
 
     async def run(self) -> None:
-        """Applies until cancelled. Errors of the store are waited out with the batch kept: applying it again is
-        right."""
+        """Apply until cancelled. After an error of the store the same call is made again: applying twice is right."""
         while True:
-            await self._some.wait()
-            self._some.clear()
-            while taken := self._take():
-                for one in taken:
-                    if one.made_room:
-                        await one.feed.on_room()
-                await self._apply(taken)
+            await self._wakeup.wait()
+            while parts := self._take():
+                for part in parts:
+                    if part.made_room and part.queue.on_room is not None:
+                        await part.queue.on_room()
+                await self._apply(parts)
 
-    def _take(self) -> list[Taken]:
-        """Of every feed in turn what fits in one call."""
-        feeds = self._feeds
-        taken: list[Taken] = []
+    def _take(self) -> list[CallPart]:
+        """The next call: of each queue in turn what still fits."""
+        queues = self._queues
+        parts: list[CallPart] = []
         messages, size = CALL_MESSAGES, CALL_BYTES
-        for step in range(len(feeds)):
-            feed = feeds[(self._turn + step) % len(feeds)]
-            one = feed.take(messages, size) if len(feed) else None
-            if one is None:
+        for step in range(len(queues)):
+            queue = queues[(self._turn + step) % len(queues)]
+            part = queue.take(messages, size) if len(queue) else None
+            if part is None:
                 continue
-            taken.append(one)
-            messages -= one.entries
-            size -= one.size_bytes
+            parts.append(part)
+            messages -= part.entries
+            size -= part.size_bytes
             if messages <= 0 or size <= 0:
-                self._turn += step  # it may have more, but the next feed comes first
+                self._turn += step  # this queue may have more, but the next queue comes first
                 break
         self._turn += 1
-        return taken
+        return parts
 
-    async def _apply(self, taken: list[Taken]) -> None:
-        for one in taken:
-            for _, headers in one.traced:
+    async def _apply(self, parts: list[CallPart]) -> None:
+        for part in parts:
+            for _, headers in part.traced:
                 self._links.add(headers)
-        messages = sum(len(one.batch.messages) for one in taken)
-        with apply_span(self._links.take(), shard=self.shard, partitions=len(taken), messages=messages):
-            outcomes = await self._call([one.batch for one in taken])
+        messages = sum(len(part.batch.messages) for part in parts)
+        with apply_span(self._links.take(), shard=self.shard, partitions=len(parts), messages=messages):
+            outcomes = await self._apply_batches([part.batch for part in parts])
             traceparent = current_traceparent()
         for applied in outcomes:
             self._count(applied)
         moved = {partition for applied in outcomes for partition in applied.moved}
         now_us = time_ns() // 1_000
-        for one in taken:
-            if one.batch.partition in moved:
-                one.feed.in_flight -= 1
-                one.feed.fail("the stored position is of another stream")
+        for part in parts:
+            if part.batch.partition in moved:
+                part.queue.fail_in_flight("the stored position is of another stream")
                 continue
-            one.feed.applied(one.batch)
-            if one.batch.messages:
-                oldest_us = one.batch.messages[0][4]
-                self._counters.event_lag.add((now_us - oldest_us) / 1_000, len(one.batch.messages))
+            part.queue.record_applied(part.batch)
+            if part.batch.messages:
+                oldest_us = part.batch.messages[0][TS_US]
+                self._counters.event_lag.add((now_us - oldest_us) / 1_000, len(part.batch.messages))
         if self._on_applied is not None:
-            traces = {} if traceparent is None else {worker: traceparent for one in taken for worker, _ in one.traced}
+            traces = {} if traceparent is None else {worker: traceparent for part in parts for worker, _ in part.traced}
             for applied in outcomes:
                 self._on_applied(applied, traces)
 
-    async def _call(self, batches: Sequence[PartitionBatch]) -> list[ApplyResult]:
+    async def _apply_batches(self, batches: Sequence[PartitionBatch]) -> list[ApplyResult]:
         try:
-            return [await self._until_answered(batches)]
+            return [await self._call(batches)]
         except InvalidValue as error:
-            log.warning("shard %d: a message is refused: %s", self.shard, error)
-            return [applied for batch in batches for applied in await self._one_by_one(batch)]
+            log.warning("shard %d: the index refused a message (%s), applying one by one", self.shard, error)
+            return [applied for batch in batches for applied in await self._apply_one_by_one(batch)]
 
-    async def _one_by_one(self, batch: PartitionBatch) -> list[ApplyResult]:
-        """Applies what can be applied of a batch, so that one message which the index refuses does not stop the rest."""
+    async def _apply_one_by_one(self, batch: PartitionBatch) -> list[ApplyResult]:
+        """Apply all messages of a batch but those that the index refuses."""
         assert batch.position is not None and batch.after_seq is not None
         before = Position(batch.position.creation_us, batch.after_seq)
         outcomes = []
         for message in batch.messages:
             try:
-                alone = PartitionBatch(batch.partition, [message], before, batch.after_seq)
-                outcomes.append(await self._until_answered([alone]))
+                outcomes.append(await self._call([PartitionBatch(batch.partition, [message], before, batch.after_seq)]))
             except InvalidValue as error:
                 if self._on_refused is not None:
                     self._on_refused(batch.partition, message, error)
-        passed = PartitionBatch(batch.partition, [], batch.position, batch.after_seq)
-        return [*outcomes, await self._until_answered([passed])]
+        position_only = PartitionBatch(batch.partition, [], batch.position, batch.after_seq)
+        return [*outcomes, await self._call([position_only])]
 
-    async def _until_answered(self, batches: Sequence[PartitionBatch]) -> ApplyResult:
-        """Raises InvalidValue where the index refuses a message; nothing is applied then."""
-        pause_s = FIRST_PAUSE_S
+    async def _call(self, batches: Sequence[PartitionBatch]) -> ApplyResult:
+        """One call to the index, made again until it succeeds. Raises InvalidValue if the index refuses a message; then
+        nothing is applied."""
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 return await self._index.apply(self.shard, batches)
@@ -156,9 +154,9 @@ class Applier:
             except (KvatlasError, RedisError) as error:
                 self._counters.store_errors += 1
                 self._counters.store_full += isinstance(error, OutOfMemoryError)
-                log.warning("shard %d is applied again in %g s: %s", self.shard, pause_s, error)
+                pause_s = backoff.next_s()
+                log.warning("shard %d: apply failed (%s), retrying in %g s", self.shard, error, pause_s)
             await anyio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _count(self, applied: ApplyResult) -> None:
         counters = self._counters
@@ -172,12 +170,6 @@ class Applier:
         counters.moved += len(applied.moved)
         if applied.no_room:
             counters.store_full += 1
-            if monotonic() >= self._say_full_s:
-                self._say_full_s = monotonic() + SAY_EVERY_S
-                closed = sum(record.oom for record in applied.records)
-                log.error(
-                    "shard %d: the store is out of memory (maxmemory): blocks of %d workers could not be stored, these are"
-                    " left out until there is room",
-                    self.shard,
-                    closed,
-                )
+            closed = sum(record.oom for record in applied.records)
+            line = f"the store is out of memory (maxmemory), {closed} workers are left out of the index until there is room"
+            self._errors.say("out of memory", line, logging.ERROR)

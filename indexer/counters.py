@@ -9,7 +9,7 @@ LAG_BUCKETS_MS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 500.0, 1_000.0, 5
 
 @dataclass(slots=True)
 class LagHistogram:
-    """Milliseconds from a message's `ts_us` to its being applied. The last count is of what is above every bucket."""
+    """Milliseconds from a message's `ts_us` until it is applied. The last count is of lags above every bucket."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LAG_BUCKETS_MS) + 1))
     sum_ms: float = 0.0
@@ -37,7 +37,7 @@ class LagHistogram:
 
 @dataclass(slots=True)
 class IndexerCounters:
-    """Since the replica started. Messages are counted once for each time they were read or applied."""
+    """Since the replica started. A message counts each time it is read or applied."""
 
     # read from the stream
     messages_read: int = 0
@@ -45,7 +45,7 @@ class IndexerCounters:
     readings_started: int = 0
     readings_broken: int = 0
     new_streams: int = 0
-    # refused before the index: published to the dead-letter stream
+    # refused before the index, and published to the dead-letter stream
     poison_malformed: int = 0
     poison_version: int = 0
     poison_oversized: int = 0
@@ -53,7 +53,7 @@ class IndexerCounters:
     poison_wrong_subject: int = 0
     poison_wrong_partition: int = 0
     dead_letters_dropped: int = 0
-    # what became of messages in the index
+    # outcomes of messages in the index
     calls: int = 0
     applied: int = 0
     duplicates: int = 0
@@ -93,7 +93,7 @@ class IndexerCounters:
 
     @property
     def poison(self) -> int:
-        """Messages refused before the index, for whatever reason."""
+        """Messages refused before the index, for any reason."""
         return sum(getattr(self, one.name) for one in fields(self) if one.name.startswith("poison_"))
 
     def to_jsonable(self) -> dict[str, Any]:

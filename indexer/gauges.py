@@ -1,4 +1,4 @@
-"""What an exporter reads of a replica: sampled in the event loop now and then, and only where metrics are on."""
+"""What an exporter reads of a replica: sampled in the event loop at intervals, only if metrics are on."""
 
 import logging
 from collections import Counter
@@ -21,7 +21,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(slots=True)
 class ReplicaGauges:
-    """One replica's own partitions, as they were at the last sample."""
+    """One replica's owned partitions at the last sample."""
 
     partitions_owned: int = 0
     messages_pending: int = 0
@@ -53,8 +53,8 @@ def gauges_of(replica: Replica) -> ReplicaGauges:
 
 
 async def sample(replica: Replica, index: ResidencyIndex, sample_s: float = SAMPLE_S) -> None:
-    """Until cancelled; returns at once where metrics are off. The index's own gauges are of the whole index, and the
-    same from every replica."""
+    """Sample until cancelled; return at once if metrics are off. The index's gauges are of the whole index, and the same
+    from every replica."""
     if not metrics_enabled():
         return
     gauges = ReplicaGauges()
@@ -65,5 +65,5 @@ async def sample(replica: Replica, index: ResidencyIndex, sample_s: float = SAMP
             try:
                 whole = await index.metrics()
             except (KvatlasError, RedisError) as error:
-                log.debug("the index can't be measured: %s", error)
+                log.debug("index not measured: %s", error)
             await anyio.sleep(sample_s)

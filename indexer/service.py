@@ -2,17 +2,17 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, closing, contextmanager
 
 import anyio
 from nats.errors import Error as NatsError
 
 from indexer import gauges
-from indexer.replica import Replica, stream_settings
+from indexer.partition.event_stream import EventStream, stream_settings
+from indexer.replica import Replica
 from indexer.status import application
 from kvatlas.bus.connection import connect_nats
-from kvatlas.bus.stream import ensure_stream
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.runtime.http_server import listen, serve, url_of
@@ -30,64 +30,56 @@ __all__ = ["IndexerSettings", "run_indexer"]
 
 
 async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None] | None = None) -> None:
-    """Until cancelled; then leases are given up at once and connections closed.
+    """Run one replica until cancelled; then its leases are released at once and connections closed.
 
-    The status page is served where `settings.status_port` is given (0: any free port).
-    `ready` is called once, when the first round of leases is through (other replicas may hold them all). Raises
-    Unreachable (without `wait`), LayoutMismatch, UnsuitableStore, SettingsError (the status page's address), each with
-    one line; what goes wrong later is waited out.
+    The status page is served if `settings.status_port` is given (0: any free port). `ready` is called once, after the first
+    round of leases (other replicas may hold them all). Raises Unreachable (without `wait`), LayoutMismatch,
+    UnsuitableStore, SettingsError (the status page's address), each with one line. Later errors are logged and retried.
     """
-    listener = None
-    if settings.status_port is not None:
-        listener = listen(settings.status_host, settings.status_port, "status page")
-    try:
+    async with AsyncExitStack() as stack:
+        listener = None
+        if settings.status_port is not None:
+            listener = stack.enter_context(closing(listen(settings.status_host, settings.status_port, "status page")))
         store = await open_store(settings.redis_url, wait=settings.wait, on_wait=log.warning)
+        stack.push_async_callback(_close, store.close)
+        index = await open_redis_index(
+            store,
+            partitions=settings.partitions,
+            shards=settings.shards,
+            side_index=settings.side_index,
+            writer=True,
+            wait=settings.wait,
+            on_wait=log.warning,
+        )
+        fleet = FleetStore(store)
+        await retry_until_reachable(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
+        client = await connect_nats(settings.nats_url, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning)
+        stack.push_async_callback(_close, client.close)
+        stream = EventStream(client, stream_settings(settings))
+        await retry_until_reachable(stream.ensure, wait=settings.wait, on_wait=log.warning)
+        replica = Replica(settings, client, index, fleet, stream)
+        with export_metrics("indexer", replica.counters), _rare_collections():
+            async with anyio.create_task_group() as group:
+                if listener is not None:
+                    replica.status_url = url_of(listener)
+                    group.start_soon(serve, application(replica), listener)
+                group.start_soon(gauges.sample, replica, index)
+                group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)
+
+
+async def _close(close: Callable[[], Awaitable[object]]) -> None:
+    """Close a connection within CLOSE_DEADLINE_S, even if cancelled."""
+    with anyio.move_on_after(CLOSE_DEADLINE_S, shield=True):
         try:
-            index = await open_redis_index(
-                store,
-                partitions=settings.partitions,
-                shards=settings.shards,
-                side_index=settings.side_index,
-                writer=True,
-                wait=settings.wait,
-                on_wait=log.warning,
-            )
-            fleet = FleetStore(store)
-            await retry_until_reachable(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
-            client = await connect_nats(
-                settings.nats_url, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning
-            )
-            try:
-                stream = stream_settings(settings)
-                await retry_until_reachable(
-                    lambda: ensure_stream(client, stream), wait=settings.wait, on_wait=log.warning
-                )
-                replica = Replica(settings, client, index, fleet)
-                with export_metrics("indexer", replica.counters), _rare_collections():
-                    async with anyio.create_task_group() as group:
-                        if listener is not None:
-                            replica.status_url = url_of(listener)
-                            group.start_soon(serve, application(replica), listener)
-                        group.start_soon(gauges.sample, replica, index)
-                        group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)
-            finally:
-                with anyio.move_on_after(CLOSE_DEADLINE_S, shield=True):
-                    try:
-                        await client.close()
-                    except NatsError as error:
-                        log.debug("NATS connection: %s", error)
-        finally:
-            with anyio.move_on_after(CLOSE_DEADLINE_S, shield=True):
-                await store.close()
-    finally:
-        if listener is not None:
-            listener.close()
+            await close()
+        except NatsError as error:
+            log.debug("NATS connection: %s", error)
 
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collects garbage cycles more rarely: decoded messages are many small lists without cycles, and looking through
-    those that wait takes a sixth of the time of reading."""
+    """Collect garbage cycles more rarely: decoded messages are many small lists without cycles, and scanning the queued
+    ones takes a sixth of the time of reading."""
     before = gc.get_threshold()
     gc.set_threshold(max(before[0], GC_ALLOCATIONS), *before[1:])
     try:

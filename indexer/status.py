@@ -1,4 +1,4 @@
-"""The status page: `/healthz`, `/readyz` and `/status` (JSON), for people and for Kubernetes' probes."""
+"""The status page: `/healthz`, `/readyz` and `/status` (JSON), for operators and Kubernetes' probes."""
 
 from dataclasses import asdict
 from typing import Any
@@ -27,7 +27,7 @@ def application(replica: Replica) -> Starlette:
 
 
 def status_of(replica: Replica) -> dict[str, Any]:
-    """What `/status` says."""
+    """The answer to `/status`."""
     workers = replica.workers
     return {
         "member_id": replica.member_id,

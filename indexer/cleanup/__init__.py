@@ -1,1 +1,1 @@
-"""Work in the background: scrub, sweep, expiry."""
+"""Background work in the store: scrub, sweep, expiry of records and scopes."""

@@ -1,31 +1,30 @@
-"""Forgets scopes that nobody uses any more: tenants and adapters come and go. The owner of partition 0 does it for all."""
+"""Deletes unused scopes (tenants and adapters come and go). The owner of partition 0 does it for the whole index."""
 
 import logging
-from collections.abc import Callable, Collection
 
 import anyio
 from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
+from indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas.errors import KvatlasError
 from kvatlas.index.protocol import ResidencyIndex
 
 UNUSED_S = 600.0
-"""Far longer than any call to the store takes: what is applied now was registered a second ago."""
-LOOK_S = 60.0
-OWNER_OF = 0
+"""Far longer than any call to the store takes: the scopes of a message being applied were registered a second ago."""
+CHECK_EVERY_S = 60.0
+PARTITION = 0
+"""Its owner checks."""
 
 log = logging.getLogger("kvatlas.indexer")
 
 
-class UnusedScopes:
-    """One task of the replica that owns partition 0."""
-
+class ScopeExpiry:
     def __init__(
         self,
         index: ResidencyIndex,
         counters: IndexerCounters,
-        owned: Callable[[], Collection[int]],
+        owned: OwnedPartitions,
         unused_s: float = UNUSED_S,
     ) -> None:
         self._index = index
@@ -34,16 +33,16 @@ class UnusedScopes:
         self._unused_s = unused_s
 
     async def run(self) -> None:
-        """Until cancelled; errors of the store are waited out."""
+        """Until cancelled. After an error of the store the next check comes as usual."""
         while True:
-            await anyio.sleep(LOOK_S)
+            await anyio.sleep(CHECK_EVERY_S)
             try:
                 await self.tick()
             except (KvatlasError, RedisError) as error:
                 self._counters.store_errors += 1
-                log.warning("unused scopes are forgotten later: %s", error)
+                log.warning("unused scopes not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self) -> None:
-        """Forget what is not used now."""
-        while OWNER_OF in self._owned() and (gone := await self._index.forget_scopes(self._unused_s)):
-            self._counters.scopes_forgotten += gone
+        """Delete the scopes that are not used now."""
+        while PARTITION in self._owned.partitions and (deleted := await self._index.forget_scopes(self._unused_s)):
+            self._counters.scopes_forgotten += deleted

@@ -1,17 +1,17 @@
-"""Takes retired holders out of the blocks, a little at a time. The owner of partition k sweeps shard k."""
+"""Removes the entries of retired holders, a little at a time. The owner of partition k sweeps shard k."""
 
 import logging
-from collections.abc import Callable, Collection
 
 import anyio
 from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
+from indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas.errors import KvatlasError
 from kvatlas.index.protocol import ResidencyIndex
 
 BUDGET_BLOCKS = 2_000
-"""Entries a call: a few milliseconds of the store."""
+"""Entries in a call: a few milliseconds of the store."""
 PAUSE_S = 0.02
 IDLE_S = 1.0
 
@@ -19,20 +19,17 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class Sweeper:
-    """One task for all shards that this replica sweeps."""
-
-    def __init__(self, index: ResidencyIndex, counters: IndexerCounters, owned: Callable[[], Collection[int]]) -> None:
+    def __init__(self, index: ResidencyIndex, counters: IndexerCounters, owned: OwnedPartitions) -> None:
         self._index = index
         self._counters = counters
         self._owned = owned
         self.left: dict[int, int] = {}
-        """Retired holders left by shard, as the last call said."""
+        """Retired holders left in each shard after the last call."""
 
     async def run(self) -> None:
-        """Until cancelled; errors of the store are waited out."""
+        """Until cancelled. After an error of the store the sweep continues later."""
         while True:
-            owned = self._owned()
-            shards = [shard for shard in range(self._index.shards) if shard in owned]
+            shards = [shard for shard in range(self._index.shards) if shard in self._owned.partitions]
             self.left = {shard: left for shard, left in self.left.items() if shard in shards}
             try:
                 for shard in shards:
@@ -40,6 +37,6 @@ class Sweeper:
                     self._counters.sweeps += 1
             except (KvatlasError, RedisError) as error:
                 self._counters.store_errors += 1
-                log.warning("retired holders are swept later: %s", error)
+                log.warning("sweep failed (%s), retrying in %g s", error, IDLE_S)
                 await anyio.sleep(IDLE_S)
             await anyio.sleep(PAUSE_S if any(self.left.values()) else IDLE_S)

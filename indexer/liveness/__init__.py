@@ -1,1 +1,1 @@
-"""Which workers live."""
+"""Which workers are alive, lost or retired, as routers see them."""

@@ -1,6 +1,5 @@
-"""Hears heartbeats, and writes what they say of the owned workers for routers (thin; the judge is `liveness`)."""
+"""Receives heartbeats, and writes the owned workers' fleet records for routers (thin; `failure_detector` judges)."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from time import monotonic, time_ns
@@ -11,31 +10,34 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from redis.exceptions import RedisError
 
+from indexer.cleanup.record_expiry import RecordExpiry
 from indexer.counters import IndexerCounters
-from indexer.liveness.judge import LivenessJudge, Retirement
-from indexer.liveness.record_expiry import Forgetting
+from indexer.liveness.failure_detector import FailureDetector, Retirement
+from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.repair.doubt import DoubtJudge
 from kvatlas.bus.subjects import ALL_ALIVE
+from kvatlas.bus.subscription import unsubscribe
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet.records import Heartbeat
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
+from kvatlas.runtime.wakeup import Waking
 
 WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05
-"""Between two writes that can't wait."""
-ASLEEP_S = 4.0
-"""Longer than rounds are apart, shorter than a worker's silence may be: this process itself stood still."""
-FORGET_AFTER_S = 3600.0
+"""Between two urgent rounds."""
+PAUSED_S = 4.0
+"""Longer than two rounds are apart, shorter than a worker may be silent: this process itself stood still."""
+DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
-"""So soon a record that nobody judges is found: a replica that stood still wrote it of a worker that was retired meanwhile,
-or a failover of the store brought it back."""
+"""A fleet record that no replica judges is found within this time: a paused replica wrote it after the worker was
+retired, or a failover of the store brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")
 
 
 class Heartbeats:
-    """One task: hears, judges each second, writes fleet records, retires."""
+    """One task: receives, judges each second, writes fleet records, retires workers."""
 
     def __init__(
         self,
@@ -43,131 +45,123 @@ class Heartbeats:
         client: Client,
         index: ResidencyIndex,
         fleet: FleetStore,
-        liveness: LivenessJudge,
+        owned: OwnedPartitions,
+        detector: FailureDetector,
         doubt: DoubtJudge,
         counters: IndexerCounters,
-        owns: Callable[[str], bool],
-        on_gone: Callable[[str], None],
-        forget_after_s: float = FORGET_AFTER_S,
+        delete_record_after_s: float = DELETE_RECORD_AFTER_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`owns`: is a worker's partition read by this replica? `on_gone` is told of retired workers. Records of workers
-        that are closed for `forget_after_s` go."""
+        """Worker records in the index are deleted when they have been closed for `delete_record_after_s`."""
         self._client = client
         self._index = index
         self._fleet = fleet
-        self._liveness = liveness
+        self._owned = owned
+        self._detector = detector
         self._doubt = doubt
         self._counters = counters
-        self._owns = owns
-        self._on_gone = on_gone
         self._clock = clock
-        self._urgent = asyncio.Event()
-        self._adopt_s = clock() + ADOPT_EVERY_S
+        self._wakeup = Waking()
+        self._adopt_at_s = clock() + ADOPT_EVERY_S
         self._ticked_s = clock()
-        self._forgetting = Forgetting(forget_after_s)
-        self.traces: dict[str, str] = {}
-        """W3C traceparent of the last applied batch that an engine's batch led to, by worker, where this replica traces."""
+        self._expiry = RecordExpiry(delete_record_after_s)
 
     def adopt(self) -> None:
-        """The workers that the fleet store knows of the owned partitions are to be judged too: at once."""
-        self._adopt_s = self._clock()
-        self._urgent.set()
+        """Judge also the workers of owned partitions that the fleet store knows, from the next round on, which comes at
+        once."""
+        self._adopt_at_s = self._clock()
+        self._wakeup.wake()
 
-    def on_records(self, records: Iterable[WorkerRecord]) -> None:
-        """What the index knows of workers: those that it holds something of are to be judged, heard or not."""
-        owned = [one for one in records if self._owns(one.worker_id)]
-        unretired = {one.worker_id for one in owned if one.answering or one.loading or not one.closed}
-        self._liveness.held(unretired, self._clock())
-        self._forgetting.see(owned, self._clock())
+    def watch_records(self, records: Iterable[WorkerRecord]) -> None:
+        """All records of the owned shards, as they are now: a worker with blocks in the index is judged, heard or not."""
+        owned = [record for record in records if self._owned.owns(record.worker_id)]
+        now_s = self._clock()
+        self._detector.watch({record.worker_id for record in owned if _unretired(record)}, now_s)
+        self._expiry.update(owned, now_s)
 
     async def listen(self) -> Subscription:
-        """Hears heartbeats until it is unsubscribed."""
+        """Receive heartbeats until unsubscribed."""
         return await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
 
     async def run(self) -> None:
-        """Until cancelled. Errors of the store are waited out: what could not be written is written later."""
+        """Until cancelled. After an error of the store everything is written in a later round."""
         subscription = await self.listen()
         try:
             while True:
-                with anyio.move_on_after(WRITE_EVERY_S):
-                    await self._urgent.wait()
-                self._urgent.clear()
+                await self._wakeup.wait(WRITE_EVERY_S)
                 try:
                     await self.tick()
                 except (KvatlasError, RedisError) as error:
                     self._counters.store_errors += 1
-                    log.warning("fleet records are written later: %s", error)
+                    log.warning("fleet records not written (%s), retrying in %g s", error, WRITE_EVERY_S)
                     await anyio.sleep(WRITE_EVERY_S)
                 await anyio.sleep(SHORTEST_PAUSE_S)
         finally:
-            if self._client.is_connected:
-                with anyio.CancelScope(shield=True):
-                    await subscription.unsubscribe()
+            await unsubscribe(subscription, self._client)
 
     async def tick(self) -> None:
         """One round of adopting, judging, writing and retiring."""
         now_s = self._clock()
-        if now_s - self._ticked_s > ASLEEP_S:
-            self._liveness.slept(now_s - self._ticked_s, now_s)
+        if now_s - self._ticked_s > PAUSED_S:
+            self._detector.skip_pause(now_s - self._ticked_s, now_s)
         self._ticked_s = now_s
-        if now_s >= self._adopt_s:
-            self._adopt_s = now_s + ADOPT_EVERY_S
+        if now_s >= self._adopt_at_s:
+            self._adopt_at_s = now_s + ADOPT_EVERY_S
             try:
                 await self._adopt(now_s)
             except BaseException:
-                self._adopt_s = now_s
+                self._adopt_at_s = now_s
                 raise
-        held_back = self._liveness.held_back
-        retirements = self._liveness.tick(now_s)
-        self._counters.workers_lost = self._liveness.lost
-        self._counters.retirements_held += max(0, self._liveness.held_back - held_back)
-        changed = self._liveness.take_changed(self.traces)
+        held_back = self._detector.held_back
+        retirements = self._detector.detect(now_s)
+        self._counters.workers_lost = self._detector.lost
+        self._counters.retirements_held += max(0, self._detector.held_back - held_back)
+        changed = self._detector.take_changed()
         try:
             await self._fleet.write(changed)
         except BaseException:
-            self._liveness.keep_changed(changed)
+            self._detector.restore_changed(changed)
             raise
         self._counters.fleet_writes += len(changed)
-        # a replica that stood still, and has gone on, writes what it heard last
-        await self._fleet.update_existing(self._liveness.lost_records(self.traces))
+        # a paused replica, once resumed, writes what it heard last: workers that are lost by now as alive
+        await self._fleet.update_existing(self._detector.lost_records())
         for retirement in retirements:
             await self._retire(retirement)
-        for worker_id, incarnation in self._forgetting.due(now_s):
+        for worker_id, incarnation in self._expiry.due(now_s):
             await self._index.forget(worker_id, incarnation)
 
     async def _adopt(self, now_s: float) -> None:
-        """Judges those that the fleet store knows and this replica does not; takes out what is of another pool now, or can't be
-        understood (one that lives is written again with its next heartbeat)."""
-        entries = await self._fleet.entries(lambda w, pool_id: self._owns(w) and self._liveness.pool_of(w) != pool_id)
+        """Judge the workers that the fleet store has and this replica does not judge. A record in a former pool of its
+        worker, or an invalid one, is removed; the next heartbeat of a live worker writes it again."""
+        entries = await self._fleet.entries(
+            lambda worker_id, pool_id: self._owned.owns(worker_id) and self._detector.pool_of(worker_id) != pool_id
+        )
         for worker_id, pool_id, record in entries:
-            pool_now = self._liveness.pool_of(worker_id)
-            if not self._owns(worker_id) or pool_now == pool_id:
-                continue  # its partition was given up, or it was heard, meanwhile
+            pool_now = self._detector.pool_of(worker_id)
+            if not self._owned.owns(worker_id) or pool_now == pool_id:
+                continue  # its partition was released, or it was heard, meanwhile
             if pool_now is None and record is not None:
-                self._liveness.adopt({worker_id: record}, now_s)
+                self._detector.adopt({worker_id: record}, now_s)
             else:
-                log.info("worker %s is taken out of pool %s", worker_id, pool_id)
+                log.info("worker %s: removing its record from pool %s", worker_id, pool_id)
                 await self._fleet.forget(worker_id, pool_id)
 
     async def _retire(self, retirement: Retirement) -> None:
         worker_id = retirement.worker_id
         record = await self._index.record(worker_id)
-        # a closed one may still answer by what its last incarnation told
-        open_ = record is not None and (record.answering or record.loading or not record.closed)
-        if record is not None and open_ and not await self._index.retire(worker_id, record.incarnation):
+        if record is not None and _unretired(record) and not await self._index.retire(worker_id, record.incarnation):
             return  # it began another incarnation meanwhile
         if retirement.pool_id is not None:
             await self._fleet.forget(worker_id, retirement.pool_id)
         self._counters.workers_retired += 1
-        log.info("worker %s is retired: no heartbeat", worker_id)
-        self._on_gone(worker_id)
+        log.info("worker %s: retired, no heartbeat", worker_id)
+        self._owned.forget_worker(worker_id)
 
     async def _on_heartbeat(self, msg: Msg) -> None:
         worker_id = msg.subject.rsplit(".", 1)[-1]
         now_s = self._clock()
-        self._liveness.pulse(worker_id, now_s)
-        if not self._owns(worker_id):
+        self._detector.record_pulse(worker_id, now_s)
+        if not self._owned.owns(worker_id):
             return
         try:
             beat = Heartbeat.unpack(msg.data)
@@ -175,11 +169,16 @@ class Heartbeats:
                 raise InvalidValue(f"heartbeat of worker {beat.worker_id} on {msg.subject}")
         except InvalidValue as error:
             self._counters.heartbeats_bad += 1
-            log.debug("heartbeat not understood: %s", error)
+            log.debug("invalid heartbeat: %s", error)
             return
         self._counters.heartbeats += 1
-        if self._liveness.pool_of(worker_id) not in (None, beat.endpoint.pool_id):
-            self.adopt()  # it serves another model now
+        if self._detector.pool_of(worker_id) not in (None, beat.endpoint.pool_id):
+            self.adopt()  # it serves another model now: its record in the former pool has to go
         self._doubt.hear(worker_id, beat.incarnation, beat.acked_seq, now_s)
-        if self._liveness.hear(beat, now_s, time_ns() // 1_000):
-            self._urgent.set()
+        if self._detector.hear(beat, now_s, time_ns() // 1_000):
+            self._wakeup.wake()
+
+
+def _unretired(record: WorkerRecord) -> bool:
+    """Is there something to retire? A closed worker may still answer with the blocks of its last incarnation."""
+    return record.answering or record.loading or not record.closed

@@ -1,1 +1,1 @@
-"""Which replica owns which partition."""
+"""Which replica owns which partition: membership, leases, rendezvous hashing, the running readers."""

@@ -1,11 +1,11 @@
-"""Keeps this replica a member and its leases alive, and starts and stops partitions as they come and go (thin).
+"""Keeps this replica a member and its leases alive; starts and stops partitions as their leases come and go (thin).
 
-A lease is renewed only while NATS echoes too: a replica that can't read gives its partitions up. Where the store does
-not answer, partitions are read on until the lease is over by this replica's own clock.
+A lease is renewed only while NATS echoes too: a replica that can't read releases its partitions. If the store does not
+answer, partitions are read until the lease has expired by this replica's own clock.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 import anyio
@@ -15,14 +15,15 @@ from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
 from indexer.ownership.echo import Echo
+from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.ownership.rendezvous import target_partitions
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.store import FleetStore
 
 LEASE_MS = 3_000
-BEAT_S = 0.5
-WANTING_BEAT_S = 0.15
-"""While partitions that should be this replica's are still another's."""
+RENEW_EVERY_S = 0.5
+ACQUIRE_EVERY_S = 0.15
+"""While another replica holds leases that should be this one's."""
 ECHO_DEADLINE_S = 1.0
 LEAVE_DEADLINE_S = 2.0
 
@@ -30,8 +31,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class Membership:
-    """Calls `start` for partitions whose lease is newly held and `stop` for those that are not to be read any more.
-    `stop` returns when nothing of them is read any more; only then is their lease given up."""
+    """Starts the partitions whose lease is acquired, and stops those whose lease is to be released or is lost. A lease is
+    released only after its partition's reader has ended."""
 
     def __init__(
         self,
@@ -40,24 +41,23 @@ class Membership:
         *,
         fleet: FleetStore,
         client: Client,
+        owned: OwnedPartitions,
         counters: IndexerCounters,
-        start: Callable[[Sequence[int]], None],
-        stop: Callable[[Sequence[int]], Awaitable[None]],
     ) -> None:
+        """`partitions`: how many there are."""
         self.member_id = member_id
         self.members: list[str] = []
         self._partitions = partitions
         self._fleet = fleet
         self._echo = Echo(client)
+        self._owned = owned
         self._counters = counters
-        self._start = start
-        self._stop = stop
         self._held: set[int] = set()
         self._held_until_s = 0.0
-        self._wanting = False
-        self._forgotten: list[str] = []
-        """Members of before the store forgot them; they count for as long as a lease lasts."""
-        self._forgotten_until_s = 0.0
+        self._acquiring = False
+        self._lost_members: list[str] = []
+        """Members that the store has lost; they count for as long as a lease lasts."""
+        self._lost_members_until_s = 0.0
 
     @property
     def held(self) -> frozenset[int]:
@@ -66,12 +66,12 @@ class Membership:
 
     @property
     def fresh(self) -> bool:
-        """Was the last round in time to keep the leases?"""
+        """Was the last renewal in time to keep the leases?"""
         return monotonic() < self._held_until_s
 
     async def run(self, on_settled: Callable[[], None] | None = None) -> None:
-        """Until cancelled; then every partition is stopped and given up at once. `on_settled` is called once, after the
-        first round that reached the store."""
+        """Until cancelled; then every partition is stopped and its lease released at once. `on_settled` is called once, after
+        the first round that reached the store."""
         await self._echo.start()
         try:
             while True:
@@ -82,10 +82,11 @@ class Membership:
                         on_settled()
                         on_settled = None
                 except (KvatlasError, RedisError, NatsError, TimeoutError) as error:
-                    log.warning("leases are not renewed: %s", str(error) or type(error).__name__)
-                    await self._expire()
-                beat_s = WANTING_BEAT_S if self._wanting else BEAT_S
-                await anyio.sleep(max(0.05, beat_s - (monotonic() - began_s)))
+                    why = str(error) or type(error).__name__
+                    log.warning("member %s: leases not renewed (%s), retrying", self.member_id, why)
+                    await self._stop_expired()
+                period_s = ACQUIRE_EVERY_S if self._acquiring else RENEW_EVERY_S
+                await anyio.sleep(max(0.05, period_s - (monotonic() - began_s)))
         finally:
             with anyio.move_on_after(LEAVE_DEADLINE_S, shield=True):
                 await self._leave()
@@ -93,47 +94,49 @@ class Membership:
 
     async def _round(self) -> None:
         await self._echo.check(ECHO_DEADLINE_S)
-        asked_s = monotonic()
+        renewed_s = monotonic()
         if self.fresh and not await self._fleet.is_member(self.member_id):
-            # a store that lost everything knows only those that were quicker: nobody's partitions move for that
-            self._forgotten, self._forgotten_until_s = self.members, asked_s + LEASE_MS / 1_000
+            # a store that lost everything knows only the members that came back first: no partition moves for that
+            self._lost_members, self._lost_members_until_s = self.members, renewed_s + LEASE_MS / 1_000
         members = await self._fleet.renew_membership(self.member_id, LEASE_MS)
-        self.members = sorted({*members, *self._forgotten}) if asked_s < self._forgotten_until_s else members
+        self.members = sorted({*members, *self._lost_members}) if renewed_s < self._lost_members_until_s else members
         wanted = target_partitions(self.member_id, self.members, self._partitions)
         surplus = sorted(self._held.difference(wanted))
         if surplus:
-            await self._give(surplus)
+            await self._stop(surplus)
             await self._fleet.release_leases(self.member_id, surplus)
         held = set(await self._fleet.claim_leases(self.member_id, LEASE_MS, wanted))
-        self._held_until_s = asked_s + LEASE_MS / 1_000
-        self._wanting = len(held) < len(wanted)
+        self._held_until_s = renewed_s + LEASE_MS / 1_000
+        self._acquiring = len(held) < len(wanted)
         if lost := sorted(self._held - held):
             self._counters.leases_lost += len(lost)
-            await self._give(lost)
-        if taken := sorted(held - self._held):
-            self._counters.partitions_taken += len(taken)
+            await self._stop(lost)
+        if acquired := sorted(held - self._held):
+            self._counters.partitions_taken += len(acquired)
             self._held |= held
-            log.info("%s takes %d partitions: %s", self.member_id, len(taken), _ranges(taken))
-            self._start(taken)
+            log.info("member %s: started reading %d partitions (%s)", self.member_id, len(acquired), _ranges(acquired))
+            self._owned.start(acquired)
 
-    async def _expire(self) -> None:
+    async def _stop_expired(self) -> None:
         if self._held and monotonic() >= self._held_until_s:
             self._counters.leases_lost += len(self._held)
-            await self._give(sorted(self._held))
+            await self._stop(sorted(self._held))
 
-    async def _give(self, partitions: Sequence[int]) -> None:
+    async def _stop(self, partitions: Sequence[int]) -> None:
         self._held.difference_update(partitions)
         self._counters.partitions_given += len(partitions)
-        log.info("%s gives %d partitions: %s", self.member_id, len(partitions), _ranges(partitions))
-        await self._stop(partitions)
+        log.info("member %s: stopped reading %d partitions (%s)", self.member_id, len(partitions), _ranges(partitions))
+        await self._owned.stop(partitions)
 
     async def _leave(self) -> None:
         if self._held:
-            await self._give(sorted(self._held))
+            await self._stop(sorted(self._held))
         try:
             await self._fleet.end_membership(self.member_id)
         except (KvatlasError, RedisError) as error:
-            log.warning("%s leaves without a word, its leases end by themselves: %s", self.member_id, error)
+            log.warning(
+                "member %s: leases not released (%s), they expire in %g s", self.member_id, error, LEASE_MS / 1_000
+            )
 
 
 def _ranges(partitions: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Which replica should read which partition: rendezvous hashing over the live members (pure)."""
+"""Which replica should own which partition: rendezvous hashing over the live members (pure)."""
 
 from collections.abc import Collection
 
@@ -6,8 +6,8 @@ import xxhash
 
 
 def targets(members: Collection[str], partitions: int) -> dict[int, str]:
-    """Partition -> the member that should own it. Every replica computes the same from the same members; when one
-    comes or goes only the partitions it gains or had move. Empty without members."""
+    """Partition -> the member that should own it. Every replica computes the same from the same members; when a member
+    comes or goes, only the partitions that it gets or had move. Empty without members."""
     if not members:
         return {}
     return {

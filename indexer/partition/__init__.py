@@ -1,1 +1,1 @@
-"""Reads one partition of the stream."""
+"""Reads a partition of the stream: reader, pull consumer, admission, queue, dead letters."""

@@ -1,17 +1,26 @@
-"""Which messages of a partition may reach the index: well formed, and of the worker whose subject they came on."""
+"""Which messages of a partition may be applied: well formed, and of the worker whose subject they came on."""
 
 from enum import StrEnum
 
 import msgpack
 
 from kvatlas.bus.subjects import worker_of
-from kvatlas.bus.wire import MAX_MESSAGE_BYTES, VERSION, RawMessage, decode_raw, scope_use
+from kvatlas.bus.wire import (
+    MAX_MESSAGE_BYTES,
+    MESSAGE_VERSION,
+    SCOPES,
+    VERSION,
+    WORKER_ID,
+    RawMessage,
+    decode_raw,
+    scope_use,
+)
 from kvatlas.errors import InvalidValue, KvatlasError, WireError
 from kvatlas.identity import partition_of
 
 
-class Poison(StrEnum):
-    """Why a message is not applied; each has a counter `poison_<reason>`."""
+class PoisonReason(StrEnum):
+    """Why a message must not be applied; each has a counter `poison_<reason>`."""
 
     MALFORMED = "malformed"
     VERSION = "version"
@@ -21,16 +30,16 @@ class Poison(StrEnum):
     WRONG_PARTITION = "wrong_partition"
 
 
-class Refused(KvatlasError):
-    """A message must not be applied: `reason`, and one line for the log."""
+class PoisonMessage(KvatlasError):
+    """A message that must not be applied: its `reason`, and one line for the log."""
 
-    def __init__(self, reason: Poison, line: str) -> None:
+    def __init__(self, reason: PoisonReason, line: str) -> None:
         super().__init__(line)
         self.reason = reason
 
 
-REMEMBERED = 10_000
-"""Workers, and scopes, that were checked; more were checked again."""
+CHECKS_REMEMBERED = 10_000
+"""Checked subjects, and checked scopes; beyond that all are checked again."""
 
 
 class Admission:
@@ -43,15 +52,15 @@ class Admission:
         self._scopes: dict[bytes, list[object]] = {}
 
     def admit(self, subject: str, payload: bytes) -> RawMessage:
-        """The checked message. Raises Refused."""
+        """The checked message. Raises PoisonMessage."""
         try:
             raw = decode_raw(payload)
         except WireError as error:
-            raise Refused(_reason(payload), str(error)) from error
-        worker_id: str = raw[1]
+            raise PoisonMessage(_reason(payload), str(error)) from error
+        worker_id: str = raw[WORKER_ID]
         if self._worker_of_subject.get(subject) != worker_id:
             self._check_worker(subject, worker_id)
-        for scope_id, entry in raw[5].items():
+        for scope_id, entry in raw[SCOPES].items():
             if self._scopes.get(scope_id) != entry:
                 self._check_scope(scope_id, entry)
         return raw
@@ -60,14 +69,14 @@ class Admission:
         try:
             partition, named = worker_of(subject)
         except InvalidValue as error:
-            raise Refused(Poison.WRONG_SUBJECT, str(error)) from error
+            raise PoisonMessage(PoisonReason.WRONG_SUBJECT, str(error)) from error
         if named != worker_id:
-            raise Refused(Poison.WRONG_SUBJECT, f"message of worker {worker_id} on the subject of {named}")
+            raise PoisonMessage(PoisonReason.WRONG_SUBJECT, f"message of worker {worker_id} on the subject of {named}")
         right = partition_of(worker_id, self._partitions)
         if partition != right or partition != self.partition:
             line = f"message of worker {worker_id} in partition {partition}; expected {right} of {self._partitions}"
-            raise Refused(Poison.WRONG_PARTITION, line)
-        if len(self._worker_of_subject) >= REMEMBERED:
+            raise PoisonMessage(PoisonReason.WRONG_PARTITION, line)
+        if len(self._worker_of_subject) >= CHECKS_REMEMBERED:
             self._worker_of_subject.clear()
         self._worker_of_subject[subject] = worker_id
 
@@ -75,21 +84,21 @@ class Admission:
         try:
             scope_use(scope_id, entry)
         except WireError as error:
-            raise Refused(Poison.SCOPE, str(error)) from error
+            raise PoisonMessage(PoisonReason.SCOPE, str(error)) from error
         assert isinstance(scope_id, bytes)  # scope_use compared it with the id of the fields
-        if len(self._scopes) >= REMEMBERED:
+        if len(self._scopes) >= CHECKS_REMEMBERED:
             self._scopes.clear()
         self._scopes[scope_id] = entry
 
 
-def _reason(payload: bytes) -> Poison:
+def _reason(payload: bytes) -> PoisonReason:
     """Why `decode_raw` refused these bytes."""
     if len(payload) > MAX_MESSAGE_BYTES:
-        return Poison.OVERSIZED
+        return PoisonReason.OVERSIZED
     try:
         raw = msgpack.unpackb(payload, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException):
-        return Poison.MALFORMED
-    if isinstance(raw, list) and raw and type(raw[0]) is int and raw[0] != VERSION:
-        return Poison.VERSION
-    return Poison.MALFORMED
+        return PoisonReason.MALFORMED
+    if isinstance(raw, list) and raw and type(raw[MESSAGE_VERSION]) is int and raw[MESSAGE_VERSION] != VERSION:
+        return PoisonReason.VERSION
+    return PoisonReason.MALFORMED

@@ -1,4 +1,4 @@
-"""The hot path of one reading of a partition: from NATS' callback into the feed. No task a message, no wait."""
+"""The hot path from NATS' callback into a partition's queue: no task and no wait for a message."""
 
 import json
 from time import monotonic
@@ -9,11 +9,12 @@ from nats.errors import Error as NatsError
 
 from indexer.applier import Applier
 from indexer.counters import IndexerCounters
-from indexer.partition.admission import Admission, Refused
+from indexer.partition.admission import Admission, PoisonMessage
 from indexer.partition.dead_letters import DeadLetters
-from indexer.partition.pull_protocol import PullStatus, PullWindow, idle_at, messages_returned, pull_status
-from indexer.partition.queue import PartitionFeed
+from indexer.partition.pull_protocol import PullStatus, PullWindow, last_consumer_seq, messages_returned, pull_status
+from indexer.partition.queue import PartitionQueue
 from kvatlas.bus.subjects import STREAM
+from kvatlas.index.protocol import Position
 
 PULL_MESSAGES = 512
 PULL_BYTES = 704 * 1024
@@ -21,9 +22,9 @@ PULL_BYTES = 704 * 1024
 PULL_EXPIRES_S = 30
 IDLE_HEARTBEAT_S = 2
 SILENCE_S = 5.0
-"""A consumer with requests outstanding that says nothing for so long is gone."""
+"""A consumer that has sent nothing for this long, with requests outstanding, is gone."""
 
-_PULL = json.dumps(
+_REQUEST = json.dumps(
     {
         "batch": PULL_MESSAGES,
         "max_bytes": PULL_BYTES,
@@ -33,13 +34,14 @@ _PULL = json.dumps(
 ).encode()
 
 
-class Reading:
-    """Keeps two requests outstanding at one consumer while its feed has room."""
+class PullConsumer:
+    """One consumer of the stream and its queue: keeps two pull requests outstanding while the queue has room."""
 
     def __init__(
         self,
-        consumer: str,
-        feed: PartitionFeed,
+        name: str,
+        start: Position,
+        pending: int,
         *,
         client: Client,
         admission: Admission,
@@ -47,71 +49,71 @@ class Reading:
         dead_letters: DeadLetters,
         counters: IndexerCounters,
     ) -> None:
+        """`start`: the position before the first message. `pending`: messages that the stream has behind it."""
         self.inbox = client.new_inbox()
-        self.feed = feed
+        self.queue = PartitionQueue(admission.partition, start, pending, on_room=self.pull)
         self._client = client
         self._admission = admission
         self._applier = applier
         self._dead_letters = dead_letters
         self._counters = counters
         self._window = PullWindow(PULL_MESSAGES)
-        self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.{consumer}"
+        self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.{name}"
         self._heard_s = monotonic()
         self._starved = False
-        feed.on_room = self.pull
 
     @property
     def silent(self) -> bool:
-        """Has the server said nothing for too long, though it was asked?"""
+        """Has the server sent nothing for SILENCE_S, with requests outstanding?"""
         return not self._starved and monotonic() - self._heard_s > SILENCE_S
 
     async def pull(self) -> None:
-        """Sends the requests that are due, if the feed has room."""
+        """Send the requests that are due, if the queue has room."""
         try:
-            while self._window.due():
-                if self.feed.full:
+            while self._window.is_due():
+                if self.queue.full:
                     self._starved = True
                     return
                 if self._starved:
                     self._starved = False
                     self._heard_s = monotonic()
-                self._window.sent()
-                await self._client.publish(self._next_subject, _PULL, reply=self.inbox)
+                self._window.add_request()
+                await self._client.publish(self._next_subject, _REQUEST, reply=self.inbox)
         except NatsError as error:
-            self.feed.fail(str(error))
+            self.queue.fail(str(error))
 
     async def on_message(self, msg: Msg) -> None:
-        """NATS' callback. Raises nothing: what is wrong with a message is counted, with the reading breaks the feed."""
+        """NATS' callback. Raises nothing: a poison message is counted, a failed consumer fails the queue."""
         self._heard_s = monotonic()
         window = self._window
         status = pull_status(msg)
         if status is None:
             window.outstanding -= 1
-            self._take(msg)
+            self._enqueue(msg)
         elif status is PullStatus.ENDED:
-            window.returned(messages_returned(msg))
+            window.end_request(messages_returned(msg))
         elif status is PullStatus.IDLE:
-            if (consumer_seq := idle_at(msg)) is not None:
-                self.feed.idle_at(consumer_seq)
+            if (consumer_seq := last_consumer_seq(msg)) is not None:
+                self.queue.record_idle(consumer_seq)
         else:
             headers = msg.headers or {}
-            self.feed.fail(f"NATS says {headers.get('Status')} {headers.get('Description', '')}".rstrip())
+            self.queue.fail(f"NATS ended the pull: {headers.get('Status')} {headers.get('Description', '')}".rstrip())
             return
-        if window.due():
+        if window.is_due():
             await self.pull()
 
-    def _take(self, msg: Msg) -> None:
+    def _enqueue(self, msg: Msg) -> None:
         data = msg.data
         self._counters.messages_read += 1
         self._counters.bytes_read += len(data)
+        queue = self.queue
         try:
-            raw = self._admission.admit(msg.subject, data)
-        except Refused as refused:
-            raw = None
-            self._dead_letters.put(self.feed.partition, msg.subject, data, refused)
+            message = self._admission.admit(msg.subject, data)
+        except PoisonMessage as poison:
+            message = None
+            self._dead_letters.put(queue.partition, msg.subject, data, poison)
         headers = msg.headers if msg.headers and "traceparent" in msg.headers else None
-        feed = self.feed
-        was_empty = not feed
-        feed.add((raw, len(data), msg.reply, headers))
-        if was_empty:  # otherwise the applier has not come to its end yet
+        was_empty = not queue
+        queue.add(message, len(data), msg.reply, headers)
+        if was_empty:  # otherwise the applier still has this queue to come to
             self._applier.wake()

@@ -1,4 +1,4 @@
-"""Pulling from a JetStream consumer without waiting: what is asked for, and what the server answers (pure)."""
+"""Pulling from a JetStream consumer without waiting: how much to request, and what the server answers (pure)."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -7,12 +7,12 @@ from nats.aio.msg import Msg
 
 ACK_TOKENS = 9
 """`$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>`; with a domain and an account
-hash before the stream there are two more, and perhaps a random one at the end."""
+hash before the stream there are two more, and there may be a random one at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where a message stands. `pending`: messages of the filter still in the stream behind it, when it was sent."""
+    """Where a message stands. `pending`: messages of the filter that the stream still had behind it when it was sent."""
 
     stream_seq: int
     consumer_seq: int
@@ -20,7 +20,7 @@ class Delivery:
 
 
 def parse_delivery(reply: str) -> Delivery:
-    """The numbers of a reply subject that JetStream gave. Raises ValueError for another subject."""
+    """The numbers in a message's reply subject. Raises ValueError for a subject that JetStream did not make."""
     tokens = reply.split(".")
     if len(tokens) < ACK_TOKENS or tokens[0] != "$JS" or tokens[1] != "ACK":
         raise ValueError(f"reply subject {reply!r}; expected $JS.ACK. and the delivery's numbers")
@@ -29,8 +29,8 @@ def parse_delivery(reply: str) -> Delivery:
 
 
 class PullWindow:
-    """Messages asked for and not come yet. Requests are of `batch` messages; as many as fit into `batch * requests`
-    are outstanding, so that the server never waits for the next one."""
+    """Messages requested and not received yet. Each request is for `batch` messages; up to `requests` of them are
+    outstanding, so that the server never waits for the next one."""
 
     __slots__ = ("_batch", "_low", "outstanding")
 
@@ -39,34 +39,34 @@ class PullWindow:
         self._low = batch * (requests - 1)
         self.outstanding = 0
 
-    def due(self) -> bool:
-        """Should one more request be sent?"""
+    def is_due(self) -> bool:
+        """Is it time for one more request?"""
         return self.outstanding <= self._low
 
-    def sent(self) -> None:
+    def add_request(self) -> None:
         self.outstanding += self._batch
 
-    def returned(self, messages: int) -> None:
-        """The server ended a request that was still owed so many messages."""
+    def end_request(self, messages: int) -> None:
+        """The server ended a request before it had sent the last `messages` of it."""
         self.outstanding = max(0, self.outstanding - messages)
 
 
 class PullStatus(Enum):
-    """What a message with a status header says."""
+    """What a message with a status header means."""
 
     IDLE = auto()
-    """The consumer lives and has nothing for us now."""
+    """The consumer is alive and has nothing to deliver now."""
     ENDED = auto()
-    """One request is over; the consumer lives."""
+    """One request is over; the consumer is alive."""
     BROKEN = auto()
-    """The consumer, the stream or its leader is gone: start over."""
+    """The consumer, the stream or its leader is gone: another consumer is needed."""
 
 
 _REQUEST_ENDS = ("message size exceeds maxbytes", "batch completed", "exceeded max")
 
 
 def pull_status(msg: Msg) -> PullStatus | None:
-    """What a delivered message says of the pull; None for one of the stream."""
+    """What a delivered message says about the pull; None for a message of the stream."""
     if msg.reply.startswith("$JS.ACK."):
         return None
     headers = msg.headers or {}
@@ -81,12 +81,12 @@ def pull_status(msg: Msg) -> PullStatus | None:
 
 
 def messages_returned(msg: Msg) -> int:
-    """How many messages an ended request was still owed."""
+    """How many messages of an ended request were not sent."""
     text = (msg.headers or {}).get("Nats-Pending-Messages", "0")
     return int(text) if text.isdigit() else 0
 
 
-def idle_at(msg: Msg) -> int | None:
-    """The consumer seq after which an idle consumer has nothing, where its heartbeat says so."""
+def last_consumer_seq(msg: Msg) -> int | None:
+    """The last consumer seq that an idle consumer has sent, if its heartbeat says so."""
     text = (msg.headers or {}).get("Nats-Last-Consumer", "")
     return int(text) if text.isdigit() else None

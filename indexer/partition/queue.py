@@ -1,7 +1,7 @@
-"""One unbroken reading of one partition: what the reader has taken from the stream and the applier not yet.
+"""What one pull consumer has read of a partition and its shard's applier has not applied yet.
 
-A reading that breaks is abandoned with its feed, and another begins from the stored position. So nothing of an old
-reading can disturb a new one: what is still in flight of it is applied or found a duplicate.
+A queue is never repaired: when anything about it is in doubt it fails, and the reader starts another one from the stored
+position. What the old one still has in flight is applied or found a duplicate.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,135 +10,144 @@ from dataclasses import dataclass
 from anyio import Event
 
 from indexer.partition.pull_protocol import parse_delivery
-from kvatlas.bus.wire import RawMessage
+from kvatlas.bus.wire import TS_US, WORKER_ID, RawMessage
 from kvatlas.index.protocol import PartitionBatch, Position
 
 QUEUE_MESSAGES = 4_096
 QUEUE_BYTES = 1024 * 1024
 
+Headers = Mapping[str, str]
 
-Entry = tuple[RawMessage | None, int, str, Mapping[str, str] | None]
-"""A message as it waits: (message, bytes, reply subject, headers). The message is None where it must not be applied: only
-its position passes. The headers are there where they carry a trace context. A plain tuple, because one is made a message."""
+_Entry = tuple[RawMessage | None, int, str, Headers | None]
+"""(message, bytes, reply subject, headers): a plain tuple, because one is made for each message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What one call to the index carries of one feed."""
+class CallPart:
+    """What one call to the index carries of one queue."""
 
-    feed: "PartitionFeed"
+    queue: "PartitionQueue"
     batch: PartitionBatch
     entries: int
     size_bytes: int
     made_room: bool
-    traced: Sequence[tuple[str, Mapping[str, str]]]
+    traced: Sequence[tuple[str, Headers]]
     """(worker, headers) of each message that carries a trace context."""
 
 
-class PartitionFeed:
-    """A queue between one reading of a partition and its shard's applier, with what both know of it."""
+class PartitionQueue:
+    """A queue between a pull consumer and an applier; it checks that no message is missing."""
 
-    def __init__(self, partition: int, start: Position, pending: int) -> None:
-        """Reads after `start`. `pending`: messages in the stream that this reading has before it, when it begins."""
+    def __init__(
+        self, partition: int, start: Position, pending: int, on_room: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """`start`: the position before the first message. `pending`: messages that the stream has behind it.
+        `on_room` is to be called after a take that ended `full`."""
         self.partition = partition
         self.pending = pending
+        self.on_room = on_room
         self.queued_bytes = 0
         self.in_flight = 0
         self.applied_seq: int | None = None
         self.applied_ts_us: int | None = None
-        self.broken = Event()
-        self.broken_why = ""
-        self._entries: list[Entry] = []
+        self.failed = Event()
+        self.failure = ""
+        """Why it failed."""
+        self._entries: list[_Entry] = []
         self._taken = 0
         self._position = start
-        self.on_room: Callable[[], Awaitable[None]] = _nobody_waits
-        """Called after a take that ended `full`."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def received(self) -> int:
-        """Messages that this reading got from its consumer."""
+        """Messages that the consumer has delivered."""
         return self._taken + len(self._entries)
 
     @property
     def full(self) -> bool:
-        """The reader asks for no more while this holds."""
+        """While True the consumer requests no more."""
         return len(self._entries) >= QUEUE_MESSAGES or self.queued_bytes >= QUEUE_BYTES
 
     @property
     def at_end(self) -> bool:
-        """All that the stream had of the partition is applied, as far as the server has told."""
+        """Is all that the stream has of the partition applied, as far as the server has said?"""
         return not self._entries and not self.in_flight and not self.pending
 
-    def add(self, entry: Entry) -> None:
-        self._entries.append(entry)
-        self.queued_bytes += entry[1]
+    def add(self, message: RawMessage | None, size_bytes: int, reply: str, headers: Headers | None = None) -> None:
+        """Append a delivered message. `message` None: it must not be applied, only its position counts. `headers`: given if
+        they carry a trace context."""
+        self._entries.append((message, size_bytes, reply, headers))
+        self.queued_bytes += size_bytes
 
-    def idle_at(self, consumer_seq: int) -> None:
-        """The server has nothing behind its message `consumer_seq`."""
+    def record_idle(self, consumer_seq: int) -> None:
+        """The server has nothing to deliver after its message `consumer_seq`."""
         if consumer_seq == self.received:
             if not self._entries:
                 self.pending = 0  # what was pending is gone from the stream (purged or aged out)
         else:
-            self.fail(f"{consumer_seq} messages sent, {self.received} received")
+            self.fail(f"NATS sent {consumer_seq} messages, {self.received} were received")
 
     def fail(self, why: str) -> None:
-        """This reading is over; the reader begins another."""
-        if not self.broken.is_set():
-            self.broken_why = why
-            self.broken.set()
+        """Nothing more is taken from this queue; the reader starts another."""
+        if not self.failed.is_set():
+            self.failure = why
+            self.failed.set()
 
-    def take(self, max_messages: int, max_bytes: int) -> Taken | None:
-        """The next messages, at least one where there is any, for one call to the index; None where there are none or
-        a message is missing (the feed is broken then)."""
-        entries = self._entries
-        if not entries or self.broken.is_set():
+    def take(self, max_messages: int, max_bytes: int) -> CallPart | None:
+        """The next messages for one call to the index, at least one if there are any. None if there are none, or if one is
+        missing (then the queue fails)."""
+        if not self._entries or self.failed.is_set():
             return None
         was_full = self.full
-        if len(entries) <= max_messages and self.queued_bytes <= max_bytes:
-            part, size = entries, self.queued_bytes
-            self._entries = []
-        else:
-            count, size = 1, entries[0][1]
-            for _, entry_bytes, _, _ in entries[1:max_messages]:
-                if size + entry_bytes > max_bytes:
-                    break
-                size += entry_bytes
-                count += 1
-            part = entries[:count]
-            self._entries = entries[count:]
+        part, size = self._cut(max_messages, max_bytes)
         self.queued_bytes -= size
         self._taken += len(part)
-        self.in_flight += 1
-        delivery = parse_delivery(part[-1][2])
+        _, _, reply, _ = part[-1]
+        delivery = parse_delivery(reply)
         if delivery.consumer_seq != self._taken:
-            self.in_flight -= 1
-            self.fail(f"message {delivery.consumer_seq} of the consumer came as the {self._taken}th")
+            self.fail(f"message {delivery.consumer_seq} of the consumer arrived as number {self._taken}")
             return None
+        self.in_flight += 1
         self.pending = delivery.pending
-        messages = [raw for raw, _, _, _ in part if raw is not None]
+        messages = [message for message, _, _, _ in part if message is not None]
         before = self._position
         self._position = Position(before.creation_us, delivery.stream_seq)
-        traced = [(raw[1], parents) for raw, _, _, parents in part if parents is not None and raw is not None]
-        return Taken(
+        return CallPart(
             self,
             PartitionBatch(self.partition, messages, self._position, before.seq),
             len(part),
             size,
             was_full and not self.full,
-            traced,
+            [(message[WORKER_ID], headers) for message, _, _, headers in part if headers and message is not None],
         )
 
-    def applied(self, batch: PartitionBatch) -> None:
-        """The index took the batch."""
+    def _cut(self, max_messages: int, max_bytes: int) -> tuple[list[_Entry], int]:
+        """Remove the first entries, at least one, within the limits; with their bytes."""
+        entries = self._entries
+        if len(entries) <= max_messages and self.queued_bytes <= max_bytes:
+            self._entries = []
+            return entries, self.queued_bytes
+        count = 1
+        _, size, _, _ = entries[0]
+        for _, size_bytes, _, _ in entries[1:max_messages]:
+            if size + size_bytes > max_bytes:
+                break
+            size += size_bytes
+            count += 1
+        self._entries = entries[count:]
+        return entries[:count], size
+
+    def record_applied(self, batch: PartitionBatch) -> None:
+        """The index applied a batch of this queue."""
         self.in_flight -= 1
         if batch.position is not None:
             self.applied_seq = batch.position.seq
         if batch.messages:
-            self.applied_ts_us = batch.messages[-1][4]
+            self.applied_ts_us = batch.messages[-1][TS_US]
 
-
-async def _nobody_waits() -> None:
-    """Until a reading asks to be told of room."""
+    def fail_in_flight(self, why: str) -> None:
+        """The index did not apply a batch of this queue, and never will."""
+        self.in_flight -= 1
+        self.fail(why)

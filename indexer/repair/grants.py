@@ -1,17 +1,18 @@
-"""Leave to send large snapshots: how many bytes of them may be on their way to one replica (pure).
+"""Grants to send large snapshots: how many bytes of them may be on their way to one replica (pure).
 
-Without it a change of leader in NATS, or a wiped store, would make a storm of all publishers' snapshots at once.
+Without them a new leader in NATS, or a wiped store, would bring the snapshots of all publishers at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvatlas.bus.control import GrantReply, GrantRequest
+from kvatlas.index.protocol import WorkerRecord
 
 LIMIT_BYTES = 32 * 1024 * 1024
 GRANT_S = 10.0
 BYTES_PER_S = 8 * 1024 * 1024
-"""A careful guess of how fast snapshots are applied: it only says when to ask again."""
+"""A low estimate of how fast snapshots are applied; it only sets when a publisher asks again."""
 SHORTEST_RETRY_MS = 100
 LONGEST_RETRY_MS = 5_000
 
@@ -24,7 +25,7 @@ class _Grant:
 
 
 class GrantBudget:
-    """Grants end when the worker's record answers with that incarnation, or after GRANT_S."""
+    """A grant ends when the index answers with its incarnation, or after GRANT_S."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -34,9 +35,9 @@ class GrantBudget:
     def outstanding_bytes(self) -> int:
         return sum(grant.snapshot_bytes for grant in self._grants.values())
 
-    def ask(self, request: GrantRequest, now_s: float) -> GrantReply:
-        """May this worker send its snapshot now? One that is larger than the limit may when it is alone. Asking again
-        for the same worker replaces its grant."""
+    def answer(self, request: GrantRequest, now_s: float) -> GrantReply:
+        """May this worker send its snapshot now? One larger than the limit may if no other grant is open. A worker that asks
+        again replaces its grant."""
         for worker_id in [w for w, grant in self._grants.items() if grant.until_s <= now_s]:
             del self._grants[worker_id]
         mine = self._grants.pop(request.worker_id, None)
@@ -50,13 +51,20 @@ class GrantBudget:
         self._grants[request.worker_id] = _Grant(request.incarnation, request.snapshot_bytes, now_s + GRANT_S)
         return GrantReply(granted=True)
 
-    def answering(self, worker_id: str, incarnation: int) -> None:
-        """The worker's record answers with this incarnation: its snapshot has come."""
+    def release_answering(self, records: Iterable[WorkerRecord]) -> None:
+        """End the grants of the snapshots that these records answer with."""
+        if self._grants:
+            for record in records:
+                if record.answering and not record.loading:
+                    self.release(record.worker_id, record.incarnation)
+
+    def release(self, worker_id: str, incarnation: int) -> None:
+        """The worker's snapshot of this incarnation is applied."""
         grant = self._grants.get(worker_id)
         if grant is not None and incarnation >= grant.incarnation:
             del self._grants[worker_id]
 
-    def forget(self, of: Callable[[str], bool]) -> None:
-        """The partitions of these workers are another replica's now."""
-        for worker_id in [w for w in self._grants if of(w)]:
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """These workers' partitions are another replica's now, or they are retired."""
+        for worker_id in [w for w in self._grants if is_gone(w)]:
             del self._grants[worker_id]

@@ -17,7 +17,7 @@ class Complaints:
         self._clock = clock
         self._said: dict[str, tuple[float, int]] = {}
 
-    def say(self, kind: str, line: str) -> None:
+    def say(self, kind: str, line: str, level: int = logging.WARNING) -> None:
         now_s = self._clock()
         at_s, unsaid = self._said.get(kind, (-QUIET_S, 0))
         if now_s - at_s < QUIET_S:
@@ -27,4 +27,4 @@ class Complaints:
             self._said.clear()
         self._said[kind] = (now_s, 0)
         more = f" ({unsaid} more like it before)" if unsaid else ""
-        self._logger.warning("%s%s%s", self._prefix, line, more)
+        self._logger.log(level, "%s%s%s", self._prefix, line, more)

@@ -1,11 +1,11 @@
-"""`make chaos`: random faults into a fleet of 4 engines and 3 indexers, for CHAOS_SECONDS (300), by CHAOS_SEED (random).
+"""`make chaos`: random faults in a fleet of 4 engines and 3 indexers, for CHAOS_SECONDS (300), by CHAOS_SEED (random).
 
     python -m tests.chaos                   random faults
     python -m tests.chaos all               every scenario once
     python -m tests.chaos NAME...           these scenarios
 
-Exit code 0 only where every round or scenario ended exact. A seed gives the same faults in the same order; when they meet
-what the processes do is the machine's.
+Exit code 0 only if the index became exact after every round or scenario. A seed gives the same faults in the same order;
+their timing depends on the machine.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.nats_cluster import nats_leader_changes
 from tests.chaos.random_faults import run_random_faults
 from tests.chaos.report import Outcome, as_text
-from tests.chaos.runner import INDEXER_WORDS, SCRUB_WORDS, run_scenario
+from tests.chaos.runner import INDEXER_ARGUMENTS, SCRUB_ARGUMENTS, run_scenario
 from tests.chaos.scenarios import SCENARIOS
 from tests.end_to_end.processes import query
 
@@ -33,7 +33,7 @@ CLUSTER = nats_leader_changes.__name__
 
 
 async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> bool:
-    """Is all exact?"""
+    """Run, and print a report. Is everything exact?"""
     outcomes: list[Outcome] = []
     failures: list[str] = []
     own_fleet = CLUSTER in names
@@ -44,64 +44,64 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
         except AssertionError as error:
             failures.append(str(error))
         if not names:
-            return told(outcomes, failures)
-    words = INDEXER_WORDS if names else SCRUB_WORDS
+            return report(outcomes, failures)
+    arguments = INDEXER_ARGUMENTS if names else SCRUB_ARGUMENTS
     async with running_fleet(
-        folder, engines=ENGINES, indexers=INDEXERS, seed=seed, indexer_words=words, large=1
+        folder, engines=ENGINES, indexers=INDEXERS, seed=seed, indexer_arguments=arguments, large=1
     ) as fleet:
         if names:
             for name in names:
                 try:
                     outcomes.append(await run_scenario(fleet, name))
-                    say(f"{name}: exact after {outcomes[-1].exact_after_s:.2f} s")
+                    log(f"{name}: exact after {outcomes[-1].exact_after_s:.2f} s")
                 except* AssertionError as errors:
                     failures.append(f"{name}: {errors.exceptions[0]}")
-                    say(failures[-1])
+                    log(failures[-1])
         else:
             try:
-                await run_random_faults(fleet, seed, seconds, say, outcomes)
+                await run_random_faults(fleet, seed, seconds, log, outcomes)
             except AssertionError as error:
                 failures.append(str(error))
         try:
             await audit(fleet)
         except AssertionError as error:
             failures.append(f"kvatlas audit: {error}")
-    return told(outcomes, failures)
+    return report(outcomes, failures)
 
 
 async def audit(fleet: Fleet) -> None:
-    """Once more by `kvatlas audit`. Raises AssertionError where there are differences."""
+    """Run `kvatlas audit`. Raises AssertionError if it finds differences."""
     await query("audit", "--nats-url", fleet.nats_server.url, "--redis-url", fleet.valkey.url)
 
 
-def told(outcomes: Sequence[Outcome], failures: Sequence[str]) -> bool:
-    """The report; is all exact?"""
-    say(as_text(outcomes))
+def report(outcomes: Sequence[Outcome], failures: Sequence[str]) -> bool:
+    """Print the report. Is everything exact?"""
+    log(as_text(outcomes))
     for failure in failures:
-        say(f"NOT EXACT: {failure}")
+        log(f"NOT EXACT: {failure}")
     return not failures and not any(outcome.wrong for outcome in outcomes)
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, flush=True)
 
 
 def main() -> None:
-    """Exits with 0, 1 where something was not exact, 2 for wrong usage."""
+    """Exits with 0, 1 if something was not exact, 2 for wrong usage."""
     names = sys.argv[1:]
     if names == ["all"]:
         names = [*SCENARIOS, CLUSTER]
     if unknown := [name for name in names if name not in (*SCENARIOS, CLUSTER)]:
-        say(f"no scenario {', '.join(unknown)}; expected all, or some of {', '.join((*SCENARIOS, CLUSTER))}")
+        log(f"no scenario {', '.join(unknown)}; expected all, or some of {', '.join((*SCENARIOS, CLUSTER))}")
         sys.exit(2)
     try:
         seed = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
         seconds = float(os.environ.get("CHAOS_SECONDS") or DEFAULT_SECONDS)
     except ValueError as error:
-        say(f"CHAOS_SEED and CHAOS_SECONDS: {error}; expected numbers")
+        log(f"CHAOS_SEED and CHAOS_SECONDS: {error}; expected numbers")
         sys.exit(2)
     folder = Path(tempfile.mkdtemp(prefix="kvatlas-chaos-"))
-    say(f"CHAOS_SEED={seed} CHAOS_SECONDS={seconds:g}; logs in {folder}")
+    log(f"CHAOS_SEED={seed} CHAOS_SECONDS={seconds:g}; logs in {folder}")
     exact = anyio.run(run, names, seed, seconds, folder)
     if exact:
         shutil.rmtree(folder)

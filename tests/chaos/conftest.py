@@ -1,4 +1,4 @@
-"""The report of a test run's faults, at its end."""
+"""Reports the outcomes of all scenarios at the end of a test run."""
 
 import pytest
 
@@ -9,7 +9,7 @@ OUTCOMES = pytest.StashKey[list[Outcome]]()
 
 @pytest.fixture(scope="session")
 def outcomes(pytestconfig: pytest.Config) -> list[Outcome]:
-    """What each scenario came to; reported at the end."""
+    """Of each scenario, for the report at the end."""
     return pytestconfig.stash.setdefault(OUTCOMES, [])
 
 

@@ -1,4 +1,4 @@
-"""Is the index what the publishers hold, and do these claim only what their engines hold?"""
+"""Does the index hold what the publishers announce, and do these announce only what their engines hold?"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -21,24 +21,24 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.request import hash_text
 from kvatlas.store.connection import Store
 
-LOOK_EVERY_S = 0.1
+COMPARE_EVERY_S = 0.1
 
 Residence = tuple[str | None, str, str]
-"""adapter, tier, sequence hash of one worker's block"""
+"""Adapter, tier and sequence hash of one worker's block."""
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What was found at one look. `trouble` says why it is not exact, empty where it is."""
+class Comparison:
+    """`problem` says why the index is not exact; empty if it is. `wrong` and `missing`: see `Outcome`."""
 
-    trouble: str
+    problem: str
     exported: int = 0
     wrong: int = 0
     missing: int = 0
 
 
 class Checker:
-    """Looks past every proxy. `engines`: base URL by worker id."""
+    """Connects without proxies. `engines`: base URL by worker id."""
 
     def __init__(self, model: str, engines: Mapping[str, str], nats: Client, store: Store) -> None:
         self._model = model
@@ -47,60 +47,62 @@ class Checker:
         self.store = store
 
     async def status(self, worker_id: str) -> ControlReply:
-        """Raises NatsError where the publisher does not answer."""
+        """Raises NatsError if the publisher does not answer."""
         return await self._ask(worker_id, ControlOp.STATUS)
 
-    async def glance(self) -> str:
-        """The digests alone: what is not exact as far as they tell. Cheap, so that asking again and again disturbs nobody
-        (the proxies live in this process)."""
+    async def compare_digests(self) -> str:
+        """What is not exact by the digests alone; empty if they agree. Cheap enough to be polled (the proxies run in this
+        process)."""
         try:
             index = await open_redis_index(self.store, writer=False)
             for worker_id in self._engines:
-                told = (await self._ask(worker_id, ControlOp.DIGEST)).digest
-                if told != list(await index.digest(worker_id) or []):
-                    return f"{worker_id} tells {sum((told or [0])[::3])} blocks, the index has another digest"
+                announced = (await self._ask(worker_id, ControlOp.DIGEST)).digest
+                if announced != list(await index.digest(worker_id) or []):
+                    return f"{worker_id} announces {sum((announced or [0])[::3])} blocks, the index has another digest"
         except (NatsError, KvatlasError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    async def look(self, under_reporting: Iterable[str] = ()) -> State:
-        """`under_reporting`: workers whose publishers can't know all that the engine holds."""
-        await anyio.sleep(LOOK_EVERY_S)  # it takes its time in this process, where the proxies are
+    async def compare_index(self, under_reporting: Iterable[str] = ()) -> Comparison:
+        """Compare what the index holds now. `under_reporting`: workers whose publishers can't know all that their engine
+        holds."""
+        await anyio.sleep(COMPARE_EVERY_S)  # a comparison takes time of this process, where the proxies run
         try:
             exported = await self._exported()
             return await self.compare(exported, under_reporting)
         except (NatsError, KvatlasError, httpx.HTTPError, TimeoutError) as error:
-            return State(f"{type(error).__name__}: {error}")
+            return Comparison(f"{type(error).__name__}: {error}")
 
-    async def compare(self, exported: Mapping[str, set[Residence]], under_reporting: Iterable[str] = ()) -> State:
+    async def compare(self, exported: Mapping[str, set[Residence]], under_reporting: Iterable[str] = ()) -> Comparison:
         """Compare what was exported, by worker, with the publishers' digests and the engines' caches."""
-        partly = set(under_reporting)
-        troubles: list[str] = []
+        partial = set(under_reporting)
+        problems: list[str] = []
         wrong = missing = 0
         records = await FleetStore(self.store).all()
         if strange := set(exported) - set(self._engines):
-            troubles.append(f"exported of unknown workers {sorted(strange)}")
+            problems.append(f"blocks of unknown workers exported {sorted(strange)}")
             wrong += sum(len(exported[worker_id]) for worker_id in strange)
         for worker_id in self._engines:
             mine = exported.get(worker_id, set())
             held = await self._held(worker_id)
-            told = await self._ask(worker_id, ControlOp.DIGEST)
+            announced = await self._ask(worker_id, ControlOp.DIGEST)
             wrong += len(mine - held)
             missing += len(held - mine)
             digest = self._digest(mine)
-            if told.digest != digest.words:
-                troubles.append(f"{worker_id} tells {sum((told.digest or [0])[::3])} blocks, {digest.blocks} exported")
+            if announced.digest != digest.words:
+                blocks = sum((announced.digest or [0])[::3])
+                problems.append(f"{worker_id} announces {blocks} blocks, {digest.blocks} exported")
             if mine - held:
-                troubles.append(f"{worker_id}: {len(mine - held)} exported that its engine has not")
-            if held - mine and worker_id not in partly:
-                troubles.append(f"{worker_id}: {len(held - mine)} of its engine's not exported")
+                problems.append(f"{worker_id}: {len(mine - held)} exported blocks that its engine does not hold")
+            if held - mine and worker_id not in partial:
+                problems.append(f"{worker_id}: {len(held - mine)} blocks of its engine not exported")
             record = records.get(worker_id)
             if record is None or record.liveness is not Liveness.ALIVE or record.state is not EngineState.UP:
-                troubles.append(f"{worker_id} is no candidate for routers")
-        return State("; ".join(troubles), sum(map(len, exported.values())), wrong, missing)
+                problems.append(f"{worker_id} is no candidate for routers")
+        return Comparison("; ".join(problems), sum(map(len, exported.values())), wrong, missing)
 
     async def resident_blocks(self, worker_id: str) -> int:
-        """What the index answers with for this worker now; 0 where it has no active holder."""
+        """How many blocks the index has for this worker now; 0 without an active holder."""
         index = await open_redis_index(self.store, writer=False)
         return sum((await index.digest(worker_id) or [0])[::3])
 
@@ -129,7 +131,7 @@ class Checker:
         return digest
 
 
-def of_export(lines: Iterable[str]) -> dict[str, set[Residence]]:
+def residences_of_export(lines: Iterable[str]) -> dict[str, set[Residence]]:
     """The output of `kvatlas export` by worker."""
     found: dict[str, set[Residence]] = {}
     for line in map(json.loads, lines):

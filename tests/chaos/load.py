@@ -9,14 +9,14 @@ import httpx
 from tests.eventually import until
 
 REQUESTS_PER_S = 25.0
-"""Of each engine: faults are what is being tested, not speed."""
+"""To each engine: faults are tested here, not speed."""
 VOCABULARY = 50_000
 BLOCK = 16
 FILL_BLOCKS = 500
 
 
 class Load:
-    """`run` in a task group; `go` and `rest` switch it. An engine that does not answer is passed over."""
+    """`run` in a task group; it begins paused. An engine that does not answer is skipped."""
 
     def __init__(self, engines: Mapping[str, str], adapters: tuple[str | None, ...], seed: int) -> None:
         """`engines`: base URL by worker id."""
@@ -24,7 +24,7 @@ class Load:
         self._adapters = adapters
         self._rng = random.Random(seed)
         self._heads = [self._tokens(BLOCK * self._rng.randint(4, 12)) for _ in range(6)]
-        self._going = anyio.Event()
+        self._running = anyio.Event()
         self._open = 0
         self.answered = dict.fromkeys(engines, 0)
 
@@ -34,25 +34,25 @@ class Load:
             for worker_id in self._engines:
                 tasks.start_soon(self._drive, client, worker_id)
 
-    def go(self) -> None:
-        self._going.set()
+    def resume(self) -> None:
+        self._running.set()
 
-    async def rest(self) -> None:
-        """No request is open afterwards."""
-        if self._going.is_set():
-            self._going = anyio.Event()
+    async def pause(self) -> None:
+        """Send no more requests, and wait until none is open."""
+        if self._running.is_set():
+            self._running = anyio.Event()
         await until(lambda: not self._open, deadline_s=20, what="no request is open")
 
     async def fill(self, worker_id: str, blocks: int) -> None:
-        """Long prompts until so many blocks are cached."""
+        """Send long prompts of `blocks` blocks in total."""
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
             for _ in range(0, blocks, FILL_BLOCKS):
                 request = {"prompt": self._tokens(FILL_BLOCKS * BLOCK), "max_tokens": 1}
                 answer = await client.post(f"{self._engines[worker_id]}/v1/completions", json=request)
                 answer.raise_for_status()
 
-    async def more(self, worker_id: str, answers: int, deadline_s: float = 60.0) -> None:
-        """Wait until this engine has answered so many more requests."""
+    async def wait_for_answers(self, worker_id: str, answers: int, deadline_s: float = 60.0) -> None:
+        """Wait until this engine has answered this many more requests."""
         goal = self.answered[worker_id] + answers
         await until(
             lambda: self.answered[worker_id] >= goal, deadline_s=deadline_s, what=f"{worker_id} answers {answers} more"
@@ -60,7 +60,7 @@ class Load:
 
     async def _drive(self, client: httpx.AsyncClient, worker_id: str) -> None:
         while True:
-            await self._going.wait()
+            await self._running.wait()
             self._open += 1
             try:
                 answer = await client.post(f"{self._engines[worker_id]}/v1/completions", json=self._request())

@@ -12,11 +12,11 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import STREAM
 from kvatlas.embedded import EmbeddedServer, nats_server
 from kvatlas.embedded.free_port import free_port
-from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import running_fleet
 from tests.chaos.proxy import LOOPBACK
 from tests.chaos.report import Outcome
-from tests.chaos.runner import INDEXER_WORDS
+from tests.chaos.runner import INDEXER_ARGUMENTS
+from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
 SERVERS = 3
@@ -24,7 +24,7 @@ SERVERS = 3
 
 @asynccontextmanager
 async def cluster(folder: Path) -> AsyncIterator[list[EmbeddedServer]]:
-    """Servers that have found each other and a leader for their streams."""
+    """Connected servers with a leader for their streams."""
     ports = [free_port() for _ in range(SERVERS)]
     routes = [f"nats://{LOOPBACK}:{port}" for port in ports]
     async with AsyncExitStack() as stack:
@@ -55,42 +55,42 @@ async def leader(client: Client) -> str:
 
 
 async def nats_leader_changes(folder: Path, seed: int) -> Outcome:
-    """On a fleet of its own. Raises AssertionError where it does not end exact."""
+    """On a fleet of its own. Raises AssertionError if the index does not become exact."""
     async with cluster(folder) as servers:
-        words = (*INDEXER_WORDS, "--stream-replicas", str(SERVERS))
+        arguments = (*INDEXER_ARGUMENTS, "--stream-replicas", str(SERVERS))
         async with running_fleet(
-            folder, engines=2, indexers=2, seed=seed, indexer_words=words, nats=servers[0]
+            folder, engines=2, indexers=2, seed=seed, indexer_arguments=arguments, nats=servers[0]
         ) as fleet:
-            chaos = Chaos(fleet, "nats_leader_changes")
-            await chaos.begin()
-            await _change_leaders(chaos, servers)
-            return await chaos.settle()
+            run = ScenarioRun(fleet, "nats_leader_changes")
+            await run.begin()
+            await _change_leaders(run, servers)
+            return await run.settle()
 
 
-async def _change_leaders(chaos: Chaos, servers: Sequence[EmbeddedServer]) -> None:
-    client = chaos.fleet.nats
-    await chaos.moved(10)
+async def _change_leaders(run: ScenarioRun, servers: Sequence[EmbeddedServer]) -> None:
+    client = run.fleet.nats_client
+    await run.wait_for_answers(10)
     for _ in range(2):
         before = await leader(client)
         await client.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{STREAM}", b"", timeout=5)
-        chaos.fault("the stream's leader steps down")
+        run.record_fault("the stream's leader steps down")
 
         async def is_another(before: str = before) -> bool:
             return await leader(client) not in ("", before)
 
         await until(is_another, deadline_s=20, what="another server leads the stream")
-        await chaos.moved(10)
-    named = {await name_of(server): server for server in servers}
+        await run.wait_for_answers(10)
+    named = {await server_name(server): server for server in servers}
     leading = named[await leader(client)]
     await leading.kill()
-    chaos.fault("NATS server that leads the stream SIGKILL")
-    await chaos.moved(30)
+    run.record_fault("NATS server that leads the stream SIGKILL")
+    await run.wait_for_answers(30)
     await leading.start()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def name_of(server: EmbeddedServer) -> str:
-    client = await connect_nats(server.url, name="who")
+async def server_name(server: EmbeddedServer) -> str:
+    client = await connect_nats(server.url, name="server-name")
     try:
         return str(client._server_info["server_name"])
     finally:

@@ -12,11 +12,11 @@ class TcpProxy:
     """Listens on a free loopback port and forwards to `target_port`.
 
     `cut`: every connection is reset and new ones are too. `stall`: connections stay open, and new ones are accepted, but
-    no byte gets through either way (half-open). `delay_s`: every piece comes later by so much. `heal` ends all of it.
+    no byte gets through either way (half-open). `delay_s`: every piece is delayed by this time. `heal` ends all of it.
     """
 
     def __init__(self, target_port: int, name: str) -> None:
-        """`name`: the line, for reports."""
+        """`name`: of the connection, for reports."""
         self.name = name
         self.target_port = target_port
         self._server: asyncio.Server | None = None
@@ -44,7 +44,7 @@ class TcpProxy:
         self.reset()
 
     def reset(self) -> None:
-        """Every connection is reset; new ones are made as before."""
+        """Reset every connection; new ones work."""
         for writer in list(self._writers):
             writer.transport.abort()
 
@@ -69,7 +69,7 @@ class TcpProxy:
             pumps: list[Awaitable[None]] = [self._pump(reader, target_writer), self._pump(target_reader, writer)]
             await asyncio.gather(*pumps)
         except OSError:
-            return  # the target is away: so is the connection to it
+            return  # the target is down
         finally:
             self._writers -= ends
             for end in ends:
@@ -84,6 +84,6 @@ class TcpProxy:
                 writer.write(piece)
                 await writer.drain()
         except OSError:
-            pass  # either end broke it; the other one is told so below
+            pass  # either end broke it; the other end is closed below
         finally:
             writer.transport.abort()

@@ -1,4 +1,4 @@
-"""The long form: random faults, several at once, for a given time; now and then all is mended and must become exact."""
+"""The long form: rounds of random faults, several at once, for a given time; each round must end exact."""
 
 import random
 import shutil
@@ -13,9 +13,9 @@ from nats.js.errors import Error as JetStreamError
 from redis.exceptions import RedisError
 
 from kvatlas.bus.subjects import STREAM, events_subject
-from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, Fleet
 from tests.chaos.report import Outcome
+from tests.chaos.scenario_run import ScenarioRun
 from tests.chaos.scenarios.bus import deliver_again
 from tests.chaos.scenarios.store import LITTLE_BYTES, damage_by_hand, limit_memory
 
@@ -24,7 +24,7 @@ LONGEST_ROUND_S = 25.0
 MOST_AT_ONCE = 4
 
 Fault = Callable[[Fleet, random.Random], Awaitable[str]]
-"""Breaks something that is whole, and says what; an empty text where there was nothing to break."""
+"""Breaks something, and returns what; an empty text if there was nothing to break."""
 
 
 async def kill_engine(fleet: Fleet, rng: random.Random) -> str:
@@ -46,7 +46,7 @@ async def put_engine_to_sleep(fleet: Fleet, rng: random.Random) -> str:
 
 
 async def kill_child(fleet: Fleet, rng: random.Random) -> str:
-    child = rng.choice([worker.sidecar for worker in fleet.workers] + [member.child for member in fleet.members])
+    child = rng.choice([worker.sidecar for worker in fleet.workers] + [indexer.child for indexer in fleet.indexers])
     if not child.is_running:
         return ""
     child.kill()
@@ -54,7 +54,7 @@ async def kill_child(fleet: Fleet, rng: random.Random) -> str:
 
 
 async def stop_child(fleet: Fleet, rng: random.Random) -> str:
-    child = rng.choice([worker.sidecar for worker in fleet.workers] + [member.child for member in fleet.members])
+    child = rng.choice([worker.sidecar for worker in fleet.workers] + [indexer.child for indexer in fleet.indexers])
     if not child.is_running or child.paused:
         return ""
     await child.stop()
@@ -87,8 +87,8 @@ async def slow_line(fleet: Fleet, rng: random.Random) -> str:
     return f"{proxy.name} {proxy.delay_s * 1000:.0f} ms late"
 
 
-async def flicker_line(fleet: Fleet, rng: random.Random) -> str:
-    """Connections are reset, and may be made again at once."""
+async def reset_line(fleet: Fleet, rng: random.Random) -> str:
+    """Reset connections; new ones work at once."""
     proxy = rng.choice(fleet.proxies)
     proxy.reset()
     return f"{proxy.name} reset"
@@ -148,7 +148,7 @@ async def fill_redis(fleet: Fleet, rng: random.Random) -> str:
 
 
 async def damage_blocks(fleet: Fleet, rng: random.Random) -> str:
-    """Blocks added and removed, flags changed."""
+    """Add and remove blocks, change flags."""
     try:
         return "blocks damaged by hand" if await damage_by_hand(fleet.store) else ""
     except (RedisError, OSError):
@@ -156,7 +156,7 @@ async def damage_blocks(fleet: Fleet, rng: random.Random) -> str:
 
 
 async def damage_stream(fleet: Fleet, rng: random.Random) -> str:
-    jetstream = fleet.nats.jetstream(timeout=1)
+    jetstream = fleet.nats_client.jetstream(timeout=1)
     try:
         what = rng.choice(("purged", "deleted", "consumer deleted"))
         if what == "purged":
@@ -175,7 +175,7 @@ async def damage_stream(fleet: Fleet, rng: random.Random) -> str:
 
 async def deliver_messages_again(fleet: Fleet, rng: random.Random) -> str:
     try:
-        return await deliver_again(fleet.nats, rng.randint(1, 60), rng)
+        return await deliver_again(fleet.nats_client, rng.randint(1, 60), rng)
     except (NatsError, JetStreamError, TimeoutError):
         return ""
 
@@ -184,14 +184,14 @@ async def poison_stream(fleet: Fleet, rng: random.Random) -> str:
     worker = rng.choice(fleet.workers)
     try:
         subject = events_subject(worker.worker_id, PARTITIONS)
-        await fleet.nats.jetstream(timeout=1).publish(subject, rng.randbytes(rng.randrange(200)))
+        await fleet.nats_client.jetstream(timeout=1).publish(subject, rng.randbytes(rng.randrange(200)))
     except (NatsError, JetStreamError, TimeoutError):
         return ""
     return f"poison in the stream of {worker.worker_id}"
 
 
 async def damage_state(fleet: Fleet, rng: random.Random) -> str:
-    """A sidecar's saved state, which it reads when it starts the next time."""
+    """Damage a sidecar's saved state, which it reads at its next start."""
     worker = rng.choice(fleet.workers)
     file = worker.state_file
     if not file.exists():
@@ -214,7 +214,7 @@ FAULTS: dict[Fault, float] = {
     cut_line: 2,
     stall_line: 2,
     slow_line: 1,
-    flicker_line: 2,
+    reset_line: 2,
     pause_server: 1,
     kill_nats: 1,
     kill_redis: 1,
@@ -226,37 +226,37 @@ FAULTS: dict[Fault, float] = {
     poison_stream: 0.7,
     damage_state: 1,
 }
-"""By how often, against each other."""
+"""Relative frequency of each."""
 
 
 async def run_random_faults(
-    fleet: Fleet, seed: int, seconds: float, say: Callable[[str], None], outcomes: list[Outcome]
+    fleet: Fleet, seed: int, seconds: float, log: Callable[[str], None], outcomes: list[Outcome]
 ) -> None:
     """Rounds of faults until the time is over, each added to `outcomes`. Raises AssertionError for a round that does not
     end exact."""
     rng = random.Random(seed)
     ends_s = monotonic() + seconds
     while not outcomes or monotonic() < ends_s:
-        chaos = Chaos(fleet, f"round {len(outcomes) + 1}")
-        chaos.under_reporting = {worker.worker_id for worker in fleet.workers}
-        await chaos.begin()
+        run = ScenarioRun(fleet, f"round {len(outcomes) + 1}")
+        run.under_reporting = {worker.worker_id for worker in fleet.workers}
+        await run.begin()
         round_ends_s = min(monotonic() + rng.uniform(0.3, 1) * LONGEST_ROUND_S, ends_s + 1)
         while monotonic() < round_ends_s:
             for _ in range(rng.randint(1, MOST_AT_ONCE)):
                 fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
                 if what := await fault(fleet, rng):
-                    chaos.fault(what)
-                    say(f"  {what}")
+                    run.record_fault(what)
+                    log(f"  {what}")
             await anyio.sleep(rng.random() ** 2 * LONGEST_FAULT_S)
             if rng.random() < 0.5:
-                await fleet.mend()
-                say("  all mended")
-        await fleet.mend()
-        chaos.healed()
-        outcome = await chaos.settle()
+                await fleet.heal()
+                log("  all mended")
+        await fleet.heal()
+        run.mark_healed()
+        outcome = await run.settle()
         await fleet.fill_large()
         outcomes.append(outcome)
-        say(
+        log(
             f"round {len(outcomes)}: {len(outcome.faults)} faults, exact {outcome.exact_after_s:.2f} s after the last was "
             f"mended, {outcome.residencies} residencies, {outcome.wrong} wrong"
         )

@@ -1,4 +1,4 @@
-"""What a run of faults came to, as rows and as text."""
+"""The outcomes of scenarios, as rows and as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One scenario, or one round of random faults. `wrong`: residencies in the index that no engine has, at the end;
-    `missing`: those of the engines that are not in the index, which is safe, and right only where nothing could tell them."""
+    `missing`: residencies of the engines that are not in the index, which is safe."""
 
     name: str
     faults: Sequence[str]
@@ -17,11 +17,11 @@ class Outcome:
     wrong: int
     missing: int
     times_s: Mapping[str, float] = field(default_factory=dict)
-    """What else was timed, in words."""
+    """Other times that were measured, by description."""
 
 
 def as_text(outcomes: Sequence[Outcome]) -> str:
-    """A table, one line an outcome, and the sums."""
+    """A table with one line for each outcome, and the sums."""
     lines = [
         f"{'scenario':44} {'faults':>6} {'events':>8} {'blocks':>7} {'exact after':>12} {'wrong':>6} {'missing':>8}"
     ]

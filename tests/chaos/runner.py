@@ -1,27 +1,27 @@
 """Runs scenarios on a running fleet."""
 
-from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import RETIRE_AFTER_S, Fleet
 from tests.chaos.report import Outcome
+from tests.chaos.scenario_run import ScenarioRun
 from tests.chaos.scenarios import SCENARIOS
 
-SCRUB_WORDS = ("--scrub-period-s", "3")
-"""So that what is damaged by hand is found soon."""
-INDEXER_WORDS = ("--retire-after-s", str(RETIRE_AFTER_S), *SCRUB_WORDS)
+SCRUB_ARGUMENTS = ("--scrub-period-s", "3")
+"""So that damaged blocks are found soon."""
+INDEXER_ARGUMENTS = ("--retire-after-s", str(RETIRE_AFTER_S), *SCRUB_ARGUMENTS)
 
 
 async def run_scenario(fleet: Fleet, name: str) -> Outcome:
-    """Raises AssertionError where it does not end exact."""
-    chaos = Chaos(fleet, name)
+    """Raises AssertionError if the index does not become exact."""
+    run = ScenarioRun(fleet, name)
     try:
-        await chaos.begin()
-        await SCENARIOS[name](chaos)
-        outcome = await chaos.settle()
+        await run.begin()
+        await SCENARIOS[name](run)
+        outcome = await run.settle()
         for worker in fleet.workers:
-            if worker.worker_id in chaos.under_reporting:  # so that the next scenario may ask for everything
+            if worker.worker_id in run.under_reporting:  # so that the next scenario can check everything
                 await fleet.empty_engine(worker)
         return outcome
     except BaseException:
-        await fleet.load.rest()
-        await fleet.mend()  # the next one begins whole
+        await fleet.load.pause()
+        await fleet.heal()  # for the next scenario
         raise

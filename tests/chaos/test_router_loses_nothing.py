@@ -1,4 +1,4 @@
-"""Real processes under load through `kvatlas router`: what is killed behind it costs no request."""
+"""Real processes under load through `kvatlas router`: no request is lost when processes behind it are killed."""
 
 import json
 import random
@@ -15,7 +15,7 @@ import pytest
 from anyio.to_thread import run_sync
 
 from kvatlas.fleet.store import FleetStore
-from tests.chaos.child import Child
+from tests.chaos.child_process import ChildProcess
 from tests.chaos.fleet import MODEL, PARTITIONS, Fleet, running_fleet
 from tests.chaos.proxy import LOOPBACK
 from tests.eventually import until
@@ -24,19 +24,19 @@ pytestmark = pytest.mark.anyio
 
 CLIENTS = 6
 OUTAGES = ((5.0, True), (1.0, False))
-"""For how many seconds the store is away; does it come back with what it had?"""
+"""(seconds that the store is away, whether it keeps its data)"""
 
 
 @dataclass(slots=True)
 class Clients:
-    """Requests one after the other from several clients, every second one streamed."""
+    """Several clients, each with one request after the other, every second one streamed."""
 
     url: str
     answered: int = 0
     by_index: int = 0
     lost: list[str] = field(default_factory=list)
     broken: int = 0
-    """Streams that ended with an error event: their engine died after their first byte."""
+    """Streams that ended with an error event: their engine was killed after the first byte."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -45,14 +45,14 @@ class Clients:
             anyio.create_task_group() as tasks,
         ):
             for number in range(CLIENTS):
-                tasks.start_soon(self._ask_on, client, number)
+                tasks.start_soon(self._send_requests, client, number)
 
-    async def more(self, answers: int) -> None:
-        """Wait until so many more requests were answered."""
+    async def wait_for_answers(self, answers: int) -> None:
+        """Wait until this many more requests are answered."""
         goal = self.answered + answers
         await until(lambda: self.answered >= goal or self.lost, deadline_s=40, what=f"{answers} more answers")
 
-    async def _ask_on(self, client: httpx.AsyncClient, number: int) -> None:
+    async def _send_requests(self, client: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(number)
         streamed = False
         while True:
@@ -64,12 +64,12 @@ class Clients:
             except httpx.HTTPError as error:
                 self.lost.append(f"{type(error).__name__}: {error}")
                 continue
-            self._note(answer, streamed)
+            self._record(answer, streamed)
             await anyio.sleep(0.01)
 
-    def _note(self, answer: httpx.Response, streamed: bool) -> None:
-        whole = answer.text.rstrip().endswith("data: [DONE]") if streamed else "usage" in answer.text
-        if answer.status_code == 200 and whole:
+    def _record(self, answer: httpx.Response, streamed: bool) -> None:
+        complete = answer.text.rstrip().endswith("data: [DONE]") if streamed else "usage" in answer.text
+        if answer.status_code == 200 and complete:
             self.answered += 1
             self.by_index += "by=cost" in answer.headers["x-kvatlas-decision"]
         elif streamed and answer.status_code == 200 and "in mid-answer" in _last_event(answer.text):
@@ -85,13 +85,15 @@ def _last_event(text: str) -> str:
 
 @asynccontextmanager
 async def router(fleet: Fleet) -> AsyncIterator[Clients]:
-    """A router process in front of the fleet, and clients at work."""
+    """A router process in front of the fleet, and running clients."""
     servers = ["--redis-url", fleet.valkey.url, "--nats-url", fleet.nats_server.url]
-    child = Child("router", ["router", *servers, "--port", "0", "--tokenizer", "none"], "router at", fleet.folder)
+    child = ChildProcess(
+        "router", ["router", *servers, "--port", "0", "--tokenizer", "none"], "router at", fleet.folder
+    )
     child.start()
     try:
         await child.ready()
-        url = next(word for word in child.said().split() if word.startswith(f"http://{LOOPBACK}")).rstrip(";")
+        url = next(word for word in child.log_text().split() if word.startswith(f"http://{LOOPBACK}")).rstrip(";")
         clients = Clients(url)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(clients.run)
@@ -108,11 +110,11 @@ async def test_no_request_is_lost(tmp_path: Path) -> None:
             records = (await FleetStore(fleet.store).all()).values()
             return sum(record.routable for record in records) == len(fleet.workers)
 
-        await until(are_routable, deadline_s=30, what="every worker may get requests")
+        await until(are_routable, deadline_s=30, what="every worker is routable")
         async with router(fleet) as clients:
-            await clients.more(20)
+            await clients.wait_for_answers(20)
 
-            killed = fleet.members[0].child
+            killed = fleet.indexers[0].child
             killed.kill()
 
             async def are_taken_over() -> bool:
@@ -120,22 +122,22 @@ async def test_no_request_is_lost(tmp_path: Path) -> None:
                 return len(leases) == PARTITIONS and killed.name not in leases.values()
 
             await until(are_taken_over, deadline_s=20, what="the killed indexer's partitions are taken over")
-            await clients.more(20)
+            await clients.wait_for_answers(20)
             assert (clients.lost, clients.broken) == ([], 0), "an indexer was killed"
 
             for away_s, with_data in OUTAGES:
                 await _store_away(fleet, clients, away_s, with_data)
                 assert (clients.lost, clients.broken) == ([], 0), f"the store was away for {away_s:g} s"
 
-            await until(are_routable, deadline_s=30, what="every worker may get requests again")
+            await until(are_routable, deadline_s=30, what="every worker is routable again")
             fleet.workers[0].engine.kill()
-            await clients.more(60)
+            await clients.wait_for_answers(60)
             assert clients.lost == [], "an engine was killed"
             assert clients.broken <= CLIENTS
 
 
 async def _store_away(fleet: Fleet, clients: Clients, away_s: float, with_data: bool) -> None:
-    """Requests are answered without it, and by the index soon after it is back."""
+    """Requests are answered without the store, and by the index soon after it is back."""
     before, began = clients.answered, monotonic()
     await fleet.valkey.kill()
     await until(lambda: monotonic() - began >= away_s, deadline_s=2 * away_s, what="the store was away")
@@ -145,4 +147,4 @@ async def _store_away(fleet: Fleet, clients: Clients, away_s: float, with_data: 
     await fleet.valkey.start()
     by_index = clients.by_index
     await until(lambda: clients.by_index > by_index, deadline_s=30, what="the index decides again")
-    await clients.more(20)
+    await clients.wait_for_answers(20)

@@ -1,4 +1,4 @@
-"""The short form: the faults that matter most, one after the other on one running fleet. `make chaos` has all of them."""
+"""The short form: the most important faults, one after the other on one running fleet. `make chaos` has all of them."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.report import Outcome
-from tests.chaos.runner import INDEXER_WORDS, run_scenario
+from tests.chaos.runner import INDEXER_ARGUMENTS, run_scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ SHORT = (
 @pytest.fixture(scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("chaos")
-    async with running_fleet(folder, engines=2, indexers=2, seed=1, indexer_words=INDEXER_WORDS) as running:
+    async with running_fleet(folder, engines=2, indexers=2, seed=1, indexer_arguments=INDEXER_ARGUMENTS) as running:
         yield running
 
 

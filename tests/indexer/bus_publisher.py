@@ -1,4 +1,4 @@
-"""A small publisher for tests: a worker's telling, sent over the bus."""
+"""A small publisher for tests: sends one worker's messages and heartbeats over the bus."""
 
 from time import time_ns
 from zlib import crc32
@@ -18,14 +18,14 @@ PARTITIONS = 64
 SCOPE = Scope("model", "tokenizer")
 
 
-class BusTeller(MessageSource):
-    """Sends what it tells, each message acknowledged by the stream; `sent` keeps the payloads."""
+class BusPublisher(MessageSource):
+    """Publishes its messages, each acknowledged by the stream; `sent` keeps the payloads."""
 
-    def __init__(self, client: Client, worker_id: str, incarnation: int = 1) -> None:
+    def __init__(self, nats_client: Client, worker_id: str, incarnation: int = 1) -> None:
         super().__init__(worker_id, incarnation)
         self.sent: list[bytes] = []
-        self._jetstream = client.jetstream()
-        self._client = client
+        self._jetstream = nats_client.jetstream()
+        self._client = nats_client
         self._next = 0
 
     @property
@@ -33,7 +33,7 @@ class BusTeller(MessageSource):
         return events_subject(self.worker_id, PARTITIONS)
 
     async def send(self, raw: wire.RawMessage) -> None:
-        raw[4] = time_ns() // 1_000
+        raw[wire.TS_US] = time_ns() // 1_000
         payload = msgpack.packb(raw)
         self.sent.append(payload)
         await self.publish(payload)
@@ -43,15 +43,15 @@ class BusTeller(MessageSource):
         await self._jetstream.publish(self.subject, payload)
 
     async def start(self, incarnation: int | None = None) -> None:
-        """A new incarnation with a snapshot of what is held."""
+        """A new incarnation that begins with a snapshot of what is held."""
         await self.send(self.begin(incarnation if incarnation is not None else self.incarnation))
 
     async def store_more(self, blocks: int = 4) -> None:
-        """One message with blocks that this worker never held before."""
+        """One message that stores blocks which this worker never held before."""
         await self.send(self._more(blocks))
 
     async def store_many(self, messages: int) -> None:
-        """So many messages of one new block each, without waiting for each acknowledgement."""
+        """Messages of one new block each, without waiting for acknowledgements."""
         for _ in range(messages):
             await self._client.publish(self.subject, msgpack.packb(self._more(1)))
         await self._client.flush()
@@ -68,27 +68,32 @@ class BusTeller(MessageSource):
         await self._client.flush()
 
 
-def heartbeat(teller: MessageSource, acked_seq: int | None = None, incarnation: int | None = None) -> Heartbeat:
+def heartbeat(publisher: MessageSource, acked_seq: int | None = None, incarnation: int | None = None) -> Heartbeat:
     return Heartbeat(
-        worker_id=teller.worker_id,
-        incarnation=teller.incarnation if incarnation is None else incarnation,
-        acked_seq=teller.seq if acked_seq is None else acked_seq,
+        worker_id=publisher.worker_id,
+        incarnation=publisher.incarnation if incarnation is None else incarnation,
+        acked_seq=publisher.seq if acked_seq is None else acked_seq,
         state=EngineState.UP,
-        endpoint=EngineEndpoint(id=teller.worker_id, kind=EngineKind.MOCK, model_id="model", tokenizer_id="tokenizer"),
+        endpoint=EngineEndpoint(
+            id=publisher.worker_id, kind=EngineKind.MOCK, model_id="model", tokenizer_id="tokenizer"
+        ),
     )
 
 
-async def holds_what_was_told(index: ResidencyIndex, *tellers: MessageSource) -> bool:
-    for teller in tellers:
-        record = await index.record(teller.worker_id)
-        if record is None or (record.incarnation, record.seq) != (teller.incarnation, teller.seq):
+async def has_applied_all(index: ResidencyIndex, *publishers: MessageSource) -> bool:
+    """Has the index applied the last message of each?"""
+    for publisher in publishers:
+        record = await index.record(publisher.worker_id)
+        if record is None or (record.incarnation, record.seq) != (publisher.incarnation, publisher.seq):
             return False
     return True
 
 
-async def all_held(index: ResidencyIndex, *tellers: MessageSource) -> dict[str, Held]:
-    return {teller.worker_id: await contents(index, teller.worker_id) for teller in tellers}
+async def indexed(index: ResidencyIndex, *publishers: MessageSource) -> dict[str, Held]:
+    """What the index says that each worker holds."""
+    return {publisher.worker_id: await contents(index, publisher.worker_id) for publisher in publishers}
 
 
-def all_told(*tellers: MessageSource) -> dict[str, Held]:
-    return {teller.worker_id: teller.held for teller in tellers}
+def published(*publishers: MessageSource) -> dict[str, Held]:
+    """What each publisher has published that its worker holds."""
+    return {publisher.worker_id: publisher.held for publisher in publishers}

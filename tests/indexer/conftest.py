@@ -14,14 +14,14 @@ STREAM = StreamSettings(storage="memory", max_bytes=256 << 20)
 
 @pytest.fixture
 async def nats() -> AsyncIterator[EmbeddedServer]:
-    """A NATS server of the test's own: it may stop it and delete streams."""
+    """A NATS server of the test's own, which it may stop."""
     async with nats_server() as server:
         yield server
 
 
 @pytest.fixture
-async def client(nats: EmbeddedServer) -> AsyncIterator[Client]:
-    """A connection to it, with the event stream made."""
+async def nats_client(nats: EmbeddedServer) -> AsyncIterator[Client]:
+    """A connection to it; the event stream exists."""
     connected = await connect_nats(nats.url, name="test", wait=False)
     try:
         await ensure_stream(connected, STREAM)

@@ -1,4 +1,4 @@
-"""A replica in the test's own process, and workers that answer requests for snapshots."""
+"""A replica in the test's own process, and publishers that answer snapshot requests."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,12 +12,12 @@ from indexer.service import IndexerSettings, run_indexer
 from kvatlas.bus.control import ControlOp, ControlRequest
 from kvatlas.bus.subjects import control_subject
 from tests.eventually import until
-from tests.indexer.bus_publisher import BusTeller
+from tests.indexer.bus_publisher import BusPublisher
 
 
 @asynccontextmanager
 async def running_replica(nats_url: str, redis_url: str, **settings: object) -> AsyncIterator[Replica]:
-    """It reads every partition to the end; leaving the context stops it cleanly."""
+    """A replica that has read every partition to the end; leaving the context stops it cleanly."""
     started: list[Replica] = []
     given = {"nats_url": nats_url, "redis_url": redis_url, "member_id": "a", "stream_storage": "memory", **settings}
     async with anyio.create_task_group() as group:
@@ -34,8 +34,10 @@ async def running_replica(nats_url: str, redis_url: str, **settings: object) -> 
 
 
 @asynccontextmanager
-async def answering(client: Client, workers: Sequence[BusTeller], beat_s: float = 0.2) -> AsyncIterator[None]:
-    """They send heartbeats, and a snapshot when they are asked for one."""
+async def answering_requests(
+    nats_client: Client, workers: Sequence[BusPublisher], beat_s: float = 0.2
+) -> AsyncIterator[None]:
+    """They send heartbeats, and a snapshot on request."""
 
     async def on_request(msg: Msg) -> None:
         worker = next(worker for worker in workers if control_subject(worker.worker_id) == msg.subject)
@@ -49,7 +51,7 @@ async def answering(client: Client, workers: Sequence[BusTeller], beat_s: float 
                 await worker.beat()
             await anyio.sleep(beat_s)
 
-    subscription = await client.subscribe("kvatlas.control.*", cb=on_request)
+    subscription = await nats_client.subscribe("kvatlas.control.*", cb=on_request)
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(beat)

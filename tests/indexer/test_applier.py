@@ -1,4 +1,4 @@
-"""One shard's applier over the memory index, fed by hand."""
+"""One shard's applier over the memory index; tests fill its queues."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -8,8 +8,8 @@ import pytest
 
 from indexer.applier import CALL_BYTES, Applier
 from indexer.counters import IndexerCounters
-from indexer.partition.queue import PartitionFeed
-from kvatlas.bus.wire import RawMessage
+from indexer.partition.queue import PartitionQueue
+from kvatlas.bus.wire import SEQ, WORKER_ID, RawMessage
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope, partition_of
 from kvatlas.index.memory.index import MemoryIndex
@@ -23,25 +23,25 @@ SCOPE = Scope("model", "tokenizer")
 START = Position(77, 100)
 
 
-class Fed:
-    """A feed of one worker's partition, and its worker."""
+class WorkerQueue:
+    """The queue of one worker's partition, and the worker's publisher."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker = MessageSource(worker_id)
-        self.feed = PartitionFeed(partition_of(worker_id, 64), START, 0)
+        self.queue = PartitionQueue(partition_of(worker_id, 64), START, 0)
         self.count = 0
 
     def add(self, raw: RawMessage, size_bytes: int = 100) -> None:
         self.count += 1
-        self.feed.add((raw, size_bytes, f"$JS.ACK.S.C.1.{100 + self.count}.{self.count}.0.0", None))
+        self.queue.add(raw, size_bytes, f"$JS.ACK.S.C.1.{100 + self.count}.{self.count}.0.0")
 
 
 @asynccontextmanager
-async def applying(index: MemoryIndex, *fed: Fed, applier: Applier | None = None) -> AsyncIterator[Applier]:
+async def applying(index: MemoryIndex, *filled: WorkerQueue, applier: Applier | None = None) -> AsyncIterator[Applier]:
     applier = applier or Applier(0, index, IndexerCounters())
-    for one in fed:
-        await index.set_position(one.feed.partition, None, START)
-        applier.attach(one.feed)
+    for one in filled:
+        await index.set_position(one.queue.partition, None, START)
+        applier.attach(one.queue)
     async with anyio.create_task_group() as group:
         group.start_soon(applier.run)
         yield applier
@@ -51,82 +51,82 @@ async def applying(index: MemoryIndex, *fed: Fed, applier: Applier | None = None
 async def test_one_call_carries_messages_of_several_partitions() -> None:
     calls: list[int] = []
 
-    class Recording(MemoryIndex):
+    class RecordingIndex(MemoryIndex):
         async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
             calls.append(len(batches))
             return await super().apply(shard, batches)
 
-    index = Recording()
-    fed = [Fed(f"w{i}") for i in range(3)]
-    for one in fed:
+    index = RecordingIndex()
+    filled = [WorkerQueue(f"w{i}") for i in range(3)]
+    for one in filled:
         one.add(one.worker.begin(1))
-    async with applying(index, *fed):
-        await until(lambda: all(one.feed.at_end for one in fed), what="all is applied")
+    async with applying(index, *filled):
+        await until(lambda: all(one.queue.at_end for one in filled), what="all messages are applied")
     assert calls == [3]
 
 
 async def test_a_call_is_bounded_in_bytes_and_every_partition_gets_its_turn() -> None:
     order: list[int] = []
 
-    class Recording(MemoryIndex):
+    class RecordingIndex(MemoryIndex):
         async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
             order.append(batches[0].partition)
             assert sum(len(batch.messages) for batch in batches) <= 2
             return await super().apply(shard, batches)
 
-    index = Recording()
-    fed = [Fed(f"w{i}") for i in range(3)]
-    for one in fed:
+    index = RecordingIndex()
+    filled = [WorkerQueue(f"w{i}") for i in range(3)]
+    for one in filled:
         one.add(one.worker.begin(1), CALL_BYTES // 2)
         for number in range(5):
             one.add(one.worker.store(SCOPE, number.to_bytes(8, "little")), CALL_BYTES // 2)
-    async with applying(index, *fed):
-        await until(lambda: all(one.feed.at_end for one in fed), what="all is applied")
-    assert set(order[:3]) == {one.feed.partition for one in fed}
+    async with applying(index, *filled):
+        await until(lambda: all(one.queue.at_end for one in filled), what="all messages are applied")
+    assert set(order[:3]) == {one.queue.partition for one in filled}
 
 
 async def test_a_message_that_the_index_refuses_does_not_stop_the_others() -> None:
     refused: list[tuple[int, int]] = []
 
-    class Choosy(MemoryIndex):
+    class RefusingIndex(MemoryIndex):
         async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
-            if any(raw[1] == "bad" for batch in batches for raw in batch.messages):
+            if any(raw[WORKER_ID] == "bad" for batch in batches for raw in batch.messages):
                 raise InvalidValue("scope id of another scope")
             return await super().apply(shard, batches)
 
-    index = Choosy()
+    index = RefusingIndex()
     applier = Applier(
-        0, index, IndexerCounters(), on_refused=lambda partition, raw, _: refused.append((partition, raw[3]))
+        0, index, IndexerCounters(), on_refused=lambda partition, raw, _: refused.append((partition, raw[SEQ]))
     )
-    good, bad = Fed("good"), Fed("bad")
+    good, bad = WorkerQueue("good"), WorkerQueue("bad")
     for one in (good, bad):
         one.add(one.worker.begin(1))
         one.add(one.worker.store(SCOPE, bytes(8)))
     async with applying(index, good, bad, applier=applier):
-        await until(lambda: good.feed.at_end and bad.feed.at_end, what="all is applied")
+        await until(lambda: good.queue.at_end and bad.queue.at_end, what="all messages are applied")
     assert await contents(index, "good") == good.worker.held
-    assert refused == [(bad.feed.partition, 0), (bad.feed.partition, 1)]
-    assert await index.position(bad.feed.partition) == Position(77, 102)
+    assert refused == [(bad.queue.partition, 0), (bad.queue.partition, 1)]
+    assert await index.position(bad.queue.partition) == Position(77, 102)
 
 
-async def test_a_partition_whose_position_is_of_another_stream_is_read_anew() -> None:
+async def test_a_queue_fails_if_the_stored_position_is_of_another_stream() -> None:
     index = MemoryIndex()
-    one = Fed("w0")
+    one = WorkerQueue("w0")
     async with applying(index, one) as applier:
-        await index.set_position(one.feed.partition, START, Position(99, 0))
+        await index.set_position(one.queue.partition, START, Position(99, 0))
         one.add(one.worker.begin(1))
         applier.wake()
-        await until(lambda: one.feed.broken.is_set(), what="the feed is given up")
+        await until(lambda: one.queue.failed.is_set(), what="the queue fails")
     assert await index.record("w0") is None
 
 
-async def test_nothing_more_is_taken_from_a_detached_feed() -> None:
+async def test_a_detached_queue_is_not_applied() -> None:
     index = MemoryIndex()
-    gone, here = Fed("w0"), Fed("w1")
+    gone, here = WorkerQueue("w0"), WorkerQueue("w1")
     async with applying(index, gone, here) as applier:
-        applier.detach(gone.feed)
+        applier.detach(gone.queue)
         for one in (gone, here):
             one.add(one.worker.begin(1))
         applier.wake()
-        await until(lambda: here.feed.at_end and here.feed.received == 1, what="the other is applied")
-    assert len(gone.feed) == 1
+        await until(lambda: here.queue.at_end and here.queue.received == 1, what="the other is applied")
+    assert len(gone.queue) == 1

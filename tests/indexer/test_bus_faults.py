@@ -1,4 +1,4 @@
-"""NATS servers that can't keep a stream: one clear line, and no waiting for what does not come."""
+"""NATS servers that can't keep a stream: one clear line at once."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,7 +31,7 @@ async def nats_without_jetstream() -> AsyncIterator[str]:
         await process.aclose()
 
 
-async def said_of(nats_url: str, redis_url: str) -> str:
+async def start_error(nats_url: str, redis_url: str) -> str:
     with pytest.raises(KvatlasError) as caught:
         await run_indexer(IndexerSettings.load(nats_url=nats_url, redis_url=redis_url))
     return str(caught.value)
@@ -39,11 +39,11 @@ async def said_of(nats_url: str, redis_url: str) -> str:
 
 async def test_nats_without_jetstream(valkey: EmbeddedServer) -> None:
     async with nats_without_jetstream() as url:
-        said = await said_of(url, valkey.url)
-    assert said == "stream KVATLAS_EVENTS can't be created: JetStream is not enabled there (nats-server -js)"
+        line = await start_error(url, valkey.url)
+    assert line == "stream KVATLAS_EVENTS can't be created: JetStream is not enabled there (nats-server -js)"
 
 
 async def test_an_account_without_jetstream(valkey: EmbeddedServer) -> None:
     async with nats_server(config=ACCOUNT_WITHOUT_JETSTREAM) as server:
-        said = await said_of(server.url, valkey.url)
-    assert said == "stream KVATLAS_EVENTS can't be created: JetStream not enabled for account"
+        line = await start_error(server.url, valkey.url)
+    assert line == "stream KVATLAS_EVENTS can't be created: JetStream not enabled for account"

@@ -18,8 +18,8 @@ from kvatlas.settings import IndexerSettings
 from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor.store import own_libraries
 from tests.eventually import until
-from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusTeller, all_held, all_told, holds_what_was_told
-from tests.indexer.running_replica import answering, running_replica
+from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, has_applied_all, indexed, published
+from tests.indexer.running_replica import answering_requests, running_replica
 from tests.kvatlas.index.message_source import split
 
 pytestmark = pytest.mark.anyio
@@ -34,22 +34,22 @@ async def limit_memory(store: Store, bytes_: int) -> None:
     await store.client.config_set("maxmemory", bytes_)
 
 
-async def test_without_memory_removals_and_sweeps_go_on_and_all_is_exact_again_when_there_is_room(
+async def test_without_memory_removals_and_sweeps_go_on_and_the_index_is_exact_again_when_there_is_room(
     nats: EmbeddedServer,
     valkey: EmbeddedServer,
-    client: Client,
+    nats_client: Client,
     index: RedisIndex,
     store: Store,
     fleet: FleetStore,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    calm, growing, late = workers = [BusTeller(client, f"w{i}") for i in range(3)]
-    async with running_replica(nats.url, valkey.url) as replica, answering(client, workers):
+    calm, growing, late = workers = [BusPublisher(nats_client, f"w{i}") for i in range(3)]
+    async with running_replica(nats.url, valkey.url) as replica, answering_requests(nats_client, workers):
         await calm.start()
         await calm.store_more(100)
         await growing.start()
         await growing.store_more(2_000)
-        await until(lambda: holds_what_was_told(index, calm, growing), what="both are applied")
+        await until(lambda: has_applied_all(index, calm, growing), what="both are applied")
         await limit_memory(store, 100_000)  # less than an empty server takes
 
         await growing.store_more(1)
@@ -58,89 +58,91 @@ async def test_without_memory_removals_and_sweeps_go_on_and_all_is_exact_again_w
         await late.start()
         await late.store_more(5)
 
-        async def judged() -> bool:
+        async def closed() -> bool:
             records = [await index.record(worker.worker_id) for worker in workers]
             return [record is not None and record.oom and record.closed for record in records] == [False, True, True]
 
-        await until(judged, what="the workers that stored are closed")
-        await until(lambda: holds_what_was_told(index, calm), what="the removal is applied")
-        assert (await all_held(index, calm)) == all_told(calm)
-        assert await all_held(index, growing, late) == {"w1": {}, "w2": {}}
-        await until(lambda: replica.retired_holders == 0 and replica.counters.sweeps > 0, what="memory is given back")
-        await until(lambda: replica.workers_without_room == 2, what="it is told")
+        await until(closed, what="the workers with new blocks are closed")
+        await until(lambda: has_applied_all(index, calm), what="the removal is applied")
+        assert (await indexed(index, calm)) == published(calm)
+        assert await indexed(index, growing, late) == {"w1": {}, "w2": {}}
+        await until(
+            lambda: replica.retired_holders == 0 and replica.counters.sweeps > 0, what="the retired holders are swept"
+        )
+        await until(lambda: replica.workers_without_room == 2, what="two workers are reported as left out")
         assert gauges_of(replica).shards_out_of_memory == 1
         assert replica.counters.store_full > 0
         assert any("out of memory" in record.message for record in caplog.records if record.levelno == logging.ERROR)
         beats = replica.counters.fleet_writes
-        await until(lambda: replica.counters.fleet_writes > beats + 6, what="the fleet's records are still written")
+        await until(lambda: replica.counters.fleet_writes > beats + 6, what="fleet records are still written")
         assert replica.counters.leases_lost == 0
         assert (growing.incarnation, late.incarnation) == (1, 1)
 
         await limit_memory(store, 0)
 
         async def exact() -> bool:
-            return await all_held(index, *workers) == all_told(*workers)
+            return await indexed(index, *workers) == published(*workers)
 
-        await until(exact, deadline_s=30, what="snapshots have come")
+        await until(exact, deadline_s=30, what="all snapshots are applied")
         assert calm.incarnation == 1
-        await until(lambda: replica.workers_without_room == 0, what="nobody is left out")
+        await until(lambda: replica.workers_without_room == 0, what="no worker is left out")
         assert gauges_of(replica).shards_out_of_memory == 0
 
 
-async def test_a_store_that_is_emptied_and_has_no_room_to_be_laid_out_again_is_an_alarm_and_one_clear_line(
+async def test_an_emptied_store_without_room_for_its_layout_is_an_alarm_and_one_clear_line(
     nats: EmbeddedServer,
     valkey: EmbeddedServer,
-    client: Client,
+    nats_client: Client,
     index: RedisIndex,
     store: Store,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    worker = BusTeller(client, "w0")
+    worker = BusPublisher(nats_client, "w0")
     caplog.set_level(logging.INFO)
-    async with running_replica(nats.url, valkey.url) as replica, answering(client, [worker]):
+    async with running_replica(nats.url, valkey.url) as replica, answering_requests(nats_client, [worker]):
         await worker.start()
         await worker.store_more()
-        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        await until(lambda: has_applied_all(index, worker), what="all messages are applied")
         await limit_memory(store, 1)
         await store.client.flushall()
         line = "it is out of memory (maxmemory), and has to be laid out"
-        await until(lambda: any(line in one.message for one in caplog.records), what="it is said")
+        await until(lambda: any(line in one.message for one in caplog.records), what="the line is logged")
         await until(lambda: gauges_of(replica).shards_out_of_memory == 1, what="the alarm")
         await limit_memory(store, 0)
-        await until(lambda: holds_what_was_told(index, worker), deadline_s=30, what="its snapshot has come")
-        assert await all_held(index, worker) == all_told(worker)
+        await until(lambda: has_applied_all(index, worker), deadline_s=30, what="its snapshot is applied")
+        assert await indexed(index, worker) == published(worker)
 
 
 async def test_functions_that_were_flushed_are_loaded_again(
-    nats: EmbeddedServer, valkey: EmbeddedServer, client: Client, index: RedisIndex, store: Store
+    nats: EmbeddedServer, valkey: EmbeddedServer, nats_client: Client, index: RedisIndex, store: Store
 ) -> None:
-    """Also where nothing is told: readers never wait for the next message."""
-    worker = BusTeller(client, "w0")
+    """Even if no message comes: routers do not wait for the next one."""
+    worker = BusPublisher(nats_client, "w0")
     chain = b""
-    async with running_replica(nats.url, valkey.url) as replica, answering(client, [worker]):
+    async with running_replica(nats.url, valkey.url) as replica, answering_requests(nats_client, [worker]):
         await worker.start()
         await worker.store_more(20)
-        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        await until(lambda: has_applied_all(index, worker), what="all messages are applied")
         chain = b"".join(key for _, key in sorted(worker.held, key=lambda held: split(held[1])))
         reader = await open_redis_index(store, writer=False)
         await store.client.function_flush()
 
-        said: list[str] = []
+        errors: list[str] = []
 
-        async def answers() -> Any:
+        async def depths() -> Any:
             try:
                 return (await reader.overlap(SCOPE, chain)).depths()
             except Unreachable as error:
-                said.append(str(error))
+                errors.append(str(error))
                 return None
 
-        assert await until(answers, what="the replica has loaded them") == {"w0": 20}
-        assert all("its functions are gone" in line for line in said)
+        assert await until(depths, what="the replica has loaded them") == {"w0": 20}
+        assert all("its functions are gone" in line for line in errors)
         await store.client.function_flush()
         for _ in range(50):
             await worker.store_more(1)
-        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
-        assert await all_held(index, worker) == all_told(worker)
+        await until(lambda: has_applied_all(index, worker), what="all messages are applied")
+        assert await indexed(index, worker) == published(worker)
         assert replica.counters.gaps == replica.counters.failed_checks == 0
 
 
@@ -150,35 +152,37 @@ async def test_a_store_that_evicts_is_refused(nats: EmbeddedServer) -> None:
             await run_indexer(IndexerSettings.load(nats_url=nats.url, redis_url=evicting.url))
 
 
-async def test_a_store_that_begins_to_evict_is_an_error_in_the_log(
-    nats: EmbeddedServer, valkey: EmbeddedServer, store: Store, client: Client, caplog: pytest.LogCaptureFixture
+async def test_a_store_that_starts_to_evict_is_an_error_in_the_log(
+    nats: EmbeddedServer, valkey: EmbeddedServer, store: Store, nats_client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_replica(nats.url, valkey.url) as replica:
         await store.client.config_set("maxmemory-policy", "allkeys-lru")
-        await until(lambda: any("evicts keys by itself" in one.message for one in caplog.records), what="it is said")
+        await until(
+            lambda: any("evicts keys by itself" in one.message for one in caplog.records), what="the line is logged"
+        )
         assert gauges_of(replica).shards_evicting == 1
         await store.client.config_set("maxmemory-policy", "noeviction")
-        await until(lambda: not gauges_of(replica).shards_evicting, what="it is over")
+        await until(lambda: not gauges_of(replica).shards_evicting, what="the alarm is over")
 
 
-async def test_without_memory_and_functions_there_is_an_alarm_and_all_is_exact_when_there_is_room(
-    nats: EmbeddedServer, valkey: EmbeddedServer, client: Client, index: RedisIndex, store: Store
+async def test_without_memory_and_functions_there_is_an_alarm_and_the_index_is_exact_again_when_there_is_room(
+    nats: EmbeddedServer, valkey: EmbeddedServer, nats_client: Client, index: RedisIndex, store: Store
 ) -> None:
-    worker = BusTeller(client, "w0")
-    async with running_replica(nats.url, valkey.url) as replica, answering(client, [worker]):
+    worker = BusPublisher(nats_client, "w0")
+    async with running_replica(nats.url, valkey.url) as replica, answering_requests(nats_client, [worker]):
         await worker.start()
         await worker.store_more()
-        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        await until(lambda: has_applied_all(index, worker), what="all messages are applied")
         await limit_memory(store, 1)
         await store.client.function_flush()
         await worker.store_more()
         await until(lambda: replica.counters.store_full > 0, what="the alarm")
         await limit_memory(store, 0)
-        await until(lambda: holds_what_was_told(index, worker), deadline_s=30, what="all is applied after all")
-        assert await all_held(index, worker) == all_told(worker)
+        await until(lambda: has_applied_all(index, worker), deadline_s=30, what="all messages are applied")
+        assert await indexed(index, worker) == published(worker)
 
 
-async def test_functions_of_another_version_are_replaced_at_the_start(
+async def test_functions_of_another_version_are_replaced_at_start(
     nats: EmbeddedServer, valkey: EmbeddedServer, store: Store
 ) -> None:
     """A store that keeps its data keeps its functions too."""
@@ -191,18 +195,18 @@ async def test_functions_of_another_version_are_replaced_at_the_start(
             assert any(code.encode() in library for library in listed)
 
 
-async def test_a_read_only_replica_is_refused_and_one_that_becomes_one_is_waited_out(
-    nats: EmbeddedServer, valkey: EmbeddedServer, client: Client, index: RedisIndex, store: Store
+async def test_a_read_only_store_is_refused_at_start_and_retried_later(
+    nats: EmbeddedServer, valkey: EmbeddedServer, nats_client: Client, index: RedisIndex, store: Store
 ) -> None:
-    worker = BusTeller(client, "w0")
+    worker = BusPublisher(nats_client, "w0")
     async with (
         valkey_server() as primary,
         running_replica(nats.url, valkey.url) as replica,
-        answering(client, [worker]),
+        answering_requests(nats_client, [worker]),
     ):
         await worker.start()
         await worker.store_more()
-        await until(lambda: holds_what_was_told(index, worker), what="all is applied")
+        await until(lambda: has_applied_all(index, worker), what="all messages are applied")
         await store.client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
         with pytest.raises(UnsuitableStore, match="is a replica; expected a primary"):
             await run_indexer(IndexerSettings.load(nats_url=nats.url, redis_url=valkey.url))
@@ -210,11 +214,11 @@ async def test_a_read_only_replica_is_refused_and_one_that_becomes_one_is_waited
         await worker.store_more()
         await until(lambda: replica.counters.store_errors > errors, what="a write is refused")
         await store.client.execute_command("REPLICAOF", "NO", "ONE")
-        await until(lambda: holds_what_was_told(index, worker), deadline_s=30, what="it is written after all")
-        assert await all_held(index, worker) == all_told(worker)
+        await until(lambda: has_applied_all(index, worker), deadline_s=30, what="all messages are applied")
+        assert await indexed(index, worker) == published(worker)
 
 
-async def test_a_read_only_store_is_one_line(valkey: EmbeddedServer, index: RedisIndex) -> None:
+async def test_a_write_to_a_read_only_store_is_one_line(valkey: EmbeddedServer, index: RedisIndex) -> None:
     store = await open_store(valkey.url, wait=False)
     try:
         await store.client.execute_command("REPLICAOF", "127.0.0.1", 1)
@@ -225,7 +229,7 @@ async def test_a_read_only_store_is_one_line(valkey: EmbeddedServer, index: Redi
         await store.close()
 
 
-async def test_an_indexer_starts_over_a_store_without_room_that_has_its_functions() -> None:
+async def test_an_indexer_starts_on_a_full_store_that_has_its_functions() -> None:
     async with valkey_server() as server:
         store = await open_store(server.url, wait=False)
         try:
@@ -246,11 +250,11 @@ async def test_an_indexer_waits_for_an_empty_store_to_have_room() -> None:
         store = await open_store(server.url, wait=False)
         try:
             await limit_memory(store, 1)
-            told: list[str] = []
-            opening = tasks.create_task(open_redis_index(store, writer=True, wait=True, on_wait=told.append))
-            await until(lambda: told, what="it is said")
+            lines: list[str] = []
+            opening = tasks.create_task(open_redis_index(store, writer=True, wait=True, on_wait=lines.append))
+            await until(lambda: lines, what="the line is logged")
             assert (
-                told[0] == f"{store.name}: it is out of memory (maxmemory), and has to be laid out; retrying in 0.25 s"
+                lines[0] == f"{store.name}: it is out of memory (maxmemory), and has to be laid out; retrying in 0.25 s"
             )
             await limit_memory(store, 0)
             assert (await opening).shards == 1

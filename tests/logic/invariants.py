@@ -1,11 +1,11 @@
-"""What must hold of a run, and what is remembered to know it.
+"""What must hold in a run, and what is remembered to check it.
 
-What each message says is remembered when it is first sent (`told`), and held against the index after every call:
+The content of each message is remembered when it is first sent, and compared with the index after every call:
 
-    I1  at the end the index is what the ledgers announce, which is what the engines could use or less; nothing is left of
-        retired holders
-    I2  always: a holder holds exactly what its worker's incarnation had told by the record's seq; what was told is
-        prefix-closed and was once held by that very worker, in that scope
+    I1  at the end: the index holds what the ledgers announce, which is at most what the engines could use; retired holders
+        have no entries
+    I2  always: a holder holds exactly what its worker's incarnation had published by the record's seq; this is
+        prefix-closed, and that worker once held it, in that scope
     I3  always: an overlap by galloping is the overlap by a full walk
     I4  few snapshots after the faults stop
 """
@@ -29,39 +29,41 @@ Residency = frozenset[Told]
 
 
 class Violation(AssertionError):
-    """An invariant fell."""
+    """An invariant does not hold."""
 
 
 @dataclass(slots=True)
 class Incarnation:
-    """What one incarnation told: its payloads by seq, and the residency after each."""
+    """What one incarnation has published: its payloads by seq, and the residency after each."""
 
     payloads: list[bytes]
     states: list[Residency]
     whole: bool = False
-    """Its snapshot has ended: from then on what it tells is prefix-closed."""
+    """Its snapshot has ended: from then on the residency is prefix-closed."""
 
 
 class Invariants:
-    """Of one world. Each check raises Violation."""
+    """Checks one world. Each check raises Violation."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
         self.damaged = False
-        """Blocks were changed by hand: from then on only the end is held against what was told."""
-        self._told: dict[str, dict[int, Incarnation]] = {}
-        self._ever_told: dict[str, set[Residency]] = {}
+        """Blocks were changed by hand: from then on only the end is checked."""
+        self._published: dict[str, dict[int, Incarnation]] = {}
+        self._ever_published: dict[str, set[Residency]] = {}
 
-    # ------------------------------------------------------------ what was told
+    # ------------------------------------------------------------ what was published
 
     def remember(self, worker_id: str, payload: bytes) -> None:
-        """A message is sent, perhaps again."""
+        """A message is sent; it may have been sent before."""
         message = wire.decode(payload)
-        incarnations = self._told.setdefault(worker_id, {})
+        incarnations = self._published.setdefault(worker_id, {})
         incarnation = incarnations.setdefault(message.incarnation, Incarnation([], []))
         if message.seq < len(incarnation.payloads):
             if incarnation.payloads[message.seq] != payload:
-                raise Violation(f"I2 worker {worker_id} told incarnation {message.incarnation} twice")
+                raise Violation(
+                    f"I2 worker {worker_id} published seq {message.seq} of incarnation {message.incarnation} twice"
+                )
             return
         if message.seq > len(incarnation.payloads):
             raise Violation(f"I2 worker {worker_id} skipped seq {len(incarnation.payloads)}")
@@ -70,13 +72,13 @@ class Invariants:
         incarnation.whole = incarnation.whole or any(isinstance(event, SnapshotEnd) for event in message.events)
         incarnation.payloads.append(payload)
         incarnation.states.append(state)
-        self._check_told(worker_id, state, incarnation.whole)
-        self._ever_told.setdefault(worker_id, set()).add(state)
+        self._check_published(worker_id, state, incarnation.whole)
+        self._ever_published.setdefault(worker_id, set()).add(state)
 
-    def _check_told(self, worker_id: str, state: Residency, whole: bool) -> None:
+    def _check_published(self, worker_id: str, state: Residency, whole: bool) -> None:
         engine = self.world.engines[self.world.number_of(worker_id)]
         if not state <= engine.ever:
-            raise Violation(f"I2 worker {worker_id} tells what it never had: {sorted(state - engine.ever)}")
+            raise Violation(f"I2 worker {worker_id} publishes blocks that it never had: {sorted(state - engine.ever)}")
         if not whole:
             return
         held = {(scope_id, key) for scope_id, key, _ in state}
@@ -85,7 +87,7 @@ class Invariants:
             path = paths[key]
             for depth in range(self.world.shape.granularity, len(path), self.world.shape.granularity):
                 if (scope_id, hash_of(path[:depth])) not in held:
-                    raise Violation(f"I2 worker {worker_id} tells {path} without {path[:depth]}")
+                    raise Violation(f"I2 worker {worker_id} publishes {path} without {path[:depth]}")
 
     # ------------------------------------------------------------ invariants
 
@@ -104,17 +106,17 @@ class Invariants:
                 raise Violation(f"I2 worker {worker_id}: its holder is {shard.table.active.get(record.active)}'s")
             held = residency(shard, record.active)
             current = record.loading < 0 and not record.closed
-            if current and held != self._told_at(worker_id, record):
+            if current and held != self._published_at(worker_id, record):
                 raise Violation(
-                    f"I2 worker {worker_id} holds {sorted(held)}, told {sorted(self._told_at(worker_id, record))}"
+                    f"I2 worker {worker_id} holds {sorted(held)}, published {sorted(self._published_at(worker_id, record))}"
                 )
-            if held not in self._ever_told[worker_id] and held:
-                raise Violation(f"I2 worker {worker_id} holds what was never told so: {sorted(held)}")
-        if record.loading >= 0 and residency(shard, record.loading) != self._told_at(worker_id, record):
-            raise Violation(f"I2 worker {worker_id}: its snapshot is not what was told")
+            if held not in self._ever_published[worker_id] and held:
+                raise Violation(f"I2 worker {worker_id} holds what it never published so: {sorted(held)}")
+        if record.loading >= 0 and residency(shard, record.loading) != self._published_at(worker_id, record):
+            raise Violation(f"I2 worker {worker_id}: its snapshot is not what it published")
 
-    def _told_at(self, worker_id: str, record: Record) -> Residency:
-        return self._told[worker_id][record.incarnation].states[record.seq]
+    def _published_at(self, worker_id: str, record: Record) -> Residency:
+        return self._published[worker_id][record.incarnation].states[record.seq]
 
     def _check_overlap(self, shard: MemoryShard) -> None:
         adapter = self.world.random.choice(ADAPTERS)
@@ -177,7 +179,7 @@ def residency(shard: MemoryShard, holder: int) -> Residency:
 
 
 def _after(state: Residency, message: Message) -> Residency:
-    """What the worker holds when a message was taken in: plain sets, nothing of the index's own."""
+    """What the worker holds after a message: plain sets, without the index's own code."""
     held = set(state)
     for event in message.events:
         if isinstance(event, (SnapshotBegin, Cleared)):

@@ -1,20 +1,20 @@
-"""An indexer replica that believes it owns every partition: the project's own reading rules, judges, repair and sweeps.
+"""An indexer replica that believes it owns every partition: the project's own judges, repair and liveness.
 
 Its tasks are stepped, and dropped together when it crashes.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from indexer.counters import IndexerCounters
+from indexer.liveness.failure_detector import FailureDetector
 from indexer.liveness.heartbeats import Heartbeats
-from indexer.liveness.judge import LivenessJudge
 from indexer.partition.admission import Admission
-from indexer.partition.start_position import start_position
+from indexer.partition.reader import start_position
 from indexer.repair.doubt import DoubtJudge
 from indexer.repair.grants import GrantBudget
-from indexer.repair.repair import Repair
+from indexer.repair.repair_loop import RepairLoop
 from kvatlas.bus.control import ControlRequest
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import KvatlasError
@@ -30,7 +30,7 @@ CALL_MESSAGES = 6
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a subscription's callback gets."""
+    """The argument of a subscription's callback."""
 
     subject: str
     data: bytes
@@ -58,44 +58,124 @@ class BusClient:
         self._world.requests.append((subject.rsplit(".", 1)[-1], request.above))
 
 
+class SteppedReader:
+    """Reads one partition by the project's own rules, a few messages a round."""
+
+    def __init__(self, owner: "Owner", partition: int) -> None:
+        self._owner = owner
+        self._world = owner.world
+        self._partition = partition
+        self._position: Position | None = None
+        """Of the last message read; None before it is known."""
+
+    @property
+    def at_end(self) -> bool:
+        stream, position = self._world.stream, self._position
+        if position is None or position.creation_us != stream.creation_us:
+            return False
+        return not stream.read(self._partition, position.seq, 1)
+
+    def restart(self) -> None:
+        self._position = None
+
+    async def read(self) -> None:
+        """Read on from the position, and apply."""
+        world, partition = self._world, self._partition
+        position = self._position
+        if position is None or world.random.random() < 0.03:
+            self.restart()  # not at its end, whatever happens
+            position, _ = await start_position(world.index, partition, world.stream.info)
+            if position.creation_us != world.stream.creation_us:
+                return
+            self._position = position
+            await pause()
+        if position.creation_us != world.stream.creation_us:
+            self.restart()
+            return
+        messages = world.stream.read(partition, position.seq, world.random.randint(1, CALL_MESSAGES))
+        if not messages:
+            return
+        admission = Admission(partition, world.shape.partitions)
+        raws = [admission.admit(subject, payload) for _, subject, payload in messages]
+        last_seq, _, _ = messages[-1]
+        after = Position(position.creation_us, last_seq)
+        await pause()
+        for _ in range(3):
+            try:
+                batch = PartitionBatch(partition, raws, after, position.seq)
+                applied = await world.index.apply(partition % world.shape.shards, [batch])
+            except KvatlasError:
+                continue  # applying it again is right
+            self._owner.grants.release_answering(applied.records)
+            self._position = None if partition in applied.moved else after
+            return
+        self.restart()
+
+
+class EveryPartition:
+    """What `OwnedPartitions` is for the other parts; every partition is owned, and the world steps the readers."""
+
+    def __init__(self, owner: "Owner") -> None:
+        self.readers = {partition: SteppedReader(owner, partition) for partition in range(owner.world.shape.partitions)}
+        self._owner = owner
+
+    @property
+    def partitions(self) -> Collection[int]:
+        return self.readers.keys()
+
+    def partition_of(self, worker_id: str) -> int:
+        return self._owner.world.partition_of(worker_id)
+
+    def owns(self, worker_id: str) -> bool:
+        return True
+
+    def at_end(self, worker_id: str) -> bool:
+        return self.readers[self.partition_of(worker_id)].at_end
+
+    def restart(self, partition: int, why: str) -> None:
+        self.readers[partition].restart()
+
+    def forget_worker(self, worker_id: str) -> None:
+        for state in (self._owner.doubt, self._owner.detector, self._owner.grants):
+            state.forget(lambda other: other == worker_id)
+
+
 class Owner:
     def __init__(self, world: "World") -> None:
         self.world = world
         self.counters = IndexerCounters()
         self.doubt = DoubtJudge()
-        self.liveness = LivenessJudge()
+        self.detector = FailureDetector()
+        self.grants = GrantBudget()
         client: Any = BusClient(world)
         self._client: BusClient = client
         fleet: Any = world.fleet
-        partitions = range(world.shape.partitions)
+        owned: Any = EveryPartition(self)
+        self._owned: EveryPartition = owned
         self.heartbeats = Heartbeats(
             client=client,
             index=world.index,
             fleet=fleet,
-            liveness=self.liveness,
+            owned=owned,
+            detector=self.detector,
             doubt=self.doubt,
             counters=self.counters,
-            owns=lambda worker_id: True,
-            on_gone=self._on_gone,
             clock=lambda: world.now_s,
         )
-        self.repair = Repair(
+        self.repair = RepairLoop(
             client=client,
             index=world.index,
+            owned=owned,
             doubt=self.doubt,
-            grants=GrantBudget(),
+            grants=self.grants,
+            heartbeats=self.heartbeats,
             counters=self.counters,
-            owned=lambda: partitions,
-            at_end=lambda worker_id: self._at_end(world.partition_of(worker_id)),
-            start_over=lambda partition, why: self._reading.update({partition: None}),
-            on_records=self.heartbeats.on_records,
             clock=lambda: world.now_s,
         )
-        self._reading: dict[int, Position | None] = dict.fromkeys(partitions)
         self._tasks: dict[str, Steps] = {}
         self.heartbeats.adopt()
-        subscribing = Steps(self._subscribe())
-        assert not subscribing.step()
+        subscription = Steps(self._subscribe())
+        assert not subscription.step()
 
     async def _subscribe(self) -> None:
         await self.heartbeats.listen()
@@ -108,82 +188,39 @@ class Owner:
     # ------------------------------------------------------------ steps
 
     def step(self, name: str) -> None:
-        """One step of `judge`, `beat`, `sweep <shard>`, `scrub <shard>` or `read <partition>`; of a new round, if need be."""
+        """One step of `judge`, `beat`, `sweep <shard>`, `scrub <shard>` or `read <partition>`; a new round begins if none is
+        under way."""
         task = self._tasks.get(name)
         if task is None:
-            what, _, number = name.partition(" ")
-            task = self._tasks[name] = Steps(self._guarded(what, int(number or 0)))
+            task_name, _, number = name.partition(" ")
+            task = self._tasks[name] = Steps(self._round(task_name, int(number or 0)))
         if not task.step():
             del self._tasks[name]
 
     def finish(self, name: str) -> None:
-        """What goes on of the task, and one round more."""
+        """The rest of the round under way, and one round more."""
         for _ in range(2):
             self.step(name)
             while name in self._tasks:
                 self.step(name)
 
-    async def _guarded(self, what: str, number: int) -> None:
+    async def _round(self, task_name: str, number: int) -> None:
         try:
-            if what == "judge":
+            if task_name == "judge":
                 await self.repair.tick()
-            elif what == "beat":
+            elif task_name == "beat":
                 await self.heartbeats.tick()
-            elif what == "sweep":
+            elif task_name == "sweep":
                 await self.world.index.sweep(number, 1_000)
-            elif what == "scrub":
+            elif task_name == "scrub":
                 await self.world.index.scrub(number, 1_000)
             else:
-                await self._read(number)
+                await self._owned.readers[number].read()
         except KvatlasError:
-            if what == "read":
-                self._reading[number] = None
+            if task_name == "read":
+                self._owned.readers[number].restart()
 
     def hear(self, beat: Heartbeat) -> None:
         callback = self._client.callbacks["kvatlas.alive.*"]
-        heard = Steps(callback(Message(alive_subject(beat.worker_id), beat.pack())))
-        assert not heard.step()
-
-    # ------------------------------------------------------------ reading
-
-    async def _read(self, partition: int) -> None:
-        """Goes on where this reading stands, for a few messages."""
-        world = self.world
-        at = self._reading[partition]
-        if at is None or world.random.random() < 0.03:
-            self._reading[partition] = None  # not at its end, whatever happens
-            at, _ = await start_position(world.index, partition, world.stream.info)
-            if at.creation_us != world.stream.creation_us:
-                return
-            self._reading[partition] = at
-            await pause()
-        if at.creation_us != world.stream.creation_us:
-            self._reading[partition] = None
-            return
-        got = world.stream.read(partition, at.seq, world.random.randint(1, CALL_MESSAGES))
-        if not got:
-            return
-        admission = Admission(partition, world.shape.partitions)
-        raws = [admission.admit(subject, payload) for _, subject, payload in got]
-        after = Position(at.creation_us, got[-1][0])
-        await pause()
-        for _ in range(3):
-            try:
-                batch = PartitionBatch(partition, raws, after, at.seq)
-                applied = await world.index.apply(partition % world.shape.shards, [batch])
-            except KvatlasError:
-                continue  # applying it again is right
-            self.repair.on_applied(applied)
-            self._reading[partition] = None if partition in applied.moved else after
-            return
-        self._reading[partition] = None
-
-    def _at_end(self, partition: int) -> bool:
-        at = self._reading[partition]
-        if at is None or at.creation_us != self.world.stream.creation_us:
-            return False
-        return not self.world.stream.read(partition, at.seq, 1)
-
-    def _on_gone(self, worker_id: str) -> None:
-        self.doubt.forget([worker_id])
-        self.liveness.forget(lambda other: other == worker_id)
+        steps = Steps(callback(Message(alive_subject(beat.worker_id), beat.pack())))
+        assert not steps.step()

@@ -1,4 +1,4 @@
-"""The worlds that are run: which sizes, which faults, how often."""
+"""The kinds of worlds: their sizes, which faults they have, and how often."""
 
 from tests.logic.world import Shape
 

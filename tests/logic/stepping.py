@@ -1,4 +1,4 @@
-"""Runs coroutines without an event loop, one step at a time: each may be dropped between any two steps, as by SIGKILL."""
+"""Runs coroutines without an event loop, one step at a time: each may be dropped between two steps, as by SIGKILL."""
 
 from collections.abc import Coroutine, Generator
 from typing import Any
@@ -10,12 +10,12 @@ class _Pause:
 
 
 async def pause() -> None:
-    """Anything else may happen here."""
+    """Other tasks may run here."""
     await _Pause()
 
 
 class Steps:
-    """One coroutine under way; `step` is False when it has come to its end."""
+    """One coroutine under way; `step` returns False when it has ended."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._coroutine = coroutine
@@ -32,7 +32,7 @@ class Steps:
 
 
 def to_the_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """All steps at once."""
+    """All steps, without a pause."""
     steps = Steps(coroutine)
     while steps.step():
         pass

@@ -1,4 +1,4 @@
-"""The store: the memory index's shards behind calls that may be interrupted, unanswered, or forgotten by a failover."""
+"""The store: the memory index's shards behind calls that may be interrupted, lose their answer, or be undone by a failover."""
 
 import pickle
 from collections import deque
@@ -19,7 +19,7 @@ KEPT_STATES = 12
 
 
 class SteppedIndex(MemoryIndex):
-    """Each call: others go on before it is carried out, and before its answer is heard."""
+    """Other tasks may run before each call is carried out, and before its answer arrives."""
 
     def __init__(self, world: "World", partitions: int, shards: int) -> None:
         super().__init__(partitions, shards)
@@ -29,7 +29,7 @@ class SteppedIndex(MemoryIndex):
     # ------------------------------------------------------------ faults
 
     def failover(self, shard: int, calls: int) -> None:
-        """A replica takes over that misses the last calls' writes."""
+        """A replica without the last calls' writes takes over."""
         state = None
         for _ in range(min(calls, len(self._past[shard]))):
             state = self._past[shard].pop()
@@ -43,7 +43,7 @@ class SteppedIndex(MemoryIndex):
         self._past[shard].clear()
 
     def fill(self, shard: int, full: bool) -> None:
-        """No memory is left, or there is some again."""
+        """`full`: the shard's store has no memory left."""
         self._shards[shard].full = full
 
     def shard_states(self) -> list[MemoryShard]:
@@ -57,14 +57,14 @@ class SteppedIndex(MemoryIndex):
     async def _before(self, shard: int | None = None) -> None:
         await pause()
         if self.world.fault("away", 0.02):
-            raise Unreachable("the store: not now")
+            raise Unreachable("the store does not answer")
         if shard is not None:
             self._past[shard].append(pickle.dumps(self._shards[shard]))
 
     async def _after(self) -> None:
         await pause()
         if self.world.fault("away", 0.02):
-            raise Unreachable("the store: no answer in time")
+            raise Unreachable("the store's answer is lost")
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
         await self._before(shard)

@@ -1,7 +1,7 @@
 """The project's whole logic under every fault at once (see `tests.logic.world` for the invariants).
 
-LOGIC_SEEDS   seeds for each shape of world (default 4), besides two that are drawn anew each time
-LOGIC_SEED    the first of them (default 0); a failure names its own: LOGIC_SEED=<it> LOGIC_SEEDS=1 runs it again
+LOGIC_SEEDS   seeds for each shape of world (default 4), besides two that are random
+LOGIC_SEED    the first of them (default 0); a failure names its seed: LOGIC_SEED=<seed> LOGIC_SEEDS=1 runs it again
 """
 
 import os
@@ -13,17 +13,17 @@ from tests.logic.invariants import Violation
 from tests.logic.shapes import SHAPES
 from tests.logic.world import World
 
-FIRST = int(os.environ.get("LOGIC_SEED", "0"))
+FIRST_SEED = int(os.environ.get("LOGIC_SEED", "0"))
 SEEDS = int(os.environ.get("LOGIC_SEEDS", "4"))
-DRAWN = 2 if "LOGIC_SEED" not in os.environ else 0
+RANDOM_SEEDS = 2 if "LOGIC_SEED" not in os.environ else 0
 
 
 @pytest.mark.timeout(max(120, 10 * SEEDS))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_index_is_what_the_ledgers_announce_after_any_faults(shape: str) -> None:
-    drawn = [random.randrange(1 << 32) for _ in range(DRAWN)]
-    print(f"{shape}: seeds {FIRST} to {FIRST + SEEDS - 1}, and drawn {drawn}")
-    for seed in [*range(FIRST, FIRST + SEEDS), *drawn]:
+def test_the_index_holds_what_the_ledgers_announce_after_any_faults(shape: str) -> None:
+    random_seeds = [random.randrange(1 << 32) for _ in range(RANDOM_SEEDS)]
+    print(f"{shape}: seeds {FIRST_SEED} to {FIRST_SEED + SEEDS - 1}, and random {random_seeds}")
+    for seed in [*range(FIRST_SEED, FIRST_SEED + SEEDS), *random_seeds]:
         world = World(seed, SHAPES[shape])
         try:
             for _ in range(world.shape.steps):
@@ -34,8 +34,8 @@ def test_the_index_is_what_the_ledgers_announce_after_any_faults(shape: str) -> 
             pytest.fail(f"{shape}, seed {seed}, after {len(world.log)} moves: {violation}\n  {last}")
 
 
-def test_worlds_really_meet_what_they_are_for() -> None:
-    """Snapshots, retirements, and blocks that are still announced at the end: a world where nothing happens proves nothing."""
+def test_the_worlds_have_snapshots_retirements_and_blocks() -> None:
+    """A world in which nothing happens proves nothing."""
     worlds = [World(seed, SHAPES["everything"]) for seed in range(6)]
     for world in worlds:
         for _ in range(world.shape.steps):

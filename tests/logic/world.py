@@ -1,4 +1,4 @@
-"""The whole world of one run: engines, publishers, a stream, owners, a store; one random move after the other."""
+"""The world of one run: engines, publishers, a stream, owners, a store; one random move after the other."""
 
 import random
 from collections import Counter
@@ -21,14 +21,14 @@ ALL_FAULTS = (
 LAPS = 400
 LAP_S = 0.5
 TICK_S = 3.0
-"""Shorter than what an owner takes for its own sleep."""
+"""Shorter than a pause that an owner takes for its own."""
 SLOW = 0.3
-"""Of the reading that owners do otherwise, in every other stretch of SLOW_S."""
+"""Fraction of the usual reading that owners do in every other stretch of SLOW_S."""
 SLOW_S = 8.0
 SLOW_LAPS = 40
-"""So long owners catch up slowly with what the faults left: what is missing may just be on its way."""
+"""Laps in which owners read slowly after the faults: what is missing may just be on its way."""
 QUIET_LAPS = 14
-"""Longer than a heartbeat of another incarnation is remembered."""
+"""Longer than heartbeats of another incarnation are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Shape:
     capacity: int = 8
     steps: int = 1200
     heat: float = 1.0
-    """Times the rate of the faults."""
+    """Factor on the rate of the faults."""
     faults: str = ALL_FAULTS
 
 
@@ -60,7 +60,7 @@ class World:
         self.limbo: list[tuple[str, bytes]] = []
         self.requests: list[tuple[str, int]] = []
         self._saved: dict[int, Saved] = {}
-        self._mute: dict[int, float] = {}
+        self._silent_until_s: dict[int, float] = {}
         self._names = _worker_ids(shape)
         self.stream = Stream(self)
         self.index = SteppedIndex(self, shape.partitions, shape.shards)
@@ -73,7 +73,7 @@ class World:
         self.owners = [Owner(self) for _ in range(shape.owners)]
         self.gone_snapshots = 0
 
-    # ------------------------------------------------------------ what the parts ask
+    # ------------------------------------------------------------ what the parts need to know
 
     @property
     def now_us(self) -> int:
@@ -125,14 +125,14 @@ class World:
             (12, "beat", lambda: owner.step("beat")),
             (8, "sweep", lambda: owner.step(f"sweep {shard}")),
             (4 if self.requests else 0, "request", self._request),
-            (3 if self.limbo else 0, "late message lands", self._land),
+            (3 if self.limbo else 0, "late message arrives", self._deliver_late),
             (2, "a second passes", self._wait),
         ]
         return moves if self.calm else moves + self._faults()
 
     @property
     def _pace(self) -> float:
-        """How much of the usual reading is done now."""
+        """Fraction of the usual reading that is done now."""
         return SLOW if "slow" in self.on and not self.calm and int(self.now_s / SLOW_S) % 2 else 1.0
 
     def _faults(self) -> list[tuple[float, str, Callable[[], object]]]:
@@ -145,12 +145,12 @@ class World:
             ("stream", 0.7, "STREAM LOSES ITS OLDEST", lambda: self.stream.lose_oldest(r.randint(1, 8))),
             ("stream", 0.2, "PURGE", lambda: self.stream.lose_oldest(1 << 30)),
             ("stream", 0.3, "STREAM LOSES ITS NEWEST", lambda: self.stream.lose_newest(r.randint(1, 5))),
-            ("recreate", 0.4, "STREAM MADE ANEW", self.stream.make_anew),
+            ("recreate", 0.4, "STREAM MADE AGAIN", self.stream.make_anew),
             ("store", 1.0, f"FAILOVER {shard}", lambda: self.index.failover(shard, r.randint(1, 8))),
             ("wipe", 0.3, f"WIPE {shard}", lambda: self.index.wipe(shard)),
             ("owner", 0.8, "OWNER CRASH", self._owner_crash),
             ("silence", 0.4, f"SILENCE OF {number}", lambda: self._silence(number)),
-            ("clock", 0.2, "CLOCK STEPS BACK", self._clock),
+            ("clock", 0.2, "CLOCK STEPS BACK", self._set_clock_back),
             ("full", 0.4, f"NO ROOM {shard}", lambda: self.index.fill(shard, True)),
             ("full", 0.8, f"ROOM {shard}", lambda: self.index.fill(shard, False)),
             ("damage", 0.5, f"BLOCKS CHANGED BY HAND {shard}", lambda: self._damage(shard)),
@@ -176,13 +176,13 @@ class World:
         self.owners[at] = Owner(self)
 
     def _silence(self, number: int) -> None:
-        """Its heartbeats don't come for so long that it is lost, or retired."""
-        self._mute[number] = self.now_s + self.random.choice((6, 70))
+        """Its heartbeats are lost until it is lost, or retired."""
+        self._silent_until_s[number] = self.now_s + self.random.choice((6, 70))
         if self.random.random() < 0.5:
             self._time_passes(65)
 
     def _time_passes(self, seconds: float) -> None:
-        """Nothing happens but heartbeats, and what owners make of them."""
+        """Nothing happens but heartbeats and the owners' rounds."""
         for _ in range(round(seconds / TICK_S)):
             self.now_s += TICK_S
             for one in (*self.publishers, *self.zombies):
@@ -190,11 +190,11 @@ class World:
             for owner in self.owners:
                 owner.finish("beat")
 
-    def _clock(self) -> None:
+    def _set_clock_back(self) -> None:
         self.skew_s = -self.random.uniform(0, self.now_s)
 
     def _damage(self, shard: int) -> None:
-        """Blocks change without a message. From then on only the end is held against what was told."""
+        """Blocks change without a message. From then on only the end is checked."""
         blocks = self.index.shard_states()[shard].table.blocks
         held = [(scope_id, key) for scope_id, keys in blocks.items() for key in keys]
         if not held:
@@ -206,7 +206,7 @@ class World:
             entry = self.random.choice(
                 (value[:4] or b"\x00\x00\x01\x01", b"\x00\x00" + self.random.randbytes(1) + b"\x01")
             )
-            change = self.random.choice((b"", (value or entry)[:3] + b"\x04" + value[4:], _with(value, entry)))
+            change = self.random.choice((b"", (value or entry)[:3] + b"\x04" + value[4:], _with_entry(value, entry)))
             if change:
                 blocks[scope_id][key] = change
             else:
@@ -218,7 +218,7 @@ class World:
         self.now_s += 1
 
     def _heartbeat(self, one: Publisher) -> None:
-        if not self.calm and self._mute.get(one.number, 0.0) > self.now_s:
+        if not self.calm and self._silent_until_s.get(one.number, 0.0) > self.now_s:
             return
         beat = one.pulse.heartbeat()
         for owner in self.owners:
@@ -228,29 +228,29 @@ class World:
     def _request(self) -> None:
         at = 0 if self.calm else self.random.randrange(len(self.requests))
         worker_id, above = self.requests[at]
-        if not self.fault("request", 0.3):  # else it comes twice
+        if not self.fault("request", 0.3):  # otherwise it comes twice
             del self.requests[at]
         if self.fault("request", 0.2):
             return
         for one in self.publishers_of(self._names.index(worker_id)):
             one.asked(above)
 
-    def _land(self) -> None:
+    def _deliver_late(self) -> None:
         self.stream.append(*self.limbo.pop(self.random.randrange(len(self.limbo))))
 
     # ------------------------------------------------------------ the end
 
     def settle(self) -> None:
-        """The faults stop: everything must come right by itself."""
-        for _ in range(3):  # last blows: nothing that is told later shows what they hit
+        """The faults stop: the index must become exact by itself."""
+        for _ in range(3):  # last faults: no later message shows what they hit
             weights, names, moves = zip(*self._faults(), strict=True)
             at = self.random.choices(range(len(moves)), weights)[0]
             self.log.append(names[at])
             moves[at]()
         if "damage" in self.on:
             self._damage(0)
-        for full in range(self.shape.shards):
-            self.index.fill(full, False)
+        for shard in range(self.shape.shards):
+            self.index.fill(shard, False)
         self.log.append("--- the faults stop")
         self.calm = True
         for zombie in self.zombies:
@@ -258,24 +258,24 @@ class World:
         self.zombies.clear()
         gone = self.publishers.pop() if self.random.random() < 0.3 else None
         before = sum(one.counters.snapshots for one in self.publishers)
-        self._laps(self.random.choice((0, 0, 25)))
+        self._run_laps(self.random.choice((0, 0, 25)))
         self.invariants.check_end(sum(one.counters.snapshots for one in self.publishers) - before)
         if gone is not None:
             self._time_passes(70)
-            self._laps(0)
+            self._run_laps(0)
             self.invariants.check_end(0)
             self.invariants.check_gone(gone)
 
-    def _laps(self, busy: int) -> None:
+    def _run_laps(self, busy: int) -> None:
         quiet = 0
         for lap in range(LAPS):
-            self._lap(lap, busy)
+            self._run_lap(lap, busy)
             quiet = quiet + 1 if lap > busy and not self._why_busy() else 0
             if quiet >= QUIET_LAPS:
                 return
         raise Violation(f"I1 not quiet after {LAPS * LAP_S:g} s: {self._why_busy()}")
 
-    def _lap(self, lap: int, busy: int) -> None:
+    def _run_lap(self, lap: int, busy: int) -> None:
         self.now_s += LAP_S
         if lap < busy:
             for engine in self.engines:
@@ -291,7 +291,7 @@ class World:
                 one.send()
                 one.late_ack()
         while self.limbo and (lap > 10 or self.random.random() < 0.3):
-            self._land()
+            self._deliver_late()
         slow = "slow" in self.on and lap < SLOW_LAPS
         for owner in self.owners:
             for partition in range(self.shape.partitions):
@@ -312,24 +312,24 @@ class World:
 
     def _why_busy(self) -> str:
         living = {one.worker_id for one in self.publishers}
-        doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.open.items() if w in living}
+        doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.doubts.items() if w in living}
         if doubts:
             return f"doubts {doubts}"
         retired = [list(shard.table.retired) for shard in self.index.shard_states()]
         if any(retired):
             return f"retired holders {retired}"
-        telling = [one.worker_id for one in self.publishers if not one.quiet]
-        return f"still telling {telling}" if telling else "late messages" if self.limbo else ""
+        publishing = [one.worker_id for one in self.publishers if not one.quiet]
+        return f"still publishing {publishing}" if publishing else "late messages" if self.limbo else ""
 
 
-def _with(value: bytes, entry: bytes) -> bytes:
-    """A holders value with an entry of a holder that has none in it; with one, as it is."""
+def _with_entry(value: bytes, entry: bytes) -> bytes:
+    """A holders value with this entry, unless its holder already has one in it."""
     entries = {value[at : at + 3]: value[at : at + 4] for at in range(0, len(value), 4)}
     return b"".join(entries.get(number, entry) for number in sorted({*entries, entry[:3]}))
 
 
 def _worker_ids(shape: Shape) -> list[str]:
-    """Names that spread over the partitions, and so over the shards."""
+    """Names in all partitions, and so in all shards."""
     names: list[str] = []
     for number in range(shape.engines):
         wanted = number % shape.partitions

@@ -1,11 +1,11 @@
-"""Every scenario by name. One does its faults under load and returns when all is whole again."""
+"""Every scenario by name. A scenario injects its faults under load and returns when everything runs again."""
 
 from collections.abc import Awaitable, Callable
 
-from tests.chaos.chaos import Chaos
+from tests.chaos.scenario_run import ScenarioRun
 from tests.chaos.scenarios import bus, combined, indexers, publishers, store, workers
 
-Scenario = Callable[[Chaos], Awaitable[None]]
+Scenario = Callable[[ScenarioRun], Awaitable[None]]
 
 MODULES = (publishers, indexers, store, bus, workers, combined)
 

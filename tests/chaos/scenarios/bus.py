@@ -12,183 +12,181 @@ from nats.js.errors import NotFoundError
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
 from kvatlas.bus.subjects import DEAD_STREAM, STREAM, alive_subject, events_subject
 from kvatlas.embedded.server_process import LOG_FILE
-from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, Fleet
+from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
 FEW_BYTES = 8_192
 FLOOD_BYTES = 32_768
 
 
-async def nats_killed_and_restarted(chaos: Chaos) -> None:
-    await chaos.moved(10)
-    await chaos.fleet.nats_server.kill()
-    chaos.fault("NATS SIGKILL")
-    await chaos.moved(10)
-    await chaos.fleet.nats_server.start()
-    chaos.healed()
+async def nats_killed_and_restarted(run: ScenarioRun) -> None:
+    await run.wait_for_answers(10)
+    await run.fleet.nats_server.kill()
+    run.record_fault("NATS SIGKILL")
+    await run.wait_for_answers(10)
+    await run.fleet.nats_server.start()
+    run.mark_healed()
 
 
-async def nats_restarted_without_its_data(chaos: Chaos) -> None:
-    server = chaos.fleet.nats_server
-    await chaos.moved(10)
+async def nats_restarted_without_its_data(run: ScenarioRun) -> None:
+    server = run.fleet.nats_server
+    await run.wait_for_answers(10)
     await server.kill()
-    chaos.fault("NATS SIGKILL, data removed")
+    run.record_fault("NATS SIGKILL, data removed")
     await run_sync(shutil.rmtree, server.process.data_dir / "jetstream")
     await server.start()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def nats_with_memory_storage_restarted(chaos: Chaos) -> None:
-    fleet = chaos.fleet
-    await fleet.nats.jetstream().delete_stream(STREAM)
-    await ensure_stream(fleet.nats, StreamSettings(storage="memory"))
-    chaos.fault("stream made again, in memory")
-    await chaos.moved(10)
+async def nats_with_memory_storage_restarted(run: ScenarioRun) -> None:
+    fleet = run.fleet
+    await fleet.nats_client.jetstream().delete_stream(STREAM)
+    await ensure_stream(fleet.nats_client, StreamSettings(storage="memory"))
+    run.record_fault("stream made again, in memory")
+    await run.wait_for_answers(10)
     await fleet.nats_server.restart()
-    chaos.fault("NATS restarted: its stream in memory is gone")
+    run.record_fault("NATS restarted: its stream in memory is gone")
 
 
-async def nats_away_longer_than_the_outbox_holds(chaos: Chaos) -> None:
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(10)
+async def nats_away_longer_than_the_outbox_holds(run: ScenarioRun) -> None:
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(10)
     worker.nats.cut()
-    chaos.fault("publisher cut from NATS until its outbox overflows")
-    await chaos.moved(150, [worker])
+    run.record_fault("publisher cut from NATS until its outbox overflows")
+    await run.wait_for_answers(150, [worker])
     worker.nats.heal()
-    chaos.healed()
-    told_anew = "(the outbox was full)"
-    await until(
-        lambda: told_anew in worker.sidecar.said(), deadline_s=30, what="the outbox overflowed, all is told anew"
-    )
+    run.mark_healed()
+    overflow = "(the outbox was full)"
+    await until(lambda: overflow in worker.sidecar.log_text(), deadline_s=30, what="the outbox overflows")
 
 
-async def publisher_half_open_to_nats(chaos: Chaos) -> None:
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(5)
+async def publisher_half_open_to_nats(run: ScenarioRun) -> None:
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(5)
     worker.nats.stall()
-    chaos.fault("publisher's line to NATS half-open")
-    await chaos.moved(60, [worker])
+    run.record_fault("publisher's connection to NATS half-open")
+    await run.wait_for_answers(60, [worker])
     worker.nats.heal()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def publisher_far_from_nats(chaos: Chaos) -> None:
-    worker = chaos.fleet.workers[0]
+async def publisher_far_from_nats(run: ScenarioRun) -> None:
+    worker = run.fleet.workers[0]
     worker.nats.delay_s = 0.05
-    chaos.fault("publisher's line to NATS takes 100 ms")
-    await chaos.moved(20, [worker])
+    run.record_fault("publisher's connection to NATS takes 100 ms")
+    await run.wait_for_answers(20, [worker])
     worker.nats.heal()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def stream_purged(chaos: Chaos) -> None:
-    await chaos.moved(10)
-    for member in chaos.fleet.members:
-        member.nats.cut()
-    await chaos.moved(5)
-    await chaos.fleet.nats.jetstream().purge_stream(STREAM)
-    chaos.fault("stream purged, with messages that no indexer had read")
-    for member in chaos.fleet.members:
-        member.nats.heal()
-    chaos.healed()
+async def stream_purged(run: ScenarioRun) -> None:
+    await run.wait_for_answers(10)
+    for indexer in run.fleet.indexers:
+        indexer.nats.cut()
+    await run.wait_for_answers(5)
+    await run.fleet.nats_client.jetstream().purge_stream(STREAM)
+    run.record_fault("stream purged, with messages that no indexer had read")
+    for indexer in run.fleet.indexers:
+        indexer.nats.heal()
+    run.mark_healed()
 
 
-async def stream_emptied_by_its_limits(chaos: Chaos) -> None:
-    """It takes no more than a few messages: what nobody had read is gone, a little with each message that comes."""
-    fleet = chaos.fleet
-    jetstream = fleet.nats.jetstream()
-    await chaos.moved(10)
+async def stream_emptied_by_its_limits(run: ScenarioRun) -> None:
+    """It keeps only a few messages: unread ones are dropped, a few with each new message."""
+    fleet = run.fleet
+    jetstream = fleet.nats_client.jetstream()
+    await run.wait_for_answers(10)
     config = (await jetstream.stream_info(STREAM)).config
-    for member in fleet.members:
-        member.nats.cut()
-    await chaos.moved(5)
+    for indexer in fleet.indexers:
+        indexer.nats.cut()
+    await run.wait_for_answers(5)
     await jetstream.update_stream(replace(config, max_bytes=FEW_BYTES))
-    chaos.fault(f"stream limited to {FEW_BYTES} bytes, with messages that no indexer had read")
-    await chaos.moved(20)
-    for member in fleet.members:
-        member.nats.heal()
-    await chaos.moved(5)
+    run.record_fault(f"stream limited to {FEW_BYTES} bytes, with messages that no indexer had read")
+    await run.wait_for_answers(20)
+    for indexer in fleet.indexers:
+        indexer.nats.heal()
+    await run.wait_for_answers(5)
     await jetstream.update_stream(config)
-    chaos.healed()
+    run.mark_healed()
 
 
-async def indexer_too_slow_for_nats(chaos: Chaos) -> None:
-    """It stands still while more comes for it than the server keeps for a connection: the server ends that."""
-    fleet, member = chaos.fleet, chaos.fleet.members[0]
-    await chaos.moved(5)
+async def indexer_too_slow_for_nats(run: ScenarioRun) -> None:
+    """It stands still while more arrives for it than the server buffers: the server drops its connection."""
+    fleet, indexer = run.fleet, run.fleet.indexers[0]
+    await run.wait_for_answers(5)
     dropped = _slow_consumers(fleet)
-    member.child.pause()
-    chaos.fault("indexer SIGSTOP, flooded with heartbeats that are none")
+    indexer.child.pause()
+    run.record_fault("indexer SIGSTOP, flooded with invalid heartbeats")
 
     async def is_dropped() -> bool:
         for _ in range(100):
-            await fleet.nats.publish(alive_subject("flood"), bytes(FLOOD_BYTES))
-        await fleet.nats.flush()
+            await fleet.nats_client.publish(alive_subject("flood"), bytes(FLOOD_BYTES))
+        await fleet.nats_client.flush()
         return _slow_consumers(fleet) > dropped
 
     await until(is_dropped, deadline_s=30, what="NATS drops the slow consumer")
-    member.child.resume()
-    chaos.healed()
-    await chaos.moved(5)
+    indexer.child.resume()
+    run.mark_healed()
+    await run.wait_for_answers(5)
 
 
 def _slow_consumers(fleet: Fleet) -> int:
-    """How often the server said that it dropped one."""
+    """How many slow consumers the server has dropped, by its log."""
     return (fleet.nats_server.process.data_dir / LOG_FILE).read_text(errors="replace").count("Slow Consumer")
 
 
-async def stream_deleted(chaos: Chaos) -> None:
-    await chaos.moved(10)
-    await chaos.fleet.nats.jetstream().delete_stream(STREAM)
-    chaos.fault("stream deleted")
-    await chaos.moved(5)
+async def stream_deleted(run: ScenarioRun) -> None:
+    await run.wait_for_answers(10)
+    await run.fleet.nats_client.jetstream().delete_stream(STREAM)
+    run.record_fault("stream deleted")
+    await run.wait_for_answers(5)
 
 
-async def stream_recreated(chaos: Chaos) -> None:
-    jetstream = chaos.fleet.nats.jetstream()
-    await chaos.moved(10)
+async def stream_recreated(run: ScenarioRun) -> None:
+    jetstream = run.fleet.nats_client.jetstream()
+    await run.wait_for_answers(10)
     config = (await jetstream.stream_info(STREAM)).config
     await jetstream.delete_stream(STREAM)
     await jetstream.add_stream(config)
-    chaos.fault("stream deleted and made again")
-    await chaos.moved(5)
+    run.record_fault("stream deleted and made again")
+    await run.wait_for_answers(5)
 
 
-async def consumers_deleted(chaos: Chaos) -> None:
-    jetstream = chaos.fleet.nats.jetstream()
-    await chaos.moved(10)
+async def consumers_deleted(run: ScenarioRun) -> None:
+    jetstream = run.fleet.nats_client.jetstream()
+    await run.wait_for_answers(10)
     for consumer in await jetstream.consumers_info(STREAM):
         await jetstream.delete_consumer(STREAM, consumer.name)
-        chaos.fault("consumer deleted")
-    await chaos.moved(10)
+        run.record_fault("consumer deleted")
+    await run.wait_for_answers(10)
 
 
-async def messages_delivered_twice_and_out_of_order(chaos: Chaos) -> None:
-    """Old messages appear in the stream again, shuffled, as from a zombie."""
-    fleet = chaos.fleet
-    await chaos.moved(20)
-    chaos.fault(await deliver_again(fleet.nats, 60, random.Random(1)))
-    await chaos.moved(10)
+async def messages_delivered_twice_and_out_of_order(run: ScenarioRun) -> None:
+    """Old messages come again, shuffled, as from a zombie."""
+    fleet = run.fleet
+    await run.wait_for_answers(20)
+    run.record_fault(await deliver_again(fleet.nats_client, 60, random.Random(1)))
+    await run.wait_for_answers(10)
 
 
-async def deliver_again(nats: Client, most: int, rng: random.Random) -> str:
-    """The stream's last messages once more, shuffled; says so. Raises what NATS raises."""
-    known, jetstream = await stream_info(nats), nats.jetstream(timeout=1)
-    first = max(known.first_seq, known.last_seq - most)
-    again = [await jetstream.get_msg(STREAM, seq) for seq in range(first, known.last_seq)]
+async def deliver_again(nats_client: Client, limit: int, rng: random.Random) -> str:
+    """Publish the stream's last messages again, shuffled; returns the fault's text. Raises nats errors."""
+    info, jetstream = await stream_info(nats_client), nats_client.jetstream(timeout=1)
+    first = max(info.first_seq, info.last_seq - limit)
+    again = [await jetstream.get_msg(STREAM, seq) for seq in range(first, info.last_seq)]
     rng.shuffle(again)
     for message in again:
         assert message.subject is not None and message.data is not None
         await jetstream.publish(message.subject, message.data)
-    return f"{len(again)} messages in the stream once more, shuffled"
+    return f"{len(again)} messages published again, shuffled"
 
 
-async def poison_in_the_stream(chaos: Chaos) -> None:
-    """It lands in the dead-letter stream and blocks nothing."""
-    fleet = chaos.fleet
-    jetstream = fleet.nats.jetstream()
-    await chaos.moved(5)
+async def poison_in_the_stream(run: ScenarioRun) -> None:
+    """It is kept in the dead-letter stream and blocks nothing."""
+    fleet = run.fleet
+    jetstream = fleet.nats_client.jetstream()
+    await run.wait_for_answers(5)
     real = await jetstream.get_last_msg(STREAM, events_subject(fleet.workers[0].worker_id, PARTITIONS))
     assert real.data is not None
     poisons = (b"", b"garbage", b"\xc1" * 100, real.data[:-3], real.data + b"x", msgpack.packb([99, "w", 1, 2]))
@@ -196,19 +194,19 @@ async def poison_in_the_stream(chaos: Chaos) -> None:
     for worker in fleet.workers:
         for poison in poisons:
             await jetstream.publish(events_subject(worker.worker_id, PARTITIONS), poison)
-            chaos.fault("message that can't be decoded")
+            run.record_fault("message that can't be decoded")
     count = len(poisons) * len(fleet.workers)
 
     async def are_kept() -> bool:
         return await _dead_letters(fleet) >= before + count
 
     await until(are_kept, deadline_s=20, what=f"{count} dead letters are kept")
-    await chaos.moved(5)
+    await run.wait_for_answers(5)
 
 
 async def _dead_letters(fleet: Fleet) -> int:
     try:
-        return (await fleet.nats.jetstream().stream_info(DEAD_STREAM)).state.last_seq
+        return (await fleet.nats_client.jetstream().stream_info(DEAD_STREAM)).state.last_seq
     except NotFoundError:
         return 0
 

@@ -1,202 +1,204 @@
-"""Faults of the indexer's replicas and of their lines to Redis and NATS."""
+"""Faults of indexer replicas and of their connections to Redis and NATS."""
 
 from time import monotonic
 
 import anyio
 
 from kvatlas.fleet.store import FleetStore
-from tests.chaos.chaos import Chaos
-from tests.chaos.fleet import PARTITIONS, RETIRE_AFTER_S, Fleet, Member
+from tests.chaos.fleet import PARTITIONS, RETIRE_AFTER_S, Fleet, Indexer
+from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
-OVER_S = 20.0
+TAKEOVER_S = 20.0
 PATIENCE_S = RETIRE_AFTER_S + 3.0
 AFTER_S = 3.0
 
 
-async def holds_nothing(fleet: Fleet, member: Member) -> None:
-    """Wait until others hold every partition."""
+async def wait_until_taken_over(fleet: Fleet, indexer: Indexer) -> None:
+    """Wait until other replicas hold every partition."""
 
-    async def taken_over() -> bool:
+    async def is_taken_over() -> bool:
         leases = await FleetStore(fleet.store).leases()
-        return len(leases) == PARTITIONS and member.child.name not in leases.values()
+        return len(leases) == PARTITIONS and indexer.child.name not in leases.values()
 
-    await until(taken_over, deadline_s=OVER_S, what=f"the partitions of {member.child.name} are taken over")
+    await until(is_taken_over, deadline_s=TAKEOVER_S, what=f"the partitions of {indexer.child.name} are taken over")
 
 
-async def holds_some(fleet: Fleet, member: Member) -> None:
+async def wait_until_owner(fleet: Fleet, indexer: Indexer) -> None:
+    """Wait until this replica holds partitions, and every partition has an owner."""
+
     async def has_taken() -> bool:
         leases = await FleetStore(fleet.store).leases()
-        return len(leases) == PARTITIONS and member.child.name in leases.values()
+        return len(leases) == PARTITIONS and indexer.child.name in leases.values()
 
-    await until(has_taken, deadline_s=OVER_S, what=f"{member.child.name} has taken partitions")
-
-
-async def takes_part_again(chaos: Chaos, member: Member) -> None:
-    """An indexer that was killed starts again."""
-    member.child.start()
-    await member.child.ready()
-    await holds_some(chaos.fleet, member)
+    await until(has_taken, deadline_s=TAKEOVER_S, what=f"{indexer.child.name} has taken partitions")
 
 
-async def indexer_killed(chaos: Chaos) -> None:
-    member = chaos.fleet.members[0]
-    await chaos.moved(10)
-    member.child.kill()
-    chaos.fault("indexer SIGKILL")
+async def restart_indexer(run: ScenarioRun, indexer: Indexer) -> None:
+    """Start a killed indexer again."""
+    indexer.child.start()
+    await indexer.child.ready()
+    await wait_until_owner(run.fleet, indexer)
+
+
+async def indexer_killed(run: ScenarioRun) -> None:
+    indexer = run.fleet.indexers[0]
+    await run.wait_for_answers(10)
+    indexer.child.kill()
+    run.record_fault("indexer SIGKILL")
     began_s = monotonic()
-    await holds_nothing(chaos.fleet, member)
-    chaos.times_s["its partitions taken over after"] = monotonic() - began_s
-    await chaos.moved(5)
-    await takes_part_again(chaos, member)
-    chaos.healed()
+    await wait_until_taken_over(run.fleet, indexer)
+    run.times_s["its partitions taken over after"] = monotonic() - began_s
+    await run.wait_for_answers(5)
+    await restart_indexer(run, indexer)
+    run.mark_healed()
 
 
-async def indexer_paused_past_its_lease(chaos: Chaos) -> None:
-    """It wakes up as a zombie, with calls under way that others have made since."""
-    member = chaos.fleet.members[0]
-    await chaos.moved(10)
-    member.child.pause()
-    chaos.fault("indexer SIGSTOP")
-    await holds_nothing(chaos.fleet, member)
-    await chaos.moved(10)
-    member.child.resume()
-    chaos.healed()
-    await chaos.moved(10)
+async def indexer_paused_past_its_lease(run: ScenarioRun) -> None:
+    """It resumes as a zombie, with calls that the new owners have made meanwhile."""
+    indexer = run.fleet.indexers[0]
+    await run.wait_for_answers(10)
+    indexer.child.pause()
+    run.record_fault("indexer SIGSTOP")
+    await wait_until_taken_over(run.fleet, indexer)
+    await run.wait_for_answers(10)
+    indexer.child.resume()
+    run.mark_healed()
+    await run.wait_for_answers(10)
 
 
-async def indexer_cut_from_redis(chaos: Chaos) -> None:
-    member = chaos.fleet.members[0]
-    await chaos.moved(5)
-    member.redis.cut()
-    chaos.fault("indexer cut from Redis")
-    await holds_nothing(chaos.fleet, member)
-    member.redis.heal()
-    await holds_some(chaos.fleet, member)
-    chaos.healed()
+async def indexer_cut_from_redis(run: ScenarioRun) -> None:
+    indexer = run.fleet.indexers[0]
+    await run.wait_for_answers(5)
+    indexer.redis.cut()
+    run.record_fault("indexer cut from Redis")
+    await wait_until_taken_over(run.fleet, indexer)
+    indexer.redis.heal()
+    await wait_until_owner(run.fleet, indexer)
+    run.mark_healed()
 
 
-async def indexer_half_open_to_redis(chaos: Chaos) -> None:
-    member = chaos.fleet.members[0]
-    await chaos.moved(5)
-    member.redis.stall()
-    chaos.fault("indexer's line to Redis half-open")
-    await holds_nothing(chaos.fleet, member)
-    member.redis.heal()
-    await holds_some(chaos.fleet, member)
-    chaos.healed()
+async def indexer_half_open_to_redis(run: ScenarioRun) -> None:
+    indexer = run.fleet.indexers[0]
+    await run.wait_for_answers(5)
+    indexer.redis.stall()
+    run.record_fault("indexer's connection to Redis half-open")
+    await wait_until_taken_over(run.fleet, indexer)
+    indexer.redis.heal()
+    await wait_until_owner(run.fleet, indexer)
+    run.mark_healed()
 
 
-async def indexer_cut_from_nats(chaos: Chaos) -> None:
-    member = chaos.fleet.members[0]
-    await chaos.moved(5)
-    member.nats.cut()
-    chaos.fault("indexer cut from NATS")
-    await holds_nothing(chaos.fleet, member)
-    await chaos.moved(5)
-    member.nats.heal()
-    await holds_some(chaos.fleet, member)
-    chaos.healed()
+async def indexer_cut_from_nats(run: ScenarioRun) -> None:
+    indexer = run.fleet.indexers[0]
+    await run.wait_for_answers(5)
+    indexer.nats.cut()
+    run.record_fault("indexer cut from NATS")
+    await wait_until_taken_over(run.fleet, indexer)
+    await run.wait_for_answers(5)
+    indexer.nats.heal()
+    await wait_until_owner(run.fleet, indexer)
+    run.mark_healed()
 
 
-async def indexer_half_open_to_nats(chaos: Chaos) -> None:
-    member = chaos.fleet.members[0]
-    await chaos.moved(5)
-    member.nats.stall()
-    chaos.fault("indexer's line to NATS half-open")
-    await holds_nothing(chaos.fleet, member)
-    member.nats.heal()
-    await holds_some(chaos.fleet, member)
-    chaos.healed()
+async def indexer_half_open_to_nats(run: ScenarioRun) -> None:
+    indexer = run.fleet.indexers[0]
+    await run.wait_for_answers(5)
+    indexer.nats.stall()
+    run.record_fault("indexer's connection to NATS half-open")
+    await wait_until_taken_over(run.fleet, indexer)
+    indexer.nats.heal()
+    await wait_until_owner(run.fleet, indexer)
+    run.mark_healed()
 
 
-async def every_indexer_cut_from_both(chaos: Chaos) -> None:
-    """Nobody observes anything for a while: no worker is retired for that."""
-    await chaos.moved(5)
-    for member in chaos.fleet.members:
-        member.redis.cut()
-        member.nats.cut()
-        chaos.fault("indexer cut from Redis and NATS")
-    await chaos.moved(40)
-    for member in chaos.fleet.members:
-        member.redis.heal()
-        member.nats.heal()
-    chaos.healed()
+async def every_indexer_cut_from_both(run: ScenarioRun) -> None:
+    """No replica hears any worker for a while: no worker is retired for that."""
+    await run.wait_for_answers(5)
+    for indexer in run.fleet.indexers:
+        indexer.redis.cut()
+        indexer.nats.cut()
+        run.record_fault("indexer cut from Redis and NATS")
+    await run.wait_for_answers(40)
+    for indexer in run.fleet.indexers:
+        indexer.redis.heal()
+        indexer.nats.heal()
+    run.mark_healed()
 
 
-async def retires_nobody(chaos: Chaos, seconds: float) -> None:
-    """For so long, and a little more, every worker's blocks stay."""
+async def assert_none_retired_for(run: ScenarioRun, seconds: float) -> None:
+    """Each worker's blocks stay in the index for this time."""
     with anyio.move_on_after(seconds):
         async with anyio.create_task_group() as tasks:
-            for worker in chaos.fleet.workers:
-                tasks.start_soon(chaos.watch_never_empty, worker)
+            for worker in run.fleet.workers:
+                tasks.start_soon(run.assert_never_empty, worker)
 
 
-async def every_indexer_deaf_for_longer_than_its_patience(chaos: Chaos) -> None:
+async def every_indexer_deaf_for_longer_than_its_patience(run: ScenarioRun) -> None:
     """No heartbeat gets through, Redis can be written: the observer is cut off, so no worker is retired."""
-    await chaos.moved(5)
-    for member in chaos.fleet.members:
-        member.nats.stall()
-        chaos.fault("indexer's line to NATS half-open")
-    await retires_nobody(chaos, PATIENCE_S)
-    for member in chaos.fleet.members:
-        member.nats.heal()
-    chaos.healed()
-    await retires_nobody(chaos, AFTER_S)
+    await run.wait_for_answers(5)
+    for indexer in run.fleet.indexers:
+        indexer.nats.stall()
+        run.record_fault("indexer's connection to NATS half-open")
+    await assert_none_retired_for(run, PATIENCE_S)
+    for indexer in run.fleet.indexers:
+        indexer.nats.heal()
+    run.mark_healed()
+    await assert_none_retired_for(run, AFTER_S)
 
 
-async def every_indexer_paused_for_longer_than_its_patience(chaos: Chaos) -> None:
-    """Awake again, none takes its own sleep for the workers' silence."""
-    await chaos.moved(5)
-    for member in chaos.fleet.members:
-        member.child.pause()
-        chaos.fault("indexer SIGSTOP")
-    await retires_nobody(chaos, PATIENCE_S)
-    for member in chaos.fleet.members:
-        member.child.resume()
-    chaos.healed()
-    await retires_nobody(chaos, AFTER_S)
+async def every_indexer_paused_for_longer_than_its_patience(run: ScenarioRun) -> None:
+    """Resumed, none takes its own pause for the workers' silence."""
+    await run.wait_for_answers(5)
+    for indexer in run.fleet.indexers:
+        indexer.child.pause()
+        run.record_fault("indexer SIGSTOP")
+    await assert_none_retired_for(run, PATIENCE_S)
+    for indexer in run.fleet.indexers:
+        indexer.child.resume()
+    run.mark_healed()
+    await assert_none_retired_for(run, AFTER_S)
 
 
-async def rolling_restart_of_the_indexers(chaos: Chaos) -> None:
-    await chaos.moved(5)
-    for member in chaos.fleet.members:
-        await member.child.stop()
-        chaos.fault("indexer SIGTERM, started again")
-        member.child.start()
-        await member.child.ready()
-    chaos.healed()
+async def rolling_restart_of_the_indexers(run: ScenarioRun) -> None:
+    await run.wait_for_answers(5)
+    for indexer in run.fleet.indexers:
+        await indexer.child.stop()
+        run.record_fault("indexer SIGTERM, started again")
+        indexer.child.start()
+        await indexer.child.ready()
+    run.mark_healed()
     began_s = monotonic()
-    while await chaos.lag_s() > 1.0:
-        assert monotonic() - began_s < OVER_S, "the lag does not come back under a second"
-    chaos.times_s["lag under a second, seen after the last one is ready"] = monotonic() - began_s
+    while await run.measure_lag_s() > 1.0:
+        assert monotonic() - began_s < TAKEOVER_S, "the lag does not come back under a second"
+    run.times_s["lag under a second, seen after the last one is ready"] = monotonic() - began_s
 
 
-async def scaled_to_four_and_back(chaos: Chaos) -> None:
-    fleet = chaos.fleet
-    await chaos.moved(5)
-    for member in fleet.members[1:]:
-        await member.child.stop()
-        chaos.fault("one replica less")
-    await holds_some(fleet, fleet.members[0])
-    while len(fleet.members) < 4:
-        await fleet.add_member()
-    for member in fleet.members[1:]:
-        member.child.start()
-    for member in fleet.members[1:]:
-        await member.child.ready()
-        await holds_some(fleet, member)
-        chaos.fault("one replica more")
-    await chaos.moved(5)
-    for member in fleet.members[1:]:
-        await member.child.stop()
-        chaos.fault("one replica less")
-    chaos.healed()
-    await chaos.moved(5)
-    for member in fleet.members[1 : fleet.indexers]:
-        member.child.start()
-        await member.child.ready()
-    del fleet.members[fleet.indexers :]
+async def scaled_to_four_and_back(run: ScenarioRun) -> None:
+    fleet = run.fleet
+    await run.wait_for_answers(5)
+    for indexer in fleet.indexers[1:]:
+        await indexer.child.stop()
+        run.record_fault("one replica fewer")
+    await wait_until_owner(fleet, fleet.indexers[0])
+    while len(fleet.indexers) < 4:
+        await fleet.add_indexer()
+    for indexer in fleet.indexers[1:]:
+        indexer.child.start()
+    for indexer in fleet.indexers[1:]:
+        await indexer.child.ready()
+        await wait_until_owner(fleet, indexer)
+        run.record_fault("one replica more")
+    await run.wait_for_answers(5)
+    for indexer in fleet.indexers[1:]:
+        await indexer.child.stop()
+        run.record_fault("one replica fewer")
+    run.mark_healed()
+    await run.wait_for_answers(5)
+    for indexer in fleet.indexers[1 : fleet.initial_indexers]:
+        indexer.child.start()
+        await indexer.child.ready()
+    del fleet.indexers[fleet.initial_indexers :]
 
 
 SCENARIOS = (

@@ -5,85 +5,85 @@ from time import monotonic
 import anyio
 
 from kvatlas.index.redis.index import open_redis_index
-from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import Worker
+from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
 
-async def feed_cut_and_filled_from_replay(chaos: Chaos) -> None:
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(10)
+async def feed_cut_and_filled_from_replay(run: ScenarioRun) -> None:
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(10)
     worker.events.cut()
-    chaos.fault("event socket cut")
-    await chaos.moved(20, [worker])
+    run.record_fault("event socket cut")
+    await run.wait_for_answers(20, [worker])
     worker.events.heal()
-    chaos.healed()
-    await chaos.moved(10, [worker])
+    run.mark_healed()
+    await run.wait_for_answers(10, [worker])
 
 
-async def feed_cut_while_replay_is_silent(chaos: Chaos) -> None:
+async def feed_cut_while_replay_is_silent(run: ScenarioRun) -> None:
     """The gap can't be filled: the publisher starts over, empty."""
-    worker = chaos.fleet.workers[0]
-    chaos.under_reporting.add(worker.worker_id)
-    await chaos.moved(10)
+    worker = run.fleet.workers[0]
+    run.under_reporting.add(worker.worker_id)
+    await run.wait_for_answers(10)
     worker.replay.stall()
     worker.events.cut()
-    chaos.fault("event socket cut")
-    chaos.fault("replay socket half-open")
-    await chaos.moved(20, [worker])
+    run.record_fault("event socket cut")
+    run.record_fault("replay socket half-open")
+    await run.wait_for_answers(20, [worker])
     worker.events.heal()
 
     async def started_over() -> bool:
-        status = (await chaos.fleet.checker.status(worker.worker_id)).status or {}
+        status = (await run.fleet.checker.status(worker.worker_id)).status or {}
         return bool(status["counters"]["feed_started_over"])
 
     await until(started_over, deadline_s=30, what="the publisher starts over")
     worker.replay.heal()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def feed_gap_longer_than_the_replay_buffer(chaos: Chaos) -> None:
-    """Replay answers, and no longer reaches back: what came before is given up."""
-    worker = chaos.fleet.workers[0]
-    chaos.under_reporting.add(worker.worker_id)
-    usual = worker.engine.words
-    worker.engine.words = [*usual, "--buffer-steps", "3"]
+async def feed_gap_longer_than_the_replay_buffer(run: ScenarioRun) -> None:
+    """Replay answers, but no longer reaches back: the blocks from before are dropped."""
+    worker = run.fleet.workers[0]
+    run.under_reporting.add(worker.worker_id)
+    usual = worker.engine.arguments
+    worker.engine.arguments = [*usual, "--buffer-steps", "3"]
     await _restart_engine(worker)
-    await chaos.moved(20, [worker])
+    await run.wait_for_answers(20, [worker])
     worker.events.cut()
-    chaos.fault("event socket cut for longer than the engine's replay buffer")
-    await chaos.moved(20, [worker])
+    run.record_fault("event socket cut for longer than the engine's replay buffer")
+    await run.wait_for_answers(20, [worker])
     worker.events.heal()
-    chaos.healed()
-    await chaos.moved(10, [worker])
-    worker.engine.words = usual
+    run.mark_healed()
+    await run.wait_for_answers(10, [worker])
+    worker.engine.arguments = usual
     await _restart_engine(worker)
 
 
-async def engine_without_a_replay_socket(chaos: Chaos) -> None:
-    """A gap means an empty beginning, and so does a feed that goes back."""
-    worker = chaos.fleet.workers[0]
-    chaos.under_reporting.add(worker.worker_id)
+async def engine_without_a_replay_socket(run: ScenarioRun) -> None:
+    """After a gap, and after a feed that goes back, the publisher starts over, empty."""
+    worker = run.fleet.workers[0]
+    run.under_reporting.add(worker.worker_id)
     await worker.sidecar.stop()
-    usual = worker.sidecar.words
+    usual = worker.sidecar.arguments
     at = usual.index("--replay-endpoint")
-    worker.sidecar.words = usual[:at] + usual[at + 2 :]
+    worker.sidecar.arguments = usual[:at] + usual[at + 2 :]
     worker.sidecar.start()
     await worker.sidecar.ready()
-    await chaos.moved(10, [worker])
+    await run.wait_for_answers(10, [worker])
     worker.events.cut()
-    chaos.fault("event socket cut")
-    await chaos.moved(10, [worker])
+    run.record_fault("event socket cut")
+    await run.wait_for_answers(10, [worker])
     worker.events.heal()
-    await chaos.moved(10, [worker])
+    await run.wait_for_answers(10, [worker])
     await _restart_engine(worker)
-    chaos.fault("engine SIGKILL, started again on its endpoint")
-    await chaos.moved(10, [worker])
+    run.record_fault("engine SIGKILL, started again on its endpoint")
+    await run.wait_for_answers(10, [worker])
     await worker.sidecar.stop()
-    worker.sidecar.words = usual
+    worker.sidecar.arguments = usual
     worker.sidecar.start()
     await worker.sidecar.ready()
-    chaos.healed()
+    run.mark_healed()
 
 
 async def _restart_engine(worker: Worker) -> None:
@@ -92,158 +92,158 @@ async def _restart_engine(worker: Worker) -> None:
     await worker.engine.ready()
 
 
-async def engine_killed_and_restarted(chaos: Chaos) -> None:
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(20)
-    before = await _incarnation(chaos, worker)
-    chaos.fault("engine SIGKILL, started again on its endpoint")
+async def engine_killed_and_restarted(run: ScenarioRun) -> None:
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(20)
+    before = await _incarnation(run, worker)
+    run.record_fault("engine SIGKILL, started again on its endpoint")
     await _restart_engine(worker)
-    chaos.healed()
+    run.mark_healed()
     began_s = monotonic()
 
-    async def is_told_anew() -> bool:
-        return await _incarnation(chaos, worker) > before
+    async def is_replaced() -> bool:
+        return await _incarnation(run, worker) > before
 
-    await until(is_told_anew, deadline_s=20, what="the old life's blocks are gone")
-    chaos.times_s["old blocks gone after the engine is back"] = monotonic() - began_s
-    await chaos.moved(10)
+    await until(is_replaced, deadline_s=20, what="the old life's blocks are gone")
+    run.times_s["old blocks gone after the engine is back"] = monotonic() - began_s
+    await run.wait_for_answers(10)
 
 
-async def _incarnation(chaos: Chaos, worker: Worker) -> int:
-    """Of what the index answers with for the worker."""
-    record = await (await open_redis_index(chaos.fleet.store, writer=False)).record(worker.worker_id)
+async def _incarnation(run: ScenarioRun, worker: Worker) -> int:
+    """The incarnation that the index answers with for this worker; 0 if none does."""
+    record = await (await open_redis_index(run.fleet.store, writer=False)).record(worker.worker_id)
     return record.incarnation if record is not None and record.answering and not record.loading else 0
 
 
-async def engine_killed_and_idle_afterwards(chaos: Chaos) -> None:
-    """No event tells of the new life: the old one's blocks go all the same."""
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(20)
-    await chaos.fleet.load.rest()
-    chaos.fault("engine SIGKILL, started again on its endpoint, without a request")
+async def engine_killed_and_idle_afterwards(run: ScenarioRun) -> None:
+    """No event comes from the new life: the old one's blocks are dropped all the same."""
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(20)
+    await run.fleet.load.pause()
+    run.record_fault("engine SIGKILL, started again on its endpoint, without a request")
     await _restart_engine(worker)
-    chaos.healed()
+    run.mark_healed()
     began_s = monotonic()
 
     async def is_empty() -> bool:
-        return not await chaos.fleet.checker.resident_blocks(worker.worker_id)
+        return not await run.fleet.checker.resident_blocks(worker.worker_id)
 
     await until(is_empty, deadline_s=20, what="the old life's blocks are gone")
-    chaos.times_s["old blocks gone after the engine is back"] = monotonic() - began_s
+    run.times_s["old blocks gone after the engine is back"] = monotonic() - began_s
 
 
-async def engine_that_announces_hits_again(chaos: Chaos) -> None:
-    """Without a marker, so that counting copies would never end: with set semantics a block goes with its first copy."""
-    worker = chaos.fleet.workers[0]
-    chaos.under_reporting.add(worker.worker_id)
-    usual_engine, usual_sidecar = worker.engine.words, worker.sidecar.words
+async def engine_that_announces_hits_again(run: ScenarioRun) -> None:
+    """Without a marker, so that counted copies would never reach 0: with set semantics a block goes with its first copy."""
+    worker = run.fleet.workers[0]
+    run.under_reporting.add(worker.worker_id)
+    usual_engine, usual_sidecar = worker.engine.arguments, worker.sidecar.arguments
     await worker.sidecar.stop()
-    worker.engine.words = [*usual_engine, "--report-hits"]
-    worker.sidecar.words = [*usual_sidecar, "--set-semantics"]
+    worker.engine.arguments = [*usual_engine, "--report-hits"]
+    worker.sidecar.arguments = [*usual_sidecar, "--set-semantics"]
     await _restart_engine(worker)
     worker.sidecar.start()
     await worker.sidecar.ready()
-    chaos.fault("engine announces found blocks again")
-    await chaos.moved(100, [worker])
-    await chaos.is_exact_now()
-    assert await chaos.fleet.checker.resident_blocks(worker.worker_id)
+    run.record_fault("engine announces found blocks again")
+    await run.wait_for_answers(100, [worker])
+    await run.wait_until_exact()
+    assert await run.fleet.checker.resident_blocks(worker.worker_id)
     await worker.sidecar.stop()
-    worker.engine.words, worker.sidecar.words = usual_engine, usual_sidecar
+    worker.engine.arguments, worker.sidecar.arguments = usual_engine, usual_sidecar
     await _restart_engine(worker)
     worker.sidecar.start()
     await worker.sidecar.ready()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def engine_restarted_while_the_sidecar_was_down(chaos: Chaos) -> None:
+async def engine_restarted_while_the_sidecar_was_down(run: ScenarioRun) -> None:
     """The new life is already ahead of the seq that the sidecar has saved."""
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(5)
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(5)
     await worker.sidecar.stop()
-    chaos.fault("sidecar stopped")
-    chaos.fault("engine SIGKILL, started again on its endpoint")
+    run.record_fault("sidecar stopped")
+    run.record_fault("engine SIGKILL, started again on its endpoint")
     await _restart_engine(worker)
-    await chaos.moved(40, [worker])
+    await run.wait_for_answers(40, [worker])
     worker.sidecar.start()
     await worker.sidecar.ready()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def sidecar_killed_and_restarted(chaos: Chaos) -> None:
-    """It goes on from an older saved state and replay; its worker's residency never vanishes."""
-    worker = chaos.fleet.workers[0]
+async def sidecar_killed_and_restarted(run: ScenarioRun) -> None:
+    """It continues from an older saved state and replay; its worker's blocks never vanish from the index."""
+    worker = run.fleet.workers[0]
     await worker.sidecar.stop()  # which saves
     worker.sidecar.start()
     await worker.sidecar.ready()
-    await chaos.moved(10)
+    await run.wait_for_answers(10)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(chaos.watch_never_empty, worker)
+        tasks.start_soon(run.assert_never_empty, worker)
         worker.sidecar.kill()
-        chaos.fault("sidecar SIGKILL")
-        await chaos.moved(20, [worker])
+        run.record_fault("sidecar SIGKILL")
+        await run.wait_for_answers(20, [worker])
         worker.sidecar.start()
         await worker.sidecar.ready()
-        chaos.healed()
-        await chaos.moved(10, [worker])
+        run.mark_healed()
+        await run.wait_for_answers(10, [worker])
         tasks.cancel_scope.cancel()
 
 
-async def _restart_with(chaos: Chaos, worker: Worker, content: bytes | None) -> None:
+async def _restart_with(run: ScenarioRun, worker: Worker, content: bytes | None) -> None:
     await worker.sidecar.stop()
     if content is None:
         worker.state_file.unlink()
     else:
         worker.state_file.write_bytes(content)
-    await chaos.moved(5, [worker])
+    await run.wait_for_answers(5, [worker])
     worker.sidecar.start()
     await worker.sidecar.ready()
 
 
-async def saved_state_missing_torn_or_foreign(chaos: Chaos) -> None:
-    first, second = chaos.fleet.workers[:2]
-    await chaos.moved(10)
-    chaos.fault(f"saved state of {first.worker_id} removed")
-    await _restart_with(chaos, first, None)
+async def saved_state_missing_torn_or_foreign(run: ScenarioRun) -> None:
+    first, second = run.fleet.workers[:2]
+    await run.wait_for_answers(10)
+    run.record_fault(f"saved state of {first.worker_id} removed")
+    await _restart_with(run, first, None)
     await second.sidecar.stop()
     saved = second.state_file.read_bytes()
     second.sidecar.start()
     await second.sidecar.ready()
-    chaos.fault(f"saved state of {second.worker_id} torn in the middle")
-    await _restart_with(chaos, second, saved[: len(saved) // 2])
-    chaos.fault(f"{first.worker_id} given the saved state of {second.worker_id}")
-    await _restart_with(chaos, first, saved)
-    chaos.healed()
+    run.record_fault(f"saved state of {second.worker_id} torn in the middle")
+    await _restart_with(run, second, saved[: len(saved) // 2])
+    run.record_fault(f"{first.worker_id} given the saved state of {second.worker_id}")
+    await _restart_with(run, first, saved)
+    run.mark_healed()
 
 
-async def saved_state_of_another_engine_life(chaos: Chaos) -> None:
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(10)
+async def saved_state_of_another_engine_life(run: ScenarioRun) -> None:
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(10)
     await worker.sidecar.stop()
     old = worker.state_file.read_bytes()
     await _restart_engine(worker)
     worker.sidecar.start()
     await worker.sidecar.ready()
-    chaos.fault("engine SIGKILL, started again on its endpoint")
-    await chaos.moved(30, [worker])
-    chaos.fault("saved state of the engine's former life put back")
-    await _restart_with(chaos, worker, old)
-    chaos.healed()
+    run.record_fault("engine SIGKILL, started again on its endpoint")
+    await run.wait_for_answers(30, [worker])
+    run.record_fault("saved state of the engine's former life put back")
+    await _restart_with(run, worker, old)
+    run.mark_healed()
 
 
-async def two_publishers_of_one_worker(chaos: Chaos) -> None:
-    """The older one yields; when the newer one goes, the older one goes on."""
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(10)
+async def two_publishers_of_one_worker(run: ScenarioRun) -> None:
+    """The older one yields; when the newer one is gone, the older one continues."""
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(10)
     second = worker.second_sidecar()
     try:
         second.start()
-        chaos.fault("second publisher with the same worker id")
+        run.record_fault("second publisher with the same worker id")
         await second.ready()
-        await until(lambda: "yields" in worker.sidecar.said(), deadline_s=20, what="the older publisher yields")
-        await chaos.moved(20, [worker])
+        await until(lambda: "yields" in worker.sidecar.log_text(), deadline_s=20, what="the older publisher yields")
+        await run.wait_for_answers(20, [worker])
         second.kill()
-        chaos.fault("second publisher SIGKILL")
-        chaos.healed()
+        run.record_fault("second publisher SIGKILL")
+        run.mark_healed()
     finally:
         second.close()
 

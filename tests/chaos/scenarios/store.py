@@ -11,14 +11,14 @@ from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
-from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import PARTITIONS, SHARDS, Fleet
 from tests.chaos.proxy import LOOPBACK, TcpProxy
+from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
 AOF = "appendonlydir"
 LITTLE_BYTES = 100_000
-"""Less than an empty server takes."""
+"""Less than an empty server uses."""
 NO_LIMIT = 0
 
 
@@ -30,42 +30,42 @@ def _aof(fleet: Fleet) -> Path:
     return fleet.valkey.process.data_dir / AOF
 
 
-async def redis_killed_and_restarted_with_its_data(chaos: Chaos) -> None:
-    await chaos.moved(10)
-    await chaos.fleet.valkey.kill()
-    chaos.fault("Redis SIGKILL")
-    await chaos.moved(10)
-    await chaos.fleet.valkey.start()
-    chaos.healed()
+async def redis_killed_and_restarted_with_its_data(run: ScenarioRun) -> None:
+    await run.wait_for_answers(10)
+    await run.fleet.valkey.kill()
+    run.record_fault("Redis SIGKILL")
+    await run.wait_for_answers(10)
+    await run.fleet.valkey.start()
+    run.mark_healed()
 
 
-async def redis_restarted_without_its_data(chaos: Chaos) -> None:
-    await chaos.moved(10)
-    await chaos.fleet.valkey.kill()
-    chaos.fault("Redis SIGKILL, data removed")
-    await run_sync(shutil.rmtree, _aof(chaos.fleet))
-    await chaos.fleet.valkey.start()
-    chaos.healed()
+async def redis_restarted_without_its_data(run: ScenarioRun) -> None:
+    await run.wait_for_answers(10)
+    await run.fleet.valkey.kill()
+    run.record_fault("Redis SIGKILL, data removed")
+    await run_sync(shutil.rmtree, _aof(run.fleet))
+    await run.fleet.valkey.start()
+    run.mark_healed()
 
 
-async def redis_fails_over_to_older_data(chaos: Chaos) -> None:
+async def redis_fails_over_to_older_data(run: ScenarioRun) -> None:
     """As with a replica that misses the last writes."""
-    fleet = chaos.fleet
-    await chaos.moved(10)
+    fleet = run.fleet
+    await run.wait_for_answers(10)
     older = fleet.folder / "older-aof"
     await run_sync(shutil.copytree, _aof(fleet), older)
-    await chaos.moved(10)
+    await run.wait_for_answers(10)
     await fleet.valkey.kill()
-    chaos.fault("Redis SIGKILL, last writes lost")
+    run.record_fault("Redis SIGKILL, last writes lost")
     await run_sync(shutil.rmtree, _aof(fleet))
     await run_sync(shutil.move, older, _aof(fleet))
     await fleet.valkey.start()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def redis_fails_over_to_a_replica(chaos: Chaos) -> None:
-    """One that misses the last writes, and is read-only for a while: the indexers write to it before it is promoted."""
-    fleet = chaos.fleet
+async def redis_fails_over_to_a_replica(run: ScenarioRun) -> None:
+    """The replica misses the last writes, and is still read-only when the indexers write to it."""
+    fleet = run.fleet
     replica = await fleet.stack.enter_async_context(
         valkey_server(data_dir=fleet.folder / "replica", appendonly=True, settings={"repl-diskless-sync-delay": "0"})
     )
@@ -77,41 +77,41 @@ async def redis_fails_over_to_a_replica(chaos: Chaos) -> None:
             return bool((await client.info("replication"))["master_link_status"] == "up")
 
         await until(is_in_sync, deadline_s=20, what="the replica has the primary's data")
-        await chaos.moved(10)
+        await run.wait_for_answers(10)
         line.cut()
-        await chaos.moved(10)
+        await run.wait_for_answers(10)
         await fleet.valkey.kill()
-        await fleet.move_to(replica)
-        chaos.fault("Redis SIGKILL, its replica, without the last writes, in its place and still read-only")
-        await chaos.moved(20)
+        await fleet.switch_store(replica)
+        run.record_fault("Redis SIGKILL, replaced by a replica without the last writes, still read-only")
+        await run.wait_for_answers(20)
         await client.replicaof("NO", "ONE")
-    chaos.healed()
+    run.mark_healed()
 
 
-async def redis_flushed(chaos: Chaos) -> None:
-    await chaos.moved(10)
-    await chaos.fleet.store.client.flushall()
-    chaos.fault("FLUSHALL")
+async def redis_flushed(run: ScenarioRun) -> None:
+    await run.wait_for_answers(10)
+    await run.fleet.store.client.flushall()
+    run.record_fault("FLUSHALL")
 
 
-async def redis_functions_flushed(chaos: Chaos) -> None:
-    await chaos.moved(10)
-    await chaos.fleet.store.client.function_flush()
-    chaos.fault("FUNCTION FLUSH")
-    await chaos.moved(10)
+async def redis_functions_flushed(run: ScenarioRun) -> None:
+    await run.wait_for_answers(10)
+    await run.fleet.store.client.function_flush()
+    run.record_fault("FUNCTION FLUSH")
+    await run.wait_for_answers(10)
 
 
-async def gets_room(chaos: Chaos) -> None:
-    await limit_memory(chaos.fleet.store, NO_LIMIT)
-    chaos.healed()
+async def free_memory(run: ScenarioRun) -> None:
+    await limit_memory(run.fleet.store, NO_LIMIT)
+    run.mark_healed()
 
 
-async def redis_out_of_memory(chaos: Chaos) -> None:
-    """Workers whose blocks can't be stored are closed, one after the other, and come back when there is room."""
-    fleet = chaos.fleet
-    await chaos.moved(10)
+async def redis_out_of_memory(run: ScenarioRun) -> None:
+    """Workers whose blocks can't be stored are closed one by one, and come back when there is room."""
+    fleet = run.fleet
+    await run.wait_for_answers(10)
     await limit_memory(fleet.store, LITTLE_BYTES)
-    chaos.fault("Redis out of memory")
+    run.record_fault("Redis out of memory")
 
     async def are_closed() -> bool:
         index = await open_redis_index(fleet.store, writer=False)
@@ -119,21 +119,21 @@ async def redis_out_of_memory(chaos: Chaos) -> None:
         return all(record is not None and record.oom for record in records)
 
     await until(are_closed, deadline_s=30, what="every worker that stores is closed")
-    await chaos.moved(10)
-    await gets_room(chaos)
+    await run.wait_for_answers(10)
+    await free_memory(run)
 
 
-async def one_shard_wiped(chaos: Chaos) -> None:
-    await chaos.moved(10)
-    client = chaos.fleet.store.client
-    shard = shard_of(partition_of(chaos.fleet.workers[0].worker_id, PARTITIONS), SHARDS)
+async def one_shard_wiped(run: ScenarioRun) -> None:
+    await run.wait_for_answers(10)
+    client = run.fleet.store.client
+    shard = shard_of(partition_of(run.fleet.workers[0].worker_id, PARTITIONS), SHARDS)
     async for key in client.scan_iter(match=f"kva:{{s{shard}}}:*"):
         await client.unlink(key)
-    chaos.fault(f"every key of shard {shard} deleted")
+    run.record_fault(f"every key of shard {shard} deleted")
 
 
 async def damage_by_hand(store: Store) -> list[str]:
-    """Of each scope with blocks enough: what was done to it. Raises RedisError."""
+    """Damage each scope that has enough blocks; returns the faults. Raises RedisError."""
     damaged: list[str] = []
     async for key in store.client.scan_iter(match="kva:{s*}:blocks:*"):
         blocks = sorted((await store.client.hgetall(key)).items())
@@ -150,14 +150,14 @@ async def damage_by_hand(store: Store) -> list[str]:
     return damaged
 
 
-async def blocks_damaged_by_hand(chaos: Chaos) -> None:
-    """No message did it, so no message finds it: the scrub does, and no worker vanishes for it."""
-    fleet = chaos.fleet
-    await chaos.moved(20)
+async def blocks_damaged_by_hand(run: ScenarioRun) -> None:
+    """No message did it, so none finds it: the scrub does, and no worker vanishes from the index meanwhile."""
+    fleet = run.fleet
+    await run.wait_for_answers(20)
     damaged = await damage_by_hand(fleet.store)
     assert damaged, "there are blocks to damage"
     for what in damaged:
-        chaos.fault(what)
+        run.record_fault(what)
     index = await open_redis_index(fleet.store, writer=False)
 
     async def incarnations() -> list[int]:
@@ -166,13 +166,13 @@ async def blocks_damaged_by_hand(chaos: Chaos) -> None:
 
     before = await incarnations()
 
-    async def is_told_anew() -> bool:
+    async def is_repaired() -> bool:
         return await incarnations() != before
 
-    # under load: no moment of rest helps to see it
-    await until(is_told_anew, deadline_s=30, what="a damaged worker is told anew")
-    await fleet.load.rest()
-    await chaos.never_empty_until_exact()
+    # under load: without a pause that would help to find it
+    await until(is_repaired, deadline_s=30, what="a damaged worker has a new incarnation")
+    await fleet.load.pause()
+    await run.wait_until_exact_and_never_empty()
 
 
 SCENARIOS = (

@@ -1,4 +1,4 @@
-"""Workers that fall silent: skipped by routers, back at once, retired after a minute."""
+"""Workers that fall silent: skipped by routers, back at once, retired after a while."""
 
 from time import monotonic
 
@@ -7,12 +7,12 @@ import httpx
 from kvatlas.fleet.records import EngineState, Liveness
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
-from tests.chaos.chaos import Chaos
 from tests.chaos.fleet import Fleet, Worker
+from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
 
-async def skipped(fleet: Fleet, worker: Worker) -> None:
+async def wait_until_skipped(fleet: Fleet, worker: Worker) -> None:
     """Wait until routers skip the worker."""
 
     async def is_skipped() -> bool:
@@ -22,57 +22,57 @@ async def skipped(fleet: Fleet, worker: Worker) -> None:
     await until(is_skipped, deadline_s=20, what=f"routers skip {worker.worker_id}")
 
 
-async def heartbeat_lost(chaos: Chaos) -> None:
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(5)
+async def heartbeat_lost(run: ScenarioRun) -> None:
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(5)
     worker.sidecar.pause()
-    chaos.fault("sidecar SIGSTOP")
-    await skipped(chaos.fleet, worker)
+    run.record_fault("sidecar SIGSTOP")
+    await wait_until_skipped(run.fleet, worker)
     worker.sidecar.resume()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def engine_down_behind_a_living_sidecar(chaos: Chaos) -> None:
-    worker = chaos.fleet.workers[0]
-    await chaos.moved(5)
+async def engine_down_behind_a_living_sidecar(run: ScenarioRun) -> None:
+    worker = run.fleet.workers[0]
+    await run.wait_for_answers(5)
     worker.engine.pause()
-    chaos.fault("engine SIGSTOP")
-    await skipped(chaos.fleet, worker)
+    run.record_fault("engine SIGSTOP")
+    await wait_until_skipped(run.fleet, worker)
     worker.engine.resume()
-    chaos.healed()
+    run.mark_healed()
 
 
-async def engine_asleep_behind_a_living_sidecar(chaos: Chaos) -> None:
-    """It has dropped its cache; awake again it is usable at once."""
-    fleet, worker = chaos.fleet, chaos.fleet.workers[0]
-    await chaos.moved(5)
+async def engine_asleep_behind_a_living_sidecar(run: ScenarioRun) -> None:
+    """It drops its cache; awake again it is routable at once."""
+    fleet, worker = run.fleet, run.fleet.workers[0]
+    await run.wait_for_answers(5)
     async with httpx.AsyncClient(base_url=worker.url, timeout=5, trust_env=False) as client:
         (await client.post("/sleep")).raise_for_status()
-        chaos.fault("engine asleep")
-        await skipped(fleet, worker)
+        run.record_fault("engine asleep")
+        await wait_until_skipped(fleet, worker)
         assert (await FleetStore(fleet.store).all())[worker.worker_id].state is EngineState.ASLEEP
 
         async def is_empty() -> bool:
             return not await fleet.checker.resident_blocks(worker.worker_id)
 
-        await until(is_empty, deadline_s=20, what="what it dropped is gone from the index")
+        await until(is_empty, deadline_s=20, what="its blocks are gone from the index")
         (await client.post("/wake_up")).raise_for_status()
-    chaos.healed()
+    run.mark_healed()
     began_s = monotonic()
 
     async def is_routable() -> bool:
         return (await FleetStore(fleet.store).all())[worker.worker_id].routable
 
     await until(is_routable, deadline_s=20, what="routers use it again")
-    chaos.times_s["routable after it woke up"] = monotonic() - began_s
+    run.times_s["routable after it woke up"] = monotonic() - began_s
 
 
-async def worker_retired_and_back(chaos: Chaos) -> None:
-    """With a patience of RETIRE_AFTER_S instead of a minute; its memory is given back."""
-    fleet, worker = chaos.fleet, chaos.fleet.workers[0]
-    await chaos.moved(5)
+async def worker_retired_and_back(run: ScenarioRun) -> None:
+    """After RETIRE_AFTER_S instead of a minute; its entries are swept."""
+    fleet, worker = run.fleet, run.fleet.workers[0]
+    await run.wait_for_answers(5)
     worker.sidecar.pause()
-    chaos.fault("sidecar SIGSTOP until its worker is retired")
+    run.record_fault("sidecar SIGSTOP until its worker is retired")
     index = await open_redis_index(fleet.store, writer=False)
 
     async def is_retired() -> bool:
@@ -86,7 +86,7 @@ async def worker_retired_and_back(chaos: Chaos) -> None:
     await until(is_retired, deadline_s=40, what=f"{worker.worker_id} is retired")
     await until(is_swept, deadline_s=40, what="its blocks are swept")
     worker.sidecar.resume()
-    chaos.healed()
+    run.mark_healed()
 
 
 SCENARIOS = (

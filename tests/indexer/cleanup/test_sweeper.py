@@ -7,6 +7,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 from tests.eventually import until
+from tests.indexer.idle_readers import owned_partitions
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
 pytestmark = pytest.mark.anyio
@@ -19,7 +20,7 @@ async def blocks_left(store: Store) -> int:
     return sum([await store.client.hlen(key) for key in keys])
 
 
-async def test_what_retired_holders_held_is_given_back_to_the_store(store: Store) -> None:
+async def test_entries_of_retired_holders_are_removed_from_the_store(store: Store) -> None:
     index = await open_redis_index(store, partitions=64, shards=2, writer=True)
     workers = [MessageSource(f"w{i}") for i in range(6)]  # of both shards
     for number, worker in enumerate(workers):
@@ -27,8 +28,8 @@ async def test_what_retired_holders_held_is_given_back_to_the_store(store: Store
         await apply_messages(index, worker.begin(1), worker.store(SCOPE, hashes))
         await apply_messages(index, worker.clear())
     assert await blocks_left(store) == 18_000
-    sweeper = Sweeper(index, IndexerCounters(), lambda: [0, 1])
-    async with anyio.create_task_group() as group:
+    async with owned_partitions(0, 1) as owned, anyio.create_task_group() as group:
+        sweeper = Sweeper(index, IndexerCounters(), owned)
         group.start_soon(sweeper.run)
 
         async def empty() -> bool:
@@ -38,10 +39,10 @@ async def test_what_retired_holders_held_is_given_back_to_the_store(store: Store
         group.cancel_scope.cancel()
 
 
-async def test_shards_of_partitions_that_are_anothers_are_left_to_it(store: Store) -> None:
+async def test_only_shards_whose_partition_is_owned_are_swept(store: Store) -> None:
     index = await open_redis_index(store, partitions=64, shards=2, writer=True)
-    sweeper = Sweeper(index, IndexerCounters(), lambda: [1, 5, 7])
-    async with anyio.create_task_group() as group:
+    async with owned_partitions(1, 5, 7) as owned, anyio.create_task_group() as group:
+        sweeper = Sweeper(index, IndexerCounters(), owned)
         group.start_soon(sweeper.run)
         await until(lambda: sweeper.left, what="it has swept once")
         assert list(sweeper.left) == [1]

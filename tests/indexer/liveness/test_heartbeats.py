@@ -1,21 +1,26 @@
 """Liveness over a real NATS and Valkey, with a clock that the test sets."""
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
 from nats.aio.client import Client
 
 from indexer.counters import IndexerCounters
-from indexer.liveness.heartbeats import ADOPT_EVERY_S, FORGET_AFTER_S, Heartbeats
-from indexer.liveness.judge import LOST_AFTER_S, RETIRE_AFTER_S, LivenessJudge
+from indexer.liveness.failure_detector import LOST_AFTER_S, RETIRE_AFTER_S, FailureDetector
+from indexer.liveness.heartbeats import ADOPT_EVERY_S, DELETE_RECORD_AFTER_S, Heartbeats
+from indexer.ownership.owned_partitions import OwnedPartitions, WorkerState
 from indexer.repair.doubt import DoubtJudge
 from kvatlas.bus.subjects import alive_subject
+from kvatlas.bus.wire import END_DIGEST, EVENTS
 from kvatlas.fleet.records import Liveness
 from kvatlas.fleet.store import FleetStore, pool_workers_key
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.store.connection import Store
 from tests.eventually import until
-from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusTeller, heartbeat
+from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, heartbeat
+from tests.indexer.idle_readers import owned_partitions
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
 pytestmark = pytest.mark.anyio
@@ -29,39 +34,35 @@ class Clock:
         return self.now_s
 
 
-class Watched:
-    """Heartbeats of one replica that owns everything; the test calls `tick` itself."""
+class ClockedHeartbeats:
+    """Heartbeats of a replica; the test sets the clock and calls `tick`."""
 
-    def __init__(self, client: Client, fleet: FleetStore) -> None:
+    def __init__(
+        self, nats_client: Client, fleet: FleetStore, owned: OwnedPartitions, detector: FailureDetector
+    ) -> None:
         self.clock = Clock()
         self.index = MemoryIndex(partitions=PARTITIONS)
         self.counters = IndexerCounters()
-        self.liveness = LivenessJudge()
-        self.gone: list[str] = []
+        self.detector = detector
         self.heartbeats = Heartbeats(
-            client=client,
+            client=nats_client,
             index=self.index,
             fleet=fleet,
-            liveness=self.liveness,
+            owned=owned,
+            detector=detector,
             doubt=DoubtJudge(),
             counters=self.counters,
-            owns=lambda _: True,
-            on_gone=self._on_gone,
             clock=self.clock,
         )
 
-    def _on_gone(self, worker_id: str) -> None:
-        self.gone.append(worker_id)
-        self.liveness.forget(lambda other: other == worker_id)
-
     async def later(self, seconds: float) -> None:
-        """So much time passes, with a round each second."""
+        """Time passes, with a round each second."""
         while seconds > 0:
             self.clock.now_s += min(1.0, seconds)
             seconds -= 1.0
             await self.heartbeats.tick()
 
-    async def hear(self, client: Client, worker: BusTeller) -> None:
+    async def hear(self, nats_client: Client, worker: BusPublisher) -> None:
         before = self.counters.heartbeats
         subscription = await self.heartbeats.listen()
         await worker.beat()
@@ -69,169 +70,201 @@ class Watched:
         await subscription.unsubscribe()
 
 
+class Forgotten:
+    """Which of the workers w0 and w1 were forgotten."""
+
+    def __init__(self) -> None:
+        self.workers: list[str] = []
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        self.workers += [worker_id for worker_id in ("w0", "w1") if is_gone(worker_id)]
+
+
 @pytest.fixture
-def watched(client: Client, fleet: FleetStore) -> Watched:
-    return Watched(client, fleet)
+def forgotten() -> Forgotten:
+    return Forgotten()
 
 
-async def test_lost_then_retired(watched: Watched, client: Client, fleet: FleetStore) -> None:
-    worker = BusTeller(client, "w0", incarnation=5)
-    await apply_messages(watched.index, worker.begin(5))
-    await watched.hear(client, worker)
-    await watched.heartbeats.tick()
+@asynccontextmanager
+async def replica_of_all(
+    nats_client: Client, fleet: FleetStore, *worker_states: WorkerState
+) -> AsyncIterator[ClockedHeartbeats]:
+    """Heartbeats of a replica that owns every partition."""
+    detector = FailureDetector()
+    async with owned_partitions(*range(PARTITIONS), worker_states=[detector, *worker_states]) as owned:
+        yield ClockedHeartbeats(nats_client, fleet, owned, detector)
+
+
+@pytest.fixture
+async def replica(nats_client: Client, fleet: FleetStore, forgotten: Forgotten) -> AsyncIterator[ClockedHeartbeats]:
+    async with replica_of_all(nats_client, fleet, forgotten) as made:
+        yield made
+
+
+async def test_a_silent_worker_is_lost_then_retired(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore, forgotten: Forgotten
+) -> None:
+    worker = BusPublisher(nats_client, "w0", incarnation=5)
+    await apply_messages(replica.index, worker.begin(5))
+    await replica.hear(nats_client, worker)
+    await replica.heartbeats.tick()
     assert (await fleet.all())["w0"].liveness is Liveness.ALIVE
 
-    await watched.later(LOST_AFTER_S + 1)
+    await replica.later(LOST_AFTER_S + 1)
     assert (await fleet.all())["w0"].liveness is Liveness.LOST
-    record = await watched.index.record("w0")
+    record = await replica.index.record("w0")
     assert record is not None and not record.closed
 
-    await watched.later(RETIRE_AFTER_S)
+    await replica.later(RETIRE_AFTER_S)
     assert await fleet.all() == {}
-    record = await watched.index.record("w0")
+    record = await replica.index.record("w0")
     assert record is not None and record.closed and not record.answering
-    assert watched.gone == ["w0"]
-    assert watched.counters.workers_retired == 1
+    assert forgotten.workers == ["w0"]
+    assert replica.counters.workers_retired == 1
 
 
 async def test_workers_that_are_never_heard_by_the_new_owner_are_retired(
-    watched: Watched, client: Client, fleet: FleetStore
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore
 ) -> None:
-    before = Watched(client, fleet)
-    worker = BusTeller(client, "w0")
-    await before.hear(client, worker)
-    await before.heartbeats.tick()
+    worker = BusPublisher(nats_client, "w0")
+    async with replica_of_all(nats_client, fleet) as last_owner:
+        await last_owner.hear(nats_client, worker)
+        await last_owner.heartbeats.tick()
 
-    watched.heartbeats.adopt()
-    await watched.heartbeats.tick()
-    await watched.later(RETIRE_AFTER_S)
+    replica.heartbeats.adopt()
+    await replica.heartbeats.tick()
+    await replica.later(RETIRE_AFTER_S)
     assert (await fleet.all())["w0"].liveness is Liveness.LOST
-    await watched.later(1)
+    await replica.later(1)
     assert await fleet.all() == {}
 
 
-async def test_a_heartbeat_on_anothers_subject_is_not_believed(watched: Watched, client: Client) -> None:
-    subscription = await watched.heartbeats.listen()
-    await client.publish(alive_subject("w1"), heartbeat(BusTeller(client, "w0")).pack())
-    await client.publish(alive_subject("w1"), b"garbage")
-    await until(lambda: watched.counters.heartbeats_bad == 2, what="both are refused")
-    assert watched.liveness.workers == {}
+async def test_a_heartbeat_on_another_workers_subject_is_refused(
+    replica: ClockedHeartbeats, nats_client: Client
+) -> None:
+    subscription = await replica.heartbeats.listen()
+    await nats_client.publish(alive_subject("w1"), heartbeat(BusPublisher(nats_client, "w0")).pack())
+    await nats_client.publish(alive_subject("w1"), b"garbage")
+    await until(lambda: replica.counters.heartbeats_bad == 2, what="both are refused")
+    assert replica.detector.workers == {}
     await subscription.unsubscribe()
 
 
-async def test_a_worker_whose_last_snapshot_was_wrong_is_retired_too(
-    watched: Watched, client: Client, fleet: FleetStore
+async def test_a_closed_worker_that_still_answers_is_retired_too(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore, forgotten: Forgotten
 ) -> None:
-    """Its incarnation is closed, but what it told before still answers."""
-    worker = BusTeller(client, "w0", incarnation=5)
-    await apply_messages(watched.index, worker.begin(5), worker.store(SCOPE, b"12345678"))
-    torn = worker.begin(6)
-    torn[6][-1][2][1] += 1
-    await apply_messages(watched.index, torn)
-    record = await watched.index.record("w0")
+    """Its last snapshot was wrong, so the blocks of the incarnation before still answer."""
+    worker = BusPublisher(nats_client, "w0", incarnation=5)
+    await apply_messages(replica.index, worker.begin(5), worker.store(SCOPE, b"12345678"))
+    wrong = worker.begin(6)
+    wrong[EVENTS][-1][END_DIGEST][1] += 1
+    await apply_messages(replica.index, wrong)
+    record = await replica.index.record("w0")
     assert record is not None and record.closed and record.answering
-    await watched.hear(client, worker)
-    await watched.later(RETIRE_AFTER_S + 1)
-    assert watched.gone == ["w0"]
-    assert await watched.index.length() == 0
+    await replica.hear(nats_client, worker)
+    await replica.later(RETIRE_AFTER_S + 1)
+    assert forgotten.workers == ["w0"]
+    assert await replica.index.length() == 0
 
 
-async def test_a_worker_of_which_only_late_messages_came_is_closed_and_forgotten(watched: Watched) -> None:
+async def test_the_record_of_a_worker_with_only_late_messages_is_closed_and_deleted(replica: ClockedHeartbeats) -> None:
     worker = MessageSource("w0")
     worker.begin(5)
     await apply_messages(
-        watched.index, worker.store(SCOPE, b"12345678")
-    )  # its snapshot was lost, and it is never heard
-    for seconds in (RETIRE_AFTER_S + 1, FORGET_AFTER_S + 1):
-        watched.heartbeats.on_records(await watched.index.records(0))
-        await watched.later(seconds)
-        watched.heartbeats.on_records(await watched.index.records(0))
-    await watched.later(FORGET_AFTER_S + 1)
-    assert await watched.index.record("w0") is None
+        replica.index, worker.store(SCOPE, b"12345678")
+    )  # its snapshot was lost, and it sends no heartbeat
+    for seconds in (RETIRE_AFTER_S + 1, DELETE_RECORD_AFTER_S + 1):
+        replica.heartbeats.watch_records(await replica.index.records(0))
+        await replica.later(seconds)
+        replica.heartbeats.watch_records(await replica.index.records(0))
+    await replica.later(DELETE_RECORD_AFTER_S + 1)
+    assert await replica.index.record("w0") is None
 
 
-async def test_a_pool_without_workers_is_forgotten(watched: Watched, client: Client, fleet: FleetStore) -> None:
-    worker = BusTeller(client, "w0")
-    await watched.hear(client, worker)
-    await watched.heartbeats.tick()
+async def test_a_pool_without_workers_is_deleted(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore
+) -> None:
+    worker = BusPublisher(nats_client, "w0")
+    await replica.hear(nats_client, worker)
+    await replica.heartbeats.tick()
     assert len(await fleet.pools()) == 1
-    await watched.later(RETIRE_AFTER_S + 1)
+    await replica.later(RETIRE_AFTER_S + 1)
     assert await fleet.pools() == []
 
 
-async def test_an_observer_that_stood_still_takes_its_own_sleep_for_nobodys_silence(
-    watched: Watched, client: Client, fleet: FleetStore
+async def test_a_replica_that_stood_still_counts_no_silence_for_that_time(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore, forgotten: Forgotten
 ) -> None:
-    worker = BusTeller(client, "w0", incarnation=5)
-    await apply_messages(watched.index, worker.begin(5))
-    await watched.hear(client, worker)
-    await watched.heartbeats.tick()
-    watched.clock.now_s += 10 * RETIRE_AFTER_S
-    await watched.heartbeats.tick()
+    worker = BusPublisher(nats_client, "w0", incarnation=5)
+    await apply_messages(replica.index, worker.begin(5))
+    await replica.hear(nats_client, worker)
+    await replica.heartbeats.tick()
+    replica.clock.now_s += 10 * RETIRE_AFTER_S
+    await replica.heartbeats.tick()
     assert (await fleet.all())["w0"].liveness is Liveness.ALIVE
-    await watched.later(RETIRE_AFTER_S + 1)
-    assert watched.gone == ["w0"]
+    await replica.later(RETIRE_AFTER_S + 1)
+    assert forgotten.workers == ["w0"]
 
 
-async def test_what_a_replica_that_stood_still_writes_of_a_lost_worker_does_not_stay(
-    watched: Watched, client: Client, fleet: FleetStore
+async def test_a_fleet_record_that_a_paused_replica_wrote_of_a_lost_worker_is_corrected(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore
 ) -> None:
-    worker = BusTeller(client, "w0", incarnation=5)
-    await apply_messages(watched.index, worker.begin(5))
-    await watched.hear(client, worker)
-    await watched.heartbeats.tick()
+    worker = BusPublisher(nats_client, "w0", incarnation=5)
+    await apply_messages(replica.index, worker.begin(5))
+    await replica.hear(nats_client, worker)
+    await replica.heartbeats.tick()
     alive = await fleet.all()
-    await watched.later(LOST_AFTER_S + 1)
+    await replica.later(LOST_AFTER_S + 1)
     await fleet.write(alive)
-    await watched.later(1)
+    await replica.later(1)
     assert (await fleet.all())["w0"].liveness is Liveness.LOST
 
 
-async def test_a_record_of_a_retired_worker_that_comes_back_is_forgotten_again(
-    watched: Watched, client: Client, fleet: FleetStore
+async def test_a_fleet_record_of_a_retired_worker_that_comes_back_is_deleted_again(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore
 ) -> None:
-    """A failover of the store, or a replica that stood still, brings it back: nobody is heard, nobody judges it."""
-    worker = BusTeller(client, "w0")
-    await watched.hear(client, worker)
-    await watched.heartbeats.tick()
+    """A failover of the store, or a paused replica, brings it back: no heartbeat comes, and no replica judges it."""
+    worker = BusPublisher(nats_client, "w0")
+    await replica.hear(nats_client, worker)
+    await replica.heartbeats.tick()
     alive = await fleet.all()
-    await watched.later(RETIRE_AFTER_S + 1)
+    await replica.later(RETIRE_AFTER_S + 1)
     assert await fleet.all() == {}
     await fleet.write(alive)
-    await watched.later(ADOPT_EVERY_S + LOST_AFTER_S + 2)
+    await replica.later(ADOPT_EVERY_S + LOST_AFTER_S + 2)
     assert (await fleet.all())["w0"].liveness is Liveness.LOST
-    await watched.later(RETIRE_AFTER_S)
+    await replica.later(RETIRE_AFTER_S)
     assert await fleet.all() == {}
 
 
-async def test_a_record_that_cant_be_understood_is_taken_out_and_stops_nothing(
-    watched: Watched, client: Client, store: Store, fleet: FleetStore
+async def test_an_invalid_fleet_record_is_removed_and_stops_nothing(
+    replica: ClockedHeartbeats, nats_client: Client, store: Store, fleet: FleetStore
 ) -> None:
-    worker = BusTeller(client, "w0")
-    await watched.hear(client, worker)
-    await watched.heartbeats.tick()
+    worker = BusPublisher(nats_client, "w0")
+    await replica.hear(nats_client, worker)
+    await replica.heartbeats.tick()
     [pool_id] = await fleet.pools()
     await store.client.hset(pool_workers_key(pool_id), "w1", b"garbage")
-    watched.heartbeats.adopt()
-    await watched.heartbeats.tick()
+    replica.heartbeats.adopt()
+    await replica.heartbeats.tick()
     assert set(await fleet.all()) == {"w0"}
 
 
-async def test_a_worker_that_serves_another_model_leaves_the_pool_of_the_first(
-    watched: Watched, client: Client, fleet: FleetStore
+async def test_a_worker_that_serves_another_model_leaves_its_former_pool(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore
 ) -> None:
-    worker = BusTeller(client, "w0")
-    await watched.hear(client, worker)
-    await watched.heartbeats.tick()
+    worker = BusPublisher(nats_client, "w0")
+    await replica.hear(nats_client, worker)
+    await replica.heartbeats.tick()
     [before] = await fleet.pools()
     other = heartbeat(worker)
     other = other.model_copy(update={"endpoint": other.endpoint.model_copy(update={"model_id": "other"})})
-    subscription = await watched.heartbeats.listen()
-    heard = watched.counters.heartbeats
-    await client.publish(alive_subject("w0"), other.pack())
-    await until(lambda: watched.counters.heartbeats > heard, what="it is heard")
+    subscription = await replica.heartbeats.listen()
+    heard = replica.counters.heartbeats
+    await nats_client.publish(alive_subject("w0"), other.pack())
+    await until(lambda: replica.counters.heartbeats > heard, what="the heartbeat is heard")
     await subscription.unsubscribe()
-    await watched.heartbeats.tick()
+    await replica.heartbeats.tick()
     assert await fleet.pool(before) == {}
     assert await fleet.pools() == [other.endpoint.pool_id]
     assert (await fleet.all())["w0"].endpoint.model_id == "other"

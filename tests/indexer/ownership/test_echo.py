@@ -1,4 +1,4 @@
-"""The proof that a replica and NATS hear each other."""
+"""The round trip of a message through NATS."""
 
 from collections.abc import AsyncIterator
 
@@ -21,24 +21,22 @@ async def server() -> AsyncIterator[EmbeddedServer]:
 
 
 @pytest.fixture
-async def client(server: EmbeddedServer) -> AsyncIterator[Client]:
+async def nats_client(server: EmbeddedServer) -> AsyncIterator[Client]:
     client = await connect_nats(server.url, name="test")
     yield client
     await client.close()
 
 
-async def test_an_echo_comes_back_again_and_again(client: Client) -> None:
-    echo = Echo(client)
+async def test_each_check_gets_its_echo(nats_client: Client) -> None:
+    echo = Echo(nats_client)
     await echo.start()
     for _ in range(3):
         await echo.check(5)
     await echo.stop()
 
 
-async def test_no_echo_from_a_server_that_stands_still_and_one_when_it_goes_on(
-    server: EmbeddedServer, client: Client
-) -> None:
-    echo = Echo(client)
+async def test_a_paused_server_gives_no_echo_until_it_is_resumed(server: EmbeddedServer, nats_client: Client) -> None:
+    echo = Echo(nats_client)
     await echo.start()
     await echo.check(5)
     server.pause()
@@ -48,29 +46,29 @@ async def test_no_echo_from_a_server_that_stands_still_and_one_when_it_goes_on(
     await echo.check(5)
 
 
-async def test_no_echo_without_a_connection(server: EmbeddedServer, client: Client) -> None:
-    echo = Echo(client)
+async def test_without_a_connection_there_is_no_echo(server: EmbeddedServer, nats_client: Client) -> None:
+    echo = Echo(nats_client)
     await echo.start()
     await server.kill()
-    await until(lambda: not client.is_connected, what="the connection is gone")
+    await until(lambda: not nats_client.is_connected, what="the connection is gone")
     with pytest.raises(TimeoutError, match="not connected"):
         await echo.check(5)
 
 
-async def test_a_client_hears_on_after_a_flush_that_was_answered_too_late(
-    server: EmbeddedServer, client: Client
+async def test_a_client_receives_messages_after_a_flush_that_was_answered_too_late(
+    server: EmbeddedServer, nats_client: Client
 ) -> None:
-    heard: list[bytes] = []
+    received: list[object] = []
 
-    async def hear(msg: object) -> None:
-        heard.append(b"")
+    async def receive(msg: object) -> None:
+        received.append(msg)
 
-    await client.subscribe("subject", cb=hear)
-    await client.flush()
+    await nats_client.subscribe("subject", cb=receive)
+    await nats_client.flush()
     server.pause()
     with pytest.raises(FlushTimeoutError):
-        await client.flush(timeout=1)
+        await nats_client.flush(timeout=1)
     server.resume()
-    await client.publish("subject", b"")
-    await until(lambda: heard, what="the message is heard")
-    assert client.stats["reconnects"] == 0
+    await nats_client.publish("subject", b"")
+    await until(lambda: received, what="the message is received")
+    assert nats_client.stats["reconnects"] == 0

@@ -16,19 +16,19 @@ def test_every_partition_has_one_owner_among_the_members(names: list[str], parti
 
 
 @given(members)
-def test_it_does_not_depend_on_the_order_of_members(names: list[str]) -> None:
+def test_the_order_of_members_does_not_matter(names: list[str]) -> None:
     assert targets(names, 64) == targets(list(reversed(names)), 64)
 
 
 @given(members, st.text("xyz", min_size=1, max_size=5))
-def test_a_new_member_only_takes_and_a_gone_one_only_gives(names: list[str], new: str) -> None:
+def test_only_partitions_of_the_member_that_comes_or_goes_move(names: list[str], new: str) -> None:
     before, after = targets(names, 64), targets([*names, new], 64)
     assert all(after[p] in (before[p], new) for p in before)
 
 
-def test_two_members_share_fairly() -> None:
+def test_two_members_get_about_half_each() -> None:
     assert 20 <= len(target_partitions("a", ["a", "b"], 64)) <= 44
 
 
-def test_without_members_nobody_owns_anything() -> None:
+def test_without_members_no_partition_has_an_owner() -> None:
     assert targets([], 64) == {}

@@ -6,7 +6,7 @@ from indexer.partition.pull_protocol import (
     Delivery,
     PullStatus,
     PullWindow,
-    idle_at,
+    last_consumer_seq,
     messages_returned,
     parse_delivery,
     pull_status,
@@ -25,7 +25,7 @@ def status(code: str, description: str = "", **headers: str) -> Msg:
         "$JS.ACK._.ACCOUNT.KVATLAS_EVENTS.kva-1.1.420.17.1700000000000000000.5.random",
     ],
 )
-def test_the_delivery_is_read_from_the_reply_subject(reply: str) -> None:
+def test_the_reply_subject_holds_the_delivery(reply: str) -> None:
     assert parse_delivery(reply) == Delivery(420, 17, 5)
 
 
@@ -38,23 +38,23 @@ def test_another_reply_subject_is_an_error(reply: str) -> None:
 def test_two_requests_are_kept_outstanding() -> None:
     window = PullWindow(100)
     sent = 0
-    while window.due():
-        window.sent()
+    while window.is_due():
+        window.add_request()
         sent += 1
     assert sent == 2
     window.outstanding -= 99
-    assert not window.due()
+    assert not window.is_due()
     window.outstanding -= 1
-    assert window.due()
+    assert window.is_due()
 
 
-def test_what_an_ended_request_was_owed_is_asked_for_again() -> None:
+def test_messages_of_an_ended_request_are_requested_again() -> None:
     window = PullWindow(100)
-    window.sent()
-    window.sent()
-    window.returned(100)
-    assert window.due()
-    window.returned(1_000)
+    window.add_request()
+    window.add_request()
+    window.end_request(100)
+    assert window.is_due()
+    window.end_request(1_000)
     assert window.outstanding == 0
 
 
@@ -72,17 +72,17 @@ def test_what_an_ended_request_was_owed_is_asked_for_again() -> None:
         ("503", "", PullStatus.BROKEN),
     ],
 )
-def test_the_servers_answers(code: str, description: str, meaning: PullStatus) -> None:
+def test_each_status_has_its_meaning(code: str, description: str, meaning: PullStatus) -> None:
     assert pull_status(status(code, description)) is meaning
 
 
-def test_a_message_of_the_stream_is_no_answer_even_with_headers() -> None:
+def test_a_message_of_the_stream_is_not_a_status_even_with_headers() -> None:
     msg = Msg(Client(), "kvatlas.events.1.w", "$JS.ACK.S.C.1.2.3.4.5", b"", {"Status": "409"})
     assert pull_status(msg) is None
 
 
-def test_the_numbers_in_an_answer() -> None:
+def test_the_numbers_in_a_status() -> None:
     assert messages_returned(status("408", **{"Nats-Pending-Messages": "12"})) == 12
     assert messages_returned(status("408")) == 0
-    assert idle_at(status("100", **{"Nats-Last-Consumer": "40"})) == 40
-    assert idle_at(status("100")) is None
+    assert last_consumer_seq(status("100", **{"Nats-Last-Consumer": "40"})) == 40
+    assert last_consumer_seq(status("100")) is None

@@ -8,7 +8,7 @@ from indexer.repair.doubt import (
     PATIENCE_S,
     Doubt,
     DoubtJudge,
-    SnapshotWish,
+    SnapshotRequest,
     doubt_of,
 )
 from kvatlas.index.protocol import WorkerRecord
@@ -26,7 +26,7 @@ def record(incarnation: int = 5, seq: int = 10, **flags: object) -> WorkerRecord
         (record(), {5: 11}, Doubt.BEHIND),
         (record(), {6: 0}, Doubt.BEHIND),
         (record(), {5: 10, 6: -1}, None),  # a new incarnation that waits for its grant
-        (record(), {4: 99, 5: 10}, None),  # an older publisher still talks
+        (record(), {4: 99, 5: 10}, None),  # an older publisher is still alive
         (record(), {4: 99}, Doubt.FOREIGN),
         (None, {5: 0}, Doubt.UNKNOWN),
         (None, {5: -1}, None),
@@ -37,11 +37,11 @@ def record(incarnation: int = 5, seq: int = 10, **flags: object) -> WorkerRecord
         (record(want=(5, 9)), {5: 10}, None),
     ],
 )
-def test_what_is_doubted(known: WorkerRecord | None, heard: dict[int, int], doubt: Doubt | None) -> None:
+def test_each_kind_of_doubt(known: WorkerRecord | None, heard: dict[int, int], doubt: Doubt | None) -> None:
     assert doubt_of(known, heard) is doubt
 
 
-class Clocked:
+class ClockedJudge:
     """A judge with a clock that the test sets."""
 
     def __init__(self) -> None:
@@ -52,39 +52,41 @@ class Clocked:
     def hear(self, incarnation: int, acked_seq: int) -> None:
         self.judge.hear("w", incarnation, acked_seq, self.now_s)
 
-    def after(self, seconds: float, known: WorkerRecord | None) -> list[SnapshotWish]:
+    def after(self, seconds: float, known: WorkerRecord | None) -> list[SnapshotRequest]:
         self.now_s += seconds
         records = {"w": known} if known is not None else {}
         return self.judge.judge(records, lambda _: self.at_end, self.now_s)
 
 
 @pytest.fixture
-def clocked() -> Clocked:
-    return Clocked()
+def clocked() -> ClockedJudge:
+    return ClockedJudge()
 
 
-def test_a_worker_that_nobody_hears_is_not_judged(clocked: Clocked) -> None:
+def test_a_worker_without_heartbeats_is_not_judged(clocked: ClockedJudge) -> None:
     assert clocked.after(0, record(bad=True)) == clocked.after(100, record(bad=True)) == []
 
 
-def test_doubt_waits_for_two_seconds_without_progress_then_names_the_incarnation(clocked: Clocked) -> None:
+def test_after_two_seconds_without_progress_a_snapshot_above_the_incarnation_is_requested(
+    clocked: ClockedJudge,
+) -> None:
     clocked.hear(5, 11)
     assert clocked.after(0, record()) == []
-    assert clocked.judge.open == {"w": Doubt.BEHIND}
+    assert clocked.judge.doubts == {"w": Doubt.BEHIND}
     assert clocked.after(PATIENCE_S - 0.1, record()) == []
-    assert clocked.after(0.1, record()) == [SnapshotWish("w", 5, Doubt.BEHIND)]
+    assert clocked.after(0.1, record()) == [SnapshotRequest("w", 5, Doubt.BEHIND)]
 
 
-def test_progress_ends_the_wait_and_the_doubt_when_it_catches_up(clocked: Clocked) -> None:
+def test_progress_restarts_the_wait_and_catching_up_ends_the_doubt(clocked: ClockedJudge) -> None:
     clocked.hear(5, 20)
     assert clocked.after(0, record(seq=10)) == []
     assert clocked.after(1.5, record(seq=15)) == []
     assert clocked.after(1.5, record(seq=15)) == []
     assert clocked.after(0.1, record(seq=20)) == []
-    assert clocked.judge.open == {}
+    assert clocked.judge.doubts == {}
 
 
-def test_nothing_is_asked_while_the_partition_is_not_read_to_its_end(clocked: Clocked) -> None:
+def test_no_snapshot_is_requested_while_the_partition_is_not_read_to_its_end(clocked: ClockedJudge) -> None:
     clocked.hear(5, 20)
     clocked.at_end = False
     clocked.after(0, record())
@@ -94,28 +96,28 @@ def test_nothing_is_asked_while_the_partition_is_not_read_to_its_end(clocked: Cl
     assert len(clocked.after(0.1, record())) == 1
 
 
-def test_asking_again_backs_off(clocked: Clocked) -> None:
+def test_requests_back_off(clocked: ClockedJudge) -> None:
     clocked.hear(5, 20)
     clocked.after(0, record())
-    asked_s = []
+    requested_s = []
     for _ in range(600):
         clocked.hear(5, 20)
         if clocked.after(0.1, record()):
-            asked_s.append(clocked.now_s)
-    pauses = [round(b - a, 1) for a, b in pairwise(asked_s)]
+            requested_s.append(clocked.now_s)
+    pauses = [round(b - a, 1) for a, b in pairwise(requested_s)]
     assert pauses == pytest.approx([4.0, 8.0, 16.0, 16.0], abs=0.11)
     assert max(pauses) <= LONGEST_PATIENCE_S + 0.11
 
 
-def test_a_worker_without_room_is_left_alone_for_longer(clocked: Clocked) -> None:
-    starved = record(bad=True, oom=True, closed=True)
+def test_a_worker_without_room_is_waited_for_longer(clocked: ClockedJudge) -> None:
+    full = record(bad=True, oom=True, closed=True)
     clocked.hear(5, 10)
-    clocked.after(0, starved)
-    assert clocked.after(OOM_PATIENCE_S - 0.1, starved) == []
-    assert len(clocked.after(0.1, starved)) == 1
+    clocked.after(0, full)
+    assert clocked.after(OOM_PATIENCE_S - 0.1, full) == []
+    assert len(clocked.after(0.1, full)) == 1
 
 
-def test_the_named_incarnation_is_the_highest_that_was_met_and_told_of(clocked: Clocked) -> None:
+def test_the_request_names_the_highest_incarnation_that_has_published(clocked: ClockedJudge) -> None:
     clocked.hear(5, 20)
     clocked.hear(8, -1)
     known = record(incarnation=6, want=(7, 3))
@@ -123,22 +125,22 @@ def test_the_named_incarnation_is_the_highest_that_was_met_and_told_of(clocked: 
     assert clocked.after(PATIENCE_S, known)[0].above == 7
 
 
-def test_an_unknown_worker_is_asked_above_what_it_tells(clocked: Clocked) -> None:
+def test_an_unknown_worker_is_asked_above_the_incarnation_that_it_reports(clocked: ClockedJudge) -> None:
     clocked.hear(9, 4)
     clocked.after(0, None)
-    assert clocked.after(PATIENCE_S, None) == [SnapshotWish("w", 9, Doubt.UNKNOWN)]
+    assert clocked.after(PATIENCE_S, None) == [SnapshotRequest("w", 9, Doubt.UNKNOWN)]
 
 
-def test_an_incarnation_that_fell_silent_is_forgotten(clocked: Clocked) -> None:
+def test_a_silent_incarnation_is_forgotten(clocked: ClockedJudge) -> None:
     clocked.hear(6, 3)
     clocked.after(61, None)
     clocked.hear(5, 10)
     assert clocked.after(0, record()) == []
-    assert clocked.judge.open == {}
+    assert clocked.judge.doubts == {}
 
 
-def test_a_publisher_below_the_record_is_seen_when_the_records_has_gone(clocked: Clocked) -> None:
-    """It lost its state, and its clock went back: the record's incarnation was heard of until just now."""
+def test_a_publisher_below_the_record_is_doubted_when_the_records_own_is_silent(clocked: ClockedJudge) -> None:
+    """It lost its state and its clock was set back: the record's incarnation was heard until just now."""
     clocked.hear(5, 10)
     for _ in range(5):
         clocked.now_s += 1
@@ -147,27 +149,27 @@ def test_a_publisher_below_the_record_is_seen_when_the_records_has_gone(clocked:
     clocked.now_s += 1
     clocked.hear(4, 99)
     clocked.after(0, record())
-    assert clocked.after(PATIENCE_S, record()) == [SnapshotWish("w", 5, Doubt.FOREIGN)]
+    assert clocked.after(PATIENCE_S, record()) == [SnapshotRequest("w", 5, Doubt.FOREIGN)]
 
 
-def test_a_worker_given_away_is_not_judged(clocked: Clocked) -> None:
+def test_a_forgotten_worker_is_not_judged(clocked: ClockedJudge) -> None:
     clocked.hear(5, 20)
     clocked.after(0, record())
-    clocked.judge.forget(["w"])
+    clocked.judge.forget(lambda worker_id: worker_id == "w")
     assert clocked.after(10, record()) == []
-    assert clocked.judge.workers == []
+    assert clocked.judge.doubts == {}
 
 
-def test_a_bad_worker_is_asked_however_busy_its_engine_is(clocked: Clocked) -> None:
+def test_a_snapshot_of_a_bad_worker_is_requested_however_busy_its_engine_is(clocked: ClockedJudge) -> None:
     clocked.at_end = False
-    wishes = []
+    requests = []
     for second in range(4):
         clocked.hear(5, 10 + second)
-        wishes += clocked.after(1, record(seq=10 + second, bad=True))
-    assert wishes == [SnapshotWish("w", 5, Doubt.BAD)]
+        requests += clocked.after(1, record(seq=10 + second, bad=True))
+    assert requests == [SnapshotRequest("w", 5, Doubt.BAD)]
 
 
-def test_a_bad_worker_whose_publisher_has_begun_anew_is_waited_for(clocked: Clocked) -> None:
+def test_a_bad_worker_whose_publisher_is_already_above_is_waited_for(clocked: ClockedJudge) -> None:
     clocked.at_end = False
     for _ in range(10):
         clocked.hear(6, 0)

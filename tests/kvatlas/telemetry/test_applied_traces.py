@@ -1,4 +1,4 @@
-"""Which workers get the trace of an applied batch."""
+"""Which workers an applied batch becomes the last traced one of."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from indexer.applier import Applier
 from indexer.counters import IndexerCounters
-from indexer.partition.queue import PartitionFeed
+from indexer.partition.queue import PartitionQueue
 from kvatlas.identity import partition_of
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ApplyResult, Position
@@ -22,31 +22,29 @@ pytestmark = pytest.mark.anyio
 START = Position(77, 100)
 
 
-async def test_a_batch_without_an_engine_event_becomes_no_workers_trace(span_exporter: InMemorySpanExporter) -> None:
-    """A checkpoint or a snapshot has no engine batch behind it; a trace of it would lead a decision nowhere."""
+async def test_a_batch_that_no_engine_led_to_is_no_workers_trace(span_exporter: InMemorySpanExporter) -> None:
+    """A checkpoint or a snapshot has no engine's batch behind it: a decision would lead back to nothing."""
     index = MemoryIndex()
-    applied: list[Mapping[str, str]] = []
+    told: list[Mapping[str, str]] = []
 
     def on_applied(_: ApplyResult, traces: Mapping[str, str]) -> None:
-        applied.append(traces)
+        told.append(traces)
 
     applier = Applier(0, index, IndexerCounters(), on_applied=on_applied)
-    feeds = []
     for worker_id in ("by-engine", "by-itself"):
-        feed = PartitionFeed(partition_of(worker_id, index.partitions), START, 0)
-        await index.set_position(feed.partition, None, START)
+        queue = PartitionQueue(partition_of(worker_id, index.partitions), START, 0)
+        await index.set_position(queue.partition, None, START)
         headers = None
         if worker_id == "by-engine":
             with flush_span(worker_id, messages=1):
                 headers = inject_headers()
-        feed.add((MessageSource(worker_id).begin(1), 100, "$JS.ACK.S.C.1.101.1.0.0", headers))
-        feeds.append(feed)
-        applier.attach(feed)
+        queue.add(MessageSource(worker_id).begin(1), 100, "$JS.ACK.S.C.1.101.1.0.0", headers)
+        applier.attach(queue)
     async with anyio.create_task_group() as group:
         group.start_soon(applier.run)
-        await until(lambda: bool(applied), what="both are applied in one call")
+        await until(lambda: bool(told), what="both are applied in one call")
         group.cancel_scope.cancel()
     (process,) = (span for span in span_exporter.get_finished_spans() if span.name == PROCESS)
-    (traces,) = applied
+    (traces,) = told
     assert set(traces) == {"by-engine"}
     assert f"{process.context.span_id:016x}" in traces["by-engine"] and len(process.links) == 1

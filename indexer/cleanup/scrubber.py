@@ -1,39 +1,39 @@
-"""Recounts what holders hold against their digests, slowly: finds damage that no message did.
+"""Slowly recounts the blocks of each holder against its digest: finds damage that no message did.
 
-Each replica scrubs the workers of its own partitions, since it follows those that go on meanwhile by the messages that it
-applies. What is damaged is marked in its record, so it is doubted, and healed by a snapshot.
+Each replica scrubs the workers of its own partitions: it follows those that change meanwhile by the messages that it
+applies. A damaged worker is marked in its record; so it is doubted, and a snapshot repairs it.
 """
 
 import logging
-from collections.abc import Callable, Collection
 from time import monotonic
 
 import anyio
 from redis.exceptions import RedisError
 
 from indexer.counters import IndexerCounters
+from indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas.errors import KvatlasError
 from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex, ScrubResult
 
 PERIOD_S = 600.0
 BUDGET_BLOCKS = 500
-"""Entries a call: about a millisecond of the store."""
+"""Entries in a call: about a millisecond of the store."""
 PAUSE_S = 0.02
 """With the budget: 25,000 entries a second, at most a twentieth of the store's time."""
-LOOK_S = 1.0
+CHECK_EVERY_S = 1.0
 
 log = logging.getLogger("kvatlas.indexer")
 
 
 class Scrubber:
-    """One task for all shards that this replica scrubs: each shard once in `period_s`, or as often as that can be."""
+    """Scrubs the shards of the owned partitions, each once in `period_s` or, if that is too short, without a pause."""
 
     def __init__(
         self,
         index: ResidencyIndex,
         counters: IndexerCounters,
-        owned: Callable[[], Collection[int]],
+        owned: OwnedPartitions,
         period_s: float = PERIOD_S,
     ) -> None:
         self._index = index
@@ -41,29 +41,29 @@ class Scrubber:
         self._owned = owned
         self._period_s = period_s
         self._began_s: dict[int, float] = {}
-        """By shard, when its round began."""
+        """When each shard's round began."""
         self._under_way: set[int] = set()
 
     async def run(self) -> None:
-        """Until cancelled; errors of the store are waited out."""
+        """Until cancelled. After an error of the store the round continues later."""
         while True:
             try:
-                busy = await self.tick(monotonic())
+                pause_s = PAUSE_S if await self.tick(monotonic()) else min(CHECK_EVERY_S, self._period_s)
             except (KvatlasError, RedisError) as error:
                 self._counters.store_errors += 1
-                log.warning("holders are recounted later: %s", error)
-                busy = False
-            await anyio.sleep(PAUSE_S if busy else min(LOOK_S, self._period_s))
+                pause_s = min(CHECK_EVERY_S, self._period_s)
+                log.warning("scrub failed (%s), retrying in %g s", error, pause_s)
+            await anyio.sleep(pause_s)
 
     async def tick(self, now_s: float) -> bool:
-        """One call for each shard whose round goes on or is due; is any of them under way?"""
-        owned = self._owned()
+        """One call for each shard whose round is under way or due. Returns whether a round is under way."""
+        owned = self._owned.partitions
         mine = sorted({shard_of(partition, self._index.shards) for partition in owned})
         self._began_s = {shard: began_s for shard, began_s in self._began_s.items() if shard in mine}
         self._under_way &= set(mine)
         for shard in mine:
             if shard not in self._under_way:
-                # a shard newly taken waits a period too: its last owner may have scrubbed it just now
+                # a newly owned shard waits a period too: its last owner may have just scrubbed it
                 if now_s - self._began_s.setdefault(shard, now_s) < self._period_s:
                     continue
                 self._began_s[shard] = now_s
@@ -78,9 +78,9 @@ class Scrubber:
         counters.scrub_strays += found.strays
         counters.scrub_given_up += found.given_up
         for worker_id in found.damaged:
-            log.warning("worker %s: what the index holds is not what was told; it is asked for a snapshot", worker_id)
+            log.warning("worker %s: its blocks in the index are damaged, requesting a snapshot", worker_id)
         if found.strays:
-            log.warning("shard %d: %d entries of nobody are taken out", shard, found.strays)
+            log.warning("shard %d: removed %d entries of unknown holders", shard, found.strays)
         if found.ended:
             counters.scrubs += 1
             self._under_way.discard(shard)

@@ -1,4 +1,4 @@
-"""Leases in a store that forgets everything, or whose clock goes back (another server's, or stepped)."""
+"""Members and leases in a store that loses everything, or whose clock goes back (another server's, or a stepped one)."""
 
 import anyio
 import pytest
@@ -9,6 +9,7 @@ from indexer.ownership.membership import Membership
 from kvatlas.fleet.store import LEASES, MEMBERS, FleetStore
 from kvatlas.store.connection import Store
 from tests.eventually import until
+from tests.indexer.idle_readers import owned_partitions
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +23,7 @@ async def server_ms(store: Store) -> int:
     return int(seconds) * 1000 + int(us) // 1000
 
 
-async def test_leases_of_the_dead_end_although_the_clock_went_back(store: Store, fleet: FleetStore) -> None:
+async def test_a_dead_members_lease_expires_although_the_clock_went_back(store: Store, fleet: FleetStore) -> None:
     ends_ms = await server_ms(store) + HOUR_MS
     await store.client.hset(LEASES, "3", f"{ends_ms} dead")
     await store.client.hset(MEMBERS, "dead", ends_ms)
@@ -38,7 +39,7 @@ async def test_leases_of_the_dead_end_although_the_clock_went_back(store: Store,
     await until(takes_over, what="member and lease are over")
 
 
-async def test_a_live_members_lease_goes_on_although_the_clock_went_back(store: Store, fleet: FleetStore) -> None:
+async def test_a_live_members_lease_is_kept_although_the_clock_went_back(store: Store, fleet: FleetStore) -> None:
     ends_ms = await server_ms(store) + HOUR_MS
     await store.client.hset(LEASES, "3", f"{ends_ms} b")
     await store.client.hset(MEMBERS, "b", ends_ms)
@@ -48,29 +49,24 @@ async def test_a_live_members_lease_goes_on_although_the_clock_went_back(store: 
     assert await fleet.claim_leases("b", HOUR_MS // 2, [3]) == [3]
 
 
-async def test_no_partition_moves_where_the_store_forgot_everything(
-    store: Store, fleet: FleetStore, client: Client
+async def test_no_partition_moves_when_the_store_loses_everything(
+    store: Store, fleet: FleetStore, nats_client: Client
 ) -> None:
-    async def stop(_: object) -> None:
-        pass
-
     counters = [IndexerCounters(), IndexerCounters()]
-    replicas = [
-        Membership(name, PARTITIONS, fleet=fleet, client=client, counters=mine, start=lambda _: None, stop=stop)
-        for name, mine in zip("ab", counters, strict=True)
-    ]
+    replicas: list[Membership] = []
 
     async def is_shared() -> bool:
         held = [partition for one in replicas for partition in one.held]
-        told = sorted(await fleet.leases())
-        return all(one.held for one in replicas) and sorted(held) == list(range(PARTITIONS)) == told
+        leased = sorted(await fleet.leases())
+        return all(one.held for one in replicas) and sorted(held) == list(range(PARTITIONS)) == leased
 
-    async with anyio.create_task_group() as tasks:
-        for one in replicas:
-            tasks.start_soon(one.run)
-        await until(is_shared, what="both hold their share")
+    async with owned_partitions() as of_a, owned_partitions() as of_b, anyio.create_task_group() as tasks:
+        for name, owned, mine in zip("ab", (of_a, of_b), counters, strict=True):
+            replicas.append(Membership(name, PARTITIONS, fleet=fleet, client=nats_client, owned=owned, counters=mine))
+            tasks.start_soon(replicas[-1].run)
+        await until(is_shared, what="both hold leases")
         before = [(mine.partitions_taken, mine.partitions_given) for mine in counters]
         await store.client.flushall()
-        await until(is_shared, what="the store knows it again")
+        await until(is_shared, what="the store has all leases again")
         assert [(mine.partitions_taken, mine.partitions_given) for mine in counters] == before
         tasks.cancel_scope.cancel()

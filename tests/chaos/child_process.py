@@ -16,17 +16,17 @@ START_S = 40.0
 STOP_S = 15.0
 
 
-class Child:
+class ChildProcess:
     """`start` and `ready`; then `kill` (SIGKILL), `pause` and `resume` (SIGSTOP, SIGCONT), `stop` (SIGTERM)."""
 
-    def __init__(self, name: str, words: Sequence[str], ready: str, folder: Path) -> None:
-        """`ready`: what its log says when it is."""
+    def __init__(self, name: str, arguments: Sequence[str], ready: str, folder: Path) -> None:
+        """`ready`: text that its log contains when it is ready."""
         self.name = name
-        self.words = list(words)
+        self.arguments = list(arguments)
         self.log = folder / f"{name}.log"
         self._ready = ready
         self.paused = False
-        self._from = 0
+        self._log_start = 0
         self._popen: subprocess.Popen[bytes] | None = None
 
     @property
@@ -36,23 +36,23 @@ class Child:
     def start(self) -> None:
         assert not self.is_running, f"{self.name} runs already"
         with self.log.open("ab") as log:
-            self._from = log.tell()
-            command = [sys.executable, "-m", "kvatlas_cli.main", *self.words]
+            self._log_start = log.tell()
+            command = [sys.executable, "-m", "kvatlas_cli.main", *self.arguments]
             self._popen = spawn_child(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
 
     async def ready(self) -> None:
-        """Wait until it says that it is."""
+        """Wait until its log says that it is ready."""
 
         def is_ready() -> bool:
-            assert self.is_running, f"{self.name} ended by itself: {self.said()[-2000:]}"
-            return self._ready in self.said()
+            assert self.is_running, f"{self.name} ended by itself: {self.log_text()[-2000:]}"
+            return self._ready in self.log_text()
 
         await until(is_ready, deadline_s=START_S, what=f"{self.name} is ready")
 
-    def said(self) -> str:
-        """What it logged since it was started last."""
+    def log_text(self) -> str:
+        """Its log since its last start."""
         with self.log.open("rb") as log:
-            log.seek(self._from)
+            log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
     def kill(self) -> None:
@@ -76,10 +76,10 @@ class Child:
         await run_sync(self._popen.wait, STOP_S)
 
     def close(self) -> None:
-        """Gone, whatever state it is in."""
+        """Kill it if it runs."""
         if self.is_running:
             self.kill()
 
     def _signal(self, number: signal.Signals) -> None:
-        assert self._popen is not None and self.is_running, f"{self.name} ended by itself: {self.said()[-2000:]}"
+        assert self._popen is not None and self.is_running, f"{self.name} ended by itself: {self.log_text()[-2000:]}"
         self._popen.send_signal(number)

@@ -1,0 +1,33 @@
+"""Which closed workers' records may be deleted (pure; times are seconds of the caller's clock).
+
+A closed record refuses what is left of its incarnation in the stream. When the stream has nothing of it any more, the
+record is of no use; and there is one for each pod that ever lived.
+"""
+
+from collections.abc import Iterable
+
+from kvatlas.index.protocol import WorkerRecord
+
+
+class RecordExpiry:
+    """A record is due when it has been closed, without blocks and unchanged for `after_s`, as far as this replica knows."""
+
+    def __init__(self, after_s: float) -> None:
+        """`after_s`: longer than the stream keeps a message."""
+        self._after_s = after_s
+        self._closed: dict[str, tuple[int, float]] = {}
+
+    def update(self, records: Iterable[WorkerRecord], now_s: float) -> None:
+        """All records of owned workers, as they are now."""
+        closed: dict[str, tuple[int, float]] = {}
+        for record in records:
+            if record.closed and not record.answering and not record.loading:
+                incarnation, since_s = self._closed.get(record.worker_id, (-1, now_s))
+                same = incarnation == record.incarnation
+                closed[record.worker_id] = (record.incarnation, since_s if same else now_s)
+        self._closed = closed
+
+    def due(self, now_s: float) -> list[tuple[str, int]]:
+        """(worker, incarnation) of the records to delete; named again until an update is without them."""
+        after_s = self._after_s
+        return [(worker_id, inc) for worker_id, (inc, since_s) in self._closed.items() if now_s - since_s > after_s]

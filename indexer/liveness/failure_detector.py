@@ -1,0 +1,197 @@
+"""Which workers are alive, for routers (pure; times are seconds of the caller's clock, which never goes back).
+
+A worker without a heartbeat for LOST_AFTER_S is lost: routers skip it. After RETIRE_AFTER_S it is retired: its blocks are
+dropped. No worker is retired if most of the fleet fell silent at the same time: then this replica itself may be cut off.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Heartbeat, Liveness, WorkerState
+
+LOST_AFTER_S = 5.0
+RETIRE_AFTER_S = 60.0
+AT_ONCE_S = 10.0
+"""Workers that fell silent within this time of each other did so at once."""
+FEWEST_AT_ONCE = 3
+"""Fewer than these are retired even if they are most of the fleet: a mistake costs two snapshots."""
+BLIND_FOR_S = 600.0
+"""After this time without a heartbeat a worker is retired in any case: the fleet was switched off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retirement:
+    """A worker to be retired, and the pool that has a record of it (None: no pool has)."""
+
+    worker_id: str
+    pool_id: str | None
+
+
+@dataclass(slots=True)
+class _Worker:
+    endpoint: EngineEndpoint
+    state: EngineState
+    liveness: Liveness
+    load: WorkerState | None
+    incarnation: int
+    heard_us: int
+    heard_s: float
+    load_age_us: int | None = None
+
+
+class FailureDetector:
+    """Judges the workers of the owned partitions, and knows when each worker of the fleet was last heard."""
+
+    def __init__(self, retire_after_s: float = RETIRE_AFTER_S) -> None:
+        self._retire_after_s = retire_after_s
+        self._workers: dict[str, _Worker] = {}
+        self._changed: set[str] = set()
+        self._last_heard_s: dict[str, float] = {}
+        self._unheard_since_s: dict[str, float] = {}
+        self._traces: dict[str, str] = {}
+        self.lost = 0
+        """Workers lost so far; one that comes back may be lost again."""
+        self.held_back = 0
+        """Retirements held back in the last round because most of the fleet fell silent."""
+
+    def record_pulse(self, worker_id: str, now_s: float) -> None:
+        """A worker of the fleet was heard; it may be another replica's."""
+        self._last_heard_s[worker_id] = now_s
+
+    def adopt(self, records: Mapping[str, FleetRecord], now_s: float) -> None:
+        """Judge workers of newly owned partitions too, from their last records. Their clocks start now."""
+        for worker_id, record in records.items():
+            self._last_heard_s.setdefault(worker_id, now_s)
+            if worker_id not in self._workers:
+                self._workers[worker_id] = _Worker(
+                    record.endpoint,
+                    record.state,
+                    record.liveness,
+                    record.load,
+                    record.incarnation,
+                    record.heard_us,
+                    now_s,
+                    record.load_age_us,
+                )
+
+    def pool_of(self, worker_id: str) -> str | None:
+        """The pool of a judged worker; None for any other."""
+        worker = self._workers.get(worker_id)
+        return worker.endpoint.pool_id if worker is not None else None
+
+    def watch(self, worker_ids: Collection[str], now_s: float) -> None:
+        """All owned workers that the index has not retired. The clocks of those that are not judged yet start now: retired
+        workers that a late message brought back, or workers whose fleet record was lost."""
+        for worker_id in [w for w in self._unheard_since_s if w not in worker_ids or w in self._workers]:
+            del self._unheard_since_s[worker_id]
+        for worker_id in worker_ids:
+            if worker_id not in self._workers and worker_id not in self._unheard_since_s:
+                self._unheard_since_s[worker_id] = now_s
+                self._last_heard_s.setdefault(worker_id, now_s)
+
+    def hear(self, beat: Heartbeat, now_s: float, now_us: int) -> bool:
+        """A heartbeat of an owned worker. True if routers should know at once: the worker is new or back, or its engine's
+        state or endpoint changed. If a worker has two publishers, the higher incarnation counts."""
+        worker = self._workers.get(beat.worker_id)
+        if worker is not None and beat.incarnation < worker.incarnation and now_s - worker.heard_s < LOST_AFTER_S:
+            return False
+        urgent = (
+            worker is None
+            or worker.liveness is not Liveness.ALIVE
+            or worker.state is not beat.state
+            or worker.endpoint != beat.endpoint
+        )
+        age_us = max(0, beat.sent_us - beat.load.sampled_us) if beat.load is not None and beat.sent_us else None
+        self._workers[beat.worker_id] = _Worker(
+            beat.endpoint, beat.state, Liveness.ALIVE, beat.load, beat.incarnation, now_us, now_s, age_us
+        )
+        self._changed.add(beat.worker_id)
+        return urgent
+
+    def record_traces(self, traces: Mapping[str, str]) -> None:
+        """W3C traceparent of the last applied batch that began in an engine, by worker, if this replica traces."""
+        self._traces.update(traces)
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """These workers' partitions are another replica's now, or they are retired."""
+        for worker_id in [w for w in self._workers if is_gone(w)]:
+            del self._workers[worker_id]
+            self._changed.discard(worker_id)
+        for by_worker in (self._unheard_since_s, self._traces):
+            for worker_id in [w for w in by_worker if is_gone(w)]:
+                del by_worker[worker_id]
+
+    def skip_pause(self, seconds: float, now_s: float) -> None:
+        """This process itself stood still (it was paused, or its machine slept): no worker was silent for that."""
+        for worker in self._workers.values():
+            worker.heard_s = min(now_s, worker.heard_s + seconds)
+        for clocks in (self._last_heard_s, self._unheard_since_s):
+            for worker_id, at_s in clocks.items():
+                clocks[worker_id] = min(now_s, at_s + seconds)
+
+    def detect(self, now_s: float) -> list[Retirement]:
+        """Mark silent workers as lost; the workers to retire are named again until they are forgotten."""
+        due: list[tuple[Retirement, float]] = []
+        for worker_id, worker in self._workers.items():
+            silent_s = now_s - worker.heard_s
+            if silent_s > LOST_AFTER_S and worker.liveness is Liveness.ALIVE:
+                worker.liveness = Liveness.LOST
+                self._changed.add(worker_id)
+                self.lost += 1
+            if silent_s > self._retire_after_s:
+                due.append((Retirement(worker_id, worker.endpoint.pool_id), worker.heard_s))
+        for worker_id, since_s in self._unheard_since_s.items():
+            if now_s - since_s > self._retire_after_s and worker_id not in self._workers:
+                due.append((Retirement(worker_id, None), since_s))
+        for worker_id in [w for w, at_s in self._last_heard_s.items() if now_s - at_s > BLIND_FOR_S]:
+            del self._last_heard_s[worker_id]
+        last_heard_s = sorted(self._last_heard_s.values()) if due else []
+        retirements = [
+            retirement
+            for retirement, heard_s in due
+            if now_s - heard_s > BLIND_FOR_S or not _most_fell_silent(last_heard_s, heard_s, now_s)
+        ]
+        self.held_back = len(due) - len(retirements)
+        return retirements
+
+    def take_changed(self) -> dict[str, FleetRecord]:
+        """The records of workers heard or changed since the last call."""
+        changed = {worker_id: self._record(worker_id) for worker_id in self._changed}
+        self._changed.clear()
+        return changed
+
+    def restore_changed(self, changed: Mapping[str, FleetRecord]) -> None:
+        """These could not be written: `take_changed` returns them again, as they are then."""
+        self._changed.update(worker_id for worker_id in changed if worker_id in self._workers)
+
+    def lost_records(self) -> dict[str, FleetRecord]:
+        """The records of lost workers; `take_changed` returns them only once."""
+        lost = [worker_id for worker_id, worker in self._workers.items() if worker.liveness is Liveness.LOST]
+        return {worker_id: self._record(worker_id) for worker_id in lost}
+
+    @property
+    def workers(self) -> dict[str, Liveness]:
+        """Every judged worker."""
+        return {worker_id: worker.liveness for worker_id, worker in self._workers.items()}
+
+    def _record(self, worker_id: str) -> FleetRecord:
+        worker = self._workers[worker_id]
+        return FleetRecord(
+            endpoint=worker.endpoint,
+            state=worker.state,
+            liveness=worker.liveness,
+            load=worker.load,
+            incarnation=worker.incarnation,
+            heard_us=worker.heard_us,
+            load_age_us=worker.load_age_us,
+            trace=self._traces.get(worker_id),
+        )
+
+
+def _most_fell_silent(last_heard_s: list[float], at_s: float, now_s: float) -> bool:
+    """Were most of the workers that were alive at `at_s` last heard at about that time? `last_heard_s`: ascending."""
+    first = bisect_left(last_heard_s, at_s - AT_ONCE_S)
+    after = bisect_left(last_heard_s, min(at_s + AT_ONCE_S, now_s - LOST_AFTER_S))
+    silent, alive = after - first, len(last_heard_s) - first
+    return silent >= FEWEST_AT_ONCE and 2 * silent > alive

@@ -1,0 +1,125 @@
+"""The partitions that this replica owns now: their running readers, and the state that goes with them."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from indexer.partition.reader import PartitionStatus
+from kvatlas.identity import partition_of
+
+WORKERS_REMEMBERED = 100_000
+
+
+class Reader(Protocol):
+    """Reads one partition while `run` runs."""
+
+    @property
+    def at_end(self) -> bool:
+        """Is all that the stream has of the partition applied?"""
+
+    def status(self, now_us: int) -> PartitionStatus: ...
+
+    def restart(self, why: str) -> None:
+        """Read again from the stored position."""
+
+    async def run(self) -> None: ...
+
+
+class WorkerState(Protocol):
+    """State by worker that is kept only for workers of owned partitions."""
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Drop the state of these workers."""
+
+
+@dataclass(slots=True)
+class _RunningReader:
+    reader: Reader
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self) -> None:
+        try:
+            with self.scope:
+                await self.reader.run()
+        finally:
+            self.ended.set()
+
+
+class OwnedPartitions:
+    def __init__(
+        self, partitions: int, new_reader: Callable[[int], Reader], worker_states: Iterable[WorkerState] = ()
+    ) -> None:
+        """`partitions`: how many there are. `worker_states` forget the workers of partitions that are stopped, and retired
+        workers."""
+        self.partition_of: Callable[[str], int] = lru_cache(WORKERS_REMEMBERED)(
+            lambda worker_id: partition_of(worker_id, partitions)
+        )
+        """The partition of a worker, by its id."""
+        self._new_reader = new_reader
+        self._worker_states = tuple(worker_states)
+        self._on_start: list[Callable[[], None]] = []
+        self._running: dict[int, _RunningReader] = {}
+        self._group: TaskGroup | None = None
+
+    def run_in(self, group: TaskGroup) -> None:
+        """Readers run in this task group. To be called before `start`."""
+        self._group = group
+
+    @property
+    def partitions(self) -> Collection[int]:
+        """The owned ones."""
+        return self._running.keys()
+
+    def status(self, now_us: int) -> list[PartitionStatus]:
+        """Of each owned partition, ascending."""
+        return [running.reader.status(now_us) for _, running in sorted(self._running.items())]
+
+    def owns(self, worker_id: str) -> bool:
+        """Is the worker's partition owned?"""
+        return self.partition_of(worker_id) in self._running
+
+    def at_end(self, worker_id: str) -> bool:
+        """Is the worker's partition read up to its end?"""
+        running = self._running.get(self.partition_of(worker_id))
+        return running is not None and running.reader.at_end
+
+    def restart(self, partition: int, why: str) -> None:
+        """Read this partition, if it is owned, again from its stored position."""
+        if (running := self._running.get(partition)) is not None:
+            running.reader.restart(why)
+
+    def on_start(self, listener: Callable[[], None]) -> None:
+        """Call `listener` each time that partitions were started."""
+        self._on_start.append(listener)
+
+    def start(self, partitions: Sequence[int]) -> None:
+        """Start a reader for each of these partitions."""
+        assert self._group is not None
+        for partition in partitions:
+            running = self._running[partition] = _RunningReader(self._new_reader(partition))
+            self._group.start_soon(running.run)
+        for listener in self._on_start:
+            listener()
+
+    async def stop(self, partitions: Sequence[int]) -> None:
+        """Stop the readers of these partitions and wait for their end; then forget the workers that are not owned any
+        more."""
+        stopped = [self._running.pop(partition) for partition in partitions if partition in self._running]
+        for running in stopped:
+            running.scope.cancel()
+        for running in stopped:
+            await running.ended.wait()
+        self._forget(lambda worker_id: not self.owns(worker_id))
+
+    def forget_worker(self, worker_id: str) -> None:
+        """The worker is retired."""
+        self._forget(lambda other: other == worker_id)
+
+    def _forget(self, is_gone: Callable[[str], bool]) -> None:
+        for state in self._worker_states:
+            state.forget(is_gone)

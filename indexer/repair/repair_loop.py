@@ -1,0 +1,135 @@
+"""Each second: reads the workers' records of the owned shards, and requests snapshots of the workers in doubt."""
+
+import logging
+from collections.abc import Callable, Mapping
+from time import monotonic
+
+import anyio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from redis.exceptions import RedisError
+
+from indexer.counters import IndexerCounters
+from indexer.liveness.heartbeats import Heartbeats
+from indexer.ownership.owned_partitions import OwnedPartitions
+from indexer.repair.doubt import Doubt, DoubtJudge, SnapshotRequest
+from indexer.repair.grants import GrantBudget
+from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
+from kvatlas.bus.subjects import control_subject
+from kvatlas.bus.subscription import unsubscribe
+from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.identity import shard_of
+from kvatlas.index.protocol import ResidencyIndex, Room, WorkerRecord
+
+JUDGE_EVERY_S = 1.0
+ROOM_FRACTION = 0.1
+"""A worker that the store had no memory for is asked for a snapshot again when this much of the memory is free."""
+
+log = logging.getLogger("kvatlas.indexer")
+
+
+class RepairLoop:
+    def __init__(
+        self,
+        *,
+        client: Client,
+        index: ResidencyIndex,
+        owned: OwnedPartitions,
+        doubt: DoubtJudge,
+        grants: GrantBudget,
+        heartbeats: Heartbeats,
+        counters: IndexerCounters,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._client = client
+        self._index = index
+        self._owned = owned
+        self._doubt = doubt
+        self._grants = grants
+        self._heartbeats = heartbeats
+        self._counters = counters
+        self._clock = clock
+        self._inbox = client.new_inbox()
+        self.evicting: set[int] = set()
+        """The owned shards whose store evicts keys by itself."""
+        self.out_of_memory: set[int] = set()
+        """The owned shards whose store has no memory left."""
+        self.without_room = 0
+        """Workers of the owned shards whose blocks the store had no memory for."""
+
+    async def run(self) -> None:
+        """Until cancelled. After an error of NATS or of the store the next round comes as usual."""
+        subscription = await self._client.subscribe(self._inbox, cb=self._on_reply)
+        try:
+            while True:
+                await anyio.sleep(JUDGE_EVERY_S)
+                try:
+                    await self.tick()
+                except (KvatlasError, RedisError, NatsError) as error:
+                    log.warning("workers' records not checked (%s), retrying in %g s", error, JUDGE_EVERY_S)
+        finally:
+            await unsubscribe(subscription, self._client)
+
+    async def tick(self) -> None:
+        """One round of judging and requesting."""
+        records: dict[str, WorkerRecord] = {}
+        rooms: dict[int, Room] = {}
+        for shard in sorted({shard_of(partition, self._index.shards) for partition in self._owned.partitions}):
+            rooms[shard] = await self._index.room(shard)
+            for record in await self._index.records(shard):
+                records[record.worker_id] = record
+        self._check_memory(rooms)
+        self._heartbeats.watch_records(records.values())
+        self._grants.release_answering(records.values())
+        requests = self._doubt.judge(records, self._owned.at_end, self._clock())
+        await self._restart_unknown_partitions()
+        self.without_room = sum(record.oom for record in records.values())
+        for request in requests:
+            known = records.get(request.worker_id)
+            if known is None or not known.oom or self._has_room(rooms, known):
+                await self._request(request)
+
+    def _has_room(self, rooms: Mapping[int, Room], record: WorkerRecord) -> bool:
+        """Without room its snapshot would be sent in vain, and the worker closed again."""
+        return rooms[shard_of(record.partition, self._index.shards)].free >= ROOM_FRACTION
+
+    async def _restart_unknown_partitions(self) -> None:
+        """A store that lost everything knows no worker and no position. The reader of a quiet partition would notice at the
+        next message, and lose it: so positions are looked for before a snapshot is requested."""
+        unknown = [worker_id for worker_id, doubt in self._doubt.doubts.items() if doubt is Doubt.UNKNOWN]
+        for partition in {self._owned.partition_of(worker_id) for worker_id in unknown}:
+            if await self._index.position(partition) is None:
+                self._owned.restart(partition, "the store lost its position")
+
+    def _check_memory(self, rooms: Mapping[int, Room]) -> None:
+        evicting = {shard for shard, room in rooms.items() if room.evicts}
+        for shard in sorted(evicting - self.evicting):
+            log.error("shard %d: the store evicts keys by itself; expected maxmemory-policy noeviction", shard)
+        self.evicting = evicting
+        self.out_of_memory = {shard for shard, room in rooms.items() if room.free <= 0}
+
+    async def _request(self, request: SnapshotRequest) -> None:
+        self._counters.snapshots_asked += 1
+        log.info(
+            "worker %s: requesting a snapshot above incarnation %d (%s)",
+            request.worker_id,
+            request.above,
+            request.doubt.value,
+        )
+        control = ControlRequest(op=ControlOp.SNAPSHOT, above=request.above)
+        await self._client.publish(control_subject(request.worker_id), control.pack(), reply=self._inbox)
+
+    async def _on_reply(self, msg: Msg) -> None:
+        if (msg.headers or {}).get("Status") == "503":
+            self._counters.snapshots_unanswered += 1
+            return
+        try:
+            reply = ControlReply.unpack(msg.data)
+        except InvalidValue as error:
+            self._counters.snapshots_refused += 1
+            log.debug("invalid reply to a snapshot request: %s", error)
+            return
+        if not reply.ok:
+            self._counters.snapshots_refused += 1
+            log.info("worker %s: publisher refused the snapshot request: %s", reply.worker_id, reply.note)

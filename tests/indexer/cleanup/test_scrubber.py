@@ -1,0 +1,76 @@
+"""Damage done to the store by hand, under a whole replica: found, counted and repaired while the worker answers."""
+
+import pytest
+from nats.aio.client import Client
+
+from indexer.cleanup.scrubber import Scrubber
+from indexer.counters import IndexerCounters
+from kvatlas.embedded import EmbeddedServer
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.store.connection import Store
+from tests.eventually import until
+from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, has_applied_all, indexed, published
+from tests.indexer.idle_readers import owned_partitions
+from tests.indexer.running_replica import answering_requests, running_replica
+from tests.kvatlas.index.damage import Damage
+from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents
+
+pytestmark = pytest.mark.anyio
+
+PERIOD_S = 100.0
+
+
+@pytest.fixture
+async def index(store: Store) -> RedisIndex:
+    return await open_redis_index(store, partitions=PARTITIONS, shards=1, writer=True)
+
+
+async def test_blocks_changed_by_hand_are_repaired(
+    nats: EmbeddedServer, valkey: EmbeddedServer, nats_client: Client, index: RedisIndex
+) -> None:
+    workers = [BusPublisher(nats_client, f"w{i}") for i in range(3)]
+    async with (
+        running_replica(nats.url, valkey.url, scrub_period_s=0.3) as replica,
+        answering_requests(nats_client, workers),
+    ):
+        for worker in workers:
+            await worker.start()
+            await worker.store_more(50)
+        await until(lambda: has_applied_all(index, *workers), what="all messages are applied")
+        await until(lambda: replica.counters.scrubs >= 2, what="two scrubs are over")
+        assert replica.counters.scrub_damaged == 0
+        scope, key = sorted(workers[1].held, key=str)[7]
+        await Damage(index, "w1").take(scope, key)
+        await Damage(index, "w2").add(SCOPE, b"never...")
+
+        async def repaired() -> bool:
+            for worker in workers:
+                record = await index.record(worker.worker_id)
+                assert record is not None and record.answering
+            return await indexed(index, *workers) == published(*workers)
+
+        await until(repaired, deadline_s=20, what="snapshots have repaired it")
+        assert replica.counters.scrub_damaged >= 2
+        assert workers[0].incarnation == 1
+        assert await contents(index, "w0") == workers[0].held
+        await until(lambda: replica.retired_holders == 0, what="the damaged holders are swept")
+
+
+async def test_each_owned_shard_is_scrubbed_once_a_period() -> None:
+    index, counters = MemoryIndex(shards=4), IndexerCounters()
+    teller = MessageSource("w")
+    await apply_messages(index, teller.begin(1), teller.store(SCOPE, b"12345678"))
+    async with owned_partitions(0, 2, 4) as owned:
+        scrubber = Scrubber(index, counters, owned, PERIOD_S)
+        await scrubber.tick(1_000.0)
+        assert counters.scrubs == 0
+        await scrubber.tick(1_000.0 + PERIOD_S)
+        assert counters.scrubs == 2  # shards 0 and 2
+        await scrubber.tick(1_001.0 + PERIOD_S)
+        assert counters.scrubs == 2
+        owned.start([3])
+        await scrubber.tick(1_000.0 + 2 * PERIOD_S)
+        assert counters.scrubs == 4
+        await scrubber.tick(1_000.0 + 3 * PERIOD_S)
+        assert counters.scrubs == 7
