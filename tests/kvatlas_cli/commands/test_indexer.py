@@ -23,7 +23,7 @@ def test_an_indexer_reports_that_it_is_ready_and_stops_cleanly(
             process.send_signal(number)
             remaining = errors.read()
             assert (process.wait(timeout=30), output.read()) == (0, "")
-            assert remaining == "kvatlas: i1 gives 64 partitions: 0-63\n"
+            assert remaining == "kvatlas: member i1: stopped reading 64 partitions (0-63)\n"
             assert not store.hgetall("kva:{fleet}:leases")
 
 
