@@ -1,4 +1,4 @@
-"""Weighs and books asks: in the store together with all other routers, or alone if it does not answer."""
+"""Evaluates and books asks: in the store together with all other routers, or alone if it does not answer."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from secrets import token_bytes
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 
 class BookingResult(NamedTuple):
-    """The weighing, and what is reserved: the worker that answers, then the prefill worker if that is another one."""
+    """The evaluation, and what is reserved: the worker that answers, then the prefill worker if that is another one."""
 
-    weighing: Evaluation
+    evaluation: Evaluation
     reservations: tuple[Reservation, ...] = ()
 
 
@@ -78,7 +78,7 @@ class Booker:
         return result, ""
 
     async def look(self, pool_id: str, ask: Ask) -> Evaluation:
-        """The weighing that `book` would make now; nothing is booked. Raises what the store raises."""
+        """The evaluation that `book` would make now; nothing is booked. Raises what the store raises."""
         await self._report_workers(pool_id)
         return await self._reservations.evaluate(pool_id, ask)
 
@@ -90,18 +90,18 @@ class Booker:
         ids = [id for id in (booking.id, booking.prefill_id) if id is not None]
         answered = False
         try:
-            weighing = await deadline.wait_for(self._reservations.book(pool_id, booking))
+            evaluation = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
         finally:
             if not answered:  # the store may have booked it all the same, or may book it yet
                 for id in ids:
                     self._leases.report_later(pool_id, id, Outcome.CALLED_OFF)
-        if weighing is None:
+        if evaluation is None:
             raise Unreachable(f"reservation {booking.id.hex()} was called off before it was made")
-        booked = ids if weighing.prefill is not None else ids[:1]
+        booked = ids if evaluation.prefill is not None else ids[:1]
         deadline_ms = self._settings.deadline_ms
         return BookingResult(
-            weighing,
+            evaluation,
             tuple(
                 Reservation(pool_id, id, self._reservations, self._leases, deadline_ms, self._late_calls)
                 for id in booked
@@ -126,9 +126,9 @@ class Booker:
         """Reserve what `look_alone` chooses."""
         pool_id = prompt.scope.pool_id
         booking = self._new_booking(prompt, ask, leased=False)
-        weighing = self._own.book_now(pool_id, booking)
+        evaluation = self._own.book_now(pool_id, booking)
         ids = [booking.id]
-        if weighing is not None and weighing.prefill is not None and booking.prefill_id is not None:
+        if evaluation is not None and evaluation.prefill is not None and booking.prefill_id is not None:
             ids.append(booking.prefill_id)
         return tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
 
@@ -158,7 +158,7 @@ class Booker:
         return {worker_id: WorkerReport.of(record, now_us) for worker_id, record in pool.records.items()}
 
 
-def weigh_without_bookings(ask: Ask, quotes: Sequence[Quote]) -> Evaluation:
+def evaluate_without_bookings(ask: Ask, quotes: Sequence[Quote]) -> Evaluation:
     """By reported load alone; `quotes` are those of the ask's offers."""
     candidates = [quote.candidate for quote in quotes]
     busy = {c.id: WorkerLoad(c.load if c.load_known else None, Load()) for c in candidates}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Evaluation, Reservations
-from router_client.booking.booker import Booker, BookingResult, weigh_without_bookings
+from router_client.booking.booker import Booker, BookingResult, evaluate_without_bookings
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
@@ -108,11 +108,11 @@ class Decider:
         case = self._price(prompt, Situation(self._policy.narrow(pool, prompt), lookup))
         if case is None:
             return {}
-        weighing = await self._look(case)
+        evaluation = await self._look(case)
         return {
-            quote.id: weighed.predicted_tokens - quote.cached_tokens
-            for quote, weighed in zip(case.quotes, weighing.by_offer, strict=True)
-            if weighed.predicted_tokens
+            quote.id: evaluated.predicted_tokens - quote.cached_tokens
+            for quote, evaluated in zip(case.quotes, evaluation.by_offer, strict=True)
+            if evaluated.predicted_tokens
         }
 
     async def decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> Decision:
@@ -126,7 +126,7 @@ class Decider:
         if case is None:
             return Decision(situation.pool, ())
         if not self._settings.booking.reservations:
-            return self._decide(case, weigh_without_bookings(case.ask, case.quotes))
+            return self._decide(case, evaluate_without_bookings(case.ask, case.quotes))
         if call_store:
             call = self._decide_in_store(case, deadline, book=book)
             decision, failure = await self._booker.try_store(call, deadline)
@@ -146,15 +146,15 @@ class Decider:
         ask = pairs.to_pair_ask(self._policy.ask(prompt, quotes, situation.lookup))
         result: BookingResult | None = None
         if not self._settings.booking.reservations:
-            result = BookingResult(weigh_without_bookings(ask, quotes))
+            result = BookingResult(evaluate_without_bookings(ask, quotes))
         elif call_store:
             call = self._booker.look_or_book(prompt, ask, deadline, book=book)
             result, failure = await self._booker.try_store(call, deadline)
             why = why or failure
         if result is None:
-            weighing = self._booker.look_alone(prompt.scope.pool_id, ask)
-            result = BookingResult(weighing, self._booker.book_alone(prompt, ask) if book else ())
-        ranking = PairRanking(pairs, result.weighing, self._policy.criteria(prompt))
+            evaluation = self._booker.look_alone(prompt.scope.pool_id, ask)
+            result = BookingResult(evaluation, self._booker.book_alone(prompt, ask) if book else ())
+        ranking = PairRanking(pairs, result.evaluation, self._policy.criteria(prompt))
         return PairDecision(situation.pool, ranking, situation.basis, why, result.reservations)
 
     # ------------------------------------------------------------ steps
@@ -179,14 +179,14 @@ class Decider:
     async def _look(self, case: _Case) -> Evaluation:
         """Under load, as it is now; nothing is booked. Raises what the store raises."""
         if not self._settings.booking.reservations:
-            return weigh_without_bookings(case.ask, case.quotes)
+            return evaluate_without_bookings(case.ask, case.quotes)
         return await self._booker.look(case.prompt.scope.pool_id, case.ask)
 
     async def _decide_in_store(self, case: _Case, deadline: Deadline, *, book: bool) -> Decision:
         """With all other routers' bookings. Raises what the store raises, and TimeoutError."""
         book_cheapest = book and case.followed is None
-        weighing, reservations = await self._booker.look_or_book(case.prompt, case.ask, deadline, book=book_cheapest)
-        decision = self._decide(case, weighing)
+        evaluation, reservations = await self._booker.look_or_book(case.prompt, case.ask, deadline, book=book_cheapest)
+        decision = self._decide(case, evaluation)
         if book and case.followed is not None:
             ask = _narrow_ask(case.ask, decision.worker_id)
             _, reservations = await self._booker.book(case.prompt, ask, deadline)
@@ -194,21 +194,21 @@ class Decider:
 
     def _decide_alone(self, case: _Case, *, book: bool) -> Decision:
         """By what this router knows itself: loads as last read, and its own bookings."""
-        weighing = self._booker.look_alone(case.prompt.scope.pool_id, case.ask)
+        evaluation = self._booker.look_alone(case.prompt.scope.pool_id, case.ask)
         situation = case.situation
-        if situation.basis is not Basis.COST and not any(weighed.load_known for weighed in weighing.by_offer):
+        if situation.basis is not Basis.COST and not any(evaluated.load_known for evaluated in evaluation.by_offer):
             case = replace(case, situation=replace(situation, basis=Basis.PREFIX_HASH))
-            weighing = replace(weighing, chosen=self._policy.choose_by_prefix(case.quotes, situation.lookup))
-        decision = self._decide(case, weighing)
+            evaluation = replace(evaluation, chosen=self._policy.choose_by_prefix(case.quotes, situation.lookup))
+        decision = self._decide(case, evaluation)
         if not book:
             return decision
         (reservation,) = self._booker.book_alone(case.prompt, _narrow_ask(case.ask, decision.worker_id))
         return replace(decision, reservation=reservation)
 
-    def _decide(self, case: _Case, weighing: Evaluation) -> Decision:
-        """The followed worker, if there is one, else the weighing's choice."""
+    def _decide(self, case: _Case, evaluation: Evaluation) -> Decision:
+        """The followed worker, if there is one, else the evaluation's choice."""
         situation, criteria = case.situation, self._policy.criteria(case.prompt)
-        results = RankedResults(case.quotes, weighing.by_offer, chosen=weighing.chosen, criteria=criteria)
+        results = RankedResults(case.quotes, evaluation.by_offer, chosen=evaluation.chosen, criteria=criteria)
         best = results[0].worker_id
         if case.followed is not None:
             why = f"cost would choose {best}"

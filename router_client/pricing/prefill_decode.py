@@ -128,9 +128,9 @@ def quote_pairs(
 class PairRanking:
     """The choice among a request's pairs and single workers, and what else there was: priced only when it is read."""
 
-    def __init__(self, quotes: PairQuotes, weighing: Evaluation, criteria: Criteria) -> None:
+    def __init__(self, quotes: PairQuotes, evaluation: Evaluation, criteria: Criteria) -> None:
         self._quotes = quotes
-        self._weighing = weighing
+        self._evaluation = evaluation
         self._criteria = criteria
         self._first_decode = len(quotes.prefills)
         self._first_whole = len(quotes.prefills) + len(quotes.decodes)
@@ -138,29 +138,29 @@ class PairRanking:
     @property
     def prefill(self) -> SelectionResult | None:
         """The worker that computes the prompt alone; None if one worker computes both."""
-        return None if self._weighing.prefill is None else self.prefills[0]
+        return None if self._evaluation.prefill is None else self.prefills[0]
 
     @property
     def decode(self) -> SelectionResult:
         """The worker that computes the answer, with the transfer; if there is no prefill worker, with the prompt."""
-        return (self.wholes if self._weighing.prefill is None else self.decodes)[0]
+        return (self.wholes if self._evaluation.prefill is None else self.decodes)[0]
 
     @property
     def alternative(self) -> "Alternative | None":
         """The cheapest of the other kind: one worker for both, or a pair (with the cheapest prefill, or nearly so)."""
-        if self._weighing.prefill is not None:
+        if self._evaluation.prefill is not None:
             return Alternative(None, self.wholes[0]) if self.wholes else None
         return Alternative(self.prefills[0], self.decodes[0]) if self.decodes else None
 
     @cached_property
     def prefills(self) -> RankedResults:
         """Every worker that may compute the prompt alone."""
-        return self._rank_slice(self._quotes.prefills, 0, self._weighing.prefill)
+        return self._rank_slice(self._quotes.prefills, 0, self._evaluation.prefill)
 
     @cached_property
     def wholes(self) -> RankedResults:
         """Every worker that may compute both."""
-        chosen = self._weighing.chosen - self._first_whole if self._weighing.prefill is None else None
+        chosen = self._evaluation.chosen - self._first_whole if self._evaluation.prefill is None else None
         return self._rank_slice(self._quotes.wholes, self._first_whole, chosen)
 
     @cached_property
@@ -169,33 +169,33 @@ class PairRanking:
         chosen, from the cheapest."""
         if not self._quotes.prefills:
             return self._rank([], [], None)
-        pairs, weighing = self._quotes, self._weighing
-        number = weighing.prefill
+        pairs, evaluation = self._quotes, self._evaluation
+        number = evaluation.prefill
         if number is None:
             best = self.prefills[0].worker_id
             number = next(i for i, quote in enumerate(pairs.prefills) if quote.id == best)
         prefill = pairs.prefills[number].candidate
         source = _KvSource.of(prefill)
         quotes: list[Quote] = []
-        weighed: list[OfferEvaluation] = []
+        by_offer: list[OfferEvaluation] = []
         chosen: int | None = None
         for i, quote in enumerate(pairs.decodes):
             near = _is_near(quote.candidate, source)
             if near is None:
                 continue
-            mine = weighing.by_offer[self._first_decode + i]
+            mine = evaluation.by_offer[self._first_decode + i]
             load = mine.load._replace(queued_prefill_tokens=0, waiting_requests=0)
-            if weighing.prefill is not None and weighing.chosen == self._first_decode + i:
+            if evaluation.prefill is not None and evaluation.chosen == self._first_decode + i:
                 chosen = len(quotes)
             quotes.append(_decode_quote(quote, near)._replace(source=prefill.id))
-            weighed.append(mine._replace(load=load))
-        return self._rank(quotes, weighed, chosen)
+            by_offer.append(mine._replace(load=load))
+        return self._rank(quotes, by_offer, chosen)
 
     def _rank_slice(self, quotes: Sequence[Quote], first: int, chosen: int | None) -> RankedResults:
-        return self._rank(quotes, self._weighing.by_offer[first : first + len(quotes)], chosen)
+        return self._rank(quotes, self._evaluation.by_offer[first : first + len(quotes)], chosen)
 
-    def _rank(self, quotes: Sequence[Quote], weighed: Sequence[OfferEvaluation], chosen: int | None) -> RankedResults:
-        return RankedResults(quotes, weighed, chosen=chosen, criteria=self._criteria)
+    def _rank(self, quotes: Sequence[Quote], by_offer: Sequence[OfferEvaluation], chosen: int | None) -> RankedResults:
+        return RankedResults(quotes, by_offer, chosen=chosen, criteria=self._criteria)
 
 
 class Alternative(NamedTuple):

@@ -51,18 +51,18 @@ class RankedResults(Sequence[SelectionResult]):
     priced only when they are read: a router reads one of hundreds.
     """
 
-    __slots__ = ("_all", "_chosen", "_criteria", "_first", "_quotes", "_weighed")
+    __slots__ = ("_all", "_by_offer", "_chosen", "_criteria", "_first", "_quotes")
 
     def __init__(
         self,
         quotes: Sequence[Quote],
-        weighed: Sequence[OfferEvaluation],
+        by_offer: Sequence[OfferEvaluation],
         *,
         chosen: int | None = None,
         criteria: Criteria = DEFAULT_CRITERIA,
     ) -> None:
         self._quotes = quotes
-        self._weighed = weighed
+        self._by_offer = by_offer
         self._chosen = chosen
         self._criteria = criteria
         self._first = None if chosen is None else self._price(chosen)
@@ -88,7 +88,7 @@ class RankedResults(Sequence[SelectionResult]):
 
     def load_of(self, worker_id: str) -> Load | None:
         """The load that a worker was priced with; None for one that is no candidate."""
-        return next((self._weighed[i].load for i, quote in enumerate(self._quotes) if quote.id == worker_id), None)
+        return next((self._by_offer[i].load for i, quote in enumerate(self._quotes) if quote.id == worker_id), None)
 
     def _price_all(self) -> tuple[SelectionResult, ...]:
         if self._all is None:
@@ -100,27 +100,27 @@ class RankedResults(Sequence[SelectionResult]):
         return self._all
 
     def _price(self, i: int) -> SelectionResult:
-        return _price_with_load(self._quotes[i], self._weighed[i], self._criteria)
+        return _price_with_load(self._quotes[i], self._by_offer[i], self._criteria)
 
 
-def _price_with_load(quote: Quote, weighed: OfferEvaluation, criteria: Criteria) -> SelectionResult:
+def _price_with_load(quote: Quote, evaluated: OfferEvaluation, criteria: Criteria) -> SelectionResult:
     for_kind, cached = quote.for_kind, quote.cached_tokens
-    predicted = weighed.predicted_tokens - cached if weighed.predicted_tokens else 0
-    plan = quote.plan(weighed.load, predicted)
+    predicted = evaluated.predicted_tokens - cached if evaluated.predicted_tokens else 0
+    plan = quote.plan(evaluated.load, predicted)
     cost = for_kind.profile.price(plan)
-    if weighed.wait_us:
-        cost = cost.plus(IN_FLIGHT, weighed.wait_us, predicted, delays=True)
-    if weighed.again_tokens:
+    if evaluated.wait_us:
+        cost = cost.plus(IN_FLIGHT, evaluated.wait_us, predicted, delays=True)
+    if evaluated.again_tokens:
         known = cached + predicted
-        more_us = worth_us(for_kind.prices, known + weighed.again_tokens) - worth_us(for_kind.prices, known)
-        cost = cost.plus(AGAIN, criteria.again_factor * more_us, weighed.again_tokens)
-    over = weighed.over & NO_ROOM
+        more_us = worth_us(for_kind.prices, known + evaluated.again_tokens) - worth_us(for_kind.prices, known)
+        cost = cost.plus(AGAIN, criteria.again_factor * more_us, evaluated.again_tokens)
+    over = evaluated.over & NO_ROOM
     if cost.ttft_us is not None and cost.ttft_us > criteria.slo.ttft_ms * 1_000:
         over |= Over.TTFT
     if cost.tpot_us is not None and plan.output_tokens and cost.tpot_us > criteria.slo.tpot_ms * 1_000:
         over |= Over.TPOT
-    if weighed.missed_us and criteria.slo_factor:
-        cost = cost.plus(SLO, criteria.slo_factor * weighed.missed_us, round(weighed.missed_us))
+    if evaluated.missed_us and criteria.slo_factor:
+        cost = cost.plus(SLO, criteria.slo_factor * evaluated.missed_us, round(evaluated.missed_us))
     for surcharge in quote.surcharges:
         cost = cost.plus(*surcharge)
     return SelectionResult(
@@ -132,7 +132,7 @@ def _price_with_load(quote: Quote, weighed: OfferEvaluation, criteria: Criteria)
         cost,
         quote.source,
         quote.transferred_tokens,
-        weighed.load_known,
+        evaluated.load_known,
         predicted,
         Over(over),
         plan=plan,
