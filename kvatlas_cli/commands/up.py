@@ -145,7 +145,7 @@ async def _sidecar_settings(
     flags: dict[str, str], servers: dict[str, object], state_dir: Path
 ) -> list[PublishSettings]:
     """A publisher for each rank of an engine, as the engine says, or as the flags do. Raises Unreachable."""
-    from publishers.engines.discovery import discover, shifted
+    from publishers.engines.discovery import discover, shift_port
 
     folder = state_dir / "publishers" / flags["worker_id"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +169,8 @@ async def _sidecar_settings(
         back = -(source.rank or 0)  # settings name the first rank's ports
         replay = source.replay_endpoint
         own = {
-            "endpoint": shifted(source.endpoint, back),
-            "replay_endpoint": shifted(replay, back) if replay else None,
+            "endpoint": shift_port(source.endpoint, back),
+            "replay_endpoint": shift_port(replay, back) if replay else None,
             "topic": source.topic,
             "dp_rank": source.rank,
         }

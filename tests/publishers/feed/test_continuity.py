@@ -44,14 +44,14 @@ def test_a_restart_seen_late_asks_for_the_new_lifes_beginning() -> None:
     feed = at(5)
     step = feed.offer(2, b"1:2")
     assert step.empty and not step.take and step.ask_from == 0
-    assert feed.replayed(payloads(0, 2, 1), True).take == payloads(0, 2, 1)
+    assert feed.take_replay(payloads(0, 2, 1), True).take == payloads(0, 2, 1)
 
 
 def test_a_gap_is_filled_from_the_replay_of_the_same_life() -> None:
     feed = at(5)
     step = feed.offer(9, b"0:9")
     assert not step.empty and not step.take and step.ask_from == 0
-    step = feed.replayed(payloads(0, 11), True)
+    step = feed.take_replay(payloads(0, 11), True)
     assert not step.empty and step.take == payloads(6, 11)
     assert feed.offer(10, b"0:10") == Step()  # the feed brings it too
 
@@ -64,7 +64,7 @@ def test_a_replay_starts_at_the_last_few_seqs_held() -> None:
 def test_a_gap_may_be_filled_without_the_end_marker() -> None:
     feed = at(5)
     feed.offer(7, b"0:7")
-    assert feed.replayed(payloads(5, 7), False).take == payloads(6, 7)
+    assert feed.take_replay(payloads(5, 7), False).take == payloads(6, 7)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_a_replay_that_lacks_something_is_asked_again_and_given_up_after_a_few_t
     feed.offer(8, b"0:8")
     taken: list[Batch] = []
     for _ in range(REPLAY_TRIES - 1):
-        step = feed.replayed(answers, complete)
+        step = feed.take_replay(answers, complete)
         taken += step.take
         assert not step.empty and step.ask_from == 0
     assert taken == [one for one in answers if one[0] == 6]  # what it brought in order is not lost
-    step = feed.replayed(answers, complete)
+    step = feed.take_replay(answers, complete)
     assert step.empty and step.take[-1] == (8, b"0:8") and step.why
     assert (feed.counters.gaps_filled, feed.counters.replays_failed) == (0, REPLAY_TRIES)
 
@@ -96,23 +96,23 @@ def test_a_replay_that_lacks_something_is_asked_again_and_given_up_after_a_few_t
 def test_a_gap_may_be_filled_by_several_replays_that_each_lack_something() -> None:
     feed = at(5)
     feed.offer(9, b"0:9")
-    assert feed.replayed([*payloads(4, 6), *payloads(8, 9)], False).take == payloads(6, 6)
-    assert feed.replayed(payloads(5, 7), False).take == payloads(7, 7)
-    step = feed.replayed(payloads(5, 10), True)
+    assert feed.take_replay([*payloads(4, 6), *payloads(8, 9)], False).take == payloads(6, 6)
+    assert feed.take_replay(payloads(5, 7), False).take == payloads(7, 7)
+    step = feed.take_replay(payloads(5, 10), True)
     assert step == Step(take=payloads(8, 10)) and feed.counters.started_over == 0
 
 
 def test_a_gap_longer_than_the_replay_starts_over_with_what_leads_up_to_what_came() -> None:
     feed = at(5)
     feed.offer(8, b"0:8")
-    step = feed.replayed(payloads(7, 9), True)
+    step = feed.take_replay(payloads(7, 9), True)
     assert step.empty and step.take == payloads(7, 9) and step.why and step.ask_from is None
 
 
 def test_an_engine_without_a_buffer_is_followed_all_the_same() -> None:
     feed = at(5)
     feed.offer(8, b"0:8")
-    assert feed.replayed([], True).take == [(8, b"0:8")]
+    assert feed.take_replay([], True).take == [(8, b"0:8")]
 
 
 @pytest.mark.parametrize("answers", [payloads(5, 6), payloads(5, 9)])
@@ -120,35 +120,35 @@ def test_what_a_whole_replay_does_not_have_is_not_the_engines(answers: list[Batc
     """Somebody else's message, or one of an earlier life that waited: replay was asked after it came."""
     feed = at(5)
     feed.offer(8, b"another's")
-    step = feed.replayed(answers, True)
+    step = feed.take_replay(answers, True)
     assert not step.empty and step.take == answers[1:] and step.why
     joining = Continuity()
     joining.offer(8, b"another's")
-    assert joining.replayed(answers, True).take == answers
+    assert joining.take_replay(answers, True).take == answers
 
 
 def test_after_the_connection_was_lost_the_life_is_asked_for() -> None:
-    assert at(5).reconnected() == Step(ask_from=0)
-    step = at(5, can_replay=False).reconnected()
+    assert at(5).reconnect() == Step(ask_from=0)
+    step = at(5, can_replay=False).reconnect()
     assert step.empty and not step.take and step.ask_from is None
-    assert Continuity(can_replay=False).reconnected() == Step()
+    assert Continuity(can_replay=False).reconnect() == Step()
 
 
 def test_a_gap_in_another_life_asks_again_from_its_beginning() -> None:
     feed = at(5)
     feed.offer(8, b"1:8")
-    step = feed.replayed(payloads(0, 8, 1), True)
+    step = feed.take_replay(payloads(0, 8, 1), True)
     assert step.empty and not step.take and step.ask_from == 0
-    assert feed.replayed(payloads(0, 8, 1), True).take == payloads(0, 8, 1)
+    assert feed.take_replay(payloads(0, 8, 1), True).take == payloads(0, 8, 1)
 
 
 def test_another_life_whose_next_seq_followed_ours_is_seen_by_an_older_payload() -> None:
     feed = at(5)
     feed.offer(6, b"1:6")  # in order, by chance
     assert feed.probe().ask_from == 0
-    step = feed.replayed(payloads(0, 6, 1), True)
+    step = feed.take_replay(payloads(0, 6, 1), True)
     assert step.empty and step.ask_from == 0
-    assert feed.replayed(payloads(0, 6, 1), True).take == payloads(0, 6, 1)
+    assert feed.take_replay(payloads(0, 6, 1), True).take == payloads(0, 6, 1)
 
 
 def test_without_a_replay_socket_a_gap_starts_over() -> None:
@@ -161,7 +161,7 @@ def test_without_a_replay_socket_a_gap_starts_over() -> None:
 def test_a_late_joiner_takes_the_whole_story_where_the_replay_has_it() -> None:
     feed = Continuity()
     assert feed.offer(4, b"0:4").ask_from == 0
-    step = feed.replayed(payloads(0, 5), True)
+    step = feed.take_replay(payloads(0, 5), True)
     assert not step.empty and step.take == payloads(0, 5) and not step.why
 
 
@@ -169,8 +169,8 @@ def test_a_late_joiner_takes_what_is_left_of_it() -> None:
     feed = Continuity()
     feed.offer(40, b"0:40")
     for _ in range(REPLAY_TRIES - 1):
-        assert feed.replayed(payloads(30, 33) + payloads(36, 41), True).ask_from == 0
-    step = feed.replayed(payloads(30, 33) + payloads(36, 41), True)
+        assert feed.take_replay(payloads(30, 33) + payloads(36, 41), True).ask_from == 0
+    step = feed.take_replay(payloads(30, 33) + payloads(36, 41), True)
     assert step.take == payloads(36, 41) and "seq 36" in step.why
 
 
@@ -178,8 +178,8 @@ def test_a_late_joiner_without_an_answer_takes_what_came() -> None:
     feed = Continuity()
     feed.offer(4, b"0:4")
     for _ in range(REPLAY_TRIES - 1):
-        assert feed.replayed([], False).ask_from == 0
-    assert feed.replayed([], False).take == [(4, b"0:4")]
+        assert feed.take_replay([], False).ask_from == 0
+    assert feed.take_replay([], False).take == [(4, b"0:4")]
     silent = Continuity(can_replay=False)
     assert silent.offer(4, b"0:4").take == [(4, b"0:4")]
 
@@ -187,34 +187,34 @@ def test_a_late_joiner_without_an_answer_takes_what_came() -> None:
 def test_a_probe_finds_a_lost_last_batch() -> None:
     feed = at(5)
     feed.probe()
-    assert feed.replayed(payloads(0, 7), True) == Step(take=payloads(6, 7))
+    assert feed.take_replay(payloads(0, 7), True) == Step(take=payloads(6, 7))
     feed.probe()
-    step = feed.replayed(payloads(0, 7), True)
+    step = feed.take_replay(payloads(0, 7), True)
     assert not step.take and not step.empty
 
 
 def test_a_probe_before_anything_came_takes_the_story_from_the_replay() -> None:
     feed = Continuity()
     assert feed.probe().ask_from == 0
-    assert feed.replayed([], True) == Step()
-    assert feed.replayed(payloads(0, 3), True).take == payloads(0, 3)
+    assert feed.take_replay([], True) == Step()
+    assert feed.take_replay(payloads(0, 3), True).take == payloads(0, 3)
 
 
 def test_a_probe_that_finds_an_empty_buffer_sees_a_restart() -> None:
     feed = at(5)
     feed.probe()
-    step = feed.replayed([], True)
+    step = feed.take_replay([], True)
     assert step.empty and step.ask_from == 0
-    assert feed.replayed([], True) == Step() and feed.last_seq is None
+    assert feed.take_replay([], True) == Step() and feed.last_seq is None
 
 
 def test_probes_without_an_end_are_endured_a_few_times() -> None:
     feed = at(5)
     for _ in range(REPLAY_TRIES - 1):
         feed.probe()
-        assert not feed.replayed([], False).empty
+        assert not feed.take_replay([], False).empty
     feed.probe()
-    step = feed.replayed([], False)
+    step = feed.take_replay([], False)
     assert step.empty and feed.last_seq is None and feed.counters.replays_failed == REPLAY_TRIES
 
 
@@ -222,28 +222,28 @@ def test_a_message_in_order_makes_failed_probes_forgotten() -> None:
     feed = at(5)
     for seq in range(6, 20):
         feed.probe()
-        assert not feed.replayed([], False).empty
+        assert not feed.take_replay([], False).empty
         feed.offer(seq, f"0:{seq}".encode())
     assert feed.counters.started_over == 0
 
 
 def test_a_process_that_started_anew_empties_and_asks_for_its_beginning() -> None:
-    step = at(5).restarted()
+    step = at(5).restart()
     assert step.empty and step.ask_from == 0
 
 
 def test_a_loaded_position_resumes_the_same_life() -> None:
     feed = Continuity.load(at(500).dump())
     assert feed.resume().ask_from == 500 - COMPARED_PAYLOADS + 1
-    assert feed.replayed(payloads(480, 503), True) == Step(take=payloads(501, 503))
+    assert feed.take_replay(payloads(480, 503), True) == Step(take=payloads(501, 503))
 
 
 def test_a_loaded_position_of_another_life_starts_empty() -> None:
     feed = Continuity.load(at(5).dump())
     feed.resume()
-    step = feed.replayed(payloads(0, 9, 1), True)
+    step = feed.take_replay(payloads(0, 9, 1), True)
     assert step.empty and step.ask_from == 0
-    assert feed.replayed(payloads(0, 9, 1), True).take == payloads(0, 9, 1)
+    assert feed.take_replay(payloads(0, 9, 1), True).take == payloads(0, 9, 1)
 
 
 def test_a_loaded_position_that_cant_be_compared_starts_empty() -> None:
@@ -308,7 +308,7 @@ def test_what_is_held_is_always_an_unbroken_part_of_one_life(chance: random.Rand
                 return
             answers = engine.replay(step.ask_from)
             whole = chance.random() >= loss
-            step = feed.replayed(answers if whole else [one for one in answers if chance.random() < 0.7], whole)
+            step = feed.take_replay(answers if whole else [one for one in answers if chance.random() < 0.7], whole)
 
     for _ in range(moves):
         move = chance.random()

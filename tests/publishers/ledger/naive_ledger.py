@@ -1,6 +1,6 @@
 """What a ledger must announce, worked out from scratch each time: the reference its tests compare with.
 
-Slow and plain: reference counts, lineages for ever, closure over everything. And `Told`, which folds index events as an
+Slow and plain: reference counts, lineage for ever, closure over everything. And `Told`, which folds index events as an
 index would, and refuses any that is not a change or leaves a residency that is not prefix-closed.
 """
 
@@ -22,7 +22,7 @@ from kvatlas.events import (
     Stored,
 )
 from kvatlas.identity import Scope
-from publishers.engines.extra_keys import with_root_salt
+from publishers.ledger.resolver import with_root_salt
 
 Key = tuple[bytes, bytes]
 """(scope id, packed sequence hash)"""

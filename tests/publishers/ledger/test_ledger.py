@@ -146,7 +146,7 @@ def test_memory_of_evictions_is_bounded_and_counted() -> None:
     one = Ledger(LedgerSettings("m", "t", block_size=2), remembered_evictions=3)
     for i in range(10):
         fold(one, store([i], token_ids=[i, i]), EngineRemoved([i]))
-    assert len(one.lineages.known) == 3 and one.counters.forgotten == 7
+    assert len(one.lineage.known) == 3 and one.counters.forgotten == 7
     assert fold(one, store([50], 0, 1)) == [] and one.counters.unknown_parent == 1
 
 
@@ -198,4 +198,4 @@ def test_scopes_of_tenants_that_are_gone_are_forgotten() -> None:
         assert all(event.scope_id in one.uses for event in told)
         fold(one, EngineStored([-tenant], None, [1 << 40] * 2, 2, salt=f"unindexable-{tenant}"))
     assert len(one.uses) <= 4
-    assert len(one.lineages.namespaces) <= 2
+    assert len(one.lineage.namespaces) <= 2

@@ -131,9 +131,9 @@ def test_forgetting_lineages_only_under_reports(story: list[EngineBatch], rememb
         usable = naive.usable()
         assert all(key in usable and tiers <= usable[key] for key, tiers in told.held.items())
         assert set(ledger.resident()) == naive.resident()
-        assert len(ledger.lineages.evicted) <= remembered
+        assert len(ledger.lineage.evicted) <= remembered
         held = {name for _, _, name in ledger.resident()}
-        assert len(ledger.lineages.known) <= len(held) + remembered
+        assert len(ledger.lineage.known) <= len(held) + remembered
 
 
 @FEW
@@ -144,4 +144,4 @@ def test_nothing_is_left_when_everything_is_removed_and_forgotten(story: list[En
     for batch in [*story, EngineBatch([EngineCleared(tuple(Tier))])]:
         told.fold(ledger.fold(batch))
     assert not told.held and not ledger.announced_blocks and not ledger.orphans
-    assert not ledger.lineages.known and not ledger.lineages.namespaces
+    assert not ledger.lineage.known and not ledger.lineage.namespaces

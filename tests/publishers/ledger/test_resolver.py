@@ -10,7 +10,7 @@ from kvatlas.events import (
     Stored,
 )
 from kvatlas.identity import Scope
-from publishers.ledger.awaiting_parent import Unplaced
+from publishers.ledger.awaiting_parent import AwaitingParent
 from publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.ledger.one_chain import SCOPE_ID, TOKENS, fold, hashes, hashes_of, held, ledger, reverse, store
 
@@ -46,7 +46,7 @@ def test_a_block_that_went_before_its_parent_was_known_is_not_announced_with_it(
 
 
 def test_what_waits_for_an_unknown_parent_is_kept_once_and_all_that_branches_off_it() -> None:
-    kept = Unplaced()
+    kept = AwaitingParent()
     for event in [
         store([2, 3], 1, 1),
         store([2, 3, 4], 1, 1),
@@ -65,7 +65,7 @@ def test_what_waits_for_an_unknown_parent_is_kept_once_and_all_that_branches_off
 
 
 def test_what_waits_for_unknown_parents_is_bounded_and_never_placed_in_another_scope() -> None:
-    kept = Unplaced(most_tokens=6)
+    kept = AwaitingParent(max_tokens=6)
     for child in (11, 12, 13, 14):
         kept.keep(store([child], child - 10, 1))
     assert [event.hashes for event in kept] == [[12], [13], [14]]
@@ -226,7 +226,7 @@ def test_a_shared_hash_survives_a_dump_and_is_forgotten_whole() -> None:
     fold(one, EngineRemoved([1]))
     assert one.announced_blocks == 1
     fold(one, EngineRemoved([1]), EngineRemoved([1]))
-    assert one.announced_blocks == 0 and not one.lineages.known and not one.lineages.namespaces
+    assert one.announced_blocks == 0 and not one.lineage.known and not one.lineage.namespaces
 
 
 def test_a_placeholder_of_a_shared_hash_is_a_copy_in_any_scope() -> None:

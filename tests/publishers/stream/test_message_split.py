@@ -6,7 +6,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import encode
 from kvatlas.events import Checkpoint, Cleared, IndexEvent, Message, Removed, ScopeUse, Stored
 from kvatlas.identity import Scope
-from publishers.stream.message_split import cut, event_bytes
+from publishers.stream.message_split import event_bytes, split_into_messages
 
 SCOPES = [Scope("m" * n, "t", adapter) for n, adapter in ((1, None), (400, "lora"), (9, "другой"))]
 USES = {scope.scope_id: ScopeUse(scope, 16, 1 << 20) for scope in SCOPES}
@@ -50,7 +50,7 @@ def blocks(told: list[IndexEvent], granularity: int) -> list[object]:
 
 @given(st.lists(events, max_size=12), st.integers(1200, 4000), st.integers(1, 4))
 def test_parts_keep_every_block_in_order_and_fit(told: list[IndexEvent], limit: int, granularity: int) -> None:
-    parts = cut(told, USES, limit, granularity)
+    parts = split_into_messages(told, USES, limit, granularity)
     assert blocks([e for part, _ in parts for e in part], granularity) == blocks(told, granularity)
     for part, scopes in parts:
         assert part
@@ -67,8 +67,8 @@ def test_the_bound_of_an_event_is_one(event: IndexEvent) -> None:
 
 def test_what_fits_is_one_message() -> None:
     told: list[IndexEvent] = [Stored(sid, Tier.HBM, bytes(8 * 1000)) for sid in USES]
-    assert len(cut(told, USES, 512 * 1024)) == 1
+    assert len(split_into_messages(told, USES, 512 * 1024)) == 1
 
 
 def test_nothing_makes_no_message() -> None:
-    assert cut([], USES, 512 * 1024) == []
+    assert split_into_messages([], USES, 512 * 1024) == []

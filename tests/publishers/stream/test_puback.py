@@ -1,6 +1,6 @@
 import pytest
 
-from publishers.stream.puback import Refusal, Refused, read_ack
+from publishers.stream.puback import NegativeAck, Refusal, read_ack
 
 
 @pytest.mark.parametrize(
@@ -30,19 +30,19 @@ def test_positions(data: bytes, position: int) -> None:
 )
 def test_errors_are_named(error: str, refusal: Refusal) -> None:
     answer = read_ack(b'{"error":' + error.encode() + b',"stream":"S","seq":0}', None)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, NegativeAck)
     assert answer.refusal is refusal
     assert answer.detail in error
 
 
 def test_nobody_listens() -> None:
     answer = read_ack(b"", {"Status": "503"})
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, NegativeAck)
     assert answer.refusal is Refusal.NO_STREAM
 
 
 @pytest.mark.parametrize("data", [b"", b"+ACK", b"{}", b'{"seq":"x"}', b'{"error":null}', b"[1]", b'"seq"', b"\xff"])
 def test_what_is_no_acknowledgement_is_a_refusal(data: bytes) -> None:
     answer = read_ack(data, None)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, NegativeAck)
     assert answer.refusal is Refusal.OTHER

@@ -23,36 +23,38 @@ from tests.publishers.sidecars import folded, settings, sidecar, told_equals
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_restarted_engine_is_told_anew(client: Client, nats_url: str) -> None:
+async def test_a_restarted_engine_is_told_anew(nats_client: Client, nats_url: str) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("vllm-0.22.0-array")
     async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
         await engine.send(*first)
         await until(lambda: publisher.counters.engine_batches == len(first), what="the first life is taken")
-        before = publisher.telling.outbox.incarnation
+        before = publisher.changelog.outbox.incarnation
         engine.restart()
         await engine.send(*second)
-        await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+        await told_equals(nats_client, publisher, folded(EngineKind.VLLM, second))
         assert publisher.counters.feed_restarts >= 1
-        assert publisher.telling.outbox.incarnation > before
+        assert publisher.changelog.outbox.incarnation > before
 
 
-async def test_a_restarted_sidecar_resumes_from_its_saved_state(client: Client, nats_url: str, tmp_path: Path) -> None:
+async def test_a_restarted_sidecar_resumes_from_its_saved_state(
+    nats_client: Client, nats_url: str, tmp_path: Path
+) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine(buffer=60) as engine:
         async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
             await engine.send(*payloads[:150])
             await until(lambda: publisher.counters.engine_batches == 150, what="the first part is taken")
-            before = publisher.telling.outbox.incarnation
+            before = publisher.changelog.outbox.incarnation
         for payload in payloads[150:]:
             engine.lose(payload)
         async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
-            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
-            assert publisher.telling.outbox.incarnation > before
+            await told_equals(nats_client, publisher, folded(EngineKind.VLLM, payloads))
+            assert publisher.changelog.outbox.incarnation > before
             assert publisher.counters.feed_started_over == 0
 
 
-async def test_the_saved_state_of_another_life_is_not_used(client: Client, nats_url: str, tmp_path: Path) -> None:
+async def test_the_saved_state_of_another_life_is_not_used(nats_client: Client, nats_url: str, tmp_path: Path) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("vllm-0.22.0-array")
     async with FakeEngine() as engine:
@@ -63,14 +65,14 @@ async def test_the_saved_state_of_another_life_is_not_used(client: Client, nats_
         for payload in second:
             engine.lose(payload)
         async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
-            await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+            await told_equals(nats_client, publisher, folded(EngineKind.VLLM, second))
 
 
 async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(
-    client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
+    nats_client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, payloads = recording("vllm-0.33.0")
-    alive = await client.subscribe(alive_subject("w"))
+    alive = await nats_client.subscribe(alive_subject("w"))
 
     async def state() -> EngineState:
         return Heartbeat.unpack((await alive.next_msg(timeout=5)).data).state
@@ -82,7 +84,7 @@ async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(
             await until(lambda: started, what="the sidecar is ready")
             await engine.subscribed()
             await engine.send(*payloads)
-            await told_equals(client, started[0], folded(EngineKind.VLLM, payloads))
+            await told_equals(nats_client, started[0], folded(EngineKind.VLLM, payloads))
             await until(lambda: _is(state, EngineState.UP), what="a heartbeat that says up")
         await until(lambda: _is(state, EngineState.DOWN), what="a heartbeat that says down")
         await until(lambda: any("is not connected" in line for line in caplog.messages), what="a line that says why")
@@ -112,7 +114,7 @@ async def sidecar_over_lives(
 
 
 async def test_another_life_whose_seq_follows_ours_is_seen_although_the_engine_is_never_silent(
-    client: Client, nats_url: str
+    nats_client: Client, nats_url: str
 ) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("vllm-0.22.0-array")
@@ -139,10 +141,10 @@ async def test_another_life_whose_seq_follows_ours_is_seen_although_the_engine_i
             await until(told_anew, what="the other life is seen")
             left = second[len(told) :]
             await engine.send(*left)
-            await told_equals(client, publisher, folded(EngineKind.VLLM, told + left))
+            await told_equals(nats_client, publisher, folded(EngineKind.VLLM, told + left))
 
 
-async def test_without_replay_a_lost_connection_gives_up_what_was_held(client: Client, nats_url: str) -> None:
+async def test_without_replay_a_lost_connection_gives_up_what_was_held(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     fields: dict[str, Any] = {"engine": EngineKind.VLLM}
     async with sidecar_over_lives(fields, nats_url) as start:
@@ -151,7 +153,7 @@ async def test_without_replay_a_lost_connection_gives_up_what_was_held(client: C
             publisher = await start()
             await engine.subscribed()
             await engine.send(*payloads)
-            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+            await told_equals(nats_client, publisher, folded(EngineKind.VLLM, payloads))
         async with FakeEngine(ports=engine.ports):  # another process, which says nothing
             await until(lambda: not publisher.ledger.digest.blocks, what="nothing is claimed")
 
@@ -160,7 +162,7 @@ async def _is(state: Callable[[], Awaitable[EngineState]], wanted: EngineState) 
     return await state() is wanted
 
 
-async def test_another_process_start_time_is_a_restart_of_the_feed(client: Client, nats_url: str) -> None:
+async def test_another_process_start_time_is_a_restart_of_the_feed(nats_client: Client, nats_url: str) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("vllm-0.22.0-array")
     with engine_http() as http:
@@ -173,11 +175,11 @@ async def test_another_process_start_time_is_a_restart_of_the_feed(client: Clien
             for payload in second:  # the new life goes unheard: its start time tells of it
                 engine.lose(payload)
             http.pages["/metrics"] = (200, "process_start_time_seconds 2000.5\n")
-            await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+            await told_equals(nats_client, publisher, folded(EngineKind.VLLM, second))
             assert publisher.counters.feed_restarts >= 1
 
 
-async def test_a_saved_state_of_another_process_is_not_used(client: Client, nats_url: str, tmp_path: Path) -> None:
+async def test_a_saved_state_of_another_process_is_not_used(nats_client: Client, nats_url: str, tmp_path: Path) -> None:
     _, payloads = recording("vllm-0.33.0")
     with engine_http() as http:
         http.pages = {"/health": (200, ""), "/metrics": (200, "process_start_time_seconds 1000.5\n")}
@@ -185,9 +187,9 @@ async def test_a_saved_state_of_another_process_is_not_used(client: Client, nats
             fields = {"engine_url": http.url, "state_dir": tmp_path, "replay_endpoint": engine.replay_endpoint}
             async with sidecar(engine, nats_url, **fields) as publisher:
                 await engine.send(*payloads)
-                await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+                await told_equals(nats_client, publisher, folded(EngineKind.VLLM, payloads))
             engine.restart()
             http.pages["/metrics"] = (200, "process_start_time_seconds 2000.5\n")
             async with sidecar(engine, nats_url, **fields) as publisher:
-                await until(lambda: publisher.telling.outbox.acked_seq >= 0, what="the new incarnation is told")
+                await until(lambda: publisher.changelog.outbox.acked_seq >= 0, what="the new incarnation is told")
                 assert publisher.ledger.digest.blocks == 0
