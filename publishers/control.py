@@ -67,7 +67,7 @@ class ControlResponder:
             reply = self.reply(ControlRequest.unpack(msg.data))
         except InvalidValue as error:
             self._counters.control_bad += 1
-            self._log.warning("control", f"control request refused: {error}")
+            self._log.report("control", f"control request refused: {error}")
             reply = self._make_reply(ok=False, note=str(error))
         if msg.reply:
             try:

@@ -253,7 +253,7 @@ class Publisher:
         before = self.changelog.pending_events
         self.changelog.record(batch)
         for line in batch.skipped:
-            self._log.warning(f"skipped {line[:24]}", f"skipped event: {line}")
+            self._log.report(f"skipped {line[:24]}", f"skipped event: {line}")
         if not before:
             self._first_pending_s = monotonic()
             self._first_pending_ns = time_ns()
@@ -372,7 +372,7 @@ class Publisher:
                 try:
                     incarnation = self.changelog.next_incarnation(time_us())
                 except InvalidValue as error:
-                    self._log.warning("incarnation", str(error))
+                    self._log.report("incarnation", str(error))
                     await anyio.sleep(1.0)
                     continue
                 size = self.changelog.snapshot_bytes

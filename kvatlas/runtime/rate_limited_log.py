@@ -18,7 +18,7 @@ class RateLimitedLog:
         self._logged: dict[str, tuple[float, int]] = {}
         """By kind: when the last line was logged, and how many were left out since."""
 
-    def warning(self, kind: str, line: str) -> None:
+    def report(self, kind: str, line: str) -> None:
         now_s = self._clock()
         logged_s, left_out = self._logged.get(kind, (-QUIET_S, 0))
         if now_s - logged_s < QUIET_S:

@@ -88,7 +88,7 @@ class EnginePoller:
             metrics = read_metrics(page, self._context, int(time() * 1_000_000))
         except InvalidValue as error:
             self._counters.load_failures += 1
-            self._log.warning("metrics", f"{self._url}/metrics: {error}")
+            self._log.report("metrics", f"{self._url}/metrics: {error}")
             return
         self._counters.load_samples += 1
         self.load = metrics.load
@@ -107,7 +107,7 @@ class EnginePoller:
         if self._failures >= FAILURES_TO_DOWN:
             if self.state is not EngineState.DOWN:
                 why = str(error) or type(error).__name__
-                self._log.warning("down", f"engine at {self._url} does not answer ({why}); reporting it as down")
+                self._log.report("down", f"engine at {self._url} does not answer ({why}); reporting it as down")
             self._set_state(EngineState.DOWN)
 
     def _set_state(self, state: EngineState) -> None:

@@ -240,7 +240,7 @@ class Feed:
         if batch is None or batch.lost:
             self._counters.feed_lost += 1
             if self._distrust is not None and self._distrust.record_loss(now_s):
-                self._log.warning(
+                self._log.report(
                     "lost", f"feed message {seq} is not fully readable and may have removed blocks; {STARTING_OVER}"
                 )
                 self._on_empty()
@@ -250,7 +250,7 @@ class Feed:
             self._on_batch(batch)
         else:
             self._counters.feed_unheard += 1
-            self._log.warning(
+            self._log.report(
                 "ignored",
                 f"feed message {seq} ignored: too many were unreadable; publishing no blocks for up to {RATION_S:g} s",
             )

@@ -115,4 +115,4 @@ class UndecodableRecorder:
         if not self._dead_letters.keep(why, seq, payload):
             self._counters.dead_letters_dropped += 1
         place = "" if seq is None else f" {seq}"
-        self._log.warning("undecodable", f"skipped feed message{place}: {why}")
+        self._log.report("undecodable", f"skipped feed message{place}: {why}")

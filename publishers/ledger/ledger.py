@@ -101,27 +101,29 @@ class Ledger:
     def fold(self, batch: EngineBatch) -> list[IndexEvent]:
         """Take one batch in. Returns the net change of what is announced, in the order in which it must be published."""
         self.lineage.forget_unused_scopes()  # what was folded before is published by now
+        residency = self._residency
         cleared = False
         forgot_all = False
         for event in batch.events:
             if isinstance(event, EngineStored):
                 if event.block_size != self._resolver.block_size and self._learn_block_size(event):
                     forgot_all = self._forget_blocks() or forgot_all
-                self._residency.store(event)
+                    residency = self._residency
+                residency.store(event)
             elif isinstance(event, EngineRemoved):
-                self._residency.remove(event)
+                residency.remove(event)
             else:
-                self._residency.clear(event)
+                residency.clear(event)
                 cleared = True
         events: list[IndexEvent] = [Cleared()] if forgot_all else []
-        if changed := self._residency.take_changed():
+        if changed := residency.take_changed():
             change = self._closure.settle(changed)
             self.counters.withdrawn += change.withdrawn
             self.counters.restored += change.restored
             events += self._index_events.make(change, cleared)
         if len(self.lineage.evicted) > self._remembered_evictions:
             forgotten = self.lineage.trim(self._remembered_evictions)
-            self._residency.shared.forget(forgotten)
+            residency.shared.forget(forgotten)
             self.counters.forgotten += len(forgotten)
         return events
 

@@ -4,8 +4,6 @@ Counts are references, since engines announce each physical copy: a block is hel
 has a copy in every indexable group of that tier.
 """
 
-from collections.abc import Collection, Sequence
-
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineCleared, EngineHash, EngineRemoved, EngineStored
 from publishers.ledger.block import COPIES_BITS, Block
@@ -31,47 +29,45 @@ class Residency:
         self.holdings = holdings
         self.shared = SharedHashes(lineage, holdings, counters, on_change=self._change_copies)
         self._lineage = lineage
+        self._by_group, self._indexed = holdings.by_group, holdings.indexed
+        self._shared_hashes = self.shared.by_hash
+        self._block_of = lineage.known.get
         self._resolver = resolver
         self._counters = counters
         self._counting = not set_semantics
-        self._changed: dict[Block, None] = {}
+        self._changed: list[Block] = []
+        self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
 
-    def take_changed(self) -> Collection[Block]:
-        """The blocks whose copies changed since the last call."""
-        self.end_removals()
+    def take_changed(self) -> list[Block]:
+        """The blocks whose copies changed since the last call; some may come twice."""
+        if self._evicted or self._shared_removals:
+            self.end_removals()
         changed = self._changed
         if changed:
-            self._changed = {}
+            self._changed = []
         return changed
 
     # ---------------------------------------------------------------- events
 
     def store(self, event: EngineStored) -> None:
         """One more copy of each hash."""
-        if self._shared_removals:
+        if self._evicted or self._shared_removals:
             self.end_removals()
         hashes, resolver = event.hashes, self._resolver
         self._counters.stored += len(hashes)
-        holding = self.holdings.by_group.get((event.tier, event.group))
+        holding = self._by_group.get((event.tier, event.group))
         if holding is None:
             holding = self.add_holding(event.tier, event.group, event.indexable)
         blocks = resolver.resolve(event) if holding.indexable and hashes else None
         if blocks is None:
             self._store_by_hash(event, holding)
             return
-        self._store_blocks(event, holding, blocks)
-        if resolver.awaiting:
-            for name, block in resolver.resolve_awaiting(hashes):
-                self.enter_tiers(name, block)
-
-    def _store_blocks(self, event: EngineStored, holding: Holding, blocks: Sequence[Block]) -> None:
-        """Each hash stands for the block at its position."""
-        counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self.shared.by_hash
+        counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self._shared_hashes
         count_of, counting = counts.get, self._counting
-        alone = len(self.holdings.indexed) == 1
-        owners = self._lineage.add_names(event.hashes, blocks)
-        for name, block, owner in zip(event.hashes, blocks, owners, strict=True):
+        alone = len(self._indexed) == 1
+        owners = self._lineage.add_names(hashes, blocks)
+        for name, block, owner in zip(hashes, blocks, owners, strict=True):
             count = count_of(name, 0)
             counts[name] = count + 1 if counting else 1
             if owner is None:
@@ -94,7 +90,10 @@ class Residency:
                     continue
                 self._lineage.mark_held(name)
             block.copies += unit
-            changed[block] = None
+            changed.append(block)
+        if resolver.awaiting:
+            for name, block in resolver.resolve_awaiting(hashes):
+                self.enter_tiers(name, block)
 
     def _store_by_hash(self, event: EngineStored, holding: Holding) -> None:
         """Count copies of hashes that the event resolves to no blocks; those known by their hash are held then: a
@@ -118,21 +117,20 @@ class Residency:
             elif not count and holding.in_all(name):
                 lineage.mark_held(name)
                 owner.copies += holding.unit
-                self._changed[owner] = None
+                self._changed.append(owner)
 
     def remove(self, event: EngineRemoved) -> None:
         """One copy of each hash is gone."""
         hashes, counters = event.hashes, self._counters
         counters.removed += len(hashes)
-        holding = self.holdings.by_group.get((event.tier, event.group))
+        holding = self._by_group.get((event.tier, event.group))
         if holding is None:
             counters.removed_unknown += len(hashes)
             return
-        counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self.shared.by_hash
-        block_of = self._lineage.known.get
-        evicted: list[EngineHash] = []
+        counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self._shared_hashes
+        block_of, evicted = self._block_of, self._evicted
         peers, indexable = holding.peers, holding.indexable
-        alone = len(self.holdings.indexed) == 1
+        alone = len(self._indexed) == 1
         for name in hashes:
             count = counts.get(name)
             if count is None:
@@ -153,15 +151,16 @@ class Residency:
             if block is None or (peers and not all(name in peer for peer in peers)):
                 continue
             block.copies -= unit
-            changed[block] = None
+            changed.append(block)
             if alone or not self.holdings.is_held(name):
                 evicted.append(name)
-        if evicted:
-            self._lineage.mark_evicted(evicted)
 
     def end_removals(self) -> None:
         """A run of removals ended: an engine may remove a chain's parents first, and only the whole run shows which blocks of
         shared hashes they were."""
+        if self._evicted:
+            self._lineage.mark_evicted(self._evicted)
+            self._evicted.clear()
         if self._shared_removals:
             self.shared.remove(self._shared_removals)
             self._shared_removals.clear()
@@ -170,8 +169,8 @@ class Residency:
         """All copies in the tiers are gone."""
         self.end_removals()
         self._counters.cleared_events += 1
-        cleared = [holding for holding in self.holdings.by_group.values() if holding.tier in event.tiers]
-        shared, known = self.shared.by_hash, self._lineage.known
+        cleared = [holding for holding in self._by_group.values() if holding.tier in event.tiers]
+        shared, known = self._shared_hashes, self._lineage.known
         removed: list[EngineHash] = []
         done: set[Tier] = set()
         for holding in cleared:
@@ -182,7 +181,7 @@ class Residency:
                 block = known.get(name)
                 if block is not None and name not in shared and holding.in_all(name):
                     block.copies -= holding.unit
-                    self._changed[block] = None
+                    self._changed.append(block)
                     removed.append(name)
         for holding in cleared:
             holding.counts.clear()
@@ -206,23 +205,23 @@ class Residency:
     def enter_tiers(self, name: EngineHash, block: Block) -> None:
         """A hash became known: its block is held wherever the hash is."""
         flags = 0
-        for holding in self.holdings.indexed:
+        for holding in self._indexed:
             if not flags & holding.flag and holding.in_all(name):
                 flags |= holding.flag
                 block.copies += holding.unit
         if flags:
-            self._changed[block] = None
+            self._changed.append(block)
         else:
             self._lineage.mark_evicted([name])
 
     def _leave_tier(self, name: EngineHash, holding: Holding) -> None:
         block = self._lineage.known.get(name)
-        if block is not None and name not in self.shared.by_hash:
+        if block is not None and name not in self._shared_hashes:
             block.copies -= holding.unit
-            self._changed[block] = None
-            if not any(other.in_all(name) for other in self.holdings.indexed if other.tier is not holding.tier):
+            self._changed.append(block)
+            if not any(other.in_all(name) for other in self._indexed if other.tier is not holding.tier):
                 self._lineage.mark_evicted([name])
 
     def _change_copies(self, block: Block, tier: Tier, held: bool) -> None:
         block.copies += (1 if held else -1) << COPIES_BITS * tier
-        self._changed[block] = None
+        self._changed.append(block)

@@ -178,7 +178,7 @@ class Publisher:
     def go_back(self) -> None:
         self.changelog.outbox.go_back()
 
-    # ------------------------------------------------------------ over its life
+    # ------------------------------------------------------------ saved state
 
     def saved(self) -> Saved:
         self.settle()

@@ -42,11 +42,11 @@ def test_only_a_higher_incarnation_is_another_publishers_and_newer() -> None:
     ]
 
 
-def test_nobody_is_newer_than_a_publisher_that_has_not_started() -> None:
+def test_no_publisher_is_newer_than_one_that_has_not_started() -> None:
     assert not changelog().record_heartbeat(1 << 60)
 
 
-def test_a_publisher_that_yielded_begins_nothing_until_it_takes_the_worker_back_above_the_other() -> None:
+def test_a_publisher_that_yielded_begins_nothing_until_it_takes_over_above_the_other() -> None:
     one = started()
     other = one.outbox.incarnation + 1
     assert one.record_heartbeat(other)
@@ -58,7 +58,7 @@ def test_a_publisher_that_yielded_begins_nothing_until_it_takes_the_worker_back_
     assert one.outbox.incarnation > other
 
 
-async def test_the_index_follows_the_newer_of_two_and_then_the_older_again(fresh_nats: str) -> None:
+async def test_the_index_follows_the_newer_publisher_and_then_the_older_again(fresh_nats: str) -> None:
     client = await connect_nats(fresh_nats, name="test")
     try:
         await ensure_stream(client, StreamSettings(storage="memory"))
@@ -78,8 +78,8 @@ async def test_the_index_follows_the_newer_of_two_and_then_the_older_again(fresh
                 assert not newer.changelog.yielded
             await until(lambda: not older.changelog.yielded, deadline_s=20, what="the older one takes the worker back")
             await older.flush()
-            told = await read_stream(client)
-            assert await told.index.digest("w") == older.ledger.digest.words
+            published = await read_stream(client)
+            assert await published.index.digest("w") == older.ledger.digest.words
             assert older.ledger.digest.blocks == 3
     finally:
         await client.close()

@@ -52,7 +52,7 @@ async def ask(client: Client, request: ControlRequest) -> ControlReply:
     return ControlReply.unpack((await client.request(control_subject("w"), request.pack(), timeout=5)).data)
 
 
-# ---------------------------------------------------------------- telling
+# ---------------------------------------------------------------- publishing
 
 
 async def test_what_was_stored_and_removed_is_in_the_stream_after_a_flush(nats_client: Client) -> None:
@@ -61,15 +61,15 @@ async def test_what_was_stored_and_removed_is_in_the_stream_after_a_flush(nats_c
         more = await publisher.stored(tokens(32, 1000), parent=names[-1], tier="cpu")
         await publisher.removed(more[-1:], tier=Tier.CPU_DRAM)
         await flushed(publisher)
-        told = await read_stream(nats_client)
+        published = await read_stream(nats_client)
         chain = extend_chain(tokens(64) + tokens(32, 1000), 16)
-        overlap = await told.index.overlap(SCOPE, chain)
+        overlap = await published.index.overlap(SCOPE, chain)
         assert overlap.depths() == {"w": 5}
-        assert await told.index.digest("w") == publisher.ledger.digest.words
-        assert publisher.counters.acks == len(told.messages) == told.outcomes["applied"]
+        assert await published.index.digest("w") == publisher.ledger.digest.words
+        assert publisher.counters.acks == len(published.messages) == published.outcomes["applied"]
 
 
-async def test_events_with_an_engines_own_hashes(nats_client: Client) -> None:
+async def test_an_engines_own_hashes_can_be_stored_removed_and_cleared(nats_client: Client) -> None:
     async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await publisher.stored(EngineStored([7, -8], None, tokens(32), 16))
         await publisher.removed(EngineRemoved([-8]))
@@ -80,7 +80,7 @@ async def test_events_with_an_engines_own_hashes(nats_client: Client) -> None:
         assert await (await read_stream(nats_client)).residencies("w") == 0
 
 
-async def test_names_are_told_apart_by_adapter_and_salt(nats_client: Client) -> None:
+async def test_names_differ_by_adapter_and_salt(nats_client: Client) -> None:
     async with Publisher(SETTINGS, nats=nats_client) as publisher:
         plain, adapted, salted = [
             await publisher.stored(tokens(16), adapter=adapter, salt=salt)
@@ -99,7 +99,7 @@ async def test_token_ids_need_a_block_size(nats_client: Client) -> None:
         await publisher.stored(tokens(16))
 
 
-async def test_an_incarnation_begins_with_a_snapshot_and_counts_on(nats_client: Client) -> None:
+async def test_an_incarnation_begins_with_a_snapshot_and_numbers_its_messages(nats_client: Client) -> None:
     async with Publisher(SETTINGS, nats=nats_client) as publisher:
         for i in range(5):
             await publisher.stored(tokens(16, 1000 * i))
@@ -116,7 +116,7 @@ async def test_an_incarnation_begins_with_a_snapshot_and_counts_on(nats_client: 
     assert second[0].incarnation > first[0].incarnation
 
 
-async def test_batches_that_come_together_travel_together(nats_client: Client) -> None:
+async def test_batches_recorded_together_share_a_message(nats_client: Client) -> None:
     async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await flushed(publisher)
         for i in range(200):
@@ -136,11 +136,11 @@ async def test_several_publishers_share_one_connection(nats_client: Client) -> N
         await flushed(one)
         await flushed(two)
     assert not nats_client.is_closed
-    told = await read_stream(nats_client)
-    assert (await told.index.overlap(SCOPE, extend_chain(tokens(64), 16))).depths() == {"w": 4, "v": 2}
+    published = await read_stream(nats_client)
+    assert (await published.index.overlap(SCOPE, extend_chain(tokens(64), 16))).depths() == {"w": 4, "v": 2}
 
 
-async def test_a_publisher_connects_by_itself(nats_client: Client, nats_url: str) -> None:
+async def test_a_publisher_given_a_url_connects_by_itself(nats_client: Client, nats_url: str) -> None:
     async with Publisher(SETTINGS, nats=nats_url) as publisher:
         await publisher.stored(tokens(16))
         await flushed(publisher)
@@ -163,8 +163,8 @@ async def test_messages_are_sent_again_after_a_server_restart(own_server: Embedd
         await publisher.stored(tokens(64, 9000))
         await own_server.start()
         await flushed(publisher)
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
         assert publisher.changelog.outbox.incarnation == incarnation
         assert publisher.counters.disconnects == 1
     await client.close()
@@ -185,15 +185,15 @@ async def test_an_overflow_ends_in_a_new_incarnation_with_everything(own_server:
         assert publisher.counters.overflows == 1
         await own_server.start()
         await flushed(publisher)
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
         assert publisher.ledger.digest.blocks == 100
         assert publisher.changelog.outbox.incarnation > before
         assert publisher.counters.snapshots == 2
     await client.close()
 
 
-async def test_no_stream_is_named_and_waited_for(fresh_nats: str) -> None:
+async def test_a_missing_stream_is_named_and_waited_for(fresh_nats: str) -> None:
     client = await connect_nats(fresh_nats, name="test")
     async with Publisher(SETTINGS, nats=client) as publisher:
         await publisher.stored(tokens(64))
@@ -222,12 +222,12 @@ async def test_a_full_stream_is_named_and_waited_for(fresh_nats: str) -> None:
         config.max_bytes = 1 << 20
         await jetstream.update_stream(config)
         await flushed(publisher)
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
     await client.close()
 
 
-async def test_a_stream_that_was_made_anew_takes_what_follows(nats_client: Client) -> None:
+async def test_a_stream_that_was_created_again_takes_what_follows(nats_client: Client) -> None:
     async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await publisher.stored(tokens(64))
         await flushed(publisher)
@@ -238,8 +238,8 @@ async def test_a_stream_that_was_made_anew_takes_what_follows(nats_client: Clien
         await ask(nats_client, ControlRequest(op=ControlOp.SNAPSHOT, above=publisher.changelog.outbox.incarnation))
         await until(lambda: publisher.counters.snapshots == 2, what="the snapshot begins")
         await flushed(publisher)
-        told = await read_stream(nats_client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
 
 
 # ---------------------------------------------------------------- control, grants, checkpoints
@@ -259,8 +259,8 @@ async def test_a_snapshot_request_names_the_incarnation_that_it_doubts(nats_clie
         await flushed(publisher)
         assert publisher.counters.snapshots == 2
         assert publisher.counters.snapshot_requests_ignored == 1
-        told = await read_stream(nats_client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
 
 
 async def test_an_impossible_request_is_refused_and_changes_nothing(nats_client: Client) -> None:
@@ -310,11 +310,11 @@ async def test_a_large_snapshot_waits_for_a_grant(nats_client: Client) -> None:
         assert len(asked) == 3
         assert asked[-1].snapshot_bytes >= 80_000
         assert asked[-1].incarnation == publisher.changelog.outbox.incarnation
-        told = await read_stream(nats_client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
 
 
-async def test_a_small_snapshot_asks_nobody(nats_client: Client) -> None:
+async def test_a_small_snapshot_needs_no_grant(nats_client: Client) -> None:
     async with Publisher(SETTINGS, nats=nats_client, begin=False) as publisher:
         await publisher.stored(tokens(16 * 1000))
         publisher.begin_publishing()
@@ -323,12 +323,12 @@ async def test_a_small_snapshot_asks_nobody(nats_client: Client) -> None:
         assert len((await read_stream(nats_client)).messages) == 1
 
 
-async def test_while_a_grant_is_awaited_nothing_is_told_twice(nats_client: Client) -> None:
+async def test_nothing_is_published_twice_while_a_grant_is_awaited(nats_client: Client) -> None:
     partition = partition_of("w", PARTITIONS)
     async with Publisher(SETTINGS, nats=nats_client, begin=False) as publisher:
         await publisher.stored(tokens(16 * 10_000))
         publisher.begin_publishing()
-        await until(lambda: publisher.counters.grants_unanswered, what="nobody owns the partition")
+        await until(lambda: publisher.counters.grants_unanswered, what="the partition has no owner")
         await publisher.stored(tokens(64, 1_000_000))
 
         async def owner(msg: Msg) -> None:
@@ -336,9 +336,9 @@ async def test_while_a_grant_is_awaited_nothing_is_told_twice(nats_client: Clien
 
         await nats_client.subscribe(grant_subject(partition), cb=owner)
         await flushed(publisher)
-        told = await read_stream(nats_client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
-        assert told.outcomes["applied"] == len(told.messages)
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
+        assert published.outcomes["applied"] == len(published.messages)
 
 
 async def test_a_checkpoint_follows_when_a_worker_falls_idle_and_not_again(nats_client: Client) -> None:
@@ -347,13 +347,13 @@ async def test_a_checkpoint_follows_when_a_worker_falls_idle_and_not_again(nats_
         await publisher.stored(tokens(64))
         await until(lambda: publisher.counters.checkpoints == 1, what="the idle worker's checkpoint")
         await flushed(publisher)
-        told = await read_stream(nats_client)
-        assert told.messages[-1].events == [Checkpoint(publisher.ledger.digest.words)]
-        assert told.outcomes["failed_checks"] == 0
+        published = await read_stream(nats_client)
+        assert published.messages[-1].events == [Checkpoint(publisher.ledger.digest.words)]
+        assert published.outcomes["failed_checks"] == 0
         assert publisher.changelog.checkpoint_in(1e12) is None
 
 
-async def test_checkpoints_follow_after_so_many_messages(nats_client: Client) -> None:
+async def test_checkpoints_follow_after_the_set_number_of_messages(nats_client: Client) -> None:
     settings = SETTINGS.model_copy(update={"checkpoint_messages": 3})
     async with Publisher(settings, nats=nats_client) as publisher:
         await flushed(publisher)
@@ -366,7 +366,7 @@ async def test_checkpoints_follow_after_so_many_messages(nats_client: Client) ->
 # ---------------------------------------------------------------- heartbeats
 
 
-async def test_heartbeats_tell_incarnation_acked_seq_and_endpoint(nats_client: Client) -> None:
+async def test_heartbeats_have_incarnation_acked_seq_and_endpoint(nats_client: Client) -> None:
     subscription = await nats_client.subscribe(alive_subject("w"))
     settings = SETTINGS.model_copy(update={"labels": {"rack": "r1"}, "advertise_url": "http://10.0.0.1:8000"})
     async with Publisher(settings, nats=nats_client) as publisher:
@@ -386,7 +386,7 @@ async def test_heartbeats_tell_incarnation_acked_seq_and_endpoint(nats_client: C
         assert beat.endpoint.block_size == 16
 
 
-async def test_a_gentle_close_says_draining_with_everything_told(nats_client: Client) -> None:
+async def test_a_gentle_close_says_draining_after_everything_is_published(nats_client: Client) -> None:
     subscription = await nats_client.subscribe(alive_subject("w"))
     async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await flushed(publisher)

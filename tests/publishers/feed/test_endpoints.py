@@ -24,6 +24,6 @@ def test_a_rank_without_a_port_is_one_clear_line(endpoint: str) -> None:
         endpoint_of_rank(endpoint, 1)
 
 
-def test_an_engines_wildcard_is_this_machine() -> None:
+def test_an_engines_wildcard_address_is_this_machine() -> None:
     assert to_connect("tcp://*:5557") == to_connect("tcp://0.0.0.0:5557") == "tcp://127.0.0.1:5557"
     assert to_connect("tcp://10.0.0.7:5557") == "tcp://10.0.0.7:5557"

@@ -43,7 +43,7 @@ def drain(changelog: Changelog) -> list[bytes]:
     return payloads
 
 
-def test_nothing_is_told_before_the_first_incarnation() -> None:
+def test_nothing_is_published_before_the_first_incarnation() -> None:
     changelog = new_changelog()
     changelog.record(stored(1))
     assert flush(changelog) == 0
@@ -55,7 +55,7 @@ def test_nothing_is_told_before_the_first_incarnation() -> None:
     assert changelog.ledger.digest.blocks == 1
 
 
-def test_pending_events_are_in_the_snapshot_and_not_told_again() -> None:
+def test_pending_events_are_in_the_snapshot_and_not_published_again() -> None:
     changelog = new_changelog()
     changelog.require_incarnation(IncarnationReason.START)
     changelog.record(stored(1))
@@ -65,7 +65,7 @@ def test_pending_events_are_in_the_snapshot_and_not_told_again() -> None:
     assert changelog.flushed
 
 
-def test_the_last_batches_before_a_new_incarnation_are_told_by_its_snapshot() -> None:
+def test_the_last_batches_before_a_new_incarnation_are_in_its_snapshot() -> None:
     changelog = new_changelog()
     changelog.require_incarnation(IncarnationReason.START)
     begin(changelog)
@@ -77,7 +77,7 @@ def test_the_last_batches_before_a_new_incarnation_are_told_by_its_snapshot() ->
     assert changelog.ledger.digest.blocks == 1
 
 
-def test_a_store_and_a_removal_that_are_folded_together_are_not_told() -> None:
+def test_a_store_and_a_removal_folded_together_are_not_published() -> None:
     changelog = new_changelog()
     changelog.require_incarnation(IncarnationReason.START)
     begin(changelog)
@@ -86,7 +86,7 @@ def test_a_store_and_a_removal_that_are_folded_together_are_not_told() -> None:
     assert changelog.fold() == []
 
 
-def test_an_overflow_wants_a_new_incarnation() -> None:
+def test_after_an_overflow_a_new_incarnation_is_due() -> None:
     changelog = new_changelog(OutboxLimits(outbox_messages=2))
     changelog.require_incarnation(IncarnationReason.START)
     begin(changelog)
@@ -99,7 +99,7 @@ def test_an_overflow_wants_a_new_incarnation() -> None:
     assert changelog.ledger.digest.blocks == 4
 
 
-def test_starting_over_tells_an_empty_cache() -> None:
+def test_starting_over_begins_with_an_empty_cache() -> None:
     changelog = new_changelog()
     changelog.require_incarnation(IncarnationReason.START)
     begin(changelog)
@@ -194,7 +194,7 @@ async def test_the_index_ends_with_what_the_ledger_announces(seed: int) -> None:
     assert changelog.ledger.digest.blocks == len(held)
 
 
-def test_counters_tell_blocks_by_change() -> None:
+def test_counters_count_blocks_by_change() -> None:
     counters = PublisherCounters()
     changelog = Changelog("w", Ledger(LedgerSettings("model", "model", block_size=4)), counters)
     changelog.require_incarnation(IncarnationReason.START)
