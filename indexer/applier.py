@@ -17,8 +17,8 @@ from kvatlas.bus.wire import TS_US, RawMessage
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ResidencyIndex
 from kvatlas.runtime.backoff import Backoff
-from kvatlas.runtime.rate_limited_log import Complaints
-from kvatlas.runtime.wakeup import Waking
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent
 
 CALL_MESSAGES = 512
@@ -53,8 +53,8 @@ class Applier:
         self._queues: list[PartitionQueue] = []
         self._turn = 0
         self._links = LinkCollector()
-        self._errors = Complaints(log, f"shard {shard}: ")
-        self._wakeup = Waking()
+        self._errors = RateLimitedLog(log, f"shard {shard}: ")
+        self._wakeup = Wakeup()
         self.wake: Callable[[], None] = self._wakeup.wake
         """To be called after an empty queue got a message."""
 
@@ -172,4 +172,4 @@ class Applier:
             counters.store_full += 1
             closed = sum(record.oom for record in applied.records)
             line = f"the store is out of memory (maxmemory), {closed} workers are left out of the index until there is room"
-            self._errors.say("out of memory", line, logging.ERROR)
+            self._errors.report("out of memory", line, logging.ERROR)

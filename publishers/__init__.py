@@ -1,28 +1,29 @@
-"""Engine-side publishers: what an engine's cache holds, told to the index without a loss that goes unseen.
+"""Engine-side publishers: they publish what an engine's cache holds, without a loss that goes unseen.
 
-    engine --ZMQ--> feed ---> telling -------------------> sender --JetStream-->
-                    |         |- ledger   (what is held)   |
-                    |         `- outbox   (what is told) --'
-                    `- continuity, replay, engines/, poison, dead_letter
+    engine --ZMQ--> feed/subscriber --> publisher --> stream/changelog --------------> stream/sender --JetStream-->
+                    |                                 |- ledger/        (held)         |
+                    |- continuity, connection_state   `- stream/outbox  (published) ---'
+                    `- replay, undecodable, engines/
 
 Pure (no I/O)
-    continuity       is what the feed brings one engine process' unbroken story?   poison: whose are the bad payloads?
-    engines/         an engine's bytes as engine-neutral events, one file an engine
-    ledger           reference counts of what the engine holds, folded into the change of what is announced
-                     (lineage, closure, announcement, twins, holding, extra_keys, ledger_dump: its parts)
-    telling          ledger in, outbox out; incarnations (incarnation) and checkpoints (checkpointing)
-    outbox           go-back-N of one incarnation's messages; cutting makes the messages, acknowledgement reads answers
-    load             an engine's metrics page as its load
+    feed/            connection_state, continuity: gaps and restarts of the feed; undecodable: bad payloads
+    engines/         vllm, sglang: an engine's bytes as engine-neutral events; metrics: its metrics page as its load
+    ledger/          what the engine holds, and the change of it that is announced (its flow: `ledger/ledger.py`)
+    stream/          changelog: ledger in, outbox out; incarnation, checkpoints; outbox: go-back-N over the messages
+                     that message_split makes; puback: JetStream's answers
 Talking (thin)
-    publisher        the embeddable Publisher: sender, control, granting, heartbeat, engine_poller in one task group
-    feed, replay     the engine's ZMQ sockets
-    sidecar          `kvatlas publish`: feed, publisher and saved_state of one or several engine ranks
+    publisher        the embeddable Publisher: sender, control, heartbeat, duplicate_publisher, engines/poller in one task
+                     group, stream/grants
+    feed/            subscriber, replay: the engine's ZMQ sockets; dead_letters: a file
+    sidecar          `kvatlas publish`: feed, publisher and saved_state of one or several engine ranks; eventless_engine:
+                     engines without KV events
+    engines/         discovery: what a running engine offers
 
 Invariants
-- Nothing the engine sends stops a feed; whatever is left out is counted.
+- Nothing an engine sends stops its feed; whatever is left out is counted.
 - In doubt less is announced than is held, never more.
-- What was put in an incarnation, snapshot first, adds up to what the ledger announces, or a new incarnation is wanted.
-- Memory towards the bus is bounded: when the outbox is full the ledger is told anew.
+- What was put in an incarnation, snapshot first, adds up to what the ledger announces, or a new incarnation is due.
+- Memory towards the bus is bounded: after an overflow of the outbox a new incarnation begins with a snapshot.
 """
 
 from publishers.publisher import Publisher

@@ -1,4 +1,4 @@
-"""Names for blocks of a caller that has token ids but no block hashes of its own."""
+"""Names of blocks, for callers that have token ids but no block hashes of their own."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -19,16 +19,16 @@ def block_names(
     salt: str | None = None,
     extra_keys: Sequence[ExtraKeys] | None = None,
 ) -> list[EngineHash]:
-    """Names of the full blocks: 8 bytes that tell the adapter and the salt, 8 that tell the chain.
+    """Names of the full blocks: 8 bytes for the adapter and the salt, 8 for the chain.
 
-    Raises InvalidValue for token ids that can't be hashed, and for a parent that is not such a name of the namespace.
+    Raises InvalidValue for token ids that can't be hashed, and for a parent that is no name with this adapter and salt.
     """
     namespace = blake2b(repr((adapter, salt)).encode(), digest_size=NAMESPACE_BYTES).digest()
     above: int | None = None
     if parent is not None:
         if not isinstance(parent, bytes) or len(parent) != NAME_BYTES or not parent.startswith(namespace):
             raise InvalidValue(
-                f"parent {parent!r:.60}; expected a name that `stored` gave for the same adapter and salt"
+                f"parent {parent!r:.60}; expected a name that `stored` returned for the same adapter and salt"
             )
         above = int.from_bytes(parent[NAMESPACE_BYTES:], "little")
     packed = extend_chain(token_ids, block_size, above, extra_keys)

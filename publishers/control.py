@@ -1,4 +1,4 @@
-"""Answers what is asked of a publisher on its control subject: a snapshot, its status, its digest (thin)."""
+"""Answers requests on a publisher's control subject: for a snapshot, its status, its digest (thin)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,42 +8,42 @@ from nats.aio.msg import Msg
 from nats.errors import ConnectionClosedError
 
 from kvatlas.blocks.digest import Digest
+from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
 from kvatlas.bus.subjects import control_subject
-from kvatlas.bus.subscription import unsubscribe
 from kvatlas.errors import InvalidValue
-from kvatlas.runtime.rate_limited_log import Complaints
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
 from publishers.ledger.ledger import Ledger
-from publishers.stream.changelog import Telling
+from publishers.stream.changelog import Changelog
 
-MOST_SCOPES = 1_000
+MAX_SCOPES = 1_000
 """A reply with more would not fit a message of the bus."""
 
 
-class ControlDesk:
-    """`start`, then `run`, then `stop`."""
+class ControlResponder:
+    """`start`, then `run` until cancelled, then `stop`."""
 
     def __init__(
         self,
         client: Client,
         worker_id: str,
-        telling: Telling,
+        changelog: Changelog,
         counters: PublisherCounters,
-        complaints: Complaints,
+        log: RateLimitedLog,
         *,
         status: Callable[[], dict[str, Any]],
-        on_wanted: Callable[[], None],
+        on_incarnation_due: Callable[[], None],
         checkpoint: Callable[[], None],
     ) -> None:
-        """`on_wanted`: a new incarnation is wanted now. `checkpoint` folds and tells what is pending, and a checkpoint."""
+        """`checkpoint` folds and publishes what is pending, and a checkpoint of it all."""
         self._client = client
         self._worker_id = worker_id
-        self._telling = telling
+        self._changelog = changelog
         self._counters = counters
-        self._complaints = complaints
+        self._log = log
         self._status = status
-        self._on_wanted = on_wanted
+        self._on_incarnation_due = on_incarnation_due
         self._checkpoint = checkpoint
 
     async def start(self) -> None:
@@ -61,54 +61,56 @@ class ControlDesk:
 
     async def _answer(self, msg: Msg) -> None:
         self._counters.control_requests += 1
-        if self._telling.yielded:
-            return  # it is the other publisher's to answer
+        if self._changelog.yielded:
+            return  # the other publisher answers
         try:
             reply = self.reply(ControlRequest.unpack(msg.data))
         except InvalidValue as error:
             self._counters.control_bad += 1
-            self._complaints.say("control", f"control request refused: {error}")
-            reply = self._make(ok=False, note=str(error))
+            self._log.report("control", f"control request refused: {error}")
+            reply = self._make_reply(ok=False, note=str(error))
         if msg.reply:
             try:
                 await self._client.publish(msg.reply, reply.pack())
             except ConnectionClosedError:
-                return  # the publisher is being closed: nobody is answered any more
+                return  # the publisher is being closed
 
     def reply(self, request: ControlRequest) -> ControlReply:
-        """What is answered to a request, after it was acted upon. Raises InvalidValue for an impossible `above`."""
+        """Carry a request out, and the reply to it. Raises InvalidValue for an impossible `above`."""
         match request.op:
             case ControlOp.SNAPSHOT:
                 self._counters.snapshot_requests += 1
-                if not self._telling.request(request.above):
+                if not self._changelog.request_snapshot(request.above):
                     self._counters.snapshot_requests_ignored += 1
-                    return self._make(note=f"incarnation {self._telling.outbox.incarnation} is above it already")
-                self._on_wanted()
-                return self._make()
+                    return self._make_reply(
+                        note=f"incarnation {self._changelog.outbox.incarnation} is above it already"
+                    )
+                self._on_incarnation_due()
+                return self._make_reply()
             case ControlOp.STATUS:
-                return self._make(status=self._status())
+                return self._make_reply(status=self._status())
             case ControlOp.DIGEST:
                 self._checkpoint()
-                telling = self._telling
-                if telling.wanted is not None or not telling.outbox.incarnation:
-                    return self._make(ok=False, note="a new incarnation is about to begin")
-                told = {"told_seq": telling.outbox.next_seq - 1}
-                scopes = digests_by_scope(telling.ledger)
-                return self._make(digest=telling.ledger.digest.words, scopes=scopes, status=told)
+                changelog = self._changelog
+                if changelog.incarnation_due is not None or not changelog.outbox.incarnation:
+                    return self._make_reply(ok=False, note="a new incarnation is about to begin")
+                status = {"told_seq": changelog.outbox.next_seq - 1}
+                scopes = digests_by_scope(changelog.ledger)
+                return self._make_reply(digest=changelog.ledger.digest.words, scopes=scopes, status=status)
 
-    def _make(self, *, ok: bool = True, **fields: Any) -> ControlReply:
-        outbox = self._telling.outbox
+    def _make_reply(self, *, ok: bool = True, **fields: Any) -> ControlReply:
+        outbox = self._changelog.outbox
         return ControlReply(
             ok=ok, worker_id=self._worker_id, incarnation=outbox.incarnation, acked_seq=outbox.acked_seq, **fields
         )
 
 
 def digests_by_scope(ledger: Ledger) -> list[ScopeDigest] | None:
-    """What the ledger announces, counted anew; None for more scopes than fit one reply."""
+    """What the ledger announces, counted from its snapshot; None for more scopes than fit one reply."""
     digests: dict[bytes, Digest] = {}
     for chunk in ledger.snapshot():
         digests.setdefault(chunk.scope_id, Digest()).add(chunk.scope_id, chunk.tier, chunk.hashes)
-    if len(digests) > MOST_SCOPES:
+    if len(digests) > MAX_SCOPES:
         return None
     scopes = [(ledger.uses[scope_id].scope, digest) for scope_id, digest in digests.items()]
     return [

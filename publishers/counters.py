@@ -11,9 +11,9 @@ class PublisherCounters:
     engine_batches: int = 0
     engine_events: int = 0
     skipped_events: int = 0
-    """events that could not be understood or indexed, the rest of their batch was"""
+    """events that could not be decoded or indexed, in batches whose other events could"""
     poison: int = 0
-    """payloads that could not be understood at all (malformed, oversized, foreign), each kept as a dead letter"""
+    """payloads that could not be decoded at all (malformed, oversized, foreign), each kept as a dead letter"""
     poison_malformed: int = 0
     poison_oversized: int = 0
     poison_frames: int = 0
@@ -26,12 +26,12 @@ class PublisherCounters:
     feed_replays_failed: int = 0
     feed_restarts: int = 0
     feed_started_over: int = 0
-    """times that the feed's story was broken, so that what was held had to be given up"""
+    """times that everything held was dropped after a gap or a restart"""
     feed_lost: int = 0
-    """payloads and events that may have taken blocks away and could not be understood: what was held is given up"""
+    """batches that could not be decoded, fully or in part, and may have removed blocks"""
     feed_unheard: int = 0
-    """batches not taken, because there were too many such"""
-    # told to the index
+    """batches ignored because too many were lost like that"""
+    # published to the index
     events: int = 0
     blocks_stored: int = 0
     blocks_removed: int = 0
@@ -48,7 +48,7 @@ class PublisherCounters:
     sends: int = 0
     sent_bytes: int = 0
     resends: int = 0
-    """messages that had to be sent again: acknowledgement refused, overdue, or the connection lost"""
+    """messages sent again: refused, acknowledgement overdue, or connection lost"""
     ack_timeouts: int = 0
     disconnects: int = 0
     refused_no_stream: int = 0
@@ -56,7 +56,7 @@ class PublisherCounters:
     refused_too_large: int = 0
     refused_busy: int = 0
     refused_other: int = 0
-    # asked and answered
+    # requests and answers
     grants_asked: int = 0
     grants_denied: int = 0
     grants_unanswered: int = 0
@@ -74,7 +74,7 @@ class PublisherCounters:
 
     @property
     def refused(self) -> int:
-        """Publish acknowledgements that were errors, for whatever reason."""
+        """Negative acknowledgements, for whatever reason."""
         return (
             self.refused_no_stream
             + self.refused_no_space

@@ -1,8 +1,8 @@
 """Two publishers of one worker: the older one yields.
 
-Both hear the worker's heartbeats. One that hears a higher incarnation than its own is the older: it tells nothing more,
-answers nothing and sends no heartbeats, until the other has been silent for longer than any heartbeat is late; then it
-tells all anew, above what it heard. So the index follows one of them, and does not go back and forth.
+Both hear the worker's heartbeats. One that hears a higher incarnation than its own is the older: it publishes nothing more,
+answers no request and sends no heartbeats, until the other has been silent for longer than any heartbeat is late; then it
+publishes a new incarnation above the one it heard. So the index follows one of them and does not switch back and forth.
 """
 
 import logging
@@ -12,13 +12,13 @@ from time import monotonic
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import alive_subject
-from kvatlas.bus.subscription import unsubscribe
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import Heartbeat
-from kvatlas.runtime.wakeup import Waking
+from kvatlas.runtime.wakeup import Wakeup
 from publishers.counters import PublisherCounters
-from publishers.stream.changelog import Telling
+from publishers.stream.changelog import Changelog
 
 SILENT_S = 6.0
 """Longer than routers wait for a heartbeat, much shorter than until a worker is retired."""
@@ -26,48 +26,47 @@ SILENT_S = 6.0
 log = logging.getLogger("kvatlas.publisher")
 
 
-class Rivalry:
+class DuplicatePublisherWatch:
     """`start`, then `run` until cancelled, then `stop`."""
 
     def __init__(
         self,
         client: Client,
         worker_id: str,
-        telling: Telling,
+        changelog: Changelog,
         counters: PublisherCounters,
         *,
-        on_wanted: Callable[[], None],
+        on_incarnation_due: Callable[[], None],
         silent_s: float = SILENT_S,
     ) -> None:
-        """`on_wanted`: a new incarnation is wanted now."""
         self._client = client
         self._worker_id = worker_id
-        self._telling = telling
+        self._changelog = changelog
         self._counters = counters
-        self._on_wanted = on_wanted
+        self._on_incarnation_due = on_incarnation_due
         self._silent_s = silent_s
         self._heard_s = 0.0
-        self._heard = Waking()
+        self._wakeup = Wakeup()
 
     async def start(self) -> None:
         """Listen. Raises nats errors if the connection is closed."""
         self._subscription = await self._client.subscribe(alive_subject(self._worker_id), cb=self._on_heartbeat)
 
     async def run(self) -> None:
-        """Take the worker back when the other publisher has fallen silent. While NATS is away nobody is heard."""
+        """Take the worker over when the other publisher is silent. Without NATS no publisher is heard, and none is silent."""
         while True:
-            if not self._telling.yielded:
-                await self._heard.wait()
+            if not self._changelog.yielded:
+                await self._wakeup.wait()
                 continue
             left_s = self._heard_s + self._silent_s - monotonic()
             if not self._client.is_connected:
                 self._heard_s = monotonic()
             elif left_s <= 0:
-                log.warning("worker %s: the other publisher fell silent: telling goes on here", self._worker_id)
-                self._telling.take_back()
-                self._on_wanted()
+                log.warning("worker %s: other publisher is silent; taking over", self._worker_id)
+                self._changelog.take_over()
+                self._on_incarnation_due()
                 continue
-            await self._heard.wait(max(0.1, left_s))
+            await self._wakeup.wait(max(0.1, left_s))
 
     async def stop(self) -> None:
         """Listen no longer."""
@@ -75,20 +74,20 @@ class Rivalry:
 
     async def _on_heartbeat(self, msg: Msg) -> None:
         try:
-            beat = Heartbeat.unpack(msg.data)
+            heartbeat = Heartbeat.unpack(msg.data)
         except InvalidValue:
             return  # not a publisher's: the indexer counts it
-        own = self._telling.outbox.incarnation
-        if not self._telling.hear(beat.incarnation):
+        own = self._changelog.outbox.incarnation
+        if not self._changelog.record_heartbeat(heartbeat.incarnation):
             return
         self._heard_s = monotonic()
-        if not self._telling.yielded:
-            self._telling.yield_to_other()
+        if not self._changelog.yielded:
+            self._changelog.yield_worker()
             self._counters.yields += 1
             log.warning(
-                "worker %s: another publisher tells of it (incarnation %d, here %d): this one yields",
+                "worker %s: another publisher has a newer incarnation (%d, ours is %d); this one yields",
                 self._worker_id,
-                beat.incarnation,
+                heartbeat.incarnation,
                 own,
             )
-        self._heard.wake()
+        self._wakeup.wake()

@@ -1,7 +1,7 @@
-"""An engine that tells no KV events: its pulse and load are told, and that nothing is known of what it holds.
+"""An engine without KV events: its heartbeat and load are published, and that its residency is not known.
 
-What routers send there is what they predict from (`EngineEndpoint.events`), for one incarnation: another life
-of the engine begins another one, with which every prediction ends.
+Routers predict it from the requests they send there (`EngineEndpoint.events`), for one incarnation: when the engine restarts, a
+new one begins, which ends every prediction.
 """
 
 import logging
@@ -19,8 +19,8 @@ from publishers.settings import PublisherSettings
 log = logging.getLogger("kvatlas.publisher")
 
 
-class SilentEngine:
-    """One such engine rank; the twin of `publishers.sidecar.EngineSidecar`."""
+class EventlessEngine:
+    """One such engine rank; it has the methods of `publishers.sidecar.EngineSidecar`."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)
@@ -28,38 +28,38 @@ class SilentEngine:
         self._was_up = False
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Nothing is read of the engine but its pages."""
-        self._publisher = Publisher(self._settings, nats=client, begin=False)
+        """Opens no socket: only the engine's pages are read."""
+        self._publisher = Publisher(
+            self._settings,
+            nats=client,
+            begin=False,
+            on_engine_change=self._on_engine_change,
+            on_engine_restart=lambda: self._start_over("engine restarted"),
+        )
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Nothing is open."""
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled; after `open`."""
         publisher, poller = self._publisher, self._publisher.poller
         assert poller is not None, "settings without events have the engine's address"
         await poller.poll_once()
-        self._was_up = poller.state is EngineState.UP
-        poller.on_change = self._changed
-        poller.on_restart = lambda: self._begin_again("the engine's process started anew")
         async with publisher:
-            publisher.begin_telling()
+            publisher.begin_publishing()
             try:
                 ready(publisher)
                 await anyio.sleep_forever()
             finally:
                 await publisher.close_gently()
 
-    def _changed(self) -> None:
-        """An engine that was away may have lost its cache, also where no page tells when its process started."""
-        poller = self._publisher.poller
-        assert poller is not None
-        if poller.state is EngineState.UP:
+    def _on_engine_change(self, state: EngineState) -> None:
+        """An engine that was away may have lost its cache, even if no page says when its process started."""
+        if state is EngineState.UP:
             if self._was_up:
-                self._begin_again("the engine was away")
+                self._start_over("engine is up again")
             self._was_up = True
-        self._publisher.beat()
 
-    def _begin_again(self, why: str) -> None:
-        log.warning("worker %s: %s: what it was predicted to hold is forgotten", self.worker_id, why)
+    def _start_over(self, why: str) -> None:
+        log.warning("worker %s: %s; dropping what was predicted of its cache", self.worker_id, why)
         self._publisher.start_over()

@@ -1,4 +1,4 @@
-"""The worker's pulse: each second its incarnation, what the stream has of it, the engine's state and load (thin)."""
+"""Sends the worker's heartbeat each second: its incarnation, what the stream has of it, the engine's state and load (thin)."""
 
 from collections.abc import Callable
 from time import time
@@ -15,8 +15,8 @@ from publishers.stream.outbox import Outbox
 HEARTBEAT_S = 1.0
 
 
-class Pulse:
-    """`run` until cancelled; `beat` at once where something changed that routers should know."""
+class HeartbeatSender:
+    """`run` until cancelled; `send` at once if something changed that routers should know."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Pulse:
         self._every_s = every_s
 
     def heartbeat(self, state: EngineState | None = None) -> Heartbeat:
-        """What is sent now."""
+        """The heartbeat to send now; `state`: instead of the engine's."""
         return Heartbeat(
             worker_id=self._outbox.worker_id,
             incarnation=self._outbox.incarnation,
@@ -52,19 +52,19 @@ class Pulse:
             sent_us=time_us(),
         )
 
-    async def beat(self, state: EngineState | None = None) -> None:
-        """Send one now. While NATS is away none is sent: old ones are worth nothing."""
+    async def send(self, state: EngineState | None = None) -> None:
+        """Send one now. None is sent while NATS is not connected: old heartbeats are worth nothing."""
         if not self._client.is_connected or self._quiet():
             return
         try:
             await self._client.publish(alive_subject(self._outbox.worker_id), self.heartbeat(state).pack())
         except NatsError:
-            return  # the connection went at this moment; the next beat is a second away
+            return  # the connection was lost at this moment; the next heartbeat is a second away
         self._counters.heartbeats += 1
 
     async def run(self) -> None:
         while True:
-            await self.beat()
+            await self.send()
             await anyio.sleep(self._every_s)
 
 

@@ -29,18 +29,18 @@ from kvatlas.errors import InvalidValue
 from kvatlas.events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
 from kvatlas.fleet.records import EngineState, WorkerState
 from kvatlas.identity import partition_of
-from kvatlas.runtime.rate_limited_log import Complaints
-from kvatlas.runtime.wakeup import Waking
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
 from publishers.block_names import block_names
-from publishers.control import ControlDesk
+from publishers.control import ControlResponder
 from publishers.counters import PublisherCounters
-from publishers.duplicate_publisher import Rivalry
+from publishers.duplicate_publisher import DuplicatePublisherWatch
 from publishers.engines.poller import EnginePoller
-from publishers.heartbeat import Pulse, time_us
+from publishers.heartbeat import HeartbeatSender, time_us
 from publishers.ledger.ledger import Ledger
 from publishers.settings import PublisherSettings
-from publishers.stream.changelog import Telling, Want
+from publishers.stream.changelog import Changelog, IncarnationReason
 from publishers.stream.grants import await_grant
 from publishers.stream.message_split import block_count
 from publishers.stream.sender import Sender
@@ -50,15 +50,16 @@ CLOSE_S = 2.0
 HEADERS_BYTES = 1024
 """Room for trace context beside a message's payload."""
 LINGER_EVENTS = 2048
-"""So many engine events waiting are folded at once."""
+"""This many pending engine events are folded without lingering."""
 
 log = logging.getLogger("kvatlas.publisher")
 
 
 class Publisher:
-    """Tells the index what one worker holds. `async with`: its tasks live inside.
+    """Publishes what one worker holds. `async with`: its tasks live inside.
 
-    What is told never waits for the network: the outbox is bounded, and when it overflows the ledger is told anew.
+    Recording never waits for the network: the outbox is bounded, and after an overflow a new incarnation begins with all that
+    the ledger holds.
     """
 
     def __init__(
@@ -70,30 +71,35 @@ class Publisher:
         saved_incarnation: int = 0,
         begin: bool = True,
         rng: random.Random | None = None,
+        feed_alive: Callable[[], bool] | None = None,
+        on_engine_change: Callable[[EngineState], None] = lambda _: None,
+        on_engine_restart: Callable[[], None] = lambda: None,
     ) -> None:
-        """`nats`: a connection, or an URL to connect to (with back-off, for ever). `ledger`: one that was saved.
+        """`nats`: a connection, or a URL to connect to (with back-off, for ever). `ledger`: one that was saved.
 
-        `begin` False: nothing is told before `begin_telling`. Raises InvalidValue for settings that can't be.
+        `begin` False: nothing is published before `begin_publishing`. `feed_alive`: is the engine's feed connected? Used
+        without an engine URL. `on_engine_change` and `on_engine_restart`, with an engine URL: its state has changed, its
+        process is another one. Raises InvalidValue for impossible settings.
         """
         self.settings = settings
         self.worker_id = settings.worker_id
         self.counters = PublisherCounters()
         self.ledger = ledger or Ledger(settings.ledger)
         self.poller: EnginePoller | None = None
-        self.feed_alive: Callable[[], bool] | None = None
-        """where there is no URL: is the engine's feed connected?"""
         self._rng = rng or random.Random()
         self._nats = nats
         self._begin = begin
-        self._waking = Waking()
-        self._wanting = Waking()
-        self._beating = Waking()
+        self._feed_alive = feed_alive
+        self._on_engine_change = on_engine_change
+        self._fold_wakeup = Wakeup()
+        self._incarnation_wakeup = Wakeup()
+        self._heartbeat_wakeup = Wakeup()
         self._progress = anyio.Event()
         self._first_pending_s = 0.0
         self._first_pending_ns = 0
         self._stack = AsyncExitStack()
-        self._complaints = Complaints(log, f"worker {self.worker_id}: ")
-        self.telling = Telling(
+        self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
+        self.changelog = Changelog(
             self.worker_id,
             self.ledger,
             self.counters,
@@ -103,7 +109,13 @@ class Publisher:
             rng=self._rng,
         )
         if settings.engine_url:
-            self.poller = EnginePoller(settings.engine_url, settings.load_context, self.counters, on_change=self.beat)
+            self.poller = EnginePoller(
+                settings.engine_url,
+                settings.load_context,
+                self.counters,
+                on_change=self._on_engine_state,
+                on_restart=on_engine_restart,
+            )
 
     # ---------------------------------------------------------------- life
 
@@ -114,56 +126,62 @@ class Publisher:
                 stack.push_async_callback(_close, self._client)
             else:
                 self._client = self._nats
-            self.telling.outbox.fit(self._client.max_payload - HEADERS_BYTES)
+            self.changelog.outbox.limit_message_bytes(self._client.max_payload - HEADERS_BYTES)
             self._sender = Sender(
                 self._client,
-                self.telling.outbox,
+                self.changelog.outbox,
                 events_subject(self.worker_id, self.settings.partitions),
                 self.counters,
                 on_progress=self._on_progress,
             )
-            self._pulse = Pulse(
+            self._heartbeats = HeartbeatSender(
                 self._client,
                 lambda: self.settings.endpoint(self.block_size),
-                self.telling.outbox,
+                self.changelog.outbox,
                 self.counters,
                 state=lambda: self.engine_state,
                 load=lambda: self.load,
-                quiet=lambda: self.telling.yielded,
+                quiet=lambda: self.changelog.yielded,
             )
-            control = ControlDesk(
+            control = ControlResponder(
                 self._client,
                 self.worker_id,
-                self.telling,
+                self.changelog,
                 self.counters,
-                self._complaints,
+                self._log,
                 status=self.status,
-                on_wanted=self._wanting.wake,
+                on_incarnation_due=self._incarnation_wakeup.wake,
                 checkpoint=self.checkpoint,
             )
-            rivalry = Rivalry(self._client, self.worker_id, self.telling, self.counters, on_wanted=self._wanting.wake)
+            duplicates = DuplicatePublisherWatch(
+                self._client,
+                self.worker_id,
+                self.changelog,
+                self.counters,
+                on_incarnation_due=self._incarnation_wakeup.wake,
+            )
             await self._sender.start()
             stack.push_async_callback(self._sender.stop)
             await control.start()
             stack.push_async_callback(control.stop)
-            await rivalry.start()
-            stack.push_async_callback(rivalry.stop)
+            await duplicates.start()
+            stack.push_async_callback(duplicates.stop)
             worker = {"worker": self.worker_id}
             stack.enter_context(export_metrics("publisher", self.counters, worker))
             stack.enter_context(export_metrics("ledger", self.ledger.counters, worker))
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
             tasks.start_soon(self._sender.run)
-            tasks.start_soon(self._keep_folding)
-            tasks.start_soon(self._keep_beginning)
-            tasks.start_soon(self._pulse.run)
-            tasks.start_soon(self._keep_beating)
+            tasks.start_soon(self._fold_pending)
+            tasks.start_soon(self._begin_incarnations)
+            tasks.start_soon(self._heartbeats.run)
+            tasks.start_soon(self._send_extra_heartbeats)
             tasks.start_soon(control.run)
-            tasks.start_soon(rivalry.run)
+            tasks.start_soon(duplicates.run)
             if self.poller is not None:
                 tasks.start_soon(self.poller.run)
             if self._begin:
-                self.begin_telling()
+                self.begin_publishing()
             self._stack = stack.pop_all()
         return self
 
@@ -173,15 +191,15 @@ class Publisher:
         return await self._stack.__aexit__(kind, error, traceback)
 
     async def close_gently(self, deadline_s: float = 2.0) -> None:
-        """Before leaving: all is told that can be within the deadline, and routers hear that the worker is draining.
+        """Before leaving: publish all that can be within the deadline, and say in heartbeats that the worker is draining.
 
-        The worker is not retired: whoever tells of it next, within the index' patience, goes on from here.
+        The worker is not retired: its next publisher goes on from here, if it comes before the index retires the worker.
         """
         with anyio.move_on_after(deadline_s, shield=True):
-            await self._pulse.beat(EngineState.DRAINING)
-            if self.telling.outbox.incarnation and not self.telling.yielded:
+            await self._heartbeats.send(EngineState.DRAINING)
+            if self.changelog.outbox.incarnation and not self.changelog.yielded:
                 await self.flush()
-            await self._pulse.beat(EngineState.DRAINING)  # with the last acknowledged seq
+            await self._heartbeats.send(EngineState.DRAINING)  # with the last acknowledged seq
             if self._client.is_connected:
                 await self._client.flush()
 
@@ -198,9 +216,9 @@ class Publisher:
         salt: str | None = None,
         extra_keys: Sequence[ExtraKeys] | None = None,
     ) -> Sequence[EngineHash]:
-        """Blocks were stored: an engine's event, or token ids with what tells their scope. The blocks' names.
+        """Record stored blocks: an engine's event, or token ids and their scope. Returns the blocks' names.
 
-        With token ids the names are made here, for `parent` of what follows and for `removed`; `parent` is the name of
+        With token ids the names are made here, for the `parent` of later calls and for `removed`; `parent` is the name of
         the block before the first, and only full blocks are stored. Raises InvalidValue for token ids that can't be
         hashed, for a parent that is no such name, and without a block size.
         """
@@ -219,69 +237,102 @@ class Publisher:
                 salt=salt,
                 extra_keys=extra_keys,
             )
-        self.take(EngineBatch([what]))
+        self.record(EngineBatch([what]))
         return what.hashes
 
     async def removed(self, what: EngineRemoved | Sequence[EngineHash], *, tier: Tier | str = Tier.HBM) -> None:
-        """One copy of each block is gone: an engine's event, or the blocks' names, child first."""
-        self.take(EngineBatch([what if isinstance(what, EngineRemoved) else EngineRemoved(what, _tier(tier))]))
+        """Record that one copy of each block is gone: an engine's event, or the blocks' names, child first."""
+        self.record(EngineBatch([what if isinstance(what, EngineRemoved) else EngineRemoved(what, _tier(tier))]))
 
     async def cleared(self, what: EngineCleared | None = None, *, tiers: Sequence[Tier | str] = (Tier.HBM,)) -> None:
-        """All blocks of the tiers are gone."""
-        self.take(EngineBatch([what or EngineCleared(tuple(_tier(tier) for tier in tiers))]))
+        """Record that all blocks of the tiers are gone."""
+        self.record(EngineBatch([what or EngineCleared(tuple(_tier(tier) for tier in tiers))]))
 
-    def take(self, batch: EngineBatch) -> None:
-        """An engine's batch. It is folded with what comes within the next 5 ms, at once where nothing is under way."""
-        before = self.telling.pending_events
-        self.telling.take(batch)
+    def record(self, batch: EngineBatch) -> None:
+        """Record an engine's batch. It is folded with what comes within the next 5 ms, at once if nothing is in flight."""
+        before = self.changelog.pending_events
+        self.changelog.record(batch)
         for line in batch.skipped:
-            self._complaints.say(f"skipped {line[:24]}", f"event skipped: {line}")
+            self._log.report(f"skipped {line[:24]}", f"skipped event: {line}")
         if not before:
             self._first_pending_s = monotonic()
             self._first_pending_ns = time_ns()
-        if not before or before < LINGER_EVENTS <= self.telling.pending_events:
-            self._waking.wake()
+        if not before or before < LINGER_EVENTS <= self.changelog.pending_events:
+            self._fold_wakeup.wake()
 
     def start_over(self) -> None:
-        """What the engine holds is not known any more: it is told anew, beginning with nothing."""
-        self.telling.start_over()
-        self._wanting.wake()
+        """What the engine holds is not known any more: drop everything, and begin an empty incarnation."""
+        self.changelog.start_over()
+        self._incarnation_wakeup.wake()
 
-    def begin_telling(self) -> None:
+    def begin_publishing(self) -> None:
         """Begin the first incarnation with what the ledger holds."""
-        self.telling.want(Want.START)
-        self._wanting.wake()
+        self.changelog.require_incarnation(IncarnationReason.START)
+        self._incarnation_wakeup.wake()
 
     async def flush(self) -> None:
-        """Returns when all that was taken before is acknowledged by the stream: later, while NATS is away."""
-        while not self.telling.settled:
-            self._waking.wake()
+        """Wait until the stream has acknowledged all that was recorded before; with NATS away, until it is back."""
+        while not self.changelog.flushed:
+            self._fold_wakeup.wake()
             await self._progress.wait()
+
+    def settle(self) -> None:
+        """Fold pending events into the ledger and publish the change now. One span."""
+        pending = self.changelog.pending_events
+        known_size = self.block_size
+        events = self.changelog.fold()
+        if self.block_size != known_size:
+            self.beat()  # routers need it to look a prompt up
+        if events:
+            with flush_span(
+                self.worker_id,
+                messages=1,
+                events=len(events),
+                blocks=block_count(events),
+                started_ns=self._first_pending_ns,
+            ):
+                if self.changelog.publish(events, time_us(), monotonic(), inject_headers()):
+                    self._sender.wake()
+                elif self.changelog.incarnation_due is not None:
+                    self._incarnation_wakeup.wake()
+        elif pending:
+            self._signal_progress()  # nothing to publish: a flush that waits for it is done
+
+    def checkpoint(self) -> None:
+        """Publish pending events, and a checkpoint of it all, out of turn."""
+        self.settle()
+        self.changelog.checkpoint(time_us())
+        self._sender.wake()
 
     # ---------------------------------------------------------------- what is known
 
     @property
     def engine_state(self) -> EngineState:
-        """As its health says; without an URL, as its feed does; without a feed it is up."""
+        """From the engine's health; without an engine URL from its feed; without a feed it is up."""
         if self.poller is not None:
             return self.poller.state
-        return EngineState.UP if self.feed_alive is None or self.feed_alive() else EngineState.DOWN
+        return EngineState.UP if self._feed_alive is None or self._feed_alive() else EngineState.DOWN
 
     @property
     def load(self) -> WorkerState | None:
         return self.poller.load if self.poller is not None else None
 
+    @property
+    def block_size(self) -> int | None:
+        """Tokens a block: from the engine's events, before the first one from its metrics."""
+        return self.ledger.block_size or (self.poller.block_size if self.poller is not None else None)
+
     def status(self) -> dict[str, Any]:
-        """Everything an operator may ask, as JSON types."""
-        outbox = self.telling.outbox
+        """Everything an operator may ask for, as JSON types."""
+        outbox = self.changelog.outbox
         return {
             "worker_id": self.worker_id,
             "incarnation": outbox.incarnation,
             "told_seq": outbox.next_seq - 1,
             "acked_seq": outbox.acked_seq,
             "waiting_messages": outbox.waiting,
-            "wanted": self.telling.wanted.value if self.telling.wanted else None,
-            "yielded": self.telling.yielded,
+            "wanted": self.changelog.incarnation_due.value if self.changelog.incarnation_due else None,
+            "yielded": self.changelog.yielded,
             "trouble": self._sender.trouble,
             "engine_state": self.engine_state.value,
             "announced": self.ledger.digest.blocks,
@@ -292,99 +343,70 @@ class Publisher:
 
     def beat(self) -> None:
         """Send a heartbeat now, out of turn."""
-        self._beating.wake()
+        self._heartbeat_wakeup.wake()
 
     # ---------------------------------------------------------------- tasks
 
-    async def _keep_folding(self) -> None:
-        """Folds what was taken: at once while nothing is under way to the stream, else after lingering."""
+    async def _fold_pending(self) -> None:
+        """Folds what was recorded: at once while nothing is in flight, else after lingering."""
         while True:
-            await self._waking.wait(self.telling.checkpoint_in(monotonic()))
-            if self.telling.pending_events:
-                while self.telling.outbox.in_flight and self.telling.pending_events < LINGER_EVENTS:
+            await self._fold_wakeup.wait(self.changelog.checkpoint_in(monotonic()))
+            if self.changelog.pending_events:
+                while self.changelog.outbox.in_flight and self.changelog.pending_events < LINGER_EVENTS:
                     left_s = self._first_pending_s + LINGER_S - monotonic()
-                    if left_s <= 0 or not await self._waking.wait(left_s):
+                    if left_s <= 0 or not await self._fold_wakeup.wait(left_s):
                         break
                 self.settle()
-            if self.telling.checkpoint_in(monotonic()) == 0:
-                self.telling.checkpoint(time_us())
+            if self.changelog.checkpoint_in(monotonic()) == 0:
+                self.changelog.checkpoint(time_us())
                 self._sender.wake()
 
-    @property
-    def block_size(self) -> int | None:
-        """Tokens a block: as the events say, before the first one as the engine's metrics say."""
-        return self.ledger.block_size or (self.poller.block_size if self.poller is not None else None)
-
-    def settle(self) -> None:
-        """Fold what is pending into the ledger now, tell the change, have it sent. One span."""
-        pending = self.telling.pending_events
-        known_size = self.block_size
-        events = self.telling.fold()
-        if self.block_size != known_size:
-            self.beat()  # routers can't look up a prompt before they know it
-        if events:
-            with flush_span(
-                self.worker_id,
-                messages=1,
-                events=len(events),
-                blocks=block_count(events),
-                started_ns=self._first_pending_ns,
-            ):
-                if self.telling.tell(events, time_us(), monotonic(), inject_headers()):
-                    self._sender.wake()
-                elif self.telling.wanted is not None:
-                    self._wanting.wake()
-        elif pending:
-            self._signal_progress()  # it changed nothing: a flush that waits for it is done
-
-    def checkpoint(self) -> None:
-        """Fold and tell what is pending, and a checkpoint of it all, out of turn."""
-        self.settle()
-        self.telling.checkpoint(time_us())
-        self._sender.wake()
-
-    async def _keep_beginning(self) -> None:
-        """Begins the wanted incarnations: while the stream takes messages, large ones under a grant."""
+    async def _begin_incarnations(self) -> None:
+        """Begins each incarnation that is due, while the stream takes messages; a large snapshot needs a grant."""
         while True:
-            await self._wanting.wait()
-            while self.telling.wanted is not None:
-                if not self._sender.well or self.telling.yielded:
-                    await self._wanting.wait(1.0)
+            await self._incarnation_wakeup.wait()
+            while self.changelog.incarnation_due is not None:
+                if not self._sender.ready or self.changelog.yielded:
+                    await self._incarnation_wakeup.wait(1.0)
                     continue
                 try:
-                    incarnation = self.telling.reserve(time_us())
+                    incarnation = self.changelog.next_incarnation(time_us())
                 except InvalidValue as error:
-                    self._complaints.say("incarnation", str(error))
+                    self._log.report("incarnation", str(error))
                     await anyio.sleep(1.0)
                     continue
-                size = self.telling.snapshot_bytes
+                size = self.changelog.snapshot_bytes
                 if size > UNGRANTED_SNAPSHOT_BYTES:
                     request = GrantRequest(worker_id=self.worker_id, incarnation=incarnation, snapshot_bytes=size)
                     partition = partition_of(self.worker_id, self.settings.partitions)
                     await await_grant(self._client, partition, request, self.counters, self._rng)
-                why = self.telling.wanted
-                if self._sender.well and self.telling.begin(incarnation, time_us()):
+                reason = self.changelog.incarnation_due
+                if self._sender.ready and self.changelog.begin_incarnation(incarnation, time_us()):
                     log.info(
-                        "worker %s: incarnation %d begins with %d blocks (%s)",
+                        "worker %s: starting incarnation %d with %d blocks (%s)",
                         self.worker_id,
                         incarnation,
                         self.ledger.digest.blocks,
-                        why,
+                        reason,
                     )
                     self._sender.wake()
-                    self._beating.wake()
+                    self._heartbeat_wakeup.wake()
 
-    async def _keep_beating(self) -> None:
+    async def _send_extra_heartbeats(self) -> None:
         while True:
-            await self._beating.wait()
-            await self._pulse.beat()
+            await self._heartbeat_wakeup.wait()
+            await self._heartbeats.send()
+
+    def _on_engine_state(self, state: EngineState) -> None:
+        self._on_engine_change(state)
+        self.beat()
 
     def _on_progress(self) -> None:
-        if self.telling.wanted is not None:
-            self._wanting.wake()
-        if self.telling.outbox.empty:
-            if self.telling.pending_events:
-                self._waking.wake()
+        if self.changelog.incarnation_due is not None:
+            self._incarnation_wakeup.wake()
+        if self.changelog.outbox.empty:
+            if self.changelog.pending_events:
+                self._fold_wakeup.wake()
             self._signal_progress()
 
     def _signal_progress(self) -> None:

@@ -1,7 +1,7 @@
 """What a publisher keeps over its own restart: the ledger, the position in the engine's feed, the last incarnation.
 
 One file, replaced as a whole (written beside, synced, renamed, folder synced), with a checksum. A file that is missing,
-torn, of another version or of another worker is not an error: the publisher then starts empty.
+torn, of another version or another worker's is not an error: the publisher then starts empty.
 """
 
 import os
@@ -20,8 +20,8 @@ _CHECKSUM_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """`ledger` and `continuity` are what their `dump` gave, `incarnation` the last one told. `started_us`: the engine
-    process' start time in microseconds since 1970, 0 where it is not known."""
+    """`ledger` and `continuity` are what their `dump` returned, `incarnation` the last one published. `started_us`: the engine
+    process' start time in microseconds since 1970, 0 if it is not known."""
 
     worker_id: str
     incarnation: int
@@ -31,7 +31,7 @@ class SavedState:
 
 
 class StateFile:
-    """The saved state of one worker. `warnings` counts the loads that found something unusable; `warning` is its line."""
+    """The saved state of one worker. `warnings` counts the loads that found nothing usable; `warning` says why the last did."""
 
     def __init__(self, state_dir: Path, worker_id: str) -> None:
         self.path = state_dir / f"{worker_id}.state"
@@ -58,33 +58,33 @@ class StateFile:
             os.close(folder)
 
     def load(self) -> SavedState | None:
-        """The state saved last, or None, with one counted warning, where there is none that can be used."""
+        """The state saved last; None, with one counted warning, if there is none that can be used."""
         try:
-            return self._checked(self.path.read_bytes())
+            return self._unpack(self.path.read_bytes())
         except FileNotFoundError:
-            self.warning = f"no saved state at {self.path}: starting empty"
+            self.warning = f"no saved state at {self.path}; starting empty"
         except (OSError, InvalidValue) as error:
-            self.warning = f"saved state at {self.path} can't be used ({error}): starting empty"
+            self.warning = f"saved state at {self.path} can't be used ({error}); starting empty"
         self.warnings += 1
         return None
 
-    def _checked(self, content: bytes) -> SavedState:
+    def _unpack(self, content: bytes) -> SavedState:
         if not content.startswith(_MAGIC):
-            raise InvalidValue("it is not a publisher's state, or one of another version")
+            raise InvalidValue("not a publisher's state, or one of another version")
         at = len(_MAGIC) + _CHECKSUM_BYTES
         body = content[at:]
         if _checksum(body) != content[len(_MAGIC) : at]:
-            raise InvalidValue("its checksum is wrong: it was torn or changed")
+            raise InvalidValue("wrong checksum: it was torn or changed")
         try:
             worker_id, incarnation, continuity, ledger, started_us = msgpack.unpackb(body)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise InvalidValue(f"its content is not a state: {error}") from error
+            raise InvalidValue(f"content is not a state: {error}") from error
         if worker_id != self._worker_id:
-            raise InvalidValue(f"it is of worker {worker_id!r}; expected {self._worker_id!r}")
+            raise InvalidValue(f"saved for worker {worker_id!r}; expected {self._worker_id!r}")
         if type(incarnation) is not int or not 0 <= incarnation <= MAX_INCARNATION or type(started_us) is not int:
             raise InvalidValue(f"incarnation {incarnation!r:.40}, start {started_us!r:.40}; expected integers")
         if not isinstance(continuity, bytes) or not isinstance(ledger, bytes):
-            raise InvalidValue("its ledger or position is not bytes")
+            raise InvalidValue("ledger or position is not bytes")
         return SavedState(worker_id, incarnation, continuity, ledger, started_us)
 
 

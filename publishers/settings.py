@@ -1,4 +1,4 @@
-"""What the fleet is to know of one worker, and how its publisher works."""
+"""What the fleet needs to know of one worker, and how its publisher works."""
 
 from typing import Self
 
@@ -15,8 +15,8 @@ from publishers.stream.outbox import OutboxLimits
 
 
 class PublisherSettings(BaseModel):
-    """`engine_url`: where health and metrics are read; without it the engine counts as up. `partitions` is the fleet's.
-    `events` False: the engine tells none."""
+    """`engine_url`: where health and metrics are read; without it the engine counts as up. `partitions`: of the whole fleet.
+    `events` False: the engine publishes none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -47,7 +47,7 @@ class PublisherSettings(BaseModel):
 
     @classmethod
     def of(cls, settings: PublishSettings) -> Self:
-        """From a process' settings; with a data-parallel rank the worker is that of the rank."""
+        """From a process' settings; with a data-parallel rank the worker is that rank's."""
         rank = settings.dp_rank
         return cls(
             worker_id=settings.worker_id if rank is None else rank_worker_id(settings.worker_id, rank),
@@ -75,7 +75,7 @@ class PublisherSettings(BaseModel):
 
     @property
     def ledger(self) -> LedgerSettings:
-        """Raises InvalidValue for names that can't be a scope's."""
+        """The ledger's part. Raises InvalidValue for names that can't be a scope's."""
         return LedgerSettings(
             model_id=self.model_id,
             tokenizer_id=self.tokenizer_id or self.model_id,
@@ -107,7 +107,7 @@ class PublisherSettings(BaseModel):
         )
 
     def endpoint(self, block_size: int | None) -> EngineEndpoint:
-        """The worker as routers need to know it; `block_size` is the ledger's."""
+        """What routers need to know of the worker; `block_size` is the ledger's."""
         return EngineEndpoint(
             id=self.worker_id,
             kind=self.engine,

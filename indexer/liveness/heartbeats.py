@@ -15,13 +15,13 @@ from indexer.counters import IndexerCounters
 from indexer.liveness.failure_detector import FailureDetector, Retirement
 from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.repair.doubt import DoubtJudge
+from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import ALL_ALIVE
-from kvatlas.bus.subscription import unsubscribe
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet.records import Heartbeat
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
-from kvatlas.runtime.wakeup import Waking
+from kvatlas.runtime.wakeup import Wakeup
 
 WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05
@@ -61,7 +61,7 @@ class Heartbeats:
         self._doubt = doubt
         self._counters = counters
         self._clock = clock
-        self._wakeup = Waking()
+        self._wakeup = Wakeup()
         self._adopt_at_s = clock() + ADOPT_EVERY_S
         self._ticked_s = clock()
         self._expiry = RecordExpiry(delete_record_after_s)

@@ -8,7 +8,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from kvatlas.bus.subscription import unsubscribe
+from kvatlas.bus.connection import unsubscribe
 
 
 class Echo:

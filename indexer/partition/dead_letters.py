@@ -12,8 +12,8 @@ from indexer.counters import IndexerCounters
 from indexer.partition.admission import PoisonMessage
 from kvatlas.bus.subjects import ALL_DEAD, DEAD_STREAM, dead_subject
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
-from kvatlas.runtime.rate_limited_log import Complaints
-from kvatlas.runtime.wakeup import Waking
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.runtime.wakeup import Wakeup
 
 REASON_HEADER = "Kvatlas-Reason"
 WHY_HEADER = "Kvatlas-Why"
@@ -49,15 +49,15 @@ class DeadLetters:
             storage=StorageType(storage),
         )
         self._letters: deque[tuple[str, dict[str, str], bytes]] = deque()
-        self._wakeup = Waking()
-        self._log = Complaints(log)
+        self._wakeup = Wakeup()
+        self._log = RateLimitedLog(log)
 
     def put(self, partition: int, subject: str, payload: bytes, poison: PoisonMessage) -> None:
         """Keep a message that must not be applied."""
         name = f"poison_{poison.reason}"
         setattr(self._counters, name, getattr(self._counters, name) + 1)
         why = _one_line(str(poison))
-        self._log.say(poison.reason, f"message on {subject} not applied ({poison.reason.value}): {why}")
+        self._log.report(poison.reason, f"message on {subject} not applied ({poison.reason.value}): {why}")
         if len(self._letters) >= QUEUE_LETTERS:
             self._counters.dead_letters_dropped += 1
             return

@@ -22,9 +22,9 @@ from indexer.partition.admission import Admission
 from indexer.partition.dead_letters import DeadLetters
 from indexer.partition.event_stream import EventStream
 from indexer.partition.pull_consumer import SILENCE_S, PullConsumer
+from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.stream import StreamInfo, stream_info
 from kvatlas.bus.subjects import STREAM, partition_events
-from kvatlas.bus.subscription import unsubscribe
 from kvatlas.errors import KvatlasError
 from kvatlas.index.protocol import Position, ResidencyIndex
 from kvatlas.runtime.backoff import Backoff

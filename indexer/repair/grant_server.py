@@ -11,9 +11,9 @@ from nats.aio.msg import Msg
 from indexer.counters import IndexerCounters
 from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.repair.grants import GrantBudget
+from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import GrantRequest
 from kvatlas.bus.subjects import ALL_GRANTS
-from kvatlas.bus.subscription import unsubscribe
 from kvatlas.errors import InvalidValue
 
 log = logging.getLogger("kvatlas.indexer")

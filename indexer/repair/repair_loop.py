@@ -15,9 +15,9 @@ from indexer.liveness.heartbeats import Heartbeats
 from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.repair.doubt import Doubt, DoubtJudge, SnapshotRequest
 from indexer.repair.grants import GrantBudget
+from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
 from kvatlas.bus.subjects import control_subject
-from kvatlas.bus.subscription import unsubscribe
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex, Room, WorkerRecord

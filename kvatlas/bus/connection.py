@@ -1,15 +1,19 @@
-"""Connects to NATS, with errors that name the address and the reason."""
+"""Connects to NATS, with errors that name the address and the reason, and ends subscriptions."""
 
 from collections.abc import Callable
 
+import anyio
 from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+from nats.errors import BadSubscriptionError, ConnectionClosedError, ConnectionDrainingError, NoServersError
 from nats.errors import Error as NatsError
-from nats.errors import NoServersError
 from nats.js.errors import APIError, ServiceUnavailableError
 
 from kvatlas.errors import AccessDenied, Unreachable
 from kvatlas.redaction import redact_password
 from kvatlas.runtime.retry import retry_until_reachable
+
+UNSUBSCRIBE_S = 1.0
 
 
 async def connect_nats(
@@ -78,6 +82,18 @@ async def _connect_once(url: str, name: str) -> Client:
 
 async def _quiet(_: Exception) -> None:
     """By default nats-py prints each connection error with its traceback; we act on the client's state instead."""
+
+
+async def unsubscribe(subscription: Subscription, client: Client) -> None:
+    """End a subscription, also while being cancelled. Does nothing if the connection is closed or the server has forgotten
+    it."""
+    if not client.is_connected:
+        return
+    with anyio.move_on_after(UNSUBSCRIBE_S, shield=True):
+        try:
+            await subscription.unsubscribe()
+        except (BadSubscriptionError, ConnectionClosedError, ConnectionDrainingError):
+            return
 
 
 def reason(error: BaseException) -> str:

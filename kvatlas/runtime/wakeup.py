@@ -3,8 +3,9 @@
 import anyio
 
 
-class Waking:
-    """One waiter; any number of wakers, on the waiter's event loop. A wake without a waiter ends the next wait at once."""
+class Wakeup:
+    """One waiter; any number of callers of `wake`, on the waiter's event loop. A call without a waiter ends the next wait at
+    once."""
 
     __slots__ = ("_event",)
 

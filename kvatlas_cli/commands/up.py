@@ -147,7 +147,7 @@ async def _discover_sidecars(
     flags: dict[str, str], servers: dict[str, object], state_dir: Path
 ) -> list[PublishSettings]:
     """Settings of a publisher for each rank of an engine, from the flags, else discovered. Raises Unreachable."""
-    from publishers.engines.discovery import discover, shifted
+    from publishers.engines.discovery import discover, shift_port
 
     folder = state_dir / "publishers" / flags["worker_id"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,8 +171,8 @@ async def _discover_sidecars(
         back = -(source.rank or 0)  # settings have the ports of the first rank
         replay = source.replay_endpoint
         own = {
-            "endpoint": shifted(source.endpoint, back),
-            "replay_endpoint": shifted(replay, back) if replay else None,
+            "endpoint": shift_port(source.endpoint, back),
+            "replay_endpoint": shift_port(replay, back) if replay else None,
             "topic": source.topic,
             "dp_rank": source.rank,
         }

@@ -18,7 +18,7 @@ _DECODERS: Mapping[EngineKind, Callable[[bytes], EngineBatch]] = {
 
 
 def decode_batch(kind: EngineKind, payload: bytes) -> EngineBatch:
-    """One ZMQ payload as a batch. Events that can't be understood are named in `EngineBatch.skipped`.
+    """One ZMQ payload as a batch. Events that can't be decoded are named in `EngineBatch.skipped`.
 
     Raises EngineEventError, one line, for a payload that is no batch at all: above 8 MiB, not msgpack, of another shape;
     and for an engine kind that has no ZMQ feed.

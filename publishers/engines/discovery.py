@@ -1,9 +1,9 @@
-"""What a running engine offers, found out over HTTP: its kind, model, block size, and where its KV events are.
+"""Asks a running engine over HTTP for its kind, model, block size, and where its KV events are.
 
     vLLM     /v1/models, /kv_event_sources (later versions), /metrics (`vllm:cache_config_info`)
     SGLang   /v1/models, /server_info (earlier: /get_server_info): `page_size`, `kv_events_config`, `dp_size`
 
-What an engine does not tell is tried where engines have it by habit: events on port 5557, replay on 5558.
+If an engine does not say where its events are, the usual ports are tried: events on 5557, replay on 5558.
 """
 
 import json
@@ -42,10 +42,10 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineOffer:
-    """`block_size` None: not told. `notes`: what the user should know, a line each.
+    """What one engine offers. `block_size` None: not known. `notes`: what the user should know, a line each.
 
-    `sources` empty: it publishes no events. `ranks` are its data-parallel ranks, None where it has no others.
-    `by_habit`: it did not tell its sources.
+    `sources` empty: it publishes no events. `ranks`: its data-parallel ranks, (None,) if there is only one.
+    `assumed`: it does not say its sources, these are the usual ones.
     """
 
     kind: EngineKind
@@ -55,78 +55,78 @@ class EngineOffer:
     eagle: bool = False
     notes: Sequence[str] = ()
     ranks: Sequence[int | None] = (None,)
-    by_habit: bool = False
+    assumed: bool = False
 
 
 async def discover(
     url: str, *, model_id: str | None = None, kind: EngineKind | None = None, events: bool = True
 ) -> EngineOffer:
-    """Ask an engine what it offers. `model_id`, `kind`: known already; `events` False: where its events are, too.
+    """Ask an engine what it offers. `model_id`, `kind`: if known already; `events` False: don't look for its events.
 
-    Raises Unreachable, one line, where it does not answer or lists no model.
+    Raises Unreachable, one line, if it does not answer or lists no model.
     """
     host = urlsplit(url).hostname or ""
     async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
-        cards = await _cards(client, url) if model_id is None or kind is None else ()
+        cards = await _list_models(client, url) if model_id is None or kind is None else ()
         if kind is None:
             kind = EngineKind.SGLANG if any(card.get("owned_by") == "sglang" for card in cards) else EngineKind.VLLM
         listed_models = [str(card["id"]) for card in cards if not card.get("parent")]
-        notes = _unlisted(model_id, listed_models) if model_id is not None else ()
+        notes = _unlisted_note(model_id, listed_models) if model_id is not None else ()
         model_id = model_id or listed_models[0]
         if kind is EngineKind.SGLANG:
-            offer = of_sglang(await _sglang_info(client), model_id, host)
+            offer = sglang_offer(await _get_sglang_info(client), model_id, host)
         else:
-            listed = await _json(client, "/kv_event_sources")
+            listed = await _get_json(client, "/kv_event_sources")
             page = await client.get("/metrics")
-            offer = of_vllm(listed, page.text if page.status_code == 200 else "", model_id, host)
+            offer = vllm_offer(listed, page.text if page.status_code == 200 else "", model_id, host)
             offer = replace(offer, kind=kind)
     offer = replace(offer, notes=[*notes, *offer.notes])
     if not events:
         return replace(offer, sources=())
-    offer = await _checked(offer)
+    offer = await _check_sockets(offer)
     if not offer.sources:
-        how = _HOW.get(offer.kind, "give its endpoint=")
-        note = f"it publishes no KV events, so what it holds is only predicted from what is sent there; {how}"
+        remedy = _REMEDIES.get(offer.kind, "give its endpoint=")
+        note = f"it publishes no KV events, so its cache is only predicted from the requests sent there; {remedy}"
         return replace(offer, notes=[*offer.notes, note])
     return offer
 
 
-_HOW = {
+_REMEDIES = {
     EngineKind.SGLANG: 'to be exact, start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557"}\'',
     EngineKind.VLLM: 'to be exact, start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'',
 }
 
 
-def _unlisted(model_id: str, listed: Sequence[str]) -> Sequence[str]:
-    """A note where the engine says that it serves other models than the one it was given."""
+def _unlisted_note(model_id: str, listed: Sequence[str]) -> Sequence[str]:
+    """A note if the engine lists other models than the given one."""
     if not listed or model_id in listed:
         return ()
     return (f"it lists {', '.join(listed)}, not {model_id}: requests that name {model_id} may fail there",)
 
 
-def of_vllm(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:
-    """From vLLM's answers; `listed` None: a version that does not tell its event sources."""
+def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:
+    """From vLLM's answers; `listed` None: a version that does not list its event sources."""
     ranks, block_size, caching = _cache_config(metrics_page)
-    told = listed.get("sources") if isinstance(listed, Mapping) else listed
+    raw_sources = listed.get("sources") if isinstance(listed, Mapping) else listed
     sources: list[EventSource] = []
-    if isinstance(told, list):
-        found = sorted((one for one in told if isinstance(one, Mapping) and one.get("endpoint")), key=_rank_of)
+    if isinstance(raw_sources, list):
+        found = sorted((one for one in raw_sources if isinstance(one, Mapping) and one.get("endpoint")), key=_rank_of)
         for one in found:
             replay = one.get("replay_endpoint")
             sources.append(
                 EventSource(
-                    reachable(str(one["endpoint"]), host),
-                    reachable(str(replay), host) if replay else None,
+                    resolve_endpoint(str(one["endpoint"]), host),
+                    resolve_endpoint(str(replay), host) if replay else None,
                     str(one.get("topic") or ""),
                     _rank_of(one) if len(found) > 1 else None,
                 )
             )
     else:
         for rank in range(max(1, ranks)):
-            endpoints = [reachable(f"tcp://*:{port + rank}", host) for port in (EVENTS_PORT, REPLAY_PORT)]
+            endpoints = [resolve_endpoint(f"tcp://*:{port + rank}", host) for port in (EVENTS_PORT, REPLAY_PORT)]
             sources.append(EventSource(endpoints[0], endpoints[1], "", rank if ranks > 1 else None))
-    notes = () if caching else (f"model {model_id}: prefix caching is off, so nothing is ever held",)
+    notes = () if caching else (f"model {model_id}: prefix caching is off, so its cache is always empty",)
     return EngineOffer(
         EngineKind.VLLM,
         model_id,
@@ -134,11 +134,11 @@ def of_vllm(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineO
         block_size,
         notes=notes,
         ranks=range(ranks) if ranks > 1 else (None,),
-        by_habit=not isinstance(told, list),
+        assumed=not isinstance(raw_sources, list),
     )
 
 
-def of_sglang(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
+def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
     """From SGLang's server info, which holds its command line's arguments."""
     try:
         config = json.loads(info.get("kv_events_config") or "{}")
@@ -153,15 +153,15 @@ def of_sglang(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
         for rank in ranks:
             sources.append(
                 EventSource(
-                    shifted(reachable(endpoint, host), rank or 0),
-                    shifted(reachable(str(replay), host), rank or 0) if replay else None,
+                    shift_port(resolve_endpoint(endpoint, host), rank or 0),
+                    shift_port(resolve_endpoint(str(replay), host), rank or 0) if replay else None,
                     str(config.get("topic") or ""),
                     rank,
                 )
             )
     eagle = str(info.get("speculative_algorithm") or "").upper() in _EAGLE
     notes = (
-        (f"model {model_id}: the radix cache is off, so nothing is ever held",)
+        (f"model {model_id}: the radix cache is off, so its cache is always empty",)
         if info.get("disable_radix_cache")
         else ()
     )
@@ -170,8 +170,8 @@ def of_sglang(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
     )
 
 
-def reachable(endpoint: str, host: str) -> str:
-    """An engine's endpoint as one to connect to: its own machine is where its HTTP address is."""
+def resolve_endpoint(endpoint: str, host: str) -> str:
+    """An engine's own endpoint as one to connect to: its machine is `host`, that of its HTTP address."""
     scheme, _, rest = endpoint.partition("://")
     name, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not colon:
@@ -181,18 +181,18 @@ def reachable(endpoint: str, host: str) -> str:
     return f"tcp://{name}:{port}"
 
 
-def shifted(endpoint: str, by: int) -> str:
-    """The endpoint with another port; one without a port as it is."""
+def shift_port(endpoint: str, by: int) -> str:
+    """The endpoint with `by` added to its port; one without a port as it is."""
     address, colon, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + by}" if colon and port.isdigit() and endpoint.startswith("tcp://") else endpoint
 
 
-async def _cards(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[str, Any]]:
+async def _list_models(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[str, Any]]:
     try:
         answer = (await client.get("/v1/models")).raise_for_status().json()
         cards = [card for card in answer["data"] if card["id"]]
     except httpx.HTTPError as error:
-        line = f"engine at {url}/v1/models: {_said(error)}; start it first, or give endpoint= and model="
+        line = f"engine at {url}/v1/models: {_describe(error)}; start it first, or give endpoint= and model="
         raise Unreachable(line) from error
     except (ValueError, LookupError, TypeError) as error:
         raise Unreachable(f"engine at {url} does not list a model; give it with model=") from error
@@ -201,31 +201,31 @@ async def _cards(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[str, A
     return cards
 
 
-def _said(error: httpx.HTTPError) -> str:
+def _describe(error: httpx.HTTPError) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-async def _sglang_info(client: httpx.AsyncClient) -> Mapping[str, Any]:
+async def _get_sglang_info(client: httpx.AsyncClient) -> Mapping[str, Any]:
     for path in ("/server_info", "/get_server_info"):
-        info = await _json(client, path)
+        info = await _get_json(client, path)
         if isinstance(info, Mapping):
             return info
     return {}
 
 
-async def _json(client: httpx.AsyncClient, path: str) -> Any:
-    """What a path answers; None where there is none."""
+async def _get_json(client: httpx.AsyncClient, path: str) -> Any:
+    """The JSON at a path; None if there is none."""
     try:
         answer = await client.get(path)
         return answer.json() if answer.status_code == 200 else None
     except httpx.HTTPError as error:
-        raise Unreachable(f"engine at {client.base_url}{path}: {_said(error)}") from error
+        raise Unreachable(f"engine at {client.base_url}{path}: {_describe(error)}") from error
     except ValueError:
         return None
 
 
 def _cache_config(metrics_page: str) -> tuple[int, int | None, bool]:
-    """(data-parallel ranks, tokens a block, is prefix caching on?) as vLLM's metrics have it."""
+    """(data-parallel ranks, tokens a block, is prefix caching on?) as vLLM's metrics say."""
     lines = [line for line in metrics_page.splitlines() if line.startswith(_INFO)]
     ranks: set[str] = set()
     block_size: int | None = None
@@ -242,24 +242,24 @@ def _cache_config(metrics_page: str) -> tuple[int, int | None, bool]:
     return len(ranks), block_size, caching
 
 
-async def _checked(offer: EngineOffer) -> EngineOffer:
-    """Leaves out replay sockets that nobody listens on, and event sockets where they were only supposed to be; notes those
-    that the engine told of."""
+async def _check_sockets(offer: EngineOffer) -> EngineOffer:
+    """The offer without replay sockets that don't listen. An event socket that does not is left out if it was assumed, else
+    noted."""
     sources: list[EventSource] = []
     notes = list(offer.notes)
     for source in offer.sources:
-        if not await _listens(source.endpoint):
-            if offer.by_habit:
+        if not await _is_listening(source.endpoint):
+            if offer.assumed:
                 continue
-            notes.append(f"nothing listens at {source.endpoint} yet; {_HOW.get(offer.kind, '')}")
-        elif source.replay_endpoint is not None and not await _listens(source.replay_endpoint):
-            notes.append(f"nothing listens at {source.replay_endpoint}: lost events are not replayed")
+            notes.append(f"nothing listens at {source.endpoint} yet; {_REMEDIES.get(offer.kind, '')}")
+        elif source.replay_endpoint is not None and not await _is_listening(source.replay_endpoint):
+            notes.append(f"nothing listens at {source.replay_endpoint}; lost events can't be replayed")
             source = replace(source, replay_endpoint=None)
         sources.append(source)
     return replace(offer, sources=sources, notes=notes)
 
 
-async def _listens(endpoint: str) -> bool:
+async def _is_listening(endpoint: str) -> bool:
     if not endpoint.startswith("tcp://"):
         return True
     parts = urlsplit(endpoint)

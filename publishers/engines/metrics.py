@@ -1,10 +1,10 @@
-"""What an engine's metrics page says of its state and load (pure; `publishers.engines.poller` fetches it).
+"""Reads an engine's state and load from its metrics page (pure; `publishers.engines.poller` fetches it).
 
 Names as released: vLLM 0.9 to 0.33 (`vllm:*`), SGLang 0.4.7 to 0.5.23 (`sglang:*`).
 
-`queued_prefill_tokens` is an estimate: engines tell how many requests wait, not how long their prompts are. It is the
+`queued_prefill_tokens` is an estimate: engines report how many requests wait, not how long their prompts are. It is the
 requests waiting times the mean prompt length so far (prompt tokens over finished requests), which counts cached tokens
-as work too: an upper estimate where prefixes are shared.
+as work too: too high if prefixes are shared.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ _SAME_REQUESTS = {"tp_rank", "pp_rank", "moe_ep_rank", "pid"}
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Where an engine tells what. Several names: the first one that is there counts (others are older)."""
+    """An engine's metric names. Of several, the first that the page has counts (others are older)."""
 
     running: str
     waiting: str
@@ -70,7 +70,7 @@ _NAMES: Mapping[EngineKind, _Names] = {EngineKind.VLLM: _VLLM, EngineKind.MOCK: 
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """What the metrics page does not tell. `total_request_slots` 0: not known. `block_bytes` 0: not known."""
+    """What the metrics page does not say. `total_request_slots` 0: not known. `block_bytes` 0: not known."""
 
     worker_id: str
     kind: EngineKind
@@ -83,9 +83,9 @@ class LoadContext:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineReading:
-    """One look at an engine's metrics. `process_start_s`: another one is another life of the engine. `block_size`: tokens
-    a block of its cache, where it tells; its events have the last word."""
+class EngineMetrics:
+    """One sample of an engine's metrics. `process_start_s`: seconds since 1970; it changes when the engine restarts.
+    `block_size`: tokens a block of its cache, if the page says; its events have the last word."""
 
     load: WorkerState
     asleep: bool = False
@@ -93,19 +93,19 @@ class EngineReading:
     block_size: int | None = None
 
 
-def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineReading:
-    """An engine's `/metrics` page as its load. Metrics that are not there count as 0.
+def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
+    """An engine's `/metrics` page as its load. Missing metrics count as 0.
 
     Of an instance with several data-parallel ranks only the samples of the context's rank count.
     Raises InvalidValue for a page that is not in Prometheus' text format, and for an engine kind without metrics.
     """
     names = _NAMES.get(context.kind)
     if names is None:
-        raise InvalidValue(f"engine kind {str(context.kind)!r} has no metrics page that is understood")
+        raise InvalidValue(f"engine kind {str(context.kind)!r} has no metrics page that can be read")
     samples = _Samples(page, names, context.dp_rank)
     waiting = samples.total(names.waiting)
     running = samples.total(names.running)
-    usage = min(1.0, max(0.0, samples.first(names.usage)))
+    usage = min(1.0, max(0.0, samples.first_max(names.usage)))
     total_blocks, block_size = _capacity(samples, names, context)
     active_blocks = _active_blocks(samples, names, usage, total_blocks, block_size)
     capacity_bytes = total_blocks * context.block_bytes
@@ -129,7 +129,7 @@ def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineRead
     )
     awake = [value for labels, value in samples.of(_SLEEP) if labels.get("sleep_state") == "awake"]
     starts = [value for _, value in samples.of(_PROCESS_START)]
-    return EngineReading(load, bool(awake) and max(awake) == 0, max(starts) if starts else None, block_size or None)
+    return EngineMetrics(load, bool(awake) and max(awake) == 0, max(starts) if starts else None, block_size or None)
 
 
 class _Samples:
@@ -144,9 +144,10 @@ class _Samples:
         try:
             for family in text_string_to_metric_families("\n".join(lines) + "\n"):
                 for sample in family.samples:
-                    told = next((sample.labels[label] for label in names.rank_labels if label in sample.labels), None)
-                    if rank is None or told is None or told == rank:
-                        self._by_name.setdefault(sample.name, []).append((sample.labels, sample.value))
+                    labels = sample.labels
+                    of_rank = next((labels[label] for label in names.rank_labels if label in labels), None)
+                    if rank is None or of_rank is None or of_rank == rank:
+                        self._by_name.setdefault(sample.name, []).append((labels, sample.value))
         except ValueError as error:
             raise InvalidValue(f"not a metrics page: {error}") from error
 
@@ -162,29 +163,30 @@ class _Samples:
                 together[one] = max(value, together.get(one, 0.0))
         return sum(together.values())
 
-    def first(self, names: Iterable[str]) -> float:
-        """The largest sample of the first name that is there: a usage is that of the fullest pool."""
+    def first_max(self, names: Iterable[str]) -> float:
+        """The largest sample of the first name that the page has: a usage is that of the fullest pool."""
         for name in names:
             values = [value for _, value in self.of(name) if value == value]
             if values:
                 return max(values)
         return 0.0
 
-    def either(self, names: Iterable[str]) -> float:
+    def first_total(self, names: Iterable[str]) -> float:
+        """The total of the first name that the page has."""
         return next((self.total(name) for name in names if self.of(name)), 0.0)
 
     def mean_prompt_tokens(self) -> float:
-        finished = self.either(self._names.finished)
+        finished = self.first_total(self._names.finished)
         return self.total(self._names.prompt_tokens) / finished if finished else 0.0
 
     def hit_rate(self) -> float:
-        queries = self.either(self._names.cache_queries)
-        rate = self.either(self._names.cache_hits) / queries if queries else self.first([self._names.hit_rate])
+        queries = self.first_total(self._names.cache_queries)
+        rate = self.first_total(self._names.cache_hits) / queries if queries else self.first_max([self._names.hit_rate])
         return min(1.0, max(0.0, rate))
 
 
 def _capacity(samples: _Samples, names: _Names, context: LoadContext) -> tuple[int, int]:
-    """(blocks in the engine's device cache, tokens a block); 0 for what is not told."""
+    """(blocks in the engine's device cache, tokens a block); 0 for what is not known."""
     block_size = context.block_size or 0
     blocks = 0
     for labels, _ in samples.of(_CONFIG):

@@ -1,7 +1,7 @@
 """What the feeds of vLLM and SGLang share: the outer batch, and events as maps or as arrays.
 
 The outer batch is `[ts, events, data_parallel_rank]`; missing and extra trailing fields are tolerated everywhere, and a
-map outside too (one stored revision of vLLM). An event is a map with its tag under "type" (vLLM 0.24, SGLang 0.5.20 and
+map in its place too (one released revision of vLLM). An event is a map with its tag under "type" (vLLM 0.24, SGLang 0.5.20 and
 later) or an array that starts with its tag.
 """
 
@@ -28,8 +28,8 @@ def decode(
 ) -> EngineBatch:
     """A batch, its events made by `event_of(tag, fields)`; `fields` has the order of each tag's fields in an array.
 
-    An event with an unknown tag, and one that `event_of` refuses with InvalidValue, is skipped by name. Unless it is of a
-    store, or of a tier that has no name here (nothing is ever told of that one), it may have taken blocks away: the batch
+    An event with an unknown tag, and one that `event_of` refuses with InvalidValue, is skipped by name. Unless it stores
+    blocks, or names a tier that is unknown here (whose blocks are never published), it may have removed blocks: the batch
     is `lost` up to there. Raises EngineEventError for a payload that is no batch.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
@@ -106,7 +106,7 @@ def tokens_of(tag: str, fields: Fields) -> list[int]:
 
     With EAGLE, SGLang keys its tree by pairs (t[j], t[j+1]): the block at tokens 16..31 has the pairs that *start* there.
     Their first elements are the prompt's own tokens of that block, so a router that hashes the plain prompt finds it. The
-    engine asks that the token after a block agrees too, so it may reuse one block less than such a match says.
+    engine also requires the token after a block to match, so it may reuse one block less than such a match says.
     """
     tokens = fields.get("token_ids")
     if tokens is None:
@@ -131,7 +131,7 @@ def text_of(tag: str, fields: Fields, name: str) -> str | None:
 
 
 def adapter_of(tag: str, fields: Fields) -> str | None:
-    """The adapter's name: `lora_name`, or of engines that do not write that, `lora_id` as text. Raises EngineEventError."""
+    """The adapter's name: `lora_name`, or if the engine does not write that, `lora_id` as text. Raises EngineEventError."""
     name = text_of(tag, fields, "lora_name")
     if name is not None:
         return name

@@ -1,4 +1,4 @@
-"""Watches an engine over HTTP: its health and metrics, each second (thin: the parsing is in `publishers.engines.metrics`)."""
+"""Polls an engine's health and metrics over HTTP each second (thin: the parsing is in `publishers.engines.metrics`)."""
 
 import logging
 from collections.abc import Callable
@@ -10,20 +10,20 @@ import httpx
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind, EngineState, WorkerState
-from kvatlas.runtime.rate_limited_log import Complaints
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
 from publishers.engines.metrics import LoadContext, read_metrics
 
 POLL_S = 1.0
 ANSWER_S = 2.0
 FAILURES_TO_DOWN = 3
-"""Unanswered polls in a row before a busy engine counts as down; one that refuses connections does after two."""
+"""Unanswered polls in a row before a busy engine counts as down; if it refuses connections, two are enough."""
 
 log = logging.getLogger("kvatlas.publisher")
 
 
 class EnginePoller:
-    """`state` and `load` as last seen. An engine is down until it has been seen healthy once."""
+    """`state` and `load` as of the last poll. An engine is down until it was healthy once."""
 
     def __init__(
         self,
@@ -31,17 +31,17 @@ class EnginePoller:
         context: LoadContext,
         counters: PublisherCounters,
         *,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[EngineState], None] = lambda _: None,
         on_restart: Callable[[], None] = lambda: None,
         poll_s: float = POLL_S,
     ) -> None:
-        """`on_change`: the state is another one now; `on_restart`: the engine's process is another one now."""
+        """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now."""
         self.state = EngineState.DOWN
         self.load: WorkerState | None = None
         self.block_size: int | None = None
         self.process_start_s: float | None = None
-        self.on_change = on_change
-        self.on_restart = on_restart
+        self._on_change = on_change
+        self._on_restart = on_restart
         self._url = url.rstrip("/")
         self._context = context
         self._counters = counters
@@ -49,7 +49,7 @@ class EnginePoller:
         self._failures = 0.0
         self._asleep = False
         self._asked_server_info = False
-        self._complaints = Complaints(log, f"worker {context.worker_id}: ")
+        self._log = RateLimitedLog(log, f"worker {context.worker_id}: ")
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -59,63 +59,64 @@ class EnginePoller:
                 await anyio.sleep(self._poll_s)
 
     async def poll_once(self) -> None:
-        """One look, now."""
+        """Poll once, now."""
         async with _http_client() as client:
             await self._poll(client)
 
     async def _poll(self, client: httpx.AsyncClient) -> None:
-        """One look. No error of the engine's is raised: it is what is being watched."""
+        """Raises no error of the engine: a failed poll is a result."""
         try:
             health = await client.get(f"{self._url}/health")
             metrics = await client.get(f"{self._url}/metrics")
         except httpx.HTTPError as error:
-            self._failed(error)
+            self._record_failure(error)
             return
         self._failures = 0
         if health.status_code >= 500:
-            self._become(EngineState.DOWN)
+            self._set_state(EngineState.DOWN)
             return
         if self._context.kind is EngineKind.SGLANG and not self._asked_server_info:
             await self._ask_server_info(client)
         if metrics.status_code == 200:
-            self._read(metrics.text)
+            self._record_metrics(metrics.text)
         elif metrics.status_code != 404:  # SGLang has the page only with --enable-metrics
             self._counters.load_failures += 1
-        self._become(EngineState.ASLEEP if self._asleep else EngineState.UP)
+        self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
 
-    def _read(self, page: str) -> None:
+    def _record_metrics(self, page: str) -> None:
         try:
-            reading = read_metrics(page, self._context, int(time() * 1_000_000))
+            metrics = read_metrics(page, self._context, int(time() * 1_000_000))
         except InvalidValue as error:
             self._counters.load_failures += 1
-            self._complaints.say("metrics", f"{self._url}/metrics: {error}")
+            self._log.report("metrics", f"{self._url}/metrics: {error}")
             return
         self._counters.load_samples += 1
-        self.load = reading.load
-        self.block_size = reading.block_size
-        self._asleep = reading.asleep
-        before, now = self.process_start_s, reading.process_start_s
+        self.load = metrics.load
+        self.block_size = metrics.block_size
+        self._asleep = metrics.asleep
+        before, now = self.process_start_s, metrics.process_start_s
         if now is not None:
             self.process_start_s = now
             if before is not None and before != now:
                 self._asked_server_info = False
-                self.on_restart()
+                self._on_restart()
 
-    def _failed(self, error: httpx.HTTPError) -> None:
+    def _record_failure(self, error: httpx.HTTPError) -> None:
         self._counters.load_failures += 1
         self._failures += FAILURES_TO_DOWN / 2 if isinstance(error, httpx.ConnectError) else 1
         if self._failures >= FAILURES_TO_DOWN:
             if self.state is not EngineState.DOWN:
-                self._complaints.say("down", f"{self._url} does not answer: {error or type(error).__name__}")
-            self._become(EngineState.DOWN)
+                why = str(error) or type(error).__name__
+                self._log.report("down", f"engine at {self._url} does not answer ({why}); reporting it as down")
+            self._set_state(EngineState.DOWN)
 
-    def _become(self, state: EngineState) -> None:
+    def _set_state(self, state: EngineState) -> None:
         if state is not self.state:
             self.state = state
-            self.on_change()
+            self._on_change(state)
 
     async def _ask_server_info(self, client: httpx.AsyncClient) -> None:
-        """SGLang's capacity, which its metrics page tells only in later versions."""
+        """SGLang's capacity, which its metrics page has only in later versions."""
         for path in ("/server_info", "/get_server_info"):
             try:
                 answer = await client.get(f"{self._url}{path}")
@@ -134,7 +135,7 @@ class EnginePoller:
 
 
 def _http_client() -> httpx.AsyncClient:
-    # no proxy from the environment: the engine is in the same pod, or as near as that
+    # no proxy from the environment: the engine is in the same pod, or nearly
     return httpx.AsyncClient(timeout=ANSWER_S, trust_env=False)
 
 

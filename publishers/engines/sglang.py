@@ -1,8 +1,8 @@
 """SGLang's KV events, versions 0.4.7 to 0.5.23.
 
-Hashes are signed 64-bit integers and are taken as they come. There are no groups and no extra keys; the salt is told with
-every event of its chain. `AllBlocksCleared` is a reset of the whole cache: the device tier and the host's; the tiers
-behind them are taken as cleared too, since the tree that names their blocks is gone.
+Hashes are signed 64-bit integers, used as they come. There are no groups and no extra keys; every event of a chain has its
+salt. `AllBlocksCleared` is a reset of the whole cache: the device tier and the host's; the tiers behind them count as
+cleared too, since the tree that names their blocks is gone.
 """
 
 from kvatlas.blocks.tiers import Tier, parse_tier

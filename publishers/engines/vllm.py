@@ -1,18 +1,21 @@
 """vLLM's KV events, versions 0.9 to 0.33 (and the simulated engine's, which speaks the same).
 
-Decisions where the wire leaves them open:
-- A group is indexable when its spec kind is one of full attention; with the kind absent (0.20, 0.21 and before) group 0 is.
+Decisions that the wire leaves open:
+- A group is indexable if its spec kind is one of full attention; with the kind absent (0.20, 0.21 and before) group 0 is.
 - `locality` REMOTE (0.26 and later) says that the copy is not in this worker's own memory: GPU is then remote_hbm; FS and
   OBJ and STORAGE are shared storage, so object_store; CPU of another host has no tier here and is skipped by name.
-- `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless they are told to be removed too.
+- `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+from kvatlas.blocks.hashing import ExtraKeys
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from publishers.engines import payload as wire
-from publishers.engines.extra_keys import split_vllm_keys
 
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
@@ -64,7 +67,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     if keys is not None:
         if not isinstance(keys, list):
             raise EngineEventError(f"{tag} with extra_keys {keys!r:.60}; expected an array or nil")
-        keys, salt = split_vllm_keys(keys, lora_name, parent is None) if any(keys) else (None, None)
+        keys, salt = _split_extra_keys(keys, lora_name, parent is None) if any(keys) else (None, None)
     kind = wire.text_of(tag, fields, "kv_cache_spec_kind")
     return EngineStored(
         hashes=hashes,
@@ -102,3 +105,39 @@ def _group(tag: str, fields: wire.Fields) -> int:
     if type(group) is not int or group < 0:
         raise EngineEventError(f"{tag} with group_idx {group!r:.60}; expected an integer or nil")
     return group
+
+
+def _split_extra_keys(
+    keys: Sequence[Any], lora_name: str | None, first_is_root: bool
+) -> tuple[list[ExtraKeys] | None, str | None]:
+    """(canonical keys without salt, one entry a block; salt or None) of an event's `extra_keys`.
+
+    vLLM writes LoRA name, multimodal keys, salt (first block of a prompt only), embedding digest. A text after the LoRA
+    name in a prompt's first block is taken for the salt; in versions that write multimodal identifiers without an offset
+    that may be wrong. Raises EngineEventError for keys that are not of this form.
+    """
+    salt: str | None = None
+    canonical: list[ExtraKeys] = []
+    plain = True
+    for i, entry in enumerate(keys):
+        if not entry:
+            canonical.append(None)
+            continue
+        if not isinstance(entry, (list, tuple)):
+            raise EngineEventError(f"extra keys of block {i} are {entry!r:.60}; expected an array or nil")
+        rest = list(entry)
+        if lora_name is not None and rest[0] == lora_name:
+            del rest[0]
+        kept: list[Any] = []
+        for key in rest:
+            if i == 0 and first_is_root and isinstance(key, str):
+                if salt is not None:  # two texts: the earlier one was a multimodal identifier
+                    kept.append(salt)
+                salt = key
+            elif isinstance(key, (list, tuple, str, bytes)):
+                kept.append(list(key) if isinstance(key, (list, tuple)) else key)
+            else:
+                raise EngineEventError(f"extra key {key!r:.60} of block {i}; expected text, bytes or a pair")
+        canonical.append(kept or None)
+        plain = plain and not kept
+    return (None if plain else canonical), salt

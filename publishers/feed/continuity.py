@@ -1,21 +1,21 @@
-"""Is what the feed brings the one unbroken story of one engine process? A pure state machine over (seq, payload).
+"""Detects gaps and restarts in one engine's feed: a pure state machine over (seq, payload).
 
-An engine's feed has a seq that starts at 0 in every process and no epoch: another life of the engine is told by its
-payloads. So the digests of the last payloads are remembered (bounded), and every replay starts at the oldest of the last
-few held and is compared with all of them that it brings.
+An engine's seq starts at 0 in every process, and nothing else names the process: only its payloads tell it from another one.
+So the digests of the last payloads are remembered (bounded), and every replay starts at the oldest of the last few and is
+compared with all of them that it brings.
 
-    in order                             take
-    seq held, same payload               a duplicate: ignored
-    seq held, another payload            a restart: start over
-    seq ahead                            a gap: ask replay, a few times; the same life without a hole: take, else start over
-    nothing held yet, seq above 0        a late joiner: ask replay from 0 and take what leads up to it without a hole
-    silence, the connection back         ask replay: a lost last batch is otherwise never seen, nor another life whose
-                                         next seq happens to follow ours
+    next in order                        take
+    seq remembered, same payload         a duplicate: ignored
+    seq remembered, another payload      a restart: start over
+    seq ahead                            a gap: ask replay, a few times; the same process without a gap: take, else start over
+    nothing taken yet, seq above 0       a late joiner: ask replay from 0 and take what leads up to it without a gap
+    silence, or reconnected              ask replay: else neither a lost last batch is by_seq, nor another process whose next
+                                         seq happens to follow ours
 
-To start over is to forget all that is held (the caller empties its ledger and begins a new incarnation) and go on from
-what is certain: blocks stored before are then not known, and so not announced, which is safe.
+To start over is to drop everything held (the caller empties its ledger and begins a new incarnation) and go on from what is
+certain: blocks stored before are then unknown, and so not announced, which is safe.
 
-The caller does what a Step says, in this order: empty, take, then ask replay and give the answers to `replayed`, before
+The caller does what a Step says, in this order: empty, take, then ask replay and give what it brings to `take_replay`, before
 it offers the next message.
 """
 
@@ -30,11 +30,11 @@ from kvatlas.errors import InvalidValue
 REMEMBERED_PAYLOADS = 16_384
 """More than an engine's replay buffer (10,000 by default): what a replay brought comes again on the feed."""
 COMPARED_PAYLOADS = 16
-"""A replay starts this far back, at most. One would tell another life that is behind ours; more tell one whose next seq
-happened to follow ours, too."""
+"""A replay starts at most this far back. One payload would reveal another process that is behind ours; several also reveal one
+whose next seq happened to follow ours."""
 SAVED_PAYLOADS = 256
 REPLAY_TRIES = 3
-"""Replays in a row that lack something before what is held is given up."""
+"""Replays in a row that lack something before everything held is dropped."""
 
 MAX_SEQ = (1 << 64) - 2  # the end marker of a replay has all bits set
 
@@ -44,7 +44,7 @@ Batch = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the caller does now. `why` is one line for the log, empty where nothing is unusual."""
+    """What the caller does now. `why` is one line for the log, empty if nothing is unusual."""
 
     empty: bool = False
     take: Sequence[Batch] = ()
@@ -59,7 +59,7 @@ class ContinuityCounters:
     gaps: int = 0
     gaps_filled: int = 0
     started_over: int = 0
-    """Times that something held was given up, whatever for."""
+    """Times that everything held was dropped, for whatever reason."""
     late_joins: int = 0
     replays_failed: int = 0
 
@@ -71,7 +71,7 @@ class Continuity:
         self.can_replay = can_replay
         self.counters = ContinuityCounters()
         self.last_seq: int | None = None
-        self._digests: dict[int, bytes] = {}  # by seq, in order and without a hole
+        self._digests: dict[int, bytes] = {}  # by seq, in order and without a gap
         self._pending: Batch | None = None
         self._failures = 0
 
@@ -84,7 +84,7 @@ class Continuity:
 
     @property
     def unproven(self) -> bool:
-        """Something is held, and the last replay that was asked whether it still is the engine's did not answer."""
+        """Something is held, and the last replay that should have confirmed it was incomplete."""
         return self._failures > 0
 
     @property
@@ -101,136 +101,142 @@ class Continuity:
         last = self.last_seq
         if last is None:
             if seq == 0 or not self.can_replay:
-                return Step(take=self._taken([(seq, payload)]))
+                return Step(take=self._record_taken([(seq, payload)]))
             self.counters.late_joins += 1
             self._pending = (seq, payload)
-            return Step(ask_from=0, why=f"joined the feed at seq {seq}: asking replay for what was before")
+            return Step(ask_from=0, why=f"joined the feed at seq {seq}; asking replay for earlier batches")
         if seq == last + 1:
-            return Step(take=self._taken([(seq, payload)]))
+            return Step(take=self._record_taken([(seq, payload)]))
         if seq <= last:
             if self._digests.get(seq) == xxh3_128_digest(payload):
                 self.counters.duplicates += 1
                 return Step()
-            return self._restart((seq, payload), f"feed went back from seq {last} to {seq} with another payload")
+            return self._restart((seq, payload), f"engine restarted: feed went back from seq {last} to {seq}")
         self.counters.gaps += 1
-        why = f"feed jumped from seq {last} to {seq}"
+        why = f"gap in the feed: seq {last} is followed by {seq}"
         if not self.can_replay:
-            return self._start_over([(seq, payload)], why + ", and there is no replay to fill the gap")
+            return self._start_over([(seq, payload)], f"{why}, and no replay socket is set")
         self._pending = (seq, payload)
-        return Step(ask_from=self.replay_from, why=why)
+        return Step(ask_from=self.replay_from, why=f"{why}; asking replay")
 
     def probe(self) -> Step:
         """The feed has been silent: ask whether a last batch was lost."""
         return Step(ask_from=self.replay_from) if self.can_replay else Step()
 
     def resume(self) -> Step:
-        """At the start, with a loaded state: ask whether the engine still lives the life that was saved."""
+        """At the start, with a loaded state: ask whether the engine's process is still the saved one."""
         if self.last_seq is None:
             return self.probe()
         if not self.can_replay:
-            return self._start_over([], "a saved ledger can't be compared without a replay socket")
+            return self._start_over([], "saved state can't be verified without a replay socket")
         return Step(ask_from=self.replay_from)
 
-    def restarted(self) -> Step:
-        """The engine's process is known to be another one. What the caller has queued of the feed may be of either life:
+    def restart(self) -> Step:
+        """The engine's process is known to be another one. What the caller has queued of the feed may be of either process:
         it drops that first."""
-        return self._restart(None, "the engine's process started anew")
+        return self._restart(None, "engine restarted: its process start time changed")
 
-    def reconnected(self) -> Step:
-        """The connection was lost, and is back: ask what was missed, and whether it is still the same life."""
+    def reconnect(self) -> Step:
+        """The connection was lost, and is back: ask what was missed, and whether it is still the same process."""
         if self.can_replay or self.last_seq is None:
             return self.probe()
-        return self._start_over([], "the connection was lost, and there is no replay to tell what was missed")
+        return self._start_over([], "connection was lost, and no replay socket is set to ask what was missed")
 
-    def replayed(self, answers: Sequence[Batch], complete: bool) -> Step:
-        """The answers to the last replay asked, in the order they came. `complete`: its end marker came too.
+    def take_replay(self, batches: Sequence[Batch], complete: bool) -> Step:
+        """What the last replay brought, in the order it came. `complete`: its end marker came too.
 
-        One that is complete and has no hole is the engine's own word, later than the message that made us ask: a message that
-        it does not have, and that is not older than all it has, is not of this life of the engine.
+        One that is complete and has no gap is the engine's own word, later than the message that made us ask: a message that
+        it does not have, and that is not older than all it has, is not of this engine process.
         """
         pending, self._pending = self._pending, None
-        seen = dict(answers)
-        whole = complete and (not seen or max(seen) - min(seen) < len(seen))
+        by_seq = dict(batches)
+        whole = complete and (not by_seq or max(by_seq) - min(by_seq) < len(by_seq))
         last = self.last_seq
         if last is None:
-            return self._joined(seen, whole, pending)
+            return self._join(by_seq, whole, pending)
         other = next(
-            (seq for seq, held in self._digests.items() if seq in seen and xxh3_128_digest(seen[seq]) != held), None
+            (seq for seq, held in self._digests.items() if seq in by_seq and xxh3_128_digest(by_seq[seq]) != held), None
         )
         if other is not None:
-            return self._restart(pending, f"replay has another payload for seq {other}: another life of the engine")
-        if last not in seen:
+            return self._restart(pending, f"engine restarted: replay has another payload for seq {other}")
+        if last not in by_seq:
             if not whole:
-                return self._failed(seen, pending, f"replay did not answer to its end behind seq {last}")
+                return self._retry(by_seq, pending, f"replay was incomplete after seq {last}")
             if pending is None:
-                return self._restart(
-                    None, f"replay does not know seq {last}: another life of the engine, or one long ahead"
-                )
-            return self._start_over(_story(seen, whole, pending), f"replay no longer reaches back to seq {last}")
+                return self._restart(None, f"engine restarted, or is far ahead: replay does not have seq {last}")
+            return self._start_over(
+                _first_batches(by_seq, whole, pending), f"replay no longer reaches back to seq {last}"
+            )
         after: list[Batch] = []
-        while (seq := last + 1 + len(after)) in seen:
-            after.append((seq, seen[seq]))
+        while (seq := last + 1 + len(after)) in by_seq:
+            after.append((seq, by_seq[seq]))
         reached = last + len(after)
-        if not whole and reached < (max(seen) if pending is None else pending[0]):
-            return self._failed(seen, pending, f"replay has a hole, or no end, behind seq {reached}", after)
+        must_reach = max(by_seq) if pending is None else pending[0]
+        if not whole and reached < must_reach:
+            return self._retry(by_seq, pending, f"replay has a gap, or no end, after seq {reached}", after)
         self._failures = 0
         why = ""
         if pending is not None:
-            if seen.get(pending[0]) == pending[1]:
+            seq, payload = pending
+            if by_seq.get(seq) == payload:
                 self.counters.gaps_filled += 1
             else:
-                why = f"replay does not have the message of seq {pending[0]} that came: it is not the engine's"
-        return Step(take=self._taken(after), why=why)
+                why = f"feed message {seq} ignored: replay does not have it, so it is not the engine's"
+        return Step(take=self._record_taken(after), why=why)
 
     # ---------------------------------------------------------------- what follows
 
-    def _failed(self, seen: Mapping[int, bytes], pending: Batch | None, why: str, after: Sequence[Batch] = ()) -> Step:
-        """A replay lacks something: what it brought in order is taken, and it is asked for again, a few times. Without
-        `pending` and any answer, at the next probe."""
+    def _retry(self, by_seq: Mapping[int, bytes], pending: Batch | None, why: str, after: Sequence[Batch] = ()) -> Step:
+        """A replay lacks something: what it brought in order is taken, and it is asked again, a few times. Without `pending`
+        and any batch, at the next probe."""
         failures = self._failures + 1
         self.counters.replays_failed += 1
         if failures >= REPLAY_TRIES:
-            return self._start_over(_story(seen, False, pending), f"{why}, {REPLAY_TRIES} times")
-        step = Step(take=self._taken(after))
+            return self._start_over(_first_batches(by_seq, False, pending), f"{why}, {REPLAY_TRIES} times in a row")
+        step = Step(take=self._record_taken(after))
         self._failures, self._pending = failures, pending
-        ask_from = self.replay_from if seen or pending is not None else None
-        return replace(step, ask_from=ask_from, why=f"{why} ({failures} of {REPLAY_TRIES})")
+        ask_from = self.replay_from if by_seq or pending is not None else None
+        return replace(step, ask_from=ask_from, why=f"{why} (try {failures} of {REPLAY_TRIES})")
 
-    def _joined(self, seen: Mapping[int, bytes], whole: bool, pending: Batch | None) -> Step:
+    def _join(self, by_seq: Mapping[int, bytes], whole: bool, pending: Batch | None) -> Step:
         """Nothing is held: take what leads up to the message that came, or to the replay's end."""
         if not whole:
             self.counters.replays_failed += 1
-            if (seen or pending is not None) and self._failures + 1 < REPLAY_TRIES:
+            if (by_seq or pending is not None) and self._failures + 1 < REPLAY_TRIES:
                 self._failures, self._pending = self._failures + 1, pending
-                return Step(ask_from=0, why=f"replay did not answer to its end ({self._failures} of {REPLAY_TRIES})")
+                return Step(ask_from=0, why=f"replay was incomplete (try {self._failures} of {REPLAY_TRIES})")
         self._failures = 0
-        batches = _story(seen, whole, pending)
+        batches = _first_batches(by_seq, whole, pending)
         if not batches:
             return Step()
-        first = batches[0][0]
-        why = f"taking up the feed at seq {first}: blocks stored before are not known" if first else ""
-        return Step(take=self._taken(batches), why=why)
+        first, _ = batches[0]
+        why = f"following the feed from seq {first}; blocks stored earlier are unknown" if first else ""
+        return Step(take=self._record_taken(batches), why=why)
 
     def _restart(self, pending: Batch | None, why: str) -> Step:
         self.counters.restarts += 1
         if not self.can_replay or (pending is not None and pending[0] == 0):
             return self._start_over([] if pending is None else [pending], why)
-        self._forget()
+        self._drop()
         self._pending = pending
         return Step(empty=True, ask_from=0, why=why)
 
     def _start_over(self, batches: Sequence[Batch], why: str) -> Step:
-        self._forget()
-        return Step(empty=True, take=self._taken(batches), why=why)
+        self._drop()
+        return Step(empty=True, take=self._record_taken(batches), why=why)
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         self.counters.started_over += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to the start of a feed of which nothing is known."""
         self.last_seq = None
         self._digests.clear()
         self._pending = None
         self._failures = 0
 
-    def _taken(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def _record_taken(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         digests = self._digests
         for seq, payload in batches:
             digests[seq] = xxh3_128_digest(payload)
@@ -271,22 +277,22 @@ class Continuity:
         return loaded
 
 
-def _story(seen: Mapping[int, bytes], whole: bool, pending: Batch | None) -> list[Batch]:
-    """What to begin with: the longest part without a hole that has `pending` in it and what follows it; with no pending, or
-    where it is not the engine's (see `Continuity.replayed`), that ends the answers.
+def _first_batches(by_seq: Mapping[int, bytes], whole: bool, pending: Batch | None) -> list[Batch]:
+    """What to begin with: the longest part without a gap that has `pending` in it and what follows it. Without `pending`, or
+    if it is not the engine's (see `Continuity.take_replay`): the longest part that ends the replay.
 
-    A batch counts as pending's own past only where the replay knows `pending` itself: else it may be another life's.
+    A batch counts as pending's own past only if the replay has `pending` itself: else it may be of another process.
     """
-    if pending is not None and seen.get(pending[0]) == pending[1]:
+    if pending is not None and by_seq.get(pending[0]) == pending[1]:
         first = last = pending[0]
-        while last + 1 in seen:
+        while last + 1 in by_seq:
             last += 1
-    elif pending is not None and not (whole and seen and pending[0] >= min(seen)):
+    elif pending is not None and not (whole and by_seq and pending[0] >= min(by_seq)):
         return [pending]
-    elif seen:
-        first = last = max(seen)
+    elif by_seq:
+        first = last = max(by_seq)
     else:
         return []
-    while first - 1 in seen:
+    while first - 1 in by_seq:
         first -= 1
-    return [(seq, seen[seq]) for seq in range(first, last + 1)]
+    return [(seq, by_seq[seq]) for seq in range(first, last + 1)]

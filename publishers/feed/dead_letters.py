@@ -1,4 +1,4 @@
-"""Keeps what could not be understood for somebody to look at: a file of bounded size.
+"""Keeps payloads that could not be decoded for later inspection: a file of bounded size.
 
 One JSON line each: `{"at": seconds since 1970, "worker", "why", "seq", "bytes", "payload": base64 of the first 64 KiB}`.
 """
@@ -14,7 +14,7 @@ KEPT_PAYLOAD_BYTES = 64 << 10
 
 
 class DeadLetters:
-    """Appends to `path`; when that has half of `max_bytes` it becomes `<path>.1`, and the one before is gone."""
+    """Appends to `path`. At half of `max_bytes` the file becomes `<path>.1`, which replaces the one before."""
 
     def __init__(self, path: Path | None, worker_id: str, max_bytes: int = MAX_FILE_BYTES) -> None:
         """`path` None keeps nothing."""
@@ -23,7 +23,7 @@ class DeadLetters:
         self._half_bytes = max_bytes // 2
 
     def keep(self, why: str, seq: int | None, payload: bytes) -> bool:
-        """False where it could not be kept: nowhere to, or the file can't be written."""
+        """False if it was not kept: there is no path, or the file can't be written."""
         if self.path is None:
             return False
         letter = {

@@ -3,10 +3,10 @@
 from kvatlas.errors import SettingsError
 
 
-def of_rank(endpoint: str, dp_rank: int | None) -> str:
-    """The endpoint of one data-parallel rank, as the engines count: the port plus the rank (vLLM, SGLang).
+def endpoint_of_rank(endpoint: str, dp_rank: int | None) -> str:
+    """The endpoint of one data-parallel rank, as vLLM and SGLang count: the port plus the rank.
 
-    Raises SettingsError where the endpoint has no port to count up.
+    Raises SettingsError if the endpoint has no port to add to.
     """
     if not dp_rank:
         return endpoint

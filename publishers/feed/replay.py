@@ -1,6 +1,6 @@
 """Asks an engine's replay socket for batches it sent before (thin).
 
-Sources: vLLM 0.9 to 0.33 and SGLang 0.4.7 to 0.5.23. Asked with `[b"", seq]`; answers `[b"", (topic,) seq, payload]`, ended
+Sources: vLLM 0.9 to 0.33 and SGLang 0.4.7 to 0.5.23. Request: `[b"", seq]`; answers: `[b"", (topic,) seq, payload]`, ended
 by `[b"", (b"",) ff*8, b""]`. Up to vLLM 0.32 a slow reader can lose batches and the end, hence the deadline.
 """
 
@@ -26,16 +26,16 @@ class Replay:
     complete: bool
 
 
-async def ask_replay(
+async def request_replay(
     context: zmq.asyncio.Context,
     endpoint: str,
     first_seq: int,
     silence_s: float = SILENCE_S,
     deadline_s: float = DEADLINE_S,
 ) -> Replay:
-    """What the engine still has from `first_seq` on; it may start later, without a word.
+    """What the engine still has from `first_seq` on. It may start at a later seq without saying so.
 
-    A socket of its own each time, so that no late answer to an earlier question is taken for this one's.
+    Each request has a socket of its own, so that no late answer to an earlier one is taken for its own.
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

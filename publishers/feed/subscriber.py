@@ -1,12 +1,9 @@
-"""Follows one engine's KV events over ZMQ (thin: what they mean is in continuity, engines and ledger).
+"""Follows one engine's KV events over ZMQ (thin: what they mean is in connection_state, continuity, engines and ledger).
 
-Nothing stops it: a payload that can't be understood is counted, kept as a dead letter, and passed over. It may have said that
-blocks are gone: where that is asked for (`distrust_poison`), what was held before it is given up (`distrust.py`); so
-too for an event of an unknown kind.
+Nothing stops it: an undecodable payload is counted, kept as a dead letter, and skipped (see `undecodable`).
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,29 +13,27 @@ import anyio
 import anyio.lowlevel
 import zmq
 import zmq.asyncio
-from xxhash import xxh3_128_digest
 from zmq.utils.monitor import recv_monitor_message
 
 from kvatlas.errors import EngineEventError, InvalidValue, Unreachable
 from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineKind
-from kvatlas.runtime.rate_limited_log import Complaints
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
-from publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
+from publishers.engines import decode_batch
+from publishers.feed.connection_state import FIRST_SILENCE_S, Connection, ConnectionState, Task
 from publishers.feed.continuity import Continuity, Step
 from publishers.feed.dead_letters import DeadLetters
-from publishers.feed.distrust import Mistrust
 from publishers.feed.endpoints import to_connect
-from publishers.feed.replay import SEQ_BYTES, Replay, ask_replay
-from publishers.feed.undecodable import PoisonAside
+from publishers.feed.replay import SEQ_BYTES, Replay, request_replay
+from publishers.feed.undecodable import RATION_S, Distrust, UndecodableQueue, UndecodableRecorder
 
-FIRST_SILENCE_S = 2.0
-LONGEST_SILENCE_S = 15.0
-LOOK_S = 0.5
-GRACE_S = 3.0
-"""So long may the connection be away before the engine counts as down: ZMQ connects again by itself."""
-HELD_MESSAGES = 10_000
+POLL_S = 0.5
+"""Longest wait for a message before the connection is looked at."""
+QUEUED_MESSAGES = 10_000
 BATCHES_AT_ONCE = 64
+"""After so many batches other tasks have their turn."""
+STARTING_OVER = "dropping all known blocks and starting a new incarnation"
 
 log = logging.getLogger("kvatlas.publisher")
 
@@ -47,7 +42,7 @@ log = logging.getLogger("kvatlas.publisher")
 class FeedSettings:
     """Where an engine's sockets are. `bind`: the engine connects to the event socket, so it is bound here.
 
-    `distrust_poison`: see `publishers.feed.distrust`."""
+    `distrust_poison`: see `publishers.feed.undecodable`."""
 
     engine: EngineKind
     endpoint: str
@@ -60,7 +55,8 @@ class FeedSettings:
 
 
 class Feed:
-    """`open`, `catch_up`, `run` until cancelled, `close`. Hands each batch to `on_batch` and a lost story to `on_empty`."""
+    """`open`, `catch_up`, `run` until cancelled, `close`. Gives each batch to `on_batch`; calls `on_empty` if everything held
+    is to be dropped."""
 
     def __init__(
         self,
@@ -74,45 +70,37 @@ class Feed:
         on_batch: Callable[[EngineBatch], object],
         on_empty: Callable[[], None],
         on_alive: Callable[[], None] = lambda: None,
+        engine_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`on_alive`: `alive` is another than before."""
+        """`on_alive`: `alive` has changed. `engine_up`: is the engine known to be up, whatever the connection says? If so,
+        replay is asked for what it does without a connection."""
         self.continuity = continuity
+        self.consistent = True
+        """Every batch up to the feed's position was given to `on_batch`."""
         self._settings = settings
         self._worker_id = worker_id
         self._counters = counters
-        self._dead_letters = dead_letters
+        self._context = context
         self._on_batch = on_batch
         self._on_empty = on_empty
         self._on_alive = on_alive
-        self._complaints = Complaints(log, f"worker {worker_id}: ")
-        self._aside = PoisonAside()
-        self._mistrust = Mistrust() if settings.distrust_poison else None
-        self._seen_poison: deque[bytes] = deque(maxlen=256)
+        self._engine_up = engine_up
+        self._log = RateLimitedLog(log, f"worker {worker_id}: ")
+        self._undecodable = UndecodableRecorder(counters, dead_letters, self._log)
+        self._aside = UndecodableQueue()
+        self._distrust = Distrust() if settings.distrust_poison else None
         self._decoded: tuple[bytes, EngineBatch] | None = None
-        self._context = context
-        self._connections = 0
-        self._connected_once = False
-        self._was_alive = False
-        self._said_away = False
-        self._lost_s = 0.0
-        self._restarted = False
-        self._probe_now = False
-        self._connection_lost = False
-        self._reconnected = False
-        self.engine_up: Callable[[], bool] = lambda: False
-        """is the engine known to be there, whatever the connection says? Then what it does without it is asked for, too"""
-        self.silence_s = settings.first_silence_s
-        self.settled = True
-        """everything up to the feed's position was handed on"""
+        self._state = ConnectionState(settings.first_silence_s, monotonic())
+        self._connection = Connection.CONNECTING
 
     # ---------------------------------------------------------------- life
 
     def open(self) -> None:
-        """Connect, or bind. Raises Unreachable where the endpoint can't be used."""
+        """Connect, or bind. Raises Unreachable if the endpoint can't be used."""
         settings = self._settings
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, HELD_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.IPV6, 1)
@@ -128,7 +116,7 @@ class Feed:
         except zmq.ZMQError as error:
             self.close()
             raise Unreachable(f"event socket {settings.endpoint}: {error.strerror or error}") from error
-        self._lost_s = monotonic()
+        self._state = ConnectionState(settings.first_silence_s, monotonic())
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -136,9 +124,9 @@ class Feed:
         self._monitor.close()
 
     async def catch_up(self) -> None:
-        """Before the first incarnation: is it still the life that was saved, and what came before we listened?
+        """Before the first incarnation: is the engine's process still the saved one, and what did it send before?
 
-        What was saved is not told before the engine said that it still lives that life, or is given up.
+        Returns when replay has confirmed the saved state, or it was dropped. Nothing may be published before.
         """
         await self._follow(self.continuity.resume())
         while self.continuity.unproven:
@@ -150,94 +138,85 @@ class Feed:
             tasks.start_soon(self._watch_connection)
             await self._receive()
 
-    def restarted(self) -> None:
+    def record_restart(self) -> None:
         """The engine's process is known to be another one now."""
-        self._restarted = True
+        self._state.record_restart()
 
     @property
     def alive(self) -> bool:
         """Is the engine there, as far as the connection tells? False before it was there once."""
-        if self._connections > 0:
-            return True
-        return self._connected_once and monotonic() - self._lost_s < GRACE_S
+        return self._state.connection(monotonic()).alive
 
     # ---------------------------------------------------------------- receiving
 
     async def _receive(self) -> None:
-        heard_s = monotonic()
+        self._state.finish(Task.TAKE, monotonic())
         for received in count(1):
             if received % BATCHES_AT_ONCE == 0:  # what waits already is received without a task switch
                 await anyio.lowlevel.checkpoint()
             frames: list[bytes] | None = None
-            with anyio.move_on_after(LOOK_S):
+            with anyio.move_on_after(POLL_S):
                 frames = await self._socket.recv_multipart()
-            if self._restarted:
-                self._restarted = False
+            engine_up = frames is None and self._engine_up()
+            task = self._state.next_task(monotonic(), message=frames is not None, engine_up=engine_up)
+            if task is Task.RESTART:
                 await self._drop_queued()
-                await self._follow(self.continuity.restarted())
-            elif self._reconnected:
-                self._reconnected = self._probe_now = False
+                await self._follow(self.continuity.restart())
+            elif task is Task.RECONNECT:
                 await self._drop_queued()
-                await self._follow(self.continuity.reconnected())
-                heard_s, self.silence_s = monotonic(), self._settings.first_silence_s
-            elif frames is not None:
-                await self._on_frames(frames)
-                heard_s, self.silence_s = monotonic(), self._settings.first_silence_s
-            elif self._probe_now or (
-                monotonic() - heard_s >= self.silence_s and (self._connections > 0 or self.engine_up())
-            ):
-                self._probe_now = False
+                await self._follow(self.continuity.reconnect())
+            elif task is Task.TAKE and frames is not None:
+                await self._take_message(frames)
+            elif task is Task.PROBE:
                 await self._follow(self.continuity.probe())
-                heard_s, self.silence_s = monotonic(), min(2 * self.silence_s, LONGEST_SILENCE_S)
-            self._tell_alive()
+            self._state.finish(task, monotonic())
+            self._report_connection()
 
     async def _drop_queued(self) -> None:
-        """What waits in the socket may be of either life of the engine: replay brings it again."""
+        """What waits in the socket may be of either engine process: replay brings it again."""
         while await self._socket.poll(0):
             await self._socket.recv_multipart()
 
-    async def _on_frames(self, frames: list[bytes]) -> None:
+    async def _take_message(self, frames: list[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES:
-            self._counters.poison_frames += 1
-            self._poison(
-                f"message of {len(frames)} frames; expected topic, seq of {SEQ_BYTES} bytes, payload", None, frames[-1]
-            )
+            why = f"message of {len(frames)} frames; expected topic, seq of {SEQ_BYTES} bytes, payload"
+            self._undecodable.record_message(why, None, frames[-1])
             return
         seq, payload = int.from_bytes(frames[-2], "big"), frames[-1]
         try:
             self._decoded = payload, decode_batch(self._settings.engine, payload)
         except EngineEventError as error:
-            self._not_understood(seq, payload, error)
+            self._undecodable.record_payload(seq, payload, error)
             self._aside.put(seq, payload, self.continuity.last_seq)
             return
-        for earlier_seq, earlier in self._aside.before(seq):
+        for earlier_seq, earlier in self._aside.take_before(seq):
             await self._follow(self.continuity.offer(earlier_seq, earlier))
         try:
             step = self.continuity.offer(seq, payload)
         except InvalidValue as error:
-            self._counters.poison_frames += 1
-            self._poison(str(error), seq, payload)
+            self._undecodable.record_message(str(error), seq, payload)
             return
         await self._follow(step)
 
     async def _follow(self, step: Step) -> None:
-        """Do what the continuity says, until it has nothing more to ask."""
+        """Do what the continuity says, until it asks for nothing more."""
         while True:
             if step.why:
-                log.warning("worker %s: %s", self._worker_id, step.why)
+                what_follows = f"; {STARTING_OVER}" if step.empty else ""
+                log.warning("worker %s: %s%s", self._worker_id, step.why, what_follows)
             if step.empty:
                 self._on_empty()
             await self._take_all(step.take)
-            self._count()
+            self._copy_counters()
             if step.ask_from is None:
                 return
             replay = await self._replay(step.ask_from)
-            step = self.continuity.replayed(replay.batches, replay.complete)
+            step = self.continuity.take_replay(replay.batches, replay.complete)
 
     async def _take_all(self, batches: Sequence[tuple[int, bytes]]) -> None:
-        """The position says already that all of them are taken: so all are, also when this is cancelled."""
+        """The position says already that all of them are taken: so all are, also if this is cancelled."""
         left = iter(batches)
-        self.settled = False
+        self.consistent = False
         try:
             for taken, (seq, payload) in enumerate(left, start=1):
                 self._take(seq, payload)
@@ -246,67 +225,46 @@ class Feed:
         finally:
             for seq, payload in left:
                 self._take(seq, payload)
-            self.settled = True
+            self.consistent = True
 
     async def _replay(self, first_seq: int) -> Replay:
         self._counters.feed_replays += 1
         endpoint = self._settings.replay_endpoint
         if endpoint is None:
             return Replay([], False)
-        return await ask_replay(self._context, to_connect(endpoint), first_seq, self._settings.replay_silence_s)
+        return await request_replay(self._context, to_connect(endpoint), first_seq, self._settings.replay_silence_s)
 
     def _take(self, seq: int, payload: bytes) -> None:
-        batch = self._understood(seq, payload)
+        batch = self._decode(seq, payload)
         now_s = monotonic()
         if batch is None or batch.lost:
             self._counters.feed_lost += 1
-            if self._mistrust is not None and self._mistrust.lost(now_s):
-                self._complaints.say(
-                    "lost", f"feed message {seq} may have taken blocks away: what was held is given up, telling it anew"
+            if self._distrust is not None and self._distrust.record_loss(now_s):
+                self._log.report(
+                    "lost", f"feed message {seq} is not fully readable and may have removed blocks; {STARTING_OVER}"
                 )
                 self._on_empty()
         if batch is None:
             return
-        if self._mistrust is None or self._mistrust.listening(now_s):
+        if self._distrust is None or self._distrust.is_trusted(now_s):
             self._on_batch(batch)
         else:
             self._counters.feed_unheard += 1
-            self._complaints.say(
-                "unheard",
-                f"feed message {seq} is not listened to, after so much that could not be read: the worker claims nothing "
-                "for a while",
+            self._log.report(
+                "ignored",
+                f"feed message {seq} ignored: too many were unreadable; publishing no blocks for up to {RATION_S:g} s",
             )
 
-    def _understood(self, seq: int, payload: bytes) -> EngineBatch | None:
+    def _decode(self, seq: int, payload: bytes) -> EngineBatch | None:
         if self._decoded is not None and self._decoded[0] is payload:
             return self._decoded[1]
         try:
             return decode_batch(self._settings.engine, payload)
         except EngineEventError as error:
-            self._not_understood(seq, payload, error)
+            self._undecodable.record_payload(seq, payload, error)
             return None
 
-    # ---------------------------------------------------------------- what could not be understood
-
-    def _not_understood(self, seq: int, payload: bytes, error: EngineEventError) -> None:
-        digest = xxh3_128_digest(payload)
-        if digest in self._seen_poison:  # put aside before, or replayed
-            return
-        self._seen_poison.append(digest)
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            self._counters.poison_oversized += 1
-        else:
-            self._counters.poison_malformed += 1
-        self._poison(str(error), seq, payload)
-
-    def _poison(self, why: str, seq: int | None, payload: bytes) -> None:
-        self._counters.poison += 1
-        if not self._dead_letters.keep(why, seq, payload):
-            self._counters.dead_letters_dropped += 1
-        place = "" if seq is None else f" {seq}"
-        self._complaints.say("poison", f"feed message{place} passed over: {why}")
-
-    def _count(self) -> None:
+    def _copy_counters(self) -> None:
         counted, counters = self.continuity.counters, self._counters
         counters.feed_gaps = counted.gaps
         counters.feed_gaps_filled = counted.gaps_filled
@@ -321,26 +279,19 @@ class Feed:
         while True:
             event = int((await recv_monitor_message(self._monitor))["event"])
             if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
-                self._connections += 1
-                self._probe_now = self._connected_once = True  # what was sent meanwhile is asked for, not waited for
-                self._reconnected, self._connection_lost = self._reconnected or self._connection_lost, False
+                self._state.record_connect()
             elif event == zmq.EVENT_DISCONNECTED:
-                self._connections = max(0, self._connections - 1)
-                self._connection_lost = self._connection_lost or not self._connections
-                self._lost_s = monotonic()
-            self._tell_alive()
+                self._state.record_disconnect(monotonic())
+            self._report_connection()
 
-    def _tell_alive(self) -> None:
-        if self.alive != self._was_alive:
-            self._was_alive = self.alive
+    def _report_connection(self) -> None:
+        before, self._connection = self._connection, self._state.connection(monotonic())
+        if self._connection is before:
+            return
+        if self._connection.alive != before.alive:
             self._on_alive()
-            if self.alive and self._said_away:
-                self._said_away = False
-                log.info("worker %s: event socket %s is connected", self._worker_id, self._settings.endpoint)
-        if not self.alive and not self._said_away and monotonic() - self._lost_s >= GRACE_S:
-            self._said_away = True  # a wrong address looks like an engine that is not there yet
-            log.warning(
-                "worker %s: event socket %s is not connected: nothing of the engine is heard",
-                self._worker_id,
-                self._settings.endpoint,
-            )
+        endpoint = self._settings.endpoint
+        if self._connection is Connection.AWAY:  # a wrong address looks like an engine that is not there yet
+            log.warning("worker %s: event socket %s is not connected; receiving no events", self._worker_id, endpoint)
+        elif before is Connection.AWAY and self._connection.alive:
+            log.info("worker %s: event socket %s is connected", self._worker_id, endpoint)

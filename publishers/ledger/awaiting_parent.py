@@ -1,5 +1,5 @@
-"""Stores whose parent is not known: what their blocks stand for can be told only when it is (a child announced before its
-parent; a sidecar that began in the middle of an engine's life). Kept by parent, bounded, first told first forgotten.
+"""Stored events whose parent is not known: what their blocks stand for can be known only with it (a child announced before
+its parent; a sidecar that began in the middle of an engine's life). Kept by parent, bounded, oldest parent forgotten first.
 """
 
 from array import array
@@ -10,30 +10,30 @@ from dataclasses import replace
 from kvatlas.blocks.hashing import pack_tokens
 from kvatlas.events import EngineHash, EngineStored
 
-MOST_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
 """Kept at four bytes each."""
 
 _Step = tuple[EngineHash | None, EngineHash, str | None, str | None]
 """Hash before, hash, adapter, salt."""
 
 
-class Unplaced:
-    """See the module. Decides nothing of where blocks belong."""
+class AwaitingParent:
+    """See the module. Does not decide where blocks belong."""
 
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
-        self._most_tokens = most_tokens
+    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
         self._tokens = 0
-        self._behind: OrderedDict[EngineHash, list[EngineStored]] = OrderedDict()
+        self._by_parent: OrderedDict[EngineHash, list[EngineStored]] = OrderedDict()
         self._steps: set[_Step] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._behind)
+        return bool(self._by_parent)
 
     def __iter__(self) -> Iterator[EngineStored]:
-        return (event for behind in self._behind.values() for event in behind)
+        return (event for events in self._by_parent.values() for event in events)
 
     def keep(self, event: EngineStored) -> None:
-        """A store of blocks that follow an unknown one; kept is what goes on from stores that were kept before.
+        """Keep an event with an unknown parent, from the first step on that no event kept before has.
 
         Raises InvalidValue for token ids beyond 32 bits.
         """
@@ -51,17 +51,17 @@ class Unplaced:
             token_ids=array("I", event.token_ids[first * event.block_size :]),
             extra_keys=event.extra_keys[first:] if event.extra_keys else None,
         )
-        self._behind.setdefault(parent, []).append(rest)
+        self._by_parent.setdefault(parent, []).append(rest)
         self._steps.update(_steps(rest))
         self._tokens += len(rest.token_ids)
-        while self._tokens > self._most_tokens:
-            self._forget(self._behind.popitem(last=False)[1])
+        while self._tokens > self._max_tokens:
+            self._forget(self._by_parent.popitem(last=False)[1])
 
     def take(self, parent: EngineHash) -> list[EngineStored]:
-        """What was kept behind `parent`, which is known now; it is kept no longer."""
-        behind = self._behind.pop(parent, [])
-        self._forget(behind)
-        return behind
+        """The events that waited for `parent`, which is known now; they are kept no longer."""
+        events = self._by_parent.pop(parent, [])
+        self._forget(events)
+        return events
 
     def _forget(self, events: list[EngineStored]) -> None:
         for event in events:
@@ -70,6 +70,6 @@ class Unplaced:
 
 
 def _steps(event: EngineStored) -> Iterator[_Step]:
-    """Two stores of one step agree in all that leads from the hash before to the hash."""
+    """Two events share a step if they agree in all that leads from the hash before to the hash."""
     for before, name in zip([event.parent, *event.hashes], event.hashes, strict=False):
         yield before, name, event.adapter, event.salt

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LedgerCounters:
-    """Since the ledger was made. Blocks, but where an event is named."""
+    """Since the ledger was made. In blocks, unless a field names something else."""
 
     stored: int = 0
     removed: int = 0
     cleared_events: int = 0
     removed_unknown: int = 0
-    """Removals of a copy that was never stored here: kept from before the ledger began."""
+    """Removals of a copy that was never stored here: it is older than the ledger."""
     unknown_parent: int = 0
     unindexable: int = 0
     """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
@@ -20,7 +20,7 @@ class LedgerCounters:
     withdrawn: int = 0
     restored: int = 0
     judged_removals: int = 0
-    """Removals of a hash that stands for several blocks, any of which may have gone: all of these count as gone."""
+    """Removals of a hash that stands for several blocks, any of which may be gone: all of these count as gone."""
     forgotten: int = 0
     """Lineages forgotten because the memory of evictions is bounded."""
     block_size_learned: int = 0

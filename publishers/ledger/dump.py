@@ -1,12 +1,12 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
-    [version, identity, block size, namespaces, names, owners, evicted, holdings, twins, unplaced]
+    [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
 salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root]. `owners`: for each name the
-position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names, counts]. `twins`:
-[name, [[position of block, [[position of holding, count]]]]]. `unplaced`: [hashes, parent, packed tokens, adapter, salt, extra
-keys]. Usable residency is not saved: it follows.
+position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names, counts]. `shared`:
+[name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens, adapter, salt, extra
+keys]. Usable residency is not saved: it is computed from the rest.
 """
 
 import sys
@@ -20,8 +20,12 @@ from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas.events import EngineHash, EngineStored
+from publishers.ledger.awaiting_parent import AwaitingParent
+from publishers.ledger.block import Block
 from publishers.ledger.holdings import Holding
-from publishers.ledger.lineage import Block, Lineages
+from publishers.ledger.lineage import Lineage
+from publishers.ledger.residency import Residency
+from publishers.ledger.shared_hashes import CertainCopies
 
 VERSION = 2
 
@@ -37,6 +41,14 @@ class SavedHolding:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedCopies:
+    """What is certainly one block's of a shared hash: (position of the holding, count)."""
+
+    block: int
+    counts: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class SavedLedger:
     """A dump, decoded and checked for its shape."""
 
@@ -46,56 +58,72 @@ class SavedLedger:
     owners: list[int]
     evicted: list[EngineHash]
     holdings: list[SavedHolding]
-    twins: list[tuple[EngineHash, list[tuple[int, list[tuple[int, int]]]]]]
-    unplaced: list[EngineStored]
+    shared: list[tuple[EngineHash, list[SavedCopies]]]
+    awaiting: list[EngineStored]
 
-    def place(self, lineages: Lineages) -> list[Block]:
-        """Make the blocks and their names in empty lineages. Returns the blocks, in the dump's order."""
+    def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
+        """Fill the empty parts of a ledger. Raises InvalidValue, LookupError, TypeError or ValueError if it contradicts
+        itself."""
+        holdings = [residency.add_holding(saved.tier, saved.group, saved.indexable) for saved in self.holdings]
+        for holding, saved in zip(holdings, self.holdings, strict=True):
+            holding.counts.update(saved.counts)
+        blocks = self._restore_lineage(lineage)
+        for event in self.awaiting:
+            awaiting.keep(event)
+        for name, copies in self.shared:
+            by_block = {
+                blocks[one.block]: CertainCopies({holdings[at]: count for at, count in one.counts}) for one in copies
+            }
+            residency.shared.restore(name, by_block)
+        for name, block in lineage.known.items():
+            if name not in residency.shared.by_hash:
+                residency.enter_tiers(name, block)
+
+    def _restore_lineage(self, lineage: Lineage) -> list[Block]:
+        """Make the blocks and their names. Returns the blocks, in the dump's order."""
         blocks: list[Block] = []
         for adapter, salt, packed, parents in self.namespaces:
-            namespace = lineages.namespace(adapter, salt, self.block_size or 1)
+            namespace = lineage.namespace(adapter, salt, self.block_size or 1)
             mine: list[Block] = []
             for i, position in enumerate(parents):
                 if position > i:
                     raise InvalidValue(f"saved block {i} comes before its parent {position - 1}")
                 parent = mine[position - 1] if position else None
-                above = HASH_BYTES * i
-                mine += lineages.chain(namespace, parent, packed[above : above + HASH_BYTES])
+                at = HASH_BYTES * i
+                mine += lineage.extend(namespace, parent, packed[at : at + HASH_BYTES])
             blocks += mine
         for name, position in zip(self.names, self.owners, strict=True):
-            lineages.known[name] = blocks[position]
-            blocks[position].names += 1
-        lineages.evicted.update(dict.fromkeys(self.evicted))
-        for event in self.unplaced:
-            lineages.unplaced.keep(event)
+            lineage.add_name(name, blocks[position])
+        lineage.mark_evicted(self.evicted)
         return blocks
 
 
 def pack(
-    identity: list[Any], block_size: int | None, lineages: Lineages, holdings: dict[tuple[Tier, int], Holding]
+    identity: list[Any], block_size: int | None, lineage: Lineage, residency: Residency, awaiting: AwaitingParent
 ) -> bytes:
     """The dump."""
     namespaces: list[list[Any]] = []
     position_of: dict[Block, int] = {}
-    for namespace in lineages.namespaces.values():
+    for namespace in lineage.namespaces.values():
         start = len(position_of)
         parents = array("I")
         for block in namespace.blocks.values():  # made after their parents, so they are listed after them
             parents.append(0 if block.parent is None else position_of[block.parent] - start + 1)
             position_of[block] = len(position_of)
         namespaces.append([namespace.adapter, namespace.salt, b"".join(namespace.blocks), _little_endian(parents)])
-    order = {holding: i for i, holding in enumerate(holdings.values())}
-    twins = [
+    holdings = residency.holdings.by_group.values()
+    order: dict[Holding, int] = {holding: i for i, holding in enumerate(holdings)}
+    shared = [
         [
             name,
             [
-                [position_of[block], [[order[holding], count] for holding, count in share.by_holding.items()]]
-                for block, share in by_block.items()
+                [position_of[block], [[order[holding], count] for holding, count in certain.by_holding.items()]]
+                for block, certain in by_block.items()
             ],
         ]
-        for name, by_block in lineages.twins.items()
+        for name, by_block in residency.shared.by_hash.items()
     ]
-    owners = array("I", [position_of[block] for block in lineages.known.values()])
+    owners = array("I", [position_of[block] for block in lineage.known.values()])
     return bytes(
         msgpack.packb(
             [
@@ -103,17 +131,17 @@ def pack(
                 identity,
                 block_size,
                 namespaces,
-                list(lineages.known),
+                list(lineage.known),
                 _little_endian(owners),
-                list(lineages.evicted),
+                list(lineage.evicted),
                 [
                     [int(one.tier), one.group, one.indexable, list(one.counts), list(one.counts.values())]
-                    for one in holdings.values()
+                    for one in holdings
                 ],
-                twins,
+                shared,
                 [
                     [list(one.hashes), one.parent, pack_tokens(one.token_ids), one.adapter, one.salt, one.extra_keys]
-                    for one in lineages.unplaced
+                    for one in awaiting
                 ],
             ]
         )
@@ -126,7 +154,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
         raw = msgpack.unpackb(dumped)
         if not isinstance(raw, list) or not raw or raw[0] != VERSION:
             raise InvalidValue(f"saved ledger of version {raw[0] if isinstance(raw, list) and raw else raw!r:.40}")
-        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, twins, unplaced = raw
+        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting = raw
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
@@ -139,13 +167,13 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
                 SavedHolding(Tier(tier), group, indexable, dict(zip(held, counts, strict=True)))
                 for tier, group, indexable, held, counts in holdings
             ],
-            twins=[
-                (name, [(at, [(one, count) for one, count in share]) for at, share in by_block])
-                for name, by_block in twins
+            shared=[
+                (name, [SavedCopies(at, [(holding, count) for holding, count in counts]) for at, counts in by_block])
+                for name, by_block in shared
             ],
-            unplaced=[
+            awaiting=[
                 EngineStored(hashes, parent, _integers(tokens), block_size, adapter=adapter, salt=salt, extra_keys=keys)
-                for hashes, parent, tokens, adapter, salt, keys in unplaced
+                for hashes, parent, tokens, adapter, salt, keys in awaiting
             ],
         )
     except InvalidValue:

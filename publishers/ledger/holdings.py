@@ -1,14 +1,14 @@
-"""Reference counts of the copies an engine holds in one (tier, group)."""
+"""Reference counts of the copies that an engine holds, by (tier, group)."""
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineHash
-from publishers.ledger.lineage import COPIES_BITS
+from publishers.ledger.block import COPIES_BITS
 
 
 class Holding:
     """`counts`: engine hash to copies, none at zero. `peers`: the counts of the tier's other indexable groups.
 
-    A group is indexable when it says how long a prefix can be reused (full attention); `unit` is one copy's part of
+    A group is indexable if it says how long a prefix can be reused (full attention); `unit` is one copy's part of
     `Block.copies`.
     """
 
@@ -26,3 +26,29 @@ class Holding:
         if name not in self.counts:
             return False
         return not self.peers or all(name in counts for counts in self.peers)
+
+
+class Holdings:
+    """All holdings of one engine, in the order in which it first named them."""
+
+    def __init__(self) -> None:
+        self.by_group: dict[tuple[Tier, int], Holding] = {}
+        self.indexed: list[Holding] = []
+
+    def add(self, tier: Tier, group: int, indexable: bool) -> Holding:
+        holding = self.by_group[tier, group] = Holding(tier, group, indexable)
+        if indexable:
+            peers = self.of_tier(tier)
+            for other in peers:
+                other.peers.append(holding.counts)
+            holding.peers = [other.counts for other in peers]
+            self.indexed.append(holding)
+        return holding
+
+    def of_tier(self, tier: Tier) -> list[Holding]:
+        """The tier's indexable holdings."""
+        return [holding for holding in self.indexed if holding.tier is tier]
+
+    def is_held(self, name: EngineHash) -> bool:
+        """Is the hash held in all indexable groups of some tier?"""
+        return any(holding.in_all(name) for holding in self.indexed)

@@ -5,29 +5,25 @@ blocks whose index % g == g-1 are announced; `parent` is then the announced bloc
 """
 
 from collections.abc import Iterable, Iterator
-from operator import itemgetter
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.events import Cleared, IndexEvent, Removed, SnapshotChunk, Stored
-from publishers.ledger.lineage import Block, Namespace
-from publishers.ledger.prefix_closure import Change
+from publishers.ledger.block import Block, Namespace
+from publishers.ledger.prefix_closure import UsableChange
 
 CHUNK_BLOCKS = 4096
 """A snapshot chunk has at most 32 KiB of hashes."""
 
 _TIERS: tuple[tuple[Tier, ...], ...] = tuple(tiers_of(flags) for flags in range(1 << len(Tier)))
 
-Run = tuple[Namespace, int, bytes, bytes | None, int]
-"""Blocks of one chain in a row: namespace, tier flags, packed hashes, packed parent or None, index of the first."""
+_BlockWithFlags = tuple[Block, int]
+_Run = tuple[Namespace, int, bytes, bytes | None, int]
+"""Consecutive blocks of one chain: namespace, tier flags, packed hashes, packed parent or None, index of the first."""
 
 
-def _by_depth(item: tuple[Block, int]) -> int:
-    return item[0].index
-
-
-class Announcement:
-    """Everything that is announced now, as a digest and a number of blocks, and how a change of it is told."""
+class IndexEvents:
+    """Makes the events of one worker. `digest` and `blocks` are of everything that is announced now."""
 
     __slots__ = ("_last", "_step", "blocks", "digest")
 
@@ -38,62 +34,138 @@ class Announcement:
         self.blocks = 0
 
     def is_announced(self, block: Block) -> bool:
-        return block.told > 0 and block.index % self._step == self._last
+        return block.usable > 0 and block.index % self._step == self._last
 
-    def tell(self, change: Change, cleared: bool) -> list[IndexEvent]:
+    # ---------------------------------------------------------------- changes
+
+    def make(self, change: UsableChange, cleared: bool) -> list[IndexEvent]:
         """The events of a change. `cleared`: the engine cleared a tier, so one event may say that all is gone."""
         events: list[IndexEvent] = []
-        gone, born = change.gone, change.born
+        removed, added = change.removed, change.added
         if self._step > 1:
-            gone = [item for item in gone if item[0].index % self._step == self._last]
-        if cleared and gone and len(gone) == self.blocks:
+            removed = [(block, flags) for block, flags in removed if block.index % self._step == self._last]
+        if cleared and removed and len(removed) == self.blocks:
             events.append(Cleared())
             self.digest = Digest()
             self.blocks = 0
         else:
             if change.moved:
-                self._tell_moved(change.moved, events)
-            if gone:
-                self._tell_gone(gone, events)
-        if born:
-            for run in self._runs(born):
-                self.blocks += len(run[2]) // 8
-                self._store(run, run[1], events)
+                self._add_moved(change.moved, events)
+            if removed:
+                self._add_removed(removed, events)
+        if added:
+            for namespace, flags, hashes, parent, first_index in self._runs(added):
+                self.blocks += len(hashes) // 8
+                self._add_stored(namespace.scope_id, flags, hashes, parent, first_index, events)
         return events
 
-    def _store(self, run: Run, flags: int, events: list[IndexEvent]) -> None:
-        namespace, _, hashes, parent, first_index = run
+    def _add_stored(
+        self,
+        scope_id: bytes,
+        flags: int,
+        hashes: bytes,
+        parent: bytes | None,
+        first_index: int,
+        events: list[IndexEvent],
+    ) -> None:
+        """One event for each tier of `flags`."""
         for tier in _TIERS[flags]:
-            events.append(Stored(namespace.scope_id, tier, hashes, parent, first_index))
-            self.digest.add(namespace.scope_id, tier, hashes)
+            events.append(Stored(scope_id, tier, hashes, parent, first_index))
+            self.digest.add(scope_id, tier, hashes)
 
-    def _remove(self, scope_id: bytes, flags: int, hashes: bytes, events: list[IndexEvent]) -> None:
+    def _add_lost(self, scope_id: bytes, flags: int, hashes: bytes, events: list[IndexEvent]) -> None:
+        """One event for each tier of `flags`."""
         for tier in _TIERS[flags]:
             events.append(Removed(scope_id, tier, hashes))
             self.digest.add(scope_id, tier, hashes, -1)
 
-    def _tell_moved(self, moved: list[tuple[Block, int]], events: list[IndexEvent]) -> None:
-        announced = [item for item in moved if item[0].index % self._step == self._last]
-        announced.sort(key=_by_depth)
+    def _add_moved(self, moved: list[_BlockWithFlags], events: list[IndexEvent]) -> None:
+        """Blocks that stay and whose tiers changed: first every added tier, then every lost one."""
+        announced = [(block, before) for block, before in moved if block.index % self._step == self._last]
+        announced.sort(key=_depth)
         for tier in Tier:
-            added = {block: None for block, before in announced if block.told & ~before & tier.flag}
-            for run in self._added_runs(added):
-                self._store(run, tier.flag, events)
+            added = {block: None for block, before in announced if block.usable & ~before & tier.flag}
+            for namespace, _, hashes, parent, first_index in self._runs_of_moved(added):
+                self._add_stored(namespace.scope_id, tier.flag, hashes, parent, first_index, events)
         for tier in Tier:
             lost: dict[bytes, list[bytes]] = {}
             for block, before in reversed(announced):
-                if before & ~block.told & tier.flag:
+                if before & ~block.usable & tier.flag:
                     lost.setdefault(block.namespace.scope_id, []).append(block.sequence_hash)
-            for scope_id, hashes in lost.items():
-                self._remove(scope_id, tier.flag, b"".join(hashes), events)
+            for scope_id, lost_hashes in lost.items():
+                self._add_lost(scope_id, tier.flag, b"".join(lost_hashes), events)
 
-    def _added_runs(self, added: dict[Block, None]) -> Iterator[Run]:
-        """Chain runs of blocks in order of depth: chains are told apart by following parents."""
+    def _add_removed(self, removed: list[_BlockWithFlags], events: list[IndexEvent]) -> None:
+        """One event for each scope and set of tiers if no block of one is an ancestor of a block of another; else as the
+        depths require. A block in several tiers is gone with the last of its tiers' events."""
+        self.blocks -= len(removed)
+        if len(removed) > 1:
+            removed.sort(key=_depth, reverse=True)
+        _, first_flags = removed[0]
+        if any(flags != first_flags for _, flags in removed):
+            # Deeper blocks first whatever their tiers; of equal depth none is another's ancestor.
+            removed.sort(key=_flags)
+            removed.sort(key=_depth, reverse=True)
+            self._add_removed_of_several_tiers(removed, events)
+            return
+        by_scope: dict[bytes, list[bytes]] = {}
+        for block, _ in removed:
+            scope_id = block.namespace.scope_id
+            hashes = by_scope.get(scope_id)
+            if hashes is None:
+                by_scope[scope_id] = [block.sequence_hash]
+            else:
+                hashes.append(block.sequence_hash)
+        for scope_id, hashes in by_scope.items():
+            self._add_lost(scope_id, first_flags, b"".join(hashes), events)
+
+    def _add_removed_of_several_tiers(self, removed: list[_BlockWithFlags], events: list[IndexEvent]) -> None:
+        by_scope: dict[bytes, list[_BlockWithFlags]] = {}
+        for block, flags in removed:
+            by_scope.setdefault(block.namespace.scope_id, []).append((block, flags))
+        for scope_id, blocks in by_scope.items():
+            hashes: list[bytes] = []
+            _, run_flags = blocks[0]
+            for block, flags in blocks:
+                if flags != run_flags:
+                    self._add_lost(scope_id, run_flags, b"".join(hashes), events)
+                    hashes, run_flags = [], flags
+                hashes.append(block.sequence_hash)
+            self._add_lost(scope_id, run_flags, b"".join(hashes), events)
+
+    # ---------------------------------------------------------------- runs of a chain
+
+    def _runs(self, added: Iterable[Block]) -> Iterator[_Run]:
+        """Consecutive blocks of one chain with the same tiers, every `granularity`-th of them. `added`: parents first."""
+        step, last = self._step, self._last
+        hashes: list[bytes] = []
+        head: Block | None = None
+        flags = 0
+        previous: Block | None = None
+        for block in added:
+            follows = block.parent is previous and previous is not None
+            previous = block
+            if step > 1 and block.index % step != last:
+                if not follows and head is not None:
+                    yield self._run(head, flags, hashes)
+                    head = None
+                continue
+            if head is not None:
+                if follows and block.usable == flags:
+                    hashes.append(block.sequence_hash)
+                    continue
+                yield self._run(head, flags, hashes)
+            head, flags, hashes = block, block.usable, [block.sequence_hash]
+        if head is not None:
+            yield self._run(head, flags, hashes)
+
+    def _runs_of_moved(self, moved: dict[Block, None]) -> Iterator[_Run]:
+        """Runs of announced blocks that come by depth, chains mixed: each chain is found by following parents."""
         after: dict[Block, Block] = {}
         heads: list[Block] = []
-        for block in added:
+        for block in moved:
             before = self._announced_before(block)
-            if before is not None and before in added and before not in after:
+            if before is not None and before in moved and before not in after:
                 after[before] = block
             else:
                 heads.append(block)
@@ -103,47 +175,12 @@ class Announcement:
             while at is not None:
                 hashes.append(at.sequence_hash)
                 at = after.get(at)
-            before = self._announced_before(head)
-            parent = None if before is None else before.sequence_hash
-            yield head.namespace, 0, b"".join(hashes), parent, head.index
+            yield self._run(head, 0, hashes)
 
-    def _tell_gone(self, gone: list[tuple[Block, int]], events: list[IndexEvent]) -> None:
-        """One event a scope and set of tiers, where no block of one is an ancestor of a block of another; else as the
-        depths ask for it. A block in several tiers goes when the last of its tiers' events is told."""
-        self.blocks -= len(gone)
-        if len(gone) > 1:
-            gone.sort(key=_by_depth, reverse=True)
-        flags = gone[0][1]
-        if any(item[1] != flags for item in gone):
-            # Deeper blocks first whatever their tiers; of equal depth none is another's ancestor.
-            gone.sort(key=itemgetter(1))
-            gone.sort(key=_by_depth, reverse=True)
-            self._tell_mixed(gone, events)
-            return
-        by_scope: dict[bytes, list[bytes]] = {}
-        for block, _ in gone:
-            scope_id = block.namespace.scope_id
-            hashes = by_scope.get(scope_id)
-            if hashes is None:
-                by_scope[scope_id] = [block.sequence_hash]
-            else:
-                hashes.append(block.sequence_hash)
-        for scope_id, hashes in by_scope.items():
-            self._remove(scope_id, flags, b"".join(hashes), events)
-
-    def _tell_mixed(self, gone: list[tuple[Block, int]], events: list[IndexEvent]) -> None:
-        by_scope: dict[bytes, list[tuple[Block, int]]] = {}
-        for item in gone:
-            by_scope.setdefault(item[0].namespace.scope_id, []).append(item)
-        for scope_id, items in by_scope.items():
-            hashes: list[bytes] = []
-            run_flags = items[0][1]
-            for block, flags in items:
-                if flags != run_flags:
-                    self._remove(scope_id, run_flags, b"".join(hashes), events)
-                    hashes, run_flags = [], flags
-                hashes.append(block.sequence_hash)
-            self._remove(scope_id, run_flags, b"".join(hashes), events)
+    def _run(self, head: Block, flags: int, hashes: list[bytes]) -> _Run:
+        before = self._announced_before(head)
+        parent = None if before is None else before.sequence_hash
+        return head.namespace, flags, b"".join(hashes), parent, head.index
 
     def _announced_before(self, block: Block) -> Block | None:
         """The announced block before this announced one in its chain."""
@@ -154,40 +191,13 @@ class Announcement:
             before = before.parent
         return before
 
-    def _runs(self, born: Iterable[Block]) -> Iterator[Run]:
-        """Blocks in a row of one chain with the same tiers, thinned. `born` has parents before children."""
-        step, last = self._step, self._last
-        hashes: list[bytes] = []
-        head: Block | None = None
-        flags = 0
-        previous: Block | None = None
-        for block in born:
-            follows = block.parent is previous and previous is not None
-            previous = block
-            if step > 1 and block.index % step != last:
-                if not follows and head is not None:
-                    yield self._run(head, flags, hashes)
-                    head = None
-                continue
-            if head is not None:
-                if follows and block.told == flags:
-                    hashes.append(block.sequence_hash)
-                    continue
-                yield self._run(head, flags, hashes)
-            head, flags, hashes = block, block.told, [block.sequence_hash]
-        if head is not None:
-            yield self._run(head, flags, hashes)
-
-    def _run(self, head: Block, flags: int, hashes: list[bytes]) -> Run:
-        before = self._announced_before(head)
-        parent = None if before is None else before.sequence_hash
-        return head.namespace, flags, b"".join(hashes), parent, head.index
+    # ---------------------------------------------------------------- snapshots
 
     def chunks(self, namespaces: Iterable[Namespace]) -> list[SnapshotChunk]:
         """All that is announced now, chain by chain."""
         chunks: list[SnapshotChunk] = []
         for namespace in namespaces:
-            for _, flags, packed, parent, first_index in self._runs(_in_chains(namespace)):
+            for _, flags, packed, parent, first_index in self._runs(_usable_blocks(namespace)):
                 for at in range(0, len(packed), 8 * CHUNK_BLOCKS):
                     part = packed[at : at + 8 * CHUNK_BLOCKS]
                     before = packed[at - 8 : at] if at else parent
@@ -196,10 +206,20 @@ class Announcement:
         return chunks
 
 
-def _in_chains(namespace: Namespace) -> Iterator[Block]:
+def _usable_blocks(namespace: Namespace) -> Iterator[Block]:
     """The usable blocks of a namespace, each chain as far as it goes before the next branch."""
-    waiting = [block for block in namespace.blocks.values() if block.parent is None and block.told > 0]
+    waiting = [block for block in namespace.blocks.values() if block.parent is None and block.usable > 0]
     while waiting:
         block = waiting.pop()
         yield block
-        waiting.extend(child for child in block.each_child() if child.told > 0)
+        waiting.extend(child for child in block.iter_children() if child.usable > 0)
+
+
+def _depth(item: _BlockWithFlags) -> int:
+    block, _ = item
+    return block.index
+
+
+def _flags(item: _BlockWithFlags) -> int:
+    _, flags = item
+    return flags

@@ -1,176 +1,60 @@
-"""Which chain each of an engine's blocks belongs to: engine hash -> block (scope, sequence hash, parent, index).
+"""Which block of which chain each engine hash stands for: engine hash -> (scope, sequence hash, parent, index).
 
 An engine names blocks by hashes of its own. The ledger computes the sequence hash when a block is first stored, and
 remembers it after the block is evicted (bounded, first evicted first forgotten), so that a child that is stored late
-still finds its parent's chain. A block that nobody names any more stays only while blocks that are named descend from it.
+still finds its parent's chain. A block without a name stays only while blocks with one descend from it.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from kvatlas.events import EngineHash, EngineStored, ScopeUse
 from kvatlas.identity import Scope
-from publishers.ledger.awaiting_parent import Unplaced
-
-if TYPE_CHECKING:
-    from publishers.ledger.shared_hashes import TwinCopies
-
-COPIES_BITS = 24
-"""`Block.copies` has a field of this many bits for each tier, the device tier lowest: one small integer as a rule."""
-FIELD = (1 << COPIES_BITS) - 1
-
-ORPHAN = -1
-"""`Block.told` of a block that is held while one of its ancestors is not."""
+from publishers.ledger.block import Block, Namespace
+from publishers.ledger.settings import LedgerSettings
 
 
-class Namespace:
-    """The chains of one (adapter, salt): a root's tokens mean another block in another namespace.
+class Lineage:
+    """Engine hashes, the blocks they stand for, and the chains of these. Decides nothing of residency."""
 
-    `root_salt` is the salt where it is hashed into the first block (not mapped to the tenant), else None.
-    """
-
-    __slots__ = ("adapter", "blocks", "root_salt", "salt", "scope_id")
-
-    def __init__(self, scope_id: bytes, adapter: str | None, salt: str | None, root_salt: str | None) -> None:
-        self.scope_id = scope_id
-        self.adapter = adapter
-        self.salt = salt
-        self.root_salt = root_salt
-        self.blocks: dict[bytes, Block] = {}
-
-
-class Block:
-    """One block of a chain. Mutable, and only within the ledger.
-
-    `copies`: engine blocks that hold it, by tier (see COPIES_BITS). `told`: flags of the tiers it is usable in, 0 when it
-    is not held, ORPHAN when it is held behind a hole. `names`: how many engine hashes stand for it.
-    """
-
-    __slots__ = (
-        "children",
-        "copies",
-        "index",
-        "names",
-        "namespace",
-        "parent",
-        "sequence_hash",
-        "told",
-        "touched",
-    )
-
-    def __init__(self, namespace: Namespace, sequence_hash: bytes, parent: "Block | None", index: int) -> None:
-        self.namespace = namespace
-        self.sequence_hash = sequence_hash
-        self.parent = parent
-        self.index = index
-        self.children: Block | dict[Block, None] | None = None  # most blocks have one child: no container for it
-        self.copies = 0
-        self.told = 0
-        self.touched = False
-        self.names = 0
-
-    def each_child(self) -> Iterator["Block"]:
-        children = self.children
-        if children is not None:
-            if isinstance(children, Block):
-                yield children
-            else:
-                yield from children
-
-    def adopt(self, child: "Block") -> None:
-        children = self.children
-        if children is None:
-            self.children = child
-        elif isinstance(children, Block):
-            self.children = {children: None, child: None}
-        else:
-            children[child] = None
-
-    def disown(self, child: "Block") -> None:
-        children = self.children
-        if isinstance(children, dict):
-            del children[child]
-            if not children:
-                self.children = None
-        else:
-            self.children = None
-
-
-def tiers_held(copies: int) -> int:
-    """Flags of the tiers that `Block.copies` has a copy in."""
-    flags, flag = 0, 1
-    while copies:
-        if copies & FIELD:
-            flags |= flag
-        copies >>= COPIES_BITS
-        flag <<= 1
-    return flags
-
-
-class Lineages:
-    """Engine hashes and the blocks they stand for. Decides nothing of residency.
-
-    `twins` has the engine hashes that stand for more than one block (an engine that leaves the salt or the adapter out of
-    its hashes); `known` has the first of those. `evicted` are the known hashes that no tier holds, in that order; `unplaced`
-    the stores behind a hash that is not known.
-    """
-
-    def __init__(
-        self, model_id: str, tokenizer_id: str, tenant_id: str, block_bytes: int, salt_is_tenant: bool
-    ) -> None:
-        self._model_id, self._tokenizer_id, self._tenant_id = model_id, tokenizer_id, tenant_id
-        self._block_bytes = block_bytes
-        self._salt_is_tenant = salt_is_tenant
+    def __init__(self, settings: LedgerSettings) -> None:
+        self._settings = settings
         self.namespaces: dict[tuple[str | None, str | None], Namespace] = {}
+        """By (adapter, salt): those that have blocks."""
         self.uses: dict[bytes, ScopeUse] = {}
-        """Of every scope that has blocks, and of those that had some since `forget_unused` was called."""
-        self._namespaces_of: dict[bytes, int] = {}
-        self._perhaps_unused: set[bytes] = set()
+        """Of each scope that has blocks, and of those that had some since `forget_unused_scopes` was called."""
         self.known: dict[EngineHash, Block] = {}
-        self.unplaced = Unplaced()
-        self.twins: dict[EngineHash, dict[Block, TwinCopies]] = {}
+        """The block that a hash stands for; of a shared hash the first one."""
         self.evicted: OrderedDict[EngineHash, None] = (
             OrderedDict()
-        )  # a dict's first key is slow to find again and again
+        )  # finding a dict's first key again and again is slow
+        """The known hashes that no tier holds, in the order of their eviction."""
+        self._others: dict[EngineHash, list[Block]] = {}
+        """The further blocks of a shared hash."""
+        self._namespaces_of: dict[bytes, int] = {}
+        """How many namespaces each scope has."""
+        self._maybe_unused: set[bytes] = set()
+
+    # ---------------------------------------------------------------- chains
 
     def namespace(self, adapter: str | None, salt: str | None, block_size: int) -> Namespace:
         """The namespace of a root's chain; kept only while it has blocks, since each request may bring a salt of its own.
 
-        Raises InvalidValue where adapter or salt can't be a scope's field.
+        Raises InvalidValue if adapter or salt can't be a scope's field.
         """
         found = self.namespaces.get((adapter, salt))
         if found is None:
-            mapped = self._salt_is_tenant and salt is not None
-            tenant_id = salt if self._salt_is_tenant and salt is not None else self._tenant_id
-            scope = Scope(self._model_id, self._tokenizer_id, adapter, tenant_id)
+            settings = self._settings
+            mapped = settings.salt_is_tenant and salt is not None
+            tenant_id = salt if settings.salt_is_tenant and salt is not None else settings.tenant_id
+            scope = Scope(settings.model_id, settings.tokenizer_id, adapter, tenant_id)
             found = Namespace(scope.scope_id, adapter, salt, None if mapped else salt)
-            self.uses[scope.scope_id] = ScopeUse(scope, block_size, self._block_bytes)
-            self._perhaps_unused.add(scope.scope_id)
+            self.uses[scope.scope_id] = ScopeUse(scope, block_size, settings.block_bytes)
+            self._maybe_unused.add(scope.scope_id)
         return found
 
-    def forget_unused(self) -> None:
-        """Drop the scopes that have no blocks: when all events that name them were told."""
-        for scope_id in self._perhaps_unused:
-            if scope_id not in self._namespaces_of:
-                self.uses.pop(scope_id, None)
-        self._perhaps_unused.clear()
-
-    def meant(self, name: EngineHash, event: EngineStored) -> Block | None:
-        """The block that the event means by `name`, its parent's or one of its own; None where it is not known in the
-        event's namespace."""
-        block = self.known.get(name)
-        if block is None:
-            return None
-        any_salt = event.salt is None and event.salt_inherited
-        for one in self.twins.get(name, (block,)):
-            namespace = one.namespace
-            if namespace.adapter == event.adapter and (any_salt or namespace.salt == event.salt):
-                return one
-        return None
-
-    def chain(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
-        """The blocks of packed sequence hashes that go on from `parent`; made where there is none yet."""
+    def extend(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
+        """The blocks of packed sequence hashes that follow `parent`; blocks that don't exist yet are made."""
         blocks = namespace.blocks
         if not blocks:
             self.namespaces[namespace.adapter, namespace.salt] = namespace
@@ -186,27 +70,14 @@ class Lineages:
                     if parent.children is None:
                         parent.children = block
                     else:
-                        parent.adopt(block)
+                        parent.add_child(block)
             found.append(block)
             parent = block
             index += 1
         return found
 
-    def trim(self, capacity: int) -> int:
-        """Forget the hashes evicted first, down to `capacity`; returns how many."""
-        forgotten = 0
-        while len(self.evicted) > capacity:
-            name, _ = self.evicted.popitem(last=False)
-            owner = self.known.pop(name)
-            blocks = tuple(self.twins.pop(name, (owner,)))
-            for block in blocks:
-                block.names -= 1
-                self.drop(block)
-            forgotten += 1
-        return forgotten
-
     def drop(self, block: Block | None) -> None:
-        """Forget the block, and those above it, as far as nobody names them and nothing descends from them."""
+        """Forget the block and its ancestors, up to the first that has a name or another descendant."""
         while block is not None and not block.names and block.children is None:
             namespace = block.namespace
             del namespace.blocks[block.sequence_hash]
@@ -215,8 +86,76 @@ class Lineages:
                 self._namespaces_of[namespace.scope_id] -= 1
                 if not self._namespaces_of[namespace.scope_id]:
                     del self._namespaces_of[namespace.scope_id]
-                    self._perhaps_unused.add(namespace.scope_id)
+                    self._maybe_unused.add(namespace.scope_id)
             parent = block.parent
             if parent is not None:
-                parent.disown(block)
+                parent.remove_child(block)
             block = parent
+
+    def forget_unused_scopes(self) -> None:
+        """Drop the scopes without blocks. Called after all events that name them were published."""
+        for scope_id in self._maybe_unused:
+            if scope_id not in self._namespaces_of:
+                self.uses.pop(scope_id, None)
+        self._maybe_unused.clear()
+
+    # ---------------------------------------------------------------- names
+
+    def add_name(self, name: EngineHash, block: Block) -> None:
+        """`name` stands for `block` from now on; if it is known already, for that block too."""
+        if name in self.known:
+            self._others.setdefault(name, []).append(block)
+        else:
+            self.known[name] = block
+        block.names += 1
+
+    def add_names(self, names: Sequence[EngineHash], blocks: Sequence[Block]) -> list[Block | None]:
+        """Each name that is not known stands for its block from now on. Returns what each was known for before."""
+        known = self.known
+        known_for = known.get
+        before: list[Block | None] = []
+        for name, block in zip(names, blocks, strict=True):
+            owner = known_for(name)
+            before.append(owner)
+            if owner is None:
+                known[name] = block
+                block.names += 1
+        return before
+
+    def find(self, name: EngineHash, event: EngineStored) -> Block | None:
+        """The block that the event means by `name`, its parent's or one of its own; None if it is not known in the event's
+        namespace."""
+        block = self.known.get(name)
+        if block is None:
+            return None
+        any_salt = event.salt is None and event.salt_inherited
+        others = self._others.get(name)
+        for one in (block,) if others is None else (block, *others):
+            namespace = one.namespace
+            if namespace.adapter == event.adapter and (any_salt or namespace.salt == event.salt):
+                return one
+        return None
+
+    def mark_evicted(self, names: Iterable[EngineHash]) -> None:
+        """No tier holds the hashes any more."""
+        evicted = self.evicted
+        for name in names:
+            evicted[name] = None
+
+    def mark_held(self, name: EngineHash) -> None:
+        """A tier holds the hash."""
+        self.evicted.pop(name, None)
+
+    def trim(self, capacity: int) -> list[EngineHash]:
+        """Forget the hashes evicted first, down to `capacity`; returns them."""
+        forgotten: list[EngineHash] = []
+        while len(self.evicted) > capacity:
+            name, _ = self.evicted.popitem(last=False)
+            self._remove_name((self.known.pop(name), *self._others.pop(name, ())))
+            forgotten.append(name)
+        return forgotten
+
+    def _remove_name(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.names -= 1
+            self.drop(block)

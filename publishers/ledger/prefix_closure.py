@@ -1,102 +1,101 @@
 """Usable residency: of the blocks an engine holds, those whose ancestors it holds too, in some tier.
 
 An engine can't reuse anything behind a hole, so only this part is announced. It is kept from batch to batch: work is per
-block that a batch touched, and per descendant only where a hole opens or is filled.
+block that a batch changed, and per descendant only if a hole opens or is filled.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from publishers.ledger.lineage import COPIES_BITS, ORPHAN, Block, tiers_held
+from publishers.ledger.block import COPIES_BITS, ORPHAN, Block, tiers_held
 
 _SECOND_TIER = 1 << COPIES_BITS
 
 
 @dataclass(slots=True)
-class Change:
+class UsableChange:
     """What one batch changed in the usable residency; flags are those of `kvatlas.blocks.tiers`.
 
-    `gone`: (block, flags it had), every descendant before its ancestors only after a sort by index. `born`: blocks that
-    became usable, parents first, `Block.told` saying where. `moved`: (block, flags before) of those whose tiers changed.
+    `removed`: (block, flags it had), in no order of depth. `added`: blocks that became usable, parents first. `moved`:
+    (block, flags it had) of those whose tiers changed. `Block.usable` has the flags from now on.
     """
 
-    gone: list[tuple[Block, int]] = field(default_factory=list)
-    born: list[Block] = field(default_factory=list)
+    removed: list[tuple[Block, int]] = field(default_factory=list)
+    added: list[Block] = field(default_factory=list)
     moved: list[tuple[Block, int]] = field(default_factory=list)
     withdrawn: int = 0
     restored: int = 0
 
 
-class Closure:
-    """The rule itself, over `Block.told`. `orphans` counts the blocks that are held behind a hole."""
+class PrefixClosure:
+    """The only writer of `Block.usable`. `orphans` counts the blocks that are held behind a hole."""
 
     __slots__ = ("orphans",)
 
     def __init__(self) -> None:
         self.orphans = 0
 
-    def settle(self, touched: Iterable[Block]) -> Change:
-        """Bring `told` in line with `copies` for the blocks whose copies changed, and for their descendants."""
-        change = Change()
-        gone, moved, born = change.gone, change.moved, change.born
-        fresh: list[Block] = []
-        for block in touched:
-            block.touched = False
-            copies, told = block.copies, block.told
+    def settle(self, changed: Iterable[Block]) -> UsableChange:
+        """Bring `usable` in line with `copies` for the blocks whose copies changed, and for their descendants."""
+        change = UsableChange()
+        removed, moved, added = change.removed, change.moved, change.added
+        entering: list[Block] = []
+        for block in changed:
+            copies, usable = block.copies, block.usable
             held = copies if copies <= 1 else 1 if copies < _SECOND_TIER else tiers_held(copies)
-            if told > 0:
+            if usable > 0:
                 if not held:
-                    gone.append((block, told))
-                    block.told = 0
-                elif held != told:
-                    moved.append((block, told))
-                    block.told = held
+                    removed.append((block, usable))
+                    block.usable = 0
+                elif held != usable:
+                    moved.append((block, usable))
+                    block.usable = held
             elif held:
-                if not told:
-                    fresh.append(block)
-            elif told:
-                block.told = 0
+                if not usable:
+                    entering.append(block)
+            elif usable:
+                block.usable = 0
                 self.orphans -= 1
-        if gone:
+        if removed:
             self._withdraw(change)
-        for block in fresh:
+        for block in entering:
             parent = block.parent
-            if parent is None or parent.told > 0:
-                if block.told <= 0:  # else it came with an ancestor
+            if parent is None or parent.usable > 0:
+                if block.usable <= 0:  # else it came with an ancestor
                     copies = block.copies
-                    block.told = 1 if copies < _SECOND_TIER else tiers_held(copies)
-                    born.append(block)
+                    block.usable = 1 if copies < _SECOND_TIER else tiers_held(copies)
+                    added.append(block)
                     if self.orphans and block.children is not None:
                         self._restore(block, change)
-            elif block.told == 0:
-                block.told = ORPHAN
+            elif block.usable == 0:
+                block.usable = ORPHAN
                 self.orphans += 1
         if change.withdrawn and moved:
-            change.moved = [(block, before) for block, before in moved if block.told > 0]
+            change.moved = [(block, before) for block, before in moved if block.usable > 0]
         return change
 
-    def _withdraw(self, change: Change) -> None:
-        """A block went: what is held behind it is no longer usable. `gone` grows while it is walked."""
-        gone = change.gone
+    def _withdraw(self, change: UsableChange) -> None:
+        """Blocks are gone: those held behind them are no longer usable. `removed` grows while it is walked."""
+        removed = change.removed
         before = {id(block): flags for block, flags in change.moved}
-        for block, _ in gone:
+        for block, _ in removed:
             children = block.children
-            if children is None or (isinstance(children, Block) and children.told <= 0):
+            if children is None or (isinstance(children, Block) and children.usable <= 0):
                 continue
-            for child in block.each_child():
-                if child.told > 0:
-                    gone.append((child, before.get(id(child), child.told)))
-                    child.told = ORPHAN
+            for child in block.iter_children():
+                if child.usable > 0:
+                    removed.append((child, before.get(id(child), child.usable)))
+                    child.usable = ORPHAN
                     self.orphans += 1
                     change.withdrawn += 1
 
-    def _restore(self, block: Block, change: Change) -> None:
-        """A hole was filled: what waited behind it is usable again, chain by chain, parents first."""
-        waiting = [child for child in block.each_child() if child.told == ORPHAN]
+    def _restore(self, block: Block, change: UsableChange) -> None:
+        """A hole was filled: the blocks held behind it are usable again, chain by chain, parents first."""
+        waiting = [child for child in block.iter_children() if child.usable == ORPHAN]
         while waiting:
             child = waiting.pop()
-            child.told = tiers_held(child.copies)
-            change.born.append(child)
+            child.usable = tiers_held(child.copies)
+            change.added.append(child)
             self.orphans -= 1
             change.restored += 1
-            waiting.extend(grandchild for grandchild in child.each_child() if grandchild.told == ORPHAN)
+            waiting.extend(grandchild for grandchild in child.iter_children() if grandchild.usable == ORPHAN)

@@ -1,29 +1,35 @@
-"""Which blocks the hashes of an engine's store stand for: told by its tokens, its parent and its namespace (pure)."""
+"""Which blocks the hashes of a stored event stand for, by its tokens, its parent and its namespace."""
 
 from collections.abc import Iterator, Sequence
 
-from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.hashing import ExtraKeys, extend_chain
 from kvatlas.errors import InvalidValue
 from kvatlas.events import EngineHash, EngineStored
-from publishers.engines.extra_keys import with_root_salt
+from publishers.ledger.awaiting_parent import AwaitingParent
+from publishers.ledger.block import Block
 from publishers.ledger.counters import LedgerCounters
-from publishers.ledger.lineage import Block, Lineages
+from publishers.ledger.lineage import Lineage
 
 
-class Placement:
-    """Makes the blocks in the lineages, and keeps there what can't be placed before its parent is known."""
+class BlockResolver:
+    """Makes the blocks in the lineage. Events with an unknown parent wait in `awaiting` until it is known.
 
-    def __init__(self, lineages: Lineages, counters: LedgerCounters) -> None:
-        self._lineages = lineages
+    `block_size`: tokens of the engine's full blocks; None until that is known.
+    """
+
+    def __init__(self, lineage: Lineage, counters: LedgerCounters, block_size: int | None) -> None:
+        self.block_size = block_size
+        self.awaiting = AwaitingParent()
+        self._lineage = lineage
         self._counters = counters
 
-    def place(self, event: EngineStored, block_size: int | None) -> list[Block] | None:
-        """The blocks of the event's hashes, of an engine with blocks of this size; None (counted) where they can't be told."""
-        hashes, lineages, counters = event.hashes, self._lineages, self._counters
+    def resolve(self, event: EngineStored) -> list[Block] | None:
+        """The blocks of the event's hashes; None (counted) if they can't be known."""
+        hashes, lineage, counters = event.hashes, self._lineage, self._counters
         if not event.token_ids:
-            counters.placeholder_unknown += sum(name not in lineages.known for name in hashes)
+            counters.placeholder_unknown += sum(name not in lineage.known for name in hashes)
             return None
-        if event.block_size != block_size:
+        if event.block_size != self.block_size:
             counters.other_block_size += len(hashes)
             return None
         if len(event.token_ids) != len(hashes) * event.block_size:
@@ -33,14 +39,14 @@ class Placement:
         parent: Block | None = None
         try:
             if event.parent is None:
-                namespace = lineages.namespace(event.adapter, event.salt, event.block_size)
+                namespace = lineage.namespace(event.adapter, event.salt, event.block_size)
                 if namespace.root_salt is not None:
                     keys = with_root_salt(keys, namespace.root_salt)
             else:
-                parent = lineages.meant(event.parent, event)
+                parent = lineage.find(event.parent, event)
                 if parent is None:
                     if event.salt_inherited:  # else what is left of its copies then may be another salt's
-                        lineages.unplaced.keep(event)
+                        self.awaiting.keep(event)
                     counters.unknown_parent += len(hashes)
                     return None
                 namespace = parent.namespace
@@ -49,21 +55,30 @@ class Placement:
         except InvalidValue:
             counters.unindexable += len(hashes)
             return None
-        return lineages.chain(namespace, parent, packed)
+        return lineage.extend(namespace, parent, packed)
 
-    def place_behind(self, names: Sequence[EngineHash], block_size: int | None) -> Iterator[tuple[EngineHash, Block]]:
-        """These hashes are known: what was stored behind them before belongs behind them, whatever is still held of it. Yields
-        the hashes that became known by that, with their blocks."""
-        lineages, found = self._lineages, list(names)
-        for name in found:  # it grows
-            for event in lineages.unplaced.take(name):
-                chain = self.place(event, block_size)
-                if chain is None:
+    def resolve_awaiting(self, names: Sequence[EngineHash]) -> Iterator[tuple[EngineHash, Block]]:
+        """These hashes are known: so are the blocks of the events that waited for them, whatever is still held of these.
+        Yields the hashes that became known by that, with their blocks."""
+        lineage, parents = self._lineage, list(names)
+        for name in parents:  # it grows
+            for event in self.awaiting.take(name):
+                blocks = self.resolve(event)
+                if blocks is None:
                     continue
-                for child, block in zip(event.hashes, chain, strict=True):
-                    if child not in lineages.known:
-                        lineages.known[child] = block
-                        block.names += 1
-                        found.append(child)
+                for child, block in zip(event.hashes, blocks, strict=True):
+                    if child not in lineage.known:
+                        lineage.add_name(child, block)
+                        parents.append(child)
                         yield child, block
-                lineages.drop(chain[-1])
+                lineage.drop(blocks[-1])
+
+
+def with_root_salt(keys: Sequence[ExtraKeys] | None, salt: str | None) -> Sequence[ExtraKeys] | None:
+    """The keys with `salt` at its canonical place in the first block's."""
+    if salt is None:
+        return keys
+    first = list((keys[0] if keys else None) or ())
+    at = next((i for i, key in enumerate(first) if isinstance(key, bytes)), len(first))
+    first.insert(at, salt)
+    return [first, *(keys[1:] if keys else ())]

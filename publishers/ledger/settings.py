@@ -8,11 +8,11 @@ from kvatlas.identity import DEFAULT_TENANT, Scope
 
 @dataclass(frozen=True, slots=True)
 class LedgerSettings:
-    """What the ledger can't learn from the engine's events.
+    """Identity and event semantics of one engine.
 
     `block_size`: tokens of a full block; None takes that of the largest block seen. `granularity` g announces only blocks
-    with index % g == g-1. `set_semantics`: the engine announces hits again, so a copy is stored once however often it is
-    told (vLLM with `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
+    with index % g == g-1. `set_semantics`: the engine announces hits again, so a copy counts once however often it is
+    announced (vLLM with `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
     Raises InvalidValue for sizes below 1 or names that can't be a scope's.
     """
 
@@ -32,4 +32,4 @@ class LedgerSettings:
         if self.granularity < 1:
             raise InvalidValue(f"granularity {self.granularity}; expected at least 1")
         if self.block_bytes < 0:
-            raise InvalidValue(f"bytes per block {self.block_bytes}; expected 0 (not told) or more")
+            raise InvalidValue(f"bytes per block {self.block_bytes}; expected 0 (unknown) or more")

@@ -1,130 +1,152 @@
-"""Engine hashes that stand for more than one block: an engine that leaves the salt or the adapter out of its hashes.
+"""Engine hashes that stand for several blocks: an engine that leaves the salt or the adapter out of its hashes.
 
 A removal then names the hash, not the block. The hash's own count stays right; of its blocks, those count as held that are
-held for certain. Rare, so nothing here is on the path of other hashes.
+certainly held. Rare, so nothing here is on the path of other hashes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineHash
+from publishers.ledger.block import COPIES_FIELD, Block
 from publishers.ledger.counters import LedgerCounters
-from publishers.ledger.lineage import COPIES_BITS, FIELD, Block, Lineages
-
-if TYPE_CHECKING:
-    from publishers.ledger.holdings import Holding
+from publishers.ledger.holdings import Holding, Holdings
+from publishers.ledger.lineage import Lineage
 
 
-class TwinCopies:
-    """Of its hash's copies those that are one block's for certain, and the flags of the tiers that it counts as held in for
-    that."""
+class CertainCopies:
+    """Those of a shared hash's copies that are certainly one block's, and the flags of the tiers that it counts as held in
+    for that."""
 
     __slots__ = ("by_holding", "flags")
 
-    def __init__(self, by_holding: "dict[Holding, int] | None" = None) -> None:
+    def __init__(self, by_holding: dict[Holding, int] | None = None) -> None:
         self.by_holding = {} if by_holding is None else by_holding
         self.flags = 0
 
 
-class Twins:
-    """Copies of hashes with several blocks, kept by block. `touch` is called for each block whose copies changed."""
+class SharedHashes:
+    """`by_hash`: the certain copies of each shared hash, by block. Changed here alone."""
 
     def __init__(
         self,
-        lineages: Lineages,
-        indexed: Sequence["Holding"],
-        touch: Callable[[Block], None],
+        lineage: Lineage,
+        holdings: Holdings,
         counters: LedgerCounters,
+        *,
+        on_change: Callable[[Block, Tier, bool], None],
     ) -> None:
-        self._lineages = lineages
-        self._indexed = indexed
-        self._touch = touch
+        """`on_change(block, tier, held)`: one more shared hash holds the block in the tier, or one less."""
+        self.by_hash: dict[EngineHash, dict[Block, CertainCopies]] = {}
+        self._lineage = lineage
+        self._indexed = holdings.indexed
         self._counters = counters
+        self._on_change = on_change
 
-    def part(self, name: EngineHash, owner: Block, holding: "Holding", copies_before: int) -> None:
-        """From now on `name` stands for several blocks; the copies so far (`copies_before` in `holding`) are the owner's."""
-        share = TwinCopies()
+    # ---------------------------------------------------------------- which hashes are shared
+
+    def split(self, name: EngineHash, owner: Block, holding: Holding, copies_before: int) -> None:
+        """From now on `name` stands for several blocks; its copies so far (`copies_before` in `holding`) are the owner's."""
+        certain = CertainCopies()
         for one in self._indexed:
             count = copies_before if one is holding else one.counts.get(name, 0)
             if count:
-                share.by_holding[one] = count
+                certain.by_holding[one] = count
             if one.in_all(name) and not (one.tier is holding.tier and not copies_before):
-                share.flags |= one.tier.flag
-        self._lineages.twins[name] = {owner: share}
+                certain.flags |= one.tier.flag
+        self.by_hash[name] = {owner: certain}
 
-    def begin(self, name: EngineHash, block: Block) -> None:
-        """`name` is known for `block` from now on; none of its copies so far is this block's for certain."""
-        self._lineages.twins[name] = {block: TwinCopies()}
+    def add(self, name: EngineHash, block: Block) -> None:
+        """`name` is known for `block` from now on; none of its copies so far is certainly this block's."""
+        self.by_hash[name] = {block: CertainCopies()}
 
-    def store(self, name: EngineHash, block: Block, holding: "Holding", counting: bool) -> None:
+    def restore(self, name: EngineHash, copies: dict[Block, CertainCopies]) -> None:
+        """As it was saved; the first block is the one that `name` is known for."""
+        for block in list(copies)[1:]:
+            self._lineage.add_name(name, block)
+        self.by_hash[name] = copies
+        self.recount(name)
+
+    def forget(self, names: Sequence[EngineHash]) -> None:
+        """The lineage has forgotten these hashes."""
+        for name in names:
+            self.by_hash.pop(name, None)
+
+    # ---------------------------------------------------------------- copies
+
+    def store(self, name: EngineHash, block: Block, holding: Holding, counting: bool) -> None:
         """A copy of this very block."""
-        by_block = self._lineages.twins[name]
-        share = by_block.get(block)
-        if share is None:
-            share = by_block[block] = TwinCopies()
-            block.names += 1
-        share.by_holding[holding] = share.by_holding.get(holding, 0) + 1 if counting else 1
+        by_block = self.by_hash[name]
+        certain = by_block.get(block)
+        if certain is None:
+            certain = by_block[block] = CertainCopies()
+            self._lineage.add_name(name, block)
+        certain.by_holding[holding] = certain.by_holding.get(holding, 0) + 1 if counting else 1
         self.recount(name)
 
-    def store_any(self, name: EngineHash, holding: "Holding") -> None:
-        """A copy of the hash that names no block (an offload placeholder): of each, in any scope the hash is known."""
-        for share in self._lineages.twins[name].values():
-            share.by_holding[holding] = share.by_holding.get(holding, 0) + 1
+    def store_any(self, name: EngineHash, holding: Holding) -> None:
+        """A copy of the hash that names no block (an offload placeholder): of each block, in any scope that knows the hash."""
+        for certain in self.by_hash[name].values():
+            certain.by_holding[holding] = certain.by_holding.get(holding, 0) + 1
         self.recount(name)
 
-    def remove(self, gone: "Sequence[tuple[EngineHash, Holding]]") -> None:
-        """One copy of each hash went, all of them one after the other; the hashes' counts are already less.
+    def remove(self, removals: Sequence[tuple[EngineHash, Holding]]) -> None:
+        """One copy of each hash is gone, all of them one after the other; the hashes' counts are already less.
 
-        Which block's copy it was is not told. What is certain: a radix tree evicts leaves, so it was none that a child of is
-        held in the device tier (the tiers behind it are emptied in any order). Each of the others may have lost it, so each
-        counts as having lost it: a block that is held may go unannounced until it is stored again, none is claimed that went.
+        Which block's copy it was, the engine does not say. What is certain: a radix tree evicts leaves, so it was none that a
+        child of is held in the device tier (the tiers behind it are emptied in any order). Each of the others may have lost it,
+        so each counts as having lost it: a block that is held may be missing from the index until it is stored again, but no
+        block is claimed that is gone.
         """
-        by_block_of = self._lineages.twins
-        for name, holding in sorted(gone, key=lambda one: -max(block.index for block in by_block_of[one[0]])):
+        by_hash = self.by_hash
+        for name, holding in sorted(removals, key=lambda removal: -max(block.index for block in by_hash[removal[0]])):
             left = holding.counts.get(name, 0)
-            by_block = by_block_of[name]
-            held = [block for block, share in by_block.items() if share.by_holding.get(holding)]
+            by_block = by_hash[name]
+            held = [block for block, certain in by_block.items() if certain.by_holding.get(holding)]
             losers = [block for block in held if not self._has_child(block, holding)] if left else held
             if left and not losers and sum(by_block[block].by_holding[holding] for block in held) > left:
                 losers = held
             if len(losers) > 1 and left:
                 self._counters.judged_removals += 1
             for block in held:
-                share = by_block[block].by_holding
-                share[holding] = min(share[holding] - (block in losers), left)
-                if not share[holding]:
-                    del share[holding]
+                counts = by_block[block].by_holding
+                counts[holding] = min(counts[holding] - (block in losers), left)
+                if not counts[holding]:
+                    del counts[holding]
             self.recount(name)
 
-    def _has_child(self, block: Block, holding: "Holding") -> bool:
-        """Is a child of the block held for certain in the device tier?"""
+    def _has_child(self, block: Block, holding: Holding) -> bool:
+        """Is a child of the block certainly held in the device tier?"""
         if holding.tier is not Tier.HBM:
             return False
-        return any(child.copies & FIELD for child in block.each_child())
+        return any(child.copies & COPIES_FIELD for child in block.iter_children())
 
-    def clear(self, cleared: Sequence["Holding"]) -> None:
+    def clear(self, cleared: Sequence[Holding]) -> None:
         """The counts of these holdings are gone."""
-        for name, by_block in self._lineages.twins.items():
-            for share in by_block.values():
+        for name, by_block in self.by_hash.items():
+            for certain in by_block.values():
                 for holding in cleared:
-                    share.by_holding.pop(holding, None)
+                    certain.by_holding.pop(holding, None)
+            self.recount(name)
+
+    def recount_all(self) -> None:
+        """A tier has another group now."""
+        for name in self.by_hash:
             self.recount(name)
 
     def recount(self, name: EngineHash) -> None:
-        """Bring the blocks' copies in line with the shares."""
+        """Report the tiers that the hash's blocks are held in now and were not before, and the other way round."""
         held_at_all = False
-        for block, share in self._lineages.twins[name].items():
+        for block, certain in self.by_hash[name].items():
             held = {holding.tier for holding in self._indexed}
-            held -= {holding.tier for holding in self._indexed if not share.by_holding.get(holding)}
+            held -= {holding.tier for holding in self._indexed if not certain.by_holding.get(holding)}
             flags = sum(tier.flag for tier in held)
             for tier in Tier:
-                if (flags ^ share.flags) & tier.flag:
-                    block.copies += (1 if flags & tier.flag else -1) << COPIES_BITS * tier
-                    self._touch(block)
-            share.flags = flags
+                if (flags ^ certain.flags) & tier.flag:
+                    self._on_change(block, tier, bool(flags & tier.flag))
+            certain.flags = flags
             held_at_all = held_at_all or flags != 0
         if held_at_all:
-            self._lineages.evicted.pop(name, None)
+            self._lineage.mark_held(name)
         else:
-            self._lineages.evicted[name] = None
+            self._lineage.mark_evicted([name])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """A checkpoint follows after so many messages or seconds with changes, and when a worker that changed falls idle."""
+    """A checkpoint follows after this many messages or seconds with changes, and when a worker that changed falls idle."""
 
     every_messages: int = 1000
     every_s: float = 30.0
@@ -13,7 +13,7 @@ class CheckpointSettings:
 
 
 class CheckpointClock:
-    """Counts what was told since the last proof: a checkpoint or a snapshot's end. Nothing changed: nothing is due."""
+    """Counts messages since the last checkpoint or snapshot. Without any, no checkpoint is due."""
 
     def __init__(self, settings: CheckpointSettings) -> None:
         self._settings = settings
@@ -21,15 +21,15 @@ class CheckpointClock:
         self._first_s = 0.0
         self._last_s = 0.0
 
-    def told(self, messages: int, now_s: float) -> None:
-        """So many messages that change something were put in the outbox."""
+    def record_messages(self, messages: int, now_s: float) -> None:
+        """Messages with changes were put in the outbox."""
         if not self._messages:
             self._first_s = now_s
         self._messages += messages
         self._last_s = now_s
 
-    def proven(self) -> None:
-        """A checkpoint or a snapshot covers all that was told."""
+    def reset(self) -> None:
+        """A checkpoint or a snapshot covers all messages so far."""
         self._messages = 0
 
     def due_in(self, now_s: float) -> float | None:

@@ -1,7 +1,7 @@
 """Asks a partition's owner for leave to send a large snapshot (thin).
 
-Bytes of snapshots outstanding are limited by the owners, so that a leader change in NATS, after which every outbox
-overflows at once, doesn't become a storm.
+Owners limit the bytes of outstanding snapshots, so that a leader change in NATS, after which every outbox overflows at once,
+doesn't become a storm.
 """
 
 import random
@@ -14,6 +14,7 @@ from nats.errors import NoRespondersError
 from kvatlas.bus.control import GrantReply, GrantRequest
 from kvatlas.bus.subjects import grant_subject
 from kvatlas.errors import InvalidValue
+from kvatlas.runtime.backoff import Backoff
 from publishers.counters import PublisherCounters
 
 ANSWER_S = 1.0
@@ -24,8 +25,8 @@ LONGEST_PAUSE_S = 3.0
 async def await_grant(
     client: Client, partition: int, request: GrantRequest, counters: PublisherCounters, rng: random.Random
 ) -> None:
-    """Ask until granted, with jitter: as the owner says when to come back, with back-off where nobody answers."""
-    pause_s = FIRST_PAUSE_S
+    """Ask until granted, with jitter: when the owner says so, or with back-off if no owner answers."""
+    backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     while True:
         counters.grants_asked += 1
         try:
@@ -33,8 +34,8 @@ async def await_grant(
             reply = GrantReply.unpack(answer.data)
         except (NatsError, TimeoutError, InvalidValue) as error:
             counters.grants_unanswered += 1
+            pause_s = backoff.next_s()
             wait_s = pause_s if isinstance(error, NoRespondersError) else 0.0  # the others waited already
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         else:
             if reply.granted:
                 return

@@ -1,11 +1,11 @@
-"""Incarnation numbers: one unbroken telling of a worker's cache each; they only grow.
+"""Incarnation numbers: one for each unbroken series of a worker's messages; they only grow.
 
     63                                             20 19                 0
     milliseconds since 1970, or one above the others | random
 
-Above the own last, the saved and the requested one, so that the index takes it. From the clock, so that a publisher
+Above the publisher's last, the saved and the requested one, so that the index takes it. From the clock, so that a publisher
 which lost its state directory is still above its former self. With random low bits, so that two publishers which both
-go above the same number never tell the same incarnation.
+go above the same number never use the same incarnation.
 """
 
 import random
@@ -19,7 +19,7 @@ RANDOM_BITS = 20
 def next_incarnation(*, last: int = 0, saved: int = 0, requested: int = 0, now_us: int, rng: random.Random) -> int:
     """An incarnation above `last`, `saved` and `requested` (0: there is none), and above those of the clock so far.
 
-    Raises InvalidValue where one of them is so high that no number of 64 bits is left above it.
+    Raises InvalidValue if one of them is so high that no number of 64 bits is left above it.
     """
     highest = max(last, saved, requested)
     base = max(highest >> RANDOM_BITS, now_us // 1000) + 1

@@ -1,7 +1,7 @@
-"""Cuts the events of one flush into messages that fit the bus, keeping their order.
+"""Splits the events of one flush into messages that fit the bus, keeping their order.
 
-A message is applied by the index as one, so what is cut apart must be right after each part: the ledger's order (added
-tiers, lost tiers, removals child first, stores parent first) makes that so for every place where it may be cut.
+The index applies a message as a whole, so its residency must be right after each part: the ledger's order (added tiers, lost
+tiers, removals child first, stores parent first) guarantees that wherever the events are split.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import IndexEvent, Removed, ScopeUse, SnapshotChunk, Stored
 from kvatlas.identity import MAX_NAME_BYTES
 
-# Upper bounds of what msgpack takes, in bytes (see kvatlas.wire for the arrays).
+# Upper bounds of what msgpack takes, in bytes (see kvatlas.bus.wire for the arrays).
 _ENVELOPE_BYTES = 1 + 1 + (2 + 64) + 9 + 9 + 9 + 5 + 5
 _STORED_BYTES = 1 + 1 + 10 + 1 + 5 + 10 + 9 + 2
 _REMOVED_BYTES = 1 + 1 + 10 + 1 + 5
@@ -26,7 +26,7 @@ Part = tuple[list[IndexEvent], dict[bytes, ScopeUse]]
 
 
 def event_bytes(event: IndexEvent) -> int:
-    """At most how many bytes an event takes on the wire."""
+    """Upper bound of the bytes an event takes on the wire."""
     if isinstance(event, (Stored, SnapshotChunk)):
         return _STORED_BYTES + len(event.hashes)
     if isinstance(event, Removed):
@@ -35,55 +35,55 @@ def event_bytes(event: IndexEvent) -> int:
 
 
 def scope_bytes(use: ScopeUse) -> int:
-    """At most how many bytes a scope's entry in the scopes map takes on the wire."""
+    """Upper bound of the bytes a scope's entry in the scopes map takes on the wire."""
     scope = use.scope
     names = (scope.model_id, scope.tokenizer_id, scope.adapter_id or "", scope.tenant_id)
     return 10 + 1 + sum(3 + len(name.encode()) for name in names) + 9 + 9
 
 
-def cut(
+def split_into_messages(
     events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], limit_bytes: int, granularity: int = 1
 ) -> list[Part]:
     """The events in order, in parts that encode to at most `limit_bytes`, each with just the scopes that it uses.
 
-    An event that alone is too large is split between its hashes; `granularity` is how far apart in the chain these are.
+    An event that is too large by itself is split between its hashes; `granularity` is how far apart in the chain these are.
     `uses` describes every scope of the events.
     """
     scope_ids = {event.scope_id for event in events if isinstance(event, _SCOPED)}
     if sum(map(event_bytes, events)) + len(scope_ids) * _LARGEST_SCOPE_BYTES + _ENVELOPE_BYTES <= limit_bytes:
         return [(list(events), {scope_id: uses[scope_id] for scope_id in scope_ids})] if events else []
-    return _cut_apart(events, uses, limit_bytes, granularity)
+    return _split(events, uses, limit_bytes, granularity)
 
 
-def _cut_apart(
+def _split(
     events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], limit_bytes: int, granularity: int
 ) -> list[Part]:
     parts: list[Part] = []
-    now: list[IndexEvent] = []
+    part: list[IndexEvent] = []
     scopes: dict[bytes, ScopeUse] = {}
     room = limit_bytes - _ENVELOPE_BYTES
     for event in events:
         scope_id = event.scope_id if isinstance(event, _SCOPED) else None
         use = uses[scope_id] if scope_id is not None else None
         largest = limit_bytes - _ENVELOPE_BYTES - (scope_bytes(use) if use is not None else 0)
-        for piece in (event,) if event_bytes(event) <= largest else _split(event, largest, granularity):
+        for piece in (event,) if event_bytes(event) <= largest else _split_event(event, largest, granularity):
             size = event_bytes(piece)
             if use is not None and scope_id not in scopes:
                 size += scope_bytes(use)
-            if size > room and now:
-                parts.append((now, scopes))
-                now, scopes, room = [], {}, limit_bytes - _ENVELOPE_BYTES
+            if size > room and part:
+                parts.append((part, scopes))
+                part, scopes, room = [], {}, limit_bytes - _ENVELOPE_BYTES
                 size = event_bytes(piece) + (scope_bytes(use) if use is not None else 0)
-            now.append(piece)
+            part.append(piece)
             if use is not None and scope_id is not None:
                 scopes[scope_id] = use
             room -= size
-    if now:
-        parts.append((now, scopes))
+    if part:
+        parts.append((part, scopes))
     return parts
 
 
-def _split(event: IndexEvent, largest_bytes: int, granularity: int) -> Iterator[IndexEvent]:
+def _split_event(event: IndexEvent, largest_bytes: int, granularity: int) -> Iterator[IndexEvent]:
     if not isinstance(event, (Stored, Removed)):
         raise ValueError(f"event {type(event).__name__} of {event_bytes(event)} bytes can't be split")
     fixed = event_bytes(event) - len(event.hashes)

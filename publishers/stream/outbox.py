@@ -1,10 +1,10 @@
 """The outbox of one worker's incarnation: pure go-back-N.
 
 Invariants (property-tested over a bus that loses, repeats, delays and reorders):
-- a message is released only when every one before it has been, so what the stream holds of an incarnation, read through
-  the fence `seq = last + 1`, is always a beginning of what was put in, and all of it once the outbox is empty;
-- an acknowledgement counts only if its copy stands in the stream behind that of the message before: of the current
-  round, and with a higher stream position. The index has dropped any other copy as a gap;
+- a message is released only after every one before it, so what the stream holds of an incarnation, read through the fence
+  `seq = last + 1`, is always a beginning of what was put in, and all of it once the outbox is empty;
+- an acknowledgement counts only if its copy is in the stream after that of the message before: of the current round, and
+  with a higher stream position. The index has dropped any other copy as a gap;
 - an incarnation starts with its snapshot, contiguous: nothing else gets between its messages.
 """
 
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from kvatlas.bus import wire
 from kvatlas.events import Checkpoint, IndexEvent, Message, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd
-from publishers.stream.message_split import cut
+from publishers.stream.message_split import split_into_messages
 
 Headers = Mapping[str, str] | None
 
 
 @dataclass(frozen=True, slots=True)
 class OutboxLimits:
-    """Bounds of an outbox. The outbox's own two don't count snapshots: these are as large as what the engine holds.
+    """Bounds of an outbox. `outbox_*` don't count snapshots: these are as large as what the engine holds.
 
-    `window_*`: sent and not yet acknowledged, at most; at least one message may always be sent.
+    `window_*`: at most sent and not yet acknowledged; one message may always be sent.
     """
 
     outbox_messages: int = 65_536
@@ -35,7 +35,7 @@ class OutboxLimits:
 
 
 class Outgoing(NamedTuple):
-    """One message to be sent now. Its acknowledgement must name `round` and `seq`."""
+    """One message to send now. Its acknowledgement must name `round` and `seq`."""
 
     round: int
     seq: int
@@ -60,18 +60,18 @@ class Outbox:
         """Something did not fit: nothing more is taken until the next `begin`."""
         self.round = 0
         self.misplaced = False
-        """The first message kept was stored, but not behind the one before it: only going back helps."""
+        """The first message kept was stored, but not after the one before it: only going back helps."""
         self._granularity = granularity
         self._kept: deque[_Kept] = deque()
         self._base = 0
         """seq of the first message kept"""
         self._sent = 0
-        """how many of the kept ones were sent in this round"""
+        """how many of the kept messages were sent in this round"""
         self._sent_bytes = 0
         self._position = 0
-        """stream position of the last one released in this round"""
+        """stream position of the last message released in this round"""
         self._early: dict[int, int] = {}
-        """stream positions of those acknowledged in this round, while an earlier one was not yet"""
+        """stream positions of messages acknowledged in this round before an earlier one was"""
         self._counted_messages = 0
         self._counted_bytes = 0
 
@@ -83,7 +83,7 @@ class Outbox:
 
     @property
     def acked_seq(self) -> int:
-        """The last seq of this incarnation that, with all before it, the stream has; -1 before the first."""
+        """The last seq of this incarnation up to which the stream has every message; -1 before the first."""
         return self._base - 1
 
     @property
@@ -93,7 +93,7 @@ class Outbox:
 
     @property
     def unsent(self) -> bool:
-        """Is there anything that was not sent in this round?"""
+        """Is there a message that was not sent in this round?"""
         return len(self._kept) > self._sent
 
     @property
@@ -107,8 +107,8 @@ class Outbox:
 
     # ---------------------------------------------------------------- putting in
 
-    def fit(self, largest_bytes: int) -> None:
-        """The server takes no larger messages than this. What is in the outbox already stays as it is."""
+    def limit_message_bytes(self, largest_bytes: int) -> None:
+        """The server takes no larger messages than this. Messages already in the outbox stay as they are."""
         if largest_bytes < self.limits.message_bytes:
             self.limits = replace(self.limits, message_bytes=largest_bytes)
 
@@ -121,7 +121,7 @@ class Outbox:
         ts_us: int,
         headers: Headers = None,
     ) -> int:
-        """Start an incarnation with a snapshot; what was left of the one before is dropped. How many messages it takes.
+        """Start an incarnation with a snapshot; what was left of the one before is dropped. Returns its number of messages.
 
         `digest`: `Digest.words` of all the chunks. `incarnation` is above the one before.
         """
@@ -142,7 +142,7 @@ class Outbox:
     def put(
         self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int, headers: Headers = None
     ) -> int:
-        """Take one flush's events; how many messages they became. 0 where they don't fit: none was taken, `overflowed`.
+        """Take one flush's events. Returns how many messages they became; 0 if they don't fit: none was taken, `overflowed`.
 
         `uses` describes every scope of the events; a message carries those that it uses.
         """
@@ -183,7 +183,9 @@ class Outbox:
         seq = self.next_seq
         return [
             wire.encode(Message(self.worker_id, self.incarnation, seq + i, part, scopes, ts_us))
-            for i, (part, scopes) in enumerate(cut(events, uses, self.limits.message_bytes, self._granularity))
+            for i, (part, scopes) in enumerate(
+                split_into_messages(events, uses, self.limits.message_bytes, self._granularity)
+            )
         ]
 
     # ---------------------------------------------------------------- sending
@@ -200,8 +202,8 @@ class Outbox:
         self._sent_bytes += len(kept.payload)
         return Outgoing(self.round, self._base + at, kept.payload, kept.headers)
 
-    def acked(self, round_: int, seq: int, position: int) -> int:
-        """The stream has the copy of `seq` sent in `round_`, at `position`; how many messages that released."""
+    def acknowledge(self, round_: int, seq: int, position: int) -> int:
+        """The stream has the copy of `seq` sent in `round_`, at `position`. Returns how many messages that released."""
         offset = seq - self._base
         if round_ != self.round or not 0 <= offset < self._sent:
             return 0
@@ -220,7 +222,8 @@ class Outbox:
         return released
 
     def go_back(self) -> int:
-        """A send failed or its acknowledgement is overdue: everything unreleased is to be sent again; how many were."""
+        """A send failed or its acknowledgement is overdue: everything unreleased is sent again. Returns how many had been
+        sent."""
         again = self._sent
         self.round += 1
         self.misplaced = False

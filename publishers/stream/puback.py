@@ -1,4 +1,4 @@
-"""What JetStream answers to a published message (pure): its position in the stream, or why it was refused.
+"""JetStream's answer to a published message (pure): its position in the stream, or why it was refused.
 
 Sources: the server's PubAck and its table of API errors (errors.json, NATS 2.10 to 2.15).
 """
@@ -11,18 +11,18 @@ from enum import StrEnum
 
 
 class Refusal(StrEnum):
-    """Why a message was not stored, as the user is told."""
+    """Why a message was not stored, as logs and status say it."""
 
-    NO_STREAM = "no stream takes it"
+    NO_STREAM = "no stream for the subject"
     NO_SPACE = "no space in the stream"
-    TOO_LARGE = "larger than the stream takes"
-    BUSY = "the stream is not ready"
+    TOO_LARGE = "message larger than the stream allows"
+    BUSY = "stream is not ready"
     OTHER = "refused"
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A negative acknowledgement. `detail` is the server's own description."""
+class NegativeAck:
+    """A message was refused. `detail` is the server's own description."""
 
     refusal: Refusal
     detail: str
@@ -48,14 +48,16 @@ _BY_CODE = {
 _STORED = re.compile(rb'\{"stream": ?"[^"]*", ?"seq": ?([0-9]+)')
 
 
-def read_ack(data: bytes, headers: Mapping[str, str] | None) -> int | Refused:
+def read_ack(data: bytes, headers: Mapping[str, str] | None) -> int | NegativeAck:
     """The message's stream position, from 1, or why it has none."""
-    stored = _STORED.match(data)  # a third of the time that parsing JSON takes, for each message
+    stored = _STORED.match(data)  # takes a third of the time that parsing JSON does
     if stored is not None:
         return int(stored[1])
-    if not data:  # the server answers for a subject that nobody listens to
+    if not data:  # the server's answer for a subject without a subscriber
         status = (headers or {}).get("Status", "")
-        return Refused(Refusal.NO_STREAM if status == "503" else Refusal.OTHER, f"status {status}" if status else "")
+        return NegativeAck(
+            Refusal.NO_STREAM if status == "503" else Refusal.OTHER, f"status {status}" if status else ""
+        )
     try:
         answer = json.loads(data)
         if "error" not in answer:
@@ -63,9 +65,9 @@ def read_ack(data: bytes, headers: Mapping[str, str] | None) -> int | Refused:
         error = answer["error"]
         code, detail = error.get("err_code"), str(error.get("description", ""))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return Refused(Refusal.OTHER, f"not an acknowledgement: {data[:80]!r}")
+        return NegativeAck(Refusal.OTHER, f"not an acknowledgement: {data[:80]!r}")
     if code in _BY_CODE:
-        return Refused(_BY_CODE[code], detail)
-    if "maximum" in detail and "exceeded" in detail:  # 10077 wraps whatever the store said: maximum bytes, messages
-        return Refused(Refusal.NO_SPACE, detail)
-    return Refused(Refusal.OTHER, detail)
+        return NegativeAck(_BY_CODE[code], detail)
+    if "maximum" in detail and "exceeded" in detail:  # 10077 wraps the store's own error: maximum bytes, messages
+        return NegativeAck(Refusal.NO_SPACE, detail)
+    return NegativeAck(Refusal.OTHER, detail)

@@ -1,4 +1,4 @@
-"""Sends one worker's outbox to the stream and hears the acknowledgements (thin: the rules are in `publishers.stream.outbox`).
+"""Sends one worker's outbox to the stream and receives the acknowledgements (thin: the rules are in `stream.outbox`).
 
 One inbox subscription a worker; each message's reply subject ends in its round and seq, so no future is kept for it.
 """
@@ -12,17 +12,18 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, MaxPayloadError, OutboundBufferLimitError
 
-from kvatlas.bus.subscription import unsubscribe
-from kvatlas.runtime.wakeup import Waking
+from kvatlas.bus.connection import unsubscribe
+from kvatlas.runtime.backoff import Backoff
+from kvatlas.runtime.wakeup import Wakeup
 from publishers.counters import PublisherCounters
 from publishers.stream.outbox import Outbox
-from publishers.stream.puback import Refusal, Refused, read_ack
+from publishers.stream.puback import NegativeAck, Refusal, read_ack
 
 ACK_TIMEOUT_S = 2.0
 LONGEST_ACK_TIMEOUT_S = 30.0
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
-AWAY_POLL_S = 0.05
+DISCONNECTED_POLL_S = 0.05
 
 _COUNTER = {
     Refusal.NO_STREAM: "refused_no_stream",
@@ -38,7 +39,7 @@ log = logging.getLogger("kvatlas.publisher")
 class Sender:
     """`run` until cancelled; `wake` after something was put in the outbox.
 
-    A refused or overdue message and a lost connection make it go back to the first unacknowledged one, with back-off.
+    After a refused or overdue message and after a lost connection it goes back to the first unacknowledged one, with back-off.
     """
 
     def __init__(
@@ -57,28 +58,30 @@ class Sender:
         self._subject = subject
         self._counters = counters
         self._on_progress = on_progress
-        self._waking = Waking()
+        self._wakeup = Wakeup()
         self._inbox = client.new_inbox()
         self._subscription: Subscription | None = None
-        self._first_ack_timeout_s = self._ack_timeout_s = ack_timeout_s
-        self._back_off_s = FIRST_BACK_OFF_S
+        self._ack_timeouts = Backoff(ack_timeout_s, LONGEST_ACK_TIMEOUT_S)
+        self._ack_timeout_s = self._ack_timeouts.next_s()
+        self._backoff = Backoff(FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S)
         self._not_before_s = 0.0
         self._progress_s = 0.0
         self._connections = self._reconnects()
-        self._away = False
-        self._troubled = False
+        self._disconnected = False
+        self._failed = False
         """something failed since the last acknowledgement"""
         self._refill = outbox.limits.window_messages // 2
         self.trouble: str | None = None
-        """why nothing gets through now; None while all is well"""
+        """why publishing is blocked; None while it is not"""
+        self._trouble_since_s = 0.0
 
     @property
-    def well(self) -> bool:
-        """Connected, and the last that was heard of the stream was good."""
+    def ready(self) -> bool:
+        """Connected, and the stream's last answer was good."""
         return self._client.is_connected and self.trouble is None
 
     def wake(self) -> None:
-        self._waking.wake()
+        self._wakeup.wake()
 
     async def start(self) -> None:
         """Listen for acknowledgements. Raises nats errors if the connection is closed."""
@@ -87,7 +90,7 @@ class Sender:
     async def run(self) -> None:
         """Send until cancelled."""
         while True:
-            await self._waking.wait(await self._step())
+            await self._wakeup.wait(await self._step())
 
     async def stop(self) -> None:
         """Listen no longer."""
@@ -98,19 +101,19 @@ class Sender:
     # ---------------------------------------------------------------- sending
 
     async def _step(self) -> float:
-        """Send what may be sent now; seconds until there is something to do again, unless woken."""
+        """Send what may be sent now. Returns the seconds until there is something to do again, unless woken."""
         if not self._client.is_connected:
-            if not self._away:
-                self._away = True
+            if not self._disconnected:
+                self._disconnected = True
                 self._counters.disconnects += 1
-                self._in_trouble("NATS is away")
-            return AWAY_POLL_S
-        if self._away or self._connections != self._reconnects():
-            self._away = False
+                self._set_trouble("NATS is not connected")
+            return DISCONNECTED_POLL_S
+        if self._disconnected or self._connections != self._reconnects():
+            self._disconnected = False
             self._connections = self._reconnects()
             self._not_before_s = 0.0
             self._go_back()
-            self._in_trouble(None)
+            self._set_trouble(None)
             self._on_progress()
         now = monotonic()
         if now < self._not_before_s:
@@ -118,8 +121,8 @@ class Sender:
         if self._outbox.in_flight:
             if now - self._progress_s >= self._ack_timeout_s:
                 self._counters.ack_timeouts += 1
-                self._in_trouble(f"no acknowledgement in {self._ack_timeout_s:g} s")
-                self._ack_timeout_s = min(2 * self._ack_timeout_s, LONGEST_ACK_TIMEOUT_S)
+                self._set_trouble(f"no acknowledgement within {self._ack_timeout_s:g} s")
+                self._ack_timeout_s = self._ack_timeouts.next_s()
                 self._go_back()
         else:
             self._progress_s = now
@@ -136,9 +139,9 @@ class Sender:
                 counters.sends += 1
                 counters.sent_bytes += len(outgoing.payload)
         except MaxPayloadError:
-            self._refused(Refused(Refusal.TOO_LARGE, f"the server takes {self._client.max_payload} bytes"))
+            self._retry(NegativeAck(Refusal.TOO_LARGE, f"the server takes {self._client.max_payload} bytes"))
         except (OutboundBufferLimitError, ConnectionClosedError, ConnectionDrainingError):
-            self._go_back()  # the next step sees the connection gone, or room again
+            self._go_back()  # the next step finds the connection gone, or room again
 
     def _go_back(self) -> None:
         self._counters.resends += self._outbox.go_back()
@@ -152,42 +155,46 @@ class Sender:
         answer = read_ack(data, None if data else msg.headers)
         if not isinstance(answer, int):
             if int(round_) == self._outbox.round:
-                self._refused(answer)
+                self._retry(answer)
             return
         outbox = self._outbox
-        if released := outbox.acked(int(round_), int(seq), answer):
+        if released := outbox.acknowledge(int(round_), int(seq), answer):
             self._counters.acks += released
             self._progress_s = monotonic()
-            if self._troubled:
-                self._troubled = False
-                self._ack_timeout_s = self._first_ack_timeout_s
-                self._back_off_s = FIRST_BACK_OFF_S
-                self._in_trouble(None)
+            if self._failed:
+                self._failed = False
+                self._ack_timeouts.reset()
+                self._ack_timeout_s = self._ack_timeouts.next_s()
+                self._backoff.reset()
+                self._set_trouble(None)
                 self._on_progress()
             elif outbox.empty:
                 self._on_progress()
             if outbox.unsent and outbox.in_flight <= self._refill:  # half a window at once: fewer wake-ups
-                self._waking.wake()
-        if outbox.misplaced:  # the stream was made anew, or a new leader of it took them in another order
+                self._wakeup.wake()
+        if outbox.misplaced:  # the stream was made again, or a new leader of it took them in another order
             self._go_back()
-            self._waking.wake()
+            self._wakeup.wake()
 
-    def _refused(self, refused: Refused) -> None:
+    def _retry(self, refused: NegativeAck) -> None:
+        """A message was refused: all unacknowledged ones are sent again after the back-off."""
         counter = _COUNTER[refused.refusal]
         setattr(self._counters, counter, getattr(self._counters, counter) + 1)
-        self._in_trouble(str(refused))
-        self._not_before_s = monotonic() + self._back_off_s
-        self._back_off_s = min(2 * self._back_off_s, LONGEST_BACK_OFF_S)
+        self._set_trouble(str(refused))
+        self._not_before_s = monotonic() + self._backoff.next_s()
         self._go_back()
-        self._waking.wake()
+        self._wakeup.wake()
 
-    def _in_trouble(self, trouble: str | None) -> None:
-        """Say it once when it begins or changes, and once when it ends."""
-        self._troubled = self._troubled or trouble is not None
+    def _set_trouble(self, trouble: str | None) -> None:
+        """Log once when publishing is blocked, or blocked for another reason, and once when it is resumed."""
+        self._failed = self._failed or trouble is not None
         if trouble is not None and trouble != self.trouble:
-            log.warning("worker %s: messages wait: %s", self._outbox.worker_id, trouble)
+            if self.trouble is None:
+                self._trouble_since_s = monotonic()
+            log.warning("worker %s: publishing blocked: %s", self._outbox.worker_id, trouble)
         elif trouble is None and self.trouble is not None:
-            log.info("worker %s: messages go on", self._outbox.worker_id)
+            blocked_s = monotonic() - self._trouble_since_s
+            log.info("worker %s: publishing resumed after %.1f s", self._outbox.worker_id, blocked_s)
         self.trouble = trouble
 
     def _reconnects(self) -> int:

@@ -21,7 +21,7 @@ ADAPTERS = (None, "lora")
 
 Block = tuple[str | None, tuple[int, ...]]
 """(adapter, path from the root of its tree)."""
-Told = tuple[bytes, bytes, Tier]
+TieredBlock = tuple[bytes, bytes, Tier]
 """(scope id, packed sequence hash, tier): one residency as the index has it."""
 
 
@@ -49,7 +49,7 @@ def path_with_hash(max_depth: int) -> dict[bytes, tuple[int, ...]]:
     return found
 
 
-def told_of(block: Block, tier: Tier) -> Told:
+def tiered_block(block: Block, tier: Tier) -> TieredBlock:
     return scope_of(block[0]).scope_id, hash_of(block[1]), tier
 
 
@@ -61,7 +61,7 @@ class Engine:
         self.seq = 0
         self.buffer: list[tuple[int, bytes]] = []
         self.payloads: dict[bytes, EngineBatch] = {}
-        self.ever: set[Told] = set()
+        self.ever: set[TieredBlock] = set()
 
     def restart(self) -> None:
         """Another process on the same endpoint: nothing cached, seq from 0."""
@@ -73,11 +73,11 @@ class Engine:
         """Two namespaces may share an engine hash's low bits, never the whole."""
         return crc32(repr(block).encode()) << 8 | len(block[1])
 
-    def usable(self, granularity: int) -> set[Told]:
+    def usable(self, granularity: int) -> set[TieredBlock]:
         """What a request could use: no hole before it; every granularity-th block."""
         held = {block for (block, _), count in self.copies.items() if count}
         return {
-            told_of(block, tier)
+            tiered_block(block, tier)
             for (block, tier), count in self.copies.items()
             if count
             and len(block[1]) % granularity == 0
@@ -131,7 +131,7 @@ class Engine:
 
     def _count(self, block: Block, tier: Tier) -> None:
         self.copies[block, tier] += 1
-        self.ever.add(told_of(block, tier))
+        self.ever.add(tiered_block(block, tier))
 
     def _drop(self, block: Block, tier: Tier, events: list[EngineEvent]) -> None:
         self.copies[block, tier] -= 1

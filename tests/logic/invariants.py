@@ -19,13 +19,13 @@ from kvatlas.bus import wire
 from kvatlas.events import Checkpoint, Cleared, Message, Removed, SnapshotBegin, SnapshotEnd
 from kvatlas.index.holder_entries import flags_in, number_bytes
 from kvatlas.index.memory.shard import MemoryShard, Record
-from tests.logic.engine import ADAPTERS, Told, hash_of, path_with_hash, scope_of
-from tests.logic.teller import Publisher
+from tests.logic.engine import ADAPTERS, TieredBlock, hash_of, path_with_hash, scope_of
+from tests.logic.publisher import Publisher
 
 if TYPE_CHECKING:
     from tests.logic.world import World
 
-Residency = frozenset[Told]
+Residency = frozenset[TieredBlock]
 
 
 class Violation(AssertionError):

@@ -10,8 +10,8 @@ from tests.logic.bus import Stream
 from tests.logic.engine import Engine, scope_of
 from tests.logic.invariants import Invariants, Violation
 from tests.logic.owner import Owner
+from tests.logic.publisher import Publisher, Saved
 from tests.logic.store import Fleet, SteppedIndex
-from tests.logic.teller import Publisher, Saved
 
 ALL_FAULTS = (
     "feed poison poll restart crash send late stream recreate store wipe owner away slow silence zombie clock request "
@@ -113,7 +113,7 @@ class World:
             (14 if one.feed else 0, f"feed of {one.number}", one.on_feed),
             (3, f"probe {one.number}", one.probe),
             (4, f"settle {one.number}", one.settle),
-            (8 if one.telling.wanted else 0, f"begin {one.number}", one.begin),
+            (8 if one.changelog.incarnation_due else 0, f"begin {one.number}", one.begin),
             (24, f"send {one.number}", one.send),
             (2, f"late ack {one.number}", one.late_ack),
             (4, f"go back {one.number}", one.go_back),
@@ -220,7 +220,7 @@ class World:
     def _heartbeat(self, one: Publisher) -> None:
         if not self.calm and self._silent_until_s.get(one.number, 0.0) > self.now_s:
             return
-        beat = one.pulse.heartbeat()
+        beat = one.heartbeats.heartbeat()
         for owner in self.owners:
             if not self.fault("request", 0.3):
                 owner.hear(beat)
@@ -233,7 +233,7 @@ class World:
         if self.fault("request", 0.2):
             return
         for one in self.publishers_of(self._names.index(worker_id)):
-            one.asked(above)
+            one.request_snapshot(above)
 
     def _deliver_late(self) -> None:
         self.stream.append(*self.limbo.pop(self.random.randrange(len(self.limbo))))

@@ -1,4 +1,4 @@
-"""A client of a NATS server with an empty stream."""
+"""A connection to a NATS server with an empty stream."""
 
 from collections.abc import AsyncIterator
 
@@ -10,7 +10,7 @@ from kvatlas.bus.stream import StreamSettings, ensure_stream
 
 
 @pytest.fixture
-async def client(fresh_nats: str) -> AsyncIterator[Client]:
+async def nats_client(fresh_nats: str) -> AsyncIterator[Client]:
     client = await connect_nats(fresh_nats, name="test")
     await ensure_stream(client, StreamSettings(storage="memory"))
     yield client

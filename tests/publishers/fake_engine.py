@@ -1,4 +1,4 @@
-"""An engine's two ZMQ sockets, real ones, sending bytes that real engines sent."""
+"""An engine's two ZMQ sockets, real ones, for payloads that real engines sent."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ def recording(name: str) -> tuple[dict[str, Any], list[bytes]]:
 
 
 class FakeEngine:
-    """PUB and ROUTER as vLLM has them. `lose` keeps a batch for replay only, as a slow subscriber would have it."""
+    """PUB and ROUTER as vLLM has them. `lose` keeps a batch for replay only, as if a slow subscriber had missed it."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class FakeEngine:
         answers: bool = True,
         ports: Sequence[int] = (),
     ) -> None:
-        """`ports`: of an engine that was there before."""
+        """`ports`: those of an earlier engine. `answers`: does the replay socket answer?"""
         self.topic = topic
         self.next_seq = 0
         self.replays: list[int] = []
@@ -43,7 +43,7 @@ class FakeEngine:
         self._replay_topic = replay_topic
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
         self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.XPUB)  # a PUB that hears its subscribers
+        self._pub = self._context.socket(zmq.XPUB)  # a PUB that sees its subscribers
         self._pub.setsockopt(zmq.LINGER, 0)
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._router = self._context.socket(zmq.ROUTER)
@@ -79,11 +79,11 @@ class FakeEngine:
         self._context.destroy(linger=0)
 
     def connect(self, endpoint: str) -> None:
-        """As an engine whose endpoint names one host: it connects, the subscriber binds."""
+        """As an engine does whose endpoint names one host: it connects, the subscriber binds."""
         self._pub.connect(endpoint)
 
     async def subscribed(self) -> None:
-        """A subscriber is there: nothing sent from now on is lost."""
+        """Wait for a subscriber: nothing sent after that is lost."""
         with anyio.fail_after(10):
             while (await self._pub.recv())[:1] != b"\x01":
                 pass
@@ -102,7 +102,7 @@ class FakeEngine:
         await self._pub.send_multipart(list(frames))
 
     def restart(self) -> None:
-        """Another process: seq starts anew, the replay buffer is empty."""
+        """Another process: seq starts at 0 again, the replay buffer is empty."""
         self.next_seq = 0
         self._buffer.clear()
 

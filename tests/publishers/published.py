@@ -1,4 +1,4 @@
-"""What the stream holds, read through the index's own fence."""
+"""The stream's messages, read through the index's own fence."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ PARTITIONS = 64
 
 
 @dataclass
-class Told:
+class PublishedStream:
     """Everything in the stream, in order, folded into a memory index."""
 
     index: MemoryIndex = field(default_factory=lambda: MemoryIndex(PARTITIONS))
@@ -28,21 +28,21 @@ class Told:
         return len([one async for one in self.index.snapshot(worker_id)])
 
 
-async def read_stream(client: Client) -> Told:
-    told = Told()
+async def read_stream(client: Client) -> PublishedStream:
+    published = PublishedStream()
     jetstream = client.jetstream()
     left = (await jetstream.stream_info(STREAM)).state.messages
     if not left:
-        return told
+        return published
     subscription = await jetstream.subscribe(ALL_EVENTS, ordered_consumer=True)
     for _ in range(left):
         msg = await subscription.next_msg(timeout=5)
         message = decode(msg.data)
-        told.messages.append(message)
-        told.headers.append(msg.headers)
+        published.messages.append(message)
+        published.headers.append(msg.headers)
         batch = PartitionBatch(partition_of(message.worker_id, PARTITIONS), [decode_raw(msg.data)])
-        applied = await told.index.apply(0, [batch])
+        applied = await published.index.apply(0, [batch])
         for outcome in ("applied", "duplicates", "stale", "gaps", "refused", "failed_checks"):
-            told.outcomes[outcome] += getattr(applied, outcome)
+            published.outcomes[outcome] += getattr(applied, outcome)
     await subscription.unsubscribe()
-    return told
+    return published

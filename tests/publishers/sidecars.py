@@ -1,4 +1,4 @@
-"""Sidecars of a fake engine, and what must come of what it said."""
+"""Sidecars of a fake engine, and what they must publish."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -44,7 +44,7 @@ async def sidecar(fake: FakeEngine, nats_url: str, **fields: Any) -> AsyncIterat
         tasks.cancel_scope.cancel()
 
 
-def folded(kind: EngineKind, payloads: list[bytes], **fields: Any) -> Ledger:
+def ledger_of(kind: EngineKind, payloads: list[bytes], **fields: Any) -> Ledger:
     """What a publisher that saw all of it announces."""
     ledger = Ledger(LedgerSettings("model", "model", **fields))
     for payload in payloads:
@@ -52,10 +52,11 @@ def folded(kind: EngineKind, payloads: list[bytes], **fields: Any) -> Ledger:
     return ledger
 
 
-async def told_equals(client: Client, publisher: Publisher, ledger: Ledger) -> None:
+async def assert_published(client: Client, publisher: Publisher, ledger: Ledger) -> None:
+    """The stream has what the ledger announces."""
     with anyio.fail_after(20):
         await until(lambda: publisher.ledger.digest == ledger.digest, what="all batches folded")
         await publisher.flush()
-    told = await read_stream(client)
-    assert await told.index.digest(publisher.worker_id) == ledger.digest.words
-    assert told.outcomes["failed_checks"] == 0
+    published = await read_stream(client)
+    assert await published.index.digest(publisher.worker_id) == ledger.digest.words
+    assert published.outcomes["failed_checks"] == 0

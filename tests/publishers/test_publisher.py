@@ -52,36 +52,36 @@ async def ask(client: Client, request: ControlRequest) -> ControlReply:
     return ControlReply.unpack((await client.request(control_subject("w"), request.pack(), timeout=5)).data)
 
 
-# ---------------------------------------------------------------- telling
+# ---------------------------------------------------------------- publishing
 
 
-async def test_what_was_stored_and_removed_is_in_the_stream_after_a_flush(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_what_was_stored_and_removed_is_in_the_stream_after_a_flush(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         names = await publisher.stored(tokens(64))
         more = await publisher.stored(tokens(32, 1000), parent=names[-1], tier="cpu")
         await publisher.removed(more[-1:], tier=Tier.CPU_DRAM)
         await flushed(publisher)
-        told = await read_stream(client)
+        published = await read_stream(nats_client)
         chain = extend_chain(tokens(64) + tokens(32, 1000), 16)
-        overlap = await told.index.overlap(SCOPE, chain)
+        overlap = await published.index.overlap(SCOPE, chain)
         assert overlap.depths() == {"w": 5}
-        assert await told.index.digest("w") == publisher.ledger.digest.words
-        assert publisher.counters.acks == len(told.messages) == told.outcomes["applied"]
+        assert await published.index.digest("w") == publisher.ledger.digest.words
+        assert publisher.counters.acks == len(published.messages) == published.outcomes["applied"]
 
 
-async def test_events_with_an_engines_own_hashes(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_an_engines_own_hashes_can_be_stored_removed_and_cleared(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await publisher.stored(EngineStored([7, -8], None, tokens(32), 16))
         await publisher.removed(EngineRemoved([-8]))
         await flushed(publisher)
-        assert await (await read_stream(client)).residencies("w") == 1
+        assert await (await read_stream(nats_client)).residencies("w") == 1
         await publisher.cleared()
         await flushed(publisher)
-        assert await (await read_stream(client)).residencies("w") == 0
+        assert await (await read_stream(nats_client)).residencies("w") == 0
 
 
-async def test_names_are_told_apart_by_adapter_and_salt(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_names_differ_by_adapter_and_salt(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         plain, adapted, salted = [
             await publisher.stored(tokens(16), adapter=adapter, salt=salt)
             for adapter, salt in ((None, None), ("lora", None), (None, "pepper"))
@@ -90,23 +90,23 @@ async def test_names_are_told_apart_by_adapter_and_salt(client: Client) -> None:
         with pytest.raises(InvalidValue, match="parent"):
             await publisher.stored(tokens(16), parent=adapted[0])
         await flushed(publisher)
-        assert await (await read_stream(client)).residencies("w") == 3
+        assert await (await read_stream(nats_client)).residencies("w") == 3
 
 
-async def test_token_ids_need_a_block_size(client: Client) -> None:
-    publisher = Publisher(PublisherSettings(worker_id="w", model_id="m"), nats=client)
+async def test_token_ids_need_a_block_size(nats_client: Client) -> None:
+    publisher = Publisher(PublisherSettings(worker_id="w", model_id="m"), nats=nats_client)
     with pytest.raises(InvalidValue, match="block size"):
         await publisher.stored(tokens(16))
 
 
-async def test_an_incarnation_begins_with_a_snapshot_and_counts_on(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_an_incarnation_begins_with_a_snapshot_and_numbers_its_messages(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         for i in range(5):
             await publisher.stored(tokens(16, 1000 * i))
             await flushed(publisher)
-    async with Publisher(SETTINGS, nats=client) as publisher:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await flushed(publisher)
-    messages = (await read_stream(client)).messages
+    messages = (await read_stream(nats_client)).messages
     first = [m for m in messages if m.incarnation == messages[0].incarnation]
     second = messages[len(first) :]
     assert isinstance(first[0].events[0], SnapshotBegin)
@@ -116,35 +116,35 @@ async def test_an_incarnation_begins_with_a_snapshot_and_counts_on(client: Clien
     assert second[0].incarnation > first[0].incarnation
 
 
-async def test_batches_that_come_together_travel_together(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_batches_recorded_together_share_a_message(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await flushed(publisher)
         for i in range(200):
             await publisher.stored(tokens(16, 1000 * i))
         await flushed(publisher)
         assert publisher.counters.messages < 10
-        assert await (await read_stream(client)).residencies("w") == 200
+        assert await (await read_stream(nats_client)).residencies("w") == 200
 
 
-async def test_several_publishers_share_one_connection(client: Client) -> None:
+async def test_several_publishers_share_one_connection(nats_client: Client) -> None:
     async with (
-        Publisher(SETTINGS, nats=client) as one,
-        Publisher(SETTINGS.model_copy(update={"worker_id": "v"}), nats=client) as two,
+        Publisher(SETTINGS, nats=nats_client) as one,
+        Publisher(SETTINGS.model_copy(update={"worker_id": "v"}), nats=nats_client) as two,
     ):
         await one.stored(tokens(64))
         await two.stored(tokens(32))
         await flushed(one)
         await flushed(two)
-    assert not client.is_closed
-    told = await read_stream(client)
-    assert (await told.index.overlap(SCOPE, extend_chain(tokens(64), 16))).depths() == {"w": 4, "v": 2}
+    assert not nats_client.is_closed
+    published = await read_stream(nats_client)
+    assert (await published.index.overlap(SCOPE, extend_chain(tokens(64), 16))).depths() == {"w": 4, "v": 2}
 
 
-async def test_a_publisher_connects_by_itself(client: Client, nats_url: str) -> None:
+async def test_a_publisher_given_a_url_connects_by_itself(nats_client: Client, nats_url: str) -> None:
     async with Publisher(SETTINGS, nats=nats_url) as publisher:
         await publisher.stored(tokens(16))
         await flushed(publisher)
-    assert await (await read_stream(client)).residencies("w") == 1
+    assert await (await read_stream(nats_client)).residencies("w") == 1
 
 
 # ---------------------------------------------------------------- failures of the bus
@@ -156,16 +156,16 @@ async def test_messages_are_sent_again_after_a_server_restart(own_server: Embedd
     async with Publisher(SETTINGS, nats=client) as publisher:
         await publisher.stored(tokens(64))
         await flushed(publisher)
-        incarnation = publisher.telling.outbox.incarnation
+        incarnation = publisher.changelog.outbox.incarnation
         await own_server.kill()
         await publisher.stored(tokens(64, 5000))
         await until(lambda: not client.is_connected, what="the connection is gone")
         await publisher.stored(tokens(64, 9000))
         await own_server.start()
         await flushed(publisher)
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
-        assert publisher.telling.outbox.incarnation == incarnation
+        published = await read_stream(client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
+        assert publisher.changelog.outbox.incarnation == incarnation
         assert publisher.counters.disconnects == 1
     await client.close()
 
@@ -176,7 +176,7 @@ async def test_an_overflow_ends_in_a_new_incarnation_with_everything(own_server:
     settings = SETTINGS.model_copy(update={"outbox_messages": 5})
     async with Publisher(settings, nats=client) as publisher:
         await flushed(publisher)
-        before = publisher.telling.outbox.incarnation
+        before = publisher.changelog.outbox.incarnation
         await own_server.kill()
         await until(lambda: not client.is_connected, what="the connection is gone")
         for i in range(10):
@@ -185,20 +185,20 @@ async def test_an_overflow_ends_in_a_new_incarnation_with_everything(own_server:
         assert publisher.counters.overflows == 1
         await own_server.start()
         await flushed(publisher)
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
         assert publisher.ledger.digest.blocks == 100
-        assert publisher.telling.outbox.incarnation > before
+        assert publisher.changelog.outbox.incarnation > before
         assert publisher.counters.snapshots == 2
     await client.close()
 
 
-async def test_no_stream_is_named_and_waited_for(fresh_nats: str) -> None:
+async def test_a_missing_stream_is_named_and_waited_for(fresh_nats: str) -> None:
     client = await connect_nats(fresh_nats, name="test")
     async with Publisher(SETTINGS, nats=client) as publisher:
         await publisher.stored(tokens(64))
         await until(lambda: publisher.counters.refused_no_stream >= 2, what="the refusal is counted")
-        assert "no stream takes it" in publisher.status()["trouble"]
+        assert "no stream for the subject" in publisher.status()["trouble"]
         await ensure_stream(client, StreamSettings(storage="memory"))
         await flushed(publisher)
         assert publisher.status()["trouble"] is None
@@ -222,140 +222,140 @@ async def test_a_full_stream_is_named_and_waited_for(fresh_nats: str) -> None:
         config.max_bytes = 1 << 20
         await jetstream.update_stream(config)
         await flushed(publisher)
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
     await client.close()
 
 
-async def test_a_stream_that_was_made_anew_takes_what_follows(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_a_stream_that_was_created_again_takes_what_follows(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await publisher.stored(tokens(64))
         await flushed(publisher)
-        await client.jetstream().delete_stream(STREAM)
-        await ensure_stream(client, StreamSettings(storage="memory"))
+        await nats_client.jetstream().delete_stream(STREAM)
+        await ensure_stream(nats_client, StreamSettings(storage="memory"))
         await publisher.stored(tokens(64, 5000))
         await flushed(publisher)
-        await ask(client, ControlRequest(op=ControlOp.SNAPSHOT, above=publisher.telling.outbox.incarnation))
+        await ask(nats_client, ControlRequest(op=ControlOp.SNAPSHOT, above=publisher.changelog.outbox.incarnation))
         await until(lambda: publisher.counters.snapshots == 2, what="the snapshot begins")
         await flushed(publisher)
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
 
 
 # ---------------------------------------------------------------- control, grants, checkpoints
 
 
-async def test_a_snapshot_request_names_the_incarnation_that_it_doubts(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_a_snapshot_request_names_the_incarnation_that_it_doubts(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await publisher.stored(tokens(64))
         await flushed(publisher)
-        own = publisher.telling.outbox.incarnation
-        reply = await ask(client, ControlRequest(op=ControlOp.SNAPSHOT, above=own - 1))
+        own = publisher.changelog.outbox.incarnation
+        reply = await ask(nats_client, ControlRequest(op=ControlOp.SNAPSHOT, above=own - 1))
         assert (reply.ok, reply.incarnation) == (True, own)
         assert "above it already" in reply.note
         far = own + (1 << 40)
-        assert (await ask(client, ControlRequest(op=ControlOp.SNAPSHOT, above=far))).ok
-        await until(lambda: publisher.telling.outbox.incarnation > far, what="an incarnation above the named one")
+        assert (await ask(nats_client, ControlRequest(op=ControlOp.SNAPSHOT, above=far))).ok
+        await until(lambda: publisher.changelog.outbox.incarnation > far, what="an incarnation above the named one")
         await flushed(publisher)
         assert publisher.counters.snapshots == 2
         assert publisher.counters.snapshot_requests_ignored == 1
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
 
 
-async def test_an_impossible_request_is_refused_and_changes_nothing(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_an_impossible_request_is_refused_and_changes_nothing(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await flushed(publisher)
-        own = publisher.telling.outbox.incarnation
-        reply = await ask(client, ControlRequest(op=ControlOp.SNAPSHOT, above=(1 << 64) - 1))
+        own = publisher.changelog.outbox.incarnation
+        reply = await ask(nats_client, ControlRequest(op=ControlOp.SNAPSHOT, above=(1 << 64) - 1))
         assert not reply.ok
         assert "no number of 64 bits" in reply.note
-        garbage = await client.request(control_subject("w"), b"\xc1", timeout=5)
+        garbage = await nats_client.request(control_subject("w"), b"\xc1", timeout=5)
         assert not ControlReply.unpack(garbage.data).ok
-        assert publisher.telling.outbox.incarnation == own
+        assert publisher.changelog.outbox.incarnation == own
         assert publisher.counters.control_bad == 2
 
 
-async def test_status_and_digest_are_answered(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_status_and_digest_are_answered(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await publisher.stored(tokens(64))
         await flushed(publisher)
-        digest = await ask(client, ControlRequest(op=ControlOp.DIGEST))
+        digest = await ask(nats_client, ControlRequest(op=ControlOp.DIGEST))
         assert digest.digest == publisher.ledger.digest.words
         assert digest.scopes is not None
         assert [(one.scope, one.digest) for one in digest.scopes] == [(SCOPE, digest.digest)]
         assert digest.status == {"told_seq": digest.acked_seq + 1}  # the checkpoint that was put for it
         assert publisher.counters.checkpoints == 1
-        status = (await ask(client, ControlRequest(op=ControlOp.STATUS))).status
+        status = (await ask(nats_client, ControlRequest(op=ControlOp.STATUS))).status
         assert status is not None
         assert status["announced"] == 4
         assert status["counters"]["blocks_stored"] + status["counters"]["snapshot_blocks"] == 4
 
 
-async def test_a_large_snapshot_waits_for_a_grant(client: Client) -> None:
+async def test_a_large_snapshot_waits_for_a_grant(nats_client: Client) -> None:
     asked: list[GrantRequest] = []
 
     async def owner(msg: Msg) -> None:
         asked.append(GrantRequest.unpack(msg.data))
         reply = GrantReply(granted=len(asked) > 2, retry_after_ms=50)
-        await client.publish(msg.reply, reply.pack())
+        await nats_client.publish(msg.reply, reply.pack())
 
-    await client.subscribe(grant_subject(partition_of("w", PARTITIONS)), cb=owner)
-    async with Publisher(SETTINGS, nats=client, begin=False, rng=random.Random(1)) as publisher:
+    await nats_client.subscribe(grant_subject(partition_of("w", PARTITIONS)), cb=owner)
+    async with Publisher(SETTINGS, nats=nats_client, begin=False, rng=random.Random(1)) as publisher:
         await publisher.stored(tokens(16 * 10_000))
-        publisher.begin_telling()
+        publisher.begin_publishing()
         await flushed(publisher)
         assert publisher.counters.snapshots == 1
         assert publisher.counters.grants_denied == 2
         assert len(asked) == 3
         assert asked[-1].snapshot_bytes >= 80_000
-        assert asked[-1].incarnation == publisher.telling.outbox.incarnation
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
+        assert asked[-1].incarnation == publisher.changelog.outbox.incarnation
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
 
 
-async def test_a_small_snapshot_asks_nobody(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client, begin=False) as publisher:
+async def test_a_small_snapshot_needs_no_grant(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client, begin=False) as publisher:
         await publisher.stored(tokens(16 * 1000))
-        publisher.begin_telling()
+        publisher.begin_publishing()
         await flushed(publisher)
         assert publisher.counters.grants_asked == 0
-        assert len((await read_stream(client)).messages) == 1
+        assert len((await read_stream(nats_client)).messages) == 1
 
 
-async def test_while_a_grant_is_awaited_nothing_is_told_twice(client: Client) -> None:
+async def test_nothing_is_published_twice_while_a_grant_is_awaited(nats_client: Client) -> None:
     partition = partition_of("w", PARTITIONS)
-    async with Publisher(SETTINGS, nats=client, begin=False) as publisher:
+    async with Publisher(SETTINGS, nats=nats_client, begin=False) as publisher:
         await publisher.stored(tokens(16 * 10_000))
-        publisher.begin_telling()
-        await until(lambda: publisher.counters.grants_unanswered, what="nobody owns the partition")
+        publisher.begin_publishing()
+        await until(lambda: publisher.counters.grants_unanswered, what="the partition has no owner")
         await publisher.stored(tokens(64, 1_000_000))
 
         async def owner(msg: Msg) -> None:
-            await client.publish(msg.reply, GrantReply(granted=True).pack())
+            await nats_client.publish(msg.reply, GrantReply(granted=True).pack())
 
-        await client.subscribe(grant_subject(partition), cb=owner)
+        await nats_client.subscribe(grant_subject(partition), cb=owner)
         await flushed(publisher)
-        told = await read_stream(client)
-        assert await told.index.digest("w") == publisher.ledger.digest.words
-        assert told.outcomes["applied"] == len(told.messages)
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest.words
+        assert published.outcomes["applied"] == len(published.messages)
 
 
-async def test_a_checkpoint_follows_when_a_worker_falls_idle_and_not_again(client: Client) -> None:
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_a_checkpoint_follows_when_a_worker_falls_idle_and_not_again(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await flushed(publisher)
         await publisher.stored(tokens(64))
         await until(lambda: publisher.counters.checkpoints == 1, what="the idle worker's checkpoint")
         await flushed(publisher)
-        told = await read_stream(client)
-        assert told.messages[-1].events == [Checkpoint(publisher.ledger.digest.words)]
-        assert told.outcomes["failed_checks"] == 0
-        assert publisher.telling.checkpoint_in(1e12) is None
+        published = await read_stream(nats_client)
+        assert published.messages[-1].events == [Checkpoint(publisher.ledger.digest.words)]
+        assert published.outcomes["failed_checks"] == 0
+        assert publisher.changelog.checkpoint_in(1e12) is None
 
 
-async def test_checkpoints_follow_after_so_many_messages(client: Client) -> None:
+async def test_checkpoints_follow_after_the_set_number_of_messages(nats_client: Client) -> None:
     settings = SETTINGS.model_copy(update={"checkpoint_messages": 3})
-    async with Publisher(settings, nats=client) as publisher:
+    async with Publisher(settings, nats=nats_client) as publisher:
         await flushed(publisher)
         for i in range(6):
             await publisher.stored(tokens(16, 100 * i))
@@ -366,33 +366,33 @@ async def test_checkpoints_follow_after_so_many_messages(client: Client) -> None
 # ---------------------------------------------------------------- heartbeats
 
 
-async def test_heartbeats_tell_incarnation_acked_seq_and_endpoint(client: Client) -> None:
-    subscription = await client.subscribe(alive_subject("w"))
+async def test_heartbeats_have_incarnation_acked_seq_and_endpoint(nats_client: Client) -> None:
+    subscription = await nats_client.subscribe(alive_subject("w"))
     settings = SETTINGS.model_copy(update={"labels": {"rack": "r1"}, "advertise_url": "http://10.0.0.1:8000"})
-    async with Publisher(settings, nats=client) as publisher:
+    async with Publisher(settings, nats=nats_client) as publisher:
         await publisher.stored(tokens(64))
         await flushed(publisher)
 
         async def caught_up() -> Heartbeat | None:
             beat = Heartbeat.unpack((await subscription.next_msg(timeout=5)).data)
-            return beat if beat.acked_seq == publisher.telling.outbox.next_seq - 1 else None
+            return beat if beat.acked_seq == publisher.changelog.outbox.next_seq - 1 else None
 
         beat = await until(caught_up, what="a heartbeat with the last acknowledged seq")
         assert beat is not None
-        assert beat.incarnation == publisher.telling.outbox.incarnation
+        assert beat.incarnation == publisher.changelog.outbox.incarnation
         assert beat.state is EngineState.UP
         assert beat.endpoint.labels == {"rack": "r1"}
         assert beat.endpoint.url == "http://10.0.0.1:8000"
         assert beat.endpoint.block_size == 16
 
 
-async def test_a_gentle_close_says_draining_with_everything_told(client: Client) -> None:
-    subscription = await client.subscribe(alive_subject("w"))
-    async with Publisher(SETTINGS, nats=client) as publisher:
+async def test_a_gentle_close_says_draining_after_everything_is_published(nats_client: Client) -> None:
+    subscription = await nats_client.subscribe(alive_subject("w"))
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await flushed(publisher)
         await publisher.stored(tokens(64))
         await publisher.close_gently(deadline_s=15)
-        last = publisher.telling.outbox.next_seq - 1
+        last = publisher.changelog.outbox.next_seq - 1
     beats = []
     while subscription.pending_msgs:
         beats.append(Heartbeat.unpack((await subscription.next_msg(timeout=1)).data))

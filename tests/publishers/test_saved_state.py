@@ -57,7 +57,7 @@ def test_a_foreign_file_starts_empty(tmp_path: Path) -> None:
     assert file.warnings == 2
 
 
-def test_a_folder_in_its_place_starts_empty(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_the_file_starts_empty(tmp_path: Path) -> None:
     file = StateFile(tmp_path, "w1")
     file.path.mkdir()
     assert file.load() is None and file.warnings == 1

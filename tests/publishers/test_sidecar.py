@@ -17,13 +17,13 @@ from kvatlas.embedded import nats_server
 from kvatlas.errors import SettingsError, Unreachable
 from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.settings import PublishSettings
-from publishers.feed.distrust import BURST
+from publishers.feed.undecodable import BURST
 from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine, recording
 from tests.publishers.published import read_stream
-from tests.publishers.sidecars import folded, settings, sidecar, told_equals
+from tests.publishers.sidecars import assert_published, ledger_of, settings, sidecar
 
 pytestmark = pytest.mark.anyio
 
@@ -41,20 +41,20 @@ pytestmark = pytest.mark.anyio
     ],
 )
 async def test_a_recording_ends_in_what_the_engine_held(
-    client: Client, nats_url: str, name: str, kind: EngineKind
+    nats_client: Client, nats_url: str, name: str, kind: EngineKind
 ) -> None:
     head, payloads = recording(name)
     async with FakeEngine() as engine, sidecar(engine, nats_url, engine=kind) as publisher:
         await engine.send(*payloads)
-        ledger = folded(kind, payloads)
-        await told_equals(client, publisher, ledger)
+        ledger = ledger_of(kind, payloads)
+        await assert_published(nats_client, publisher, ledger)
         assert ledger.digest.blocks >= len(head["expected_usable"]) > 0
         assert publisher.counters.engine_batches == len(payloads)
 
 
 @pytest.mark.parametrize("distrusted", [False, True])
 async def test_bad_payloads_are_counted_and_kept_and_never_stop_the_feed(
-    client: Client, nats_url: str, tmp_path: Path, distrusted: bool
+    nats_client: Client, nats_url: str, tmp_path: Path, distrusted: bool
 ) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with (
@@ -73,7 +73,9 @@ async def test_bad_payloads_are_counted_and_kept_and_never_stop_the_feed(
         await engine.send(b"\x92\x01\xc1")  # the engine's own, malformed
         await engine.send(*payloads[90:])
         # either of the engine's own may have taken blocks away: then what was held before the last of them is not claimed
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[90:] if distrusted else payloads))
+        await assert_published(
+            nats_client, publisher, ledger_of(EngineKind.VLLM, payloads[90:] if distrusted else payloads)
+        )
         assert publisher.counters.poison == 7
         assert publisher.counters.poison_malformed == 3
         assert publisher.counters.poison_oversized == 1
@@ -85,8 +87,8 @@ async def test_bad_payloads_are_counted_and_kept_and_never_stop_the_feed(
     assert len(letters) == 7
 
 
-async def test_poison_without_end_is_no_storm_of_incarnations_and_claims_nothing(
-    client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
+async def test_endless_bad_payloads_cause_few_incarnations_and_no_claims(
+    nats_client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine, sidecar(engine, nats_url, distrust_poison=True) as publisher:
@@ -94,27 +96,29 @@ async def test_poison_without_end_is_no_storm_of_incarnations_and_claims_nothing
         for at in range(60):
             await engine.send(payloads[40 + at], b"\xc1 no. %d" % at)
         await engine.send(payloads[100])
-        await until(lambda: publisher.counters.feed_unheard >= 50, what="the feed is not listened to any more")
+        await until(lambda: publisher.counters.feed_unheard >= 50, what="the feed is ignored")
         await publisher.flush()
         assert publisher.counters.snapshots <= 1 + BURST
         assert publisher.ledger.digest.blocks == 0
-        assert sum((await (await read_stream(client)).index.digest("w") or [1])[::3]) == 0
-    assert sum("is not listened to" in line for line in caplog.messages) == 1
+        assert sum((await (await read_stream(nats_client)).index.digest("w") or [1])[::3]) == 0
+    assert sum("too many were unreadable" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("distrusted", [False, True])
-async def test_an_event_of_an_unknown_kind_may_have_taken_blocks_away(
-    client: Client, nats_url: str, distrusted: bool
+async def test_an_event_of_an_unknown_kind_may_have_removed_blocks(
+    nats_client: Client, nats_url: str, distrusted: bool
 ) -> None:
     _, payloads = recording("vllm-0.33.0")
     strange = msgpack.packb([1.0, [{"type": "BlocksMoved", "from": "GPU"}], 0])
     async with FakeEngine() as engine, sidecar(engine, nats_url, distrust_poison=distrusted) as publisher:
         await engine.send(*payloads[:40], strange, *payloads[40:])
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[40:] if distrusted else payloads))
+        await assert_published(
+            nats_client, publisher, ledger_of(EngineKind.VLLM, payloads[40:] if distrusted else payloads)
+        )
         assert (publisher.counters.feed_lost, publisher.counters.skipped_events) == (1, 1)
 
 
-async def test_one_process_serves_several_ranks(client: Client, nats_url: str) -> None:
+async def test_one_process_serves_several_ranks(nats_client: Client, nats_url: str) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("sglang-0.5.23")
     async with FakeEngine() as one, FakeEngine() as two, anyio.create_task_group() as tasks:
@@ -130,20 +134,20 @@ async def test_one_process_serves_several_ranks(client: Client, nats_url: str) -
         await one.send(*first)
         await two.send(*second)
         by_name = {publisher.worker_id: publisher for publisher in started}
-        await told_equals(client, by_name["a"], folded(EngineKind.VLLM, first))
-        await told_equals(client, by_name["b"], folded(EngineKind.SGLANG, second))
+        await assert_published(nats_client, by_name["a"], ledger_of(EngineKind.VLLM, first))
+        await assert_published(nats_client, by_name["b"], ledger_of(EngineKind.SGLANG, second))
         tasks.cancel_scope.cancel()
 
 
-async def test_everything_arrives_through_losses_restarts_of_nats_and_of_the_sidecar(tmp_path: Path) -> None:
+async def test_everything_arrives_despite_losses_and_restarts_of_nats_and_the_sidecar(tmp_path: Path) -> None:
     _, payloads = recording("vllm-0.33.0")
     rng = random.Random(7)
     async with nats_server(data_dir=tmp_path / "nats") as server, FakeEngine() as engine:
         client = await connect_nats(server.url, name="test")
         await ensure_stream(client, StreamSettings())
-        for life in range(3):
+        for run in range(3):
             async with sidecar(engine, server.url, state_dir=tmp_path) as publisher:
-                until_batch = (life + 1) * len(payloads) // 3
+                until_batch = (run + 1) * len(payloads) // 3
                 while engine.next_seq < until_batch:
                     payload = payloads[engine.next_seq]
                     if rng.random() < 0.2:
@@ -153,14 +157,14 @@ async def test_everything_arrives_through_losses_restarts_of_nats_and_of_the_sid
                     if rng.random() < 0.03:
                         await server.kill()
                         await server.start()
-                if life == 2:
+                if run == 2:
                     await until(lambda: client.is_connected, what="the test is connected again")
-                    await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+                    await assert_published(client, publisher, ledger_of(EngineKind.VLLM, payloads))
                     assert publisher.counters.feed_started_over == 0
         await client.close()
 
 
-async def test_an_engine_that_connects_to_us(client: Client, nats_url: str) -> None:
+async def test_an_engine_may_connect_to_a_bound_event_socket(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -174,12 +178,12 @@ async def test_an_engine_that_connects_to_us(client: Client, nats_url: str) -> N
         engine.connect(f"tcp://127.0.0.1:{port}")
         await engine.subscribed()
         await engine.send(*payloads)
-        await told_equals(client, started[0], folded(EngineKind.VLLM, payloads))
+        await assert_published(nats_client, started[0], ledger_of(EngineKind.VLLM, payloads))
         assert started[0].engine_state.value == "up"
         tasks.cancel_scope.cancel()
 
 
-async def test_a_rank_is_a_worker_of_its_own_on_ports_counted_up(client: Client, nats_url: str) -> None:
+async def test_a_rank_is_a_worker_of_its_own_on_ports_counted_up(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine:
         ports = [int(endpoint.rpartition(":")[2]) - 3 for endpoint in (engine.endpoint, engine.replay_endpoint)]
@@ -190,11 +194,11 @@ async def test_a_rank_is_a_worker_of_its_own_on_ports_counted_up(client: Client,
         }
         async with sidecar(engine, nats_url, **base) as publisher:
             await engine.send(*payloads)
-            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+            await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
             assert publisher.worker_id == "w-dp3"
 
 
-def test_all_ranks_of_an_engine_are_served_as_one_each(nats_url: str) -> None:
+def test_each_rank_of_an_engine_has_settings_of_its_own(nats_url: str) -> None:
     flags = {
         "engine": "vllm",
         "endpoint": "tcp://127.0.0.1:5557",

@@ -1,4 +1,4 @@
-"""What engines tell of themselves over HTTP."""
+"""What running engines offer, asked over HTTP."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind
-from publishers.engines.discovery import EventSource, discover, of_sglang, of_vllm, reachable, shifted
+from publishers.engines.discovery import EventSource, discover, resolve_endpoint, sglang_offer, shift_port, vllm_offer
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
@@ -34,7 +34,7 @@ async def test_what_is_known_already_is_not_asked() -> None:
         assert (offer.model_id, offer.block_size, offer.sources) == ("mock-model", 4, ())
 
 
-async def test_an_engine_without_events_is_noted_with_what_to_do() -> None:
+async def test_an_engine_without_events_gets_a_note_that_says_what_to_do() -> None:
     async with running_engine(events=False) as (addresses, _):
         offer = await discover(addresses.base_url)
     assert (offer.sources, offer.ranks, offer.block_size) == ([], (None,), 4)
@@ -42,14 +42,14 @@ async def test_an_engine_without_events_is_noted_with_what_to_do() -> None:
     assert "publishes no KV events" in note and "--kv-events-config" in note
 
 
-async def test_a_model_that_the_engine_does_not_list_is_noted() -> None:
+async def test_a_model_that_the_engine_does_not_list_gets_a_note() -> None:
     async with running_engine() as (addresses, _):
         offer = await discover(addresses.base_url, model_id="other")
     assert offer.model_id == "other"
     assert offer.notes == ["it lists mock-model, not other: requests that name other may fail there"]
 
 
-async def test_what_does_not_answer_is_one_line() -> None:
+async def test_an_engine_that_does_not_answer_is_one_line() -> None:
     with pytest.raises(
         Unreachable,
         match=r"engine at http://127\.0\.0\.1:1/v1/models: .*; start it first, or give endpoint= and model=",
@@ -57,8 +57,8 @@ async def test_what_does_not_answer_is_one_line() -> None:
         await discover("http://127.0.0.1:1")
 
 
-def test_ranks_of_vllm_have_their_sources_or_those_of_habit() -> None:
-    told = [
+def test_vllm_ranks_have_the_listed_sources_or_the_usual_ports() -> None:
+    sources = [
         {"data_parallel_rank": 1, "endpoint": "tcp://10.0.0.2:7001", "replay_endpoint": None, "topic": "kv"},
         {"data_parallel_rank": 0, "endpoint": "tcp://*:7000", "replay_endpoint": "tcp://*:7100", "topic": "kv"},
     ]
@@ -66,34 +66,34 @@ def test_ranks_of_vllm_have_their_sources_or_those_of_habit() -> None:
         EventSource("tcp://host:7000", "tcp://host:7100", "kv", 0),
         EventSource("tcp://10.0.0.2:7001", None, "kv", 1),
     ]
-    for listed in (told, {"sources": told}):
-        offer = of_vllm(listed, PAGE, "m", "host")
+    for listed in (sources, {"sources": sources}):
+        offer = vllm_offer(listed, PAGE, "m", "host")
         assert offer.sources == expected and offer.block_size == 32
-    assert of_vllm(None, PAGE, "m", "host").sources == [
+    assert vllm_offer(None, PAGE, "m", "host").sources == [
         EventSource("tcp://host:5557", "tcp://host:5558", "", 0),
         EventSource("tcp://host:5558", "tcp://host:5559", "", 1),
     ]
-    assert of_vllm(None, "", "m", "host").sources == [EventSource("tcp://host:5557", "tcp://host:5558")]
-    assert of_vllm([], PAGE, "m", "host").sources == []
+    assert vllm_offer(None, "", "m", "host").sources == [EventSource("tcp://host:5557", "tcp://host:5558")]
+    assert vllm_offer([], PAGE, "m", "host").sources == []
 
 
-def test_prefix_caching_that_is_off_is_noted() -> None:
-    (note,) = of_vllm([], PAGE.replace('"True"', '"False"'), "m", "host").notes
+def test_prefix_caching_that_is_off_gets_a_note() -> None:
+    (note,) = vllm_offer([], PAGE.replace('"True"', '"False"'), "m", "host").notes
     assert "prefix caching is off" in note
 
 
-def test_sglang_tells_its_arguments() -> None:
+def test_sglang_sources_come_from_its_server_arguments() -> None:
     config = {"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}
     info: dict[str, Any] = {"page_size": 64, "kv_events_config": json.dumps(config), "dp_size": 1}
-    offer = of_sglang({**info, "speculative_algorithm": "EAGLE3"}, "m", "10.1.1.1")
+    offer = sglang_offer({**info, "speculative_algorithm": "EAGLE3"}, "m", "10.1.1.1")
     assert offer.sources == [EventSource("tcp://10.1.1.1:5557", "tcp://10.1.1.1:5657", "kv")]
     assert (offer.block_size, offer.eagle) == (64, True)
-    ranks = of_sglang({**info, "dp_size": 2}, "m", "h").sources
+    ranks = sglang_offer({**info, "dp_size": 2}, "m", "h").sources
     assert [(one.rank, one.endpoint) for one in ranks] == [(0, "tcp://h:5557"), (1, "tcp://h:5558")]
-    silent = of_sglang({"dp_size": 2}, "m", "h")
-    assert (list(silent.sources), list(silent.ranks)) == ([], [0, 1])
-    assert of_sglang({}, "m", "h").sources == of_sglang({"kv_events_config": None}, "m", "h").sources == []
-    (note,) = of_sglang({"disable_radix_cache": True}, "m", "h").notes
+    eventless = sglang_offer({"dp_size": 2}, "m", "h")
+    assert (list(eventless.sources), list(eventless.ranks)) == ([], [0, 1])
+    assert sglang_offer({}, "m", "h").sources == sglang_offer({"kv_events_config": None}, "m", "h").sources == []
+    (note,) = sglang_offer({"disable_radix_cache": True}, "m", "h").notes
     assert "radix cache is off" in note
 
 
@@ -108,6 +108,6 @@ def test_sglang_tells_its_arguments() -> None:
         ("ipc:///tmp/x", "h", "ipc:///tmp/x"),
     ],
 )
-def test_an_engines_own_address_is_where_it_answers(endpoint: str, host: str, expected: str) -> None:
-    assert reachable(endpoint, host) == expected
-    assert shifted(shifted(expected, 3), -3) == expected
+def test_an_engines_own_address_is_that_of_its_http_server(endpoint: str, host: str, expected: str) -> None:
+    assert resolve_endpoint(endpoint, host) == expected
+    assert shift_port(shift_port(expected, 3), -3) == expected

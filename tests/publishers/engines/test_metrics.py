@@ -35,18 +35,18 @@ process_start_time_seconds 1.76370000012e+09
 """
 
 
-def test_vllm_of_one_rank() -> None:
-    reading = read_metrics(VLLM_PAGE, LoadContext("w", EngineKind.VLLM, dp_rank=0, block_bytes=1 << 20), 7)
-    load = reading.load
+def test_a_vllm_rank_has_its_own_samples_as_load() -> None:
+    metrics = read_metrics(VLLM_PAGE, LoadContext("w", EngineKind.VLLM, dp_rank=0, block_bytes=1 << 20), 7)
+    load = metrics.load
     assert load.running_decodes == 12
     assert load.queued_prefill_tokens == 4 * 500
     assert (load.hbm_capacity_bytes, load.hbm_used_bytes) == (1000 << 20, 250 << 20)
-    metrics = load.forward_pass
-    assert (metrics.requests_waiting, metrics.active_kv_blocks, metrics.total_kv_blocks) == (4, 250, 1000)
-    assert (metrics.cache_usage, metrics.prefix_hit_rate) == (0.25, 0.3)
+    forward = load.forward_pass
+    assert (forward.requests_waiting, forward.active_kv_blocks, forward.total_kv_blocks) == (4, 250, 1000)
+    assert (forward.cache_usage, forward.prefix_hit_rate) == (0.25, 0.3)
     assert load.sampled_us == 7
-    assert reading.process_start_s == 1763700000.12
-    assert not reading.asleep
+    assert metrics.process_start_s == 1763700000.12
+    assert not metrics.asleep
 
 
 def test_without_a_rank_all_ranks_are_added_up() -> None:
@@ -68,7 +68,7 @@ def test_older_vllm_has_other_names() -> None:
 
 
 @pytest.mark.parametrize(("awake", "asleep"), [(1, False), (0, True)])
-def test_vllm_asleep(awake: int, asleep: bool) -> None:
+def test_a_vllm_engine_can_be_asleep(awake: int, asleep: bool) -> None:
     page = f'vllm:engine_sleep_state{{sleep_state="awake"}} {awake}\nvllm:engine_sleep_state{{sleep_state="discard_all"}} 1\n'
     assert read_metrics(page, VLLM, 7).asleep is asleep
 
@@ -92,7 +92,7 @@ sglang:num_requests_total{model_name="m"} 10.0
 """
 
 
-def test_sglang_with_its_server_info() -> None:
+def test_sglang_capacity_comes_from_its_server_info() -> None:
     context = LoadContext("w", EngineKind.SGLANG, block_size=64, total_tokens=6400, total_request_slots=48)
     load = read_metrics(SGLANG_PAGE, context, 7).load
     assert load.running_decodes == 6, "ranks that compute the same requests together count once"
@@ -104,7 +104,7 @@ def test_sglang_with_its_server_info() -> None:
 
 
 @pytest.mark.parametrize("page", ["", "<html>no metrics here</html>", "vllm:num_requests_running NaN\n"])
-def test_what_is_not_told_counts_as_nothing(page: str) -> None:
+def test_missing_metrics_count_as_zero(page: str) -> None:
     load = read_metrics(page, VLLM, 7).load
     assert (load.running_decodes, load.queued_prefill_tokens, load.hbm_capacity_bytes) == (0, 0, 0)
 
@@ -119,12 +119,12 @@ def test_a_broken_page_is_one_clear_line() -> None:
         read_metrics("vllm:num_requests_running{model\n", VLLM, 7)
 
 
-def test_an_engine_kind_without_metrics() -> None:
+def test_an_engine_kind_without_metrics_is_refused() -> None:
     with pytest.raises(InvalidValue, match="lmcache"):
         read_metrics("", LoadContext("w", EngineKind.LMCACHE), 7)
 
 
-def test_the_block_size_is_what_the_engine_tells() -> None:
-    told = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="10"} 1.0\n'
-    assert read_metrics(told, LoadContext("w", EngineKind.VLLM), 1).block_size == 32
+def test_the_block_size_is_the_one_on_the_page() -> None:
+    page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="10"} 1.0\n'
+    assert read_metrics(page, LoadContext("w", EngineKind.VLLM), 1).block_size == 32
     assert read_metrics("", LoadContext("w", EngineKind.VLLM), 1).block_size is None

@@ -1,4 +1,4 @@
-"""Is the feed one unbroken story? Judged by seqs and payloads alone."""
+"""Gaps and restarts of a feed, detected from seqs and payloads alone."""
 
 import random
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from kvatlas.errors import InvalidValue
 from publishers.feed.continuity import COMPARED_PAYLOADS, REMEMBERED_PAYLOADS, REPLAY_TRIES, Batch, Continuity, Step
 
 
-def payloads(first: int, last: int, life: int = 0) -> list[Batch]:
-    return [(seq, f"{life}:{seq}".encode()) for seq in range(first, last + 1)]
+def payloads(first: int, last: int, process: int = 0) -> list[Batch]:
+    return [(seq, f"{process}:{seq}".encode()) for seq in range(first, last + 1)]
 
 
 def at(last: int, *, can_replay: bool = True) -> Continuity:
@@ -40,23 +40,23 @@ def test_a_seq_that_goes_back_to_zero_with_another_payload_is_a_restart() -> Non
     assert (feed.last_seq, feed.counters.restarts) == (0, 1)
 
 
-def test_a_restart_seen_late_asks_for_the_new_lifes_beginning() -> None:
+def test_a_restart_seen_late_asks_for_the_new_process_from_seq_0() -> None:
     feed = at(5)
     step = feed.offer(2, b"1:2")
     assert step.empty and not step.take and step.ask_from == 0
-    assert feed.replayed(payloads(0, 2, 1), True).take == payloads(0, 2, 1)
+    assert feed.take_replay(payloads(0, 2, 1), True).take == payloads(0, 2, 1)
 
 
-def test_a_gap_is_filled_from_the_replay_of_the_same_life() -> None:
+def test_a_gap_is_filled_from_the_replay_of_the_same_process() -> None:
     feed = at(5)
     step = feed.offer(9, b"0:9")
     assert not step.empty and not step.take and step.ask_from == 0
-    step = feed.replayed(payloads(0, 11), True)
+    step = feed.take_replay(payloads(0, 11), True)
     assert not step.empty and step.take == payloads(6, 11)
     assert feed.offer(10, b"0:10") == Step()  # the feed brings it too
 
 
-def test_a_replay_starts_at_the_last_few_seqs_held() -> None:
+def test_a_replay_starts_at_the_last_few_seqs_taken() -> None:
     feed = at(100)
     assert feed.offer(103, b"0:103").ask_from == 100 - COMPARED_PAYLOADS + 1
 
@@ -64,91 +64,91 @@ def test_a_replay_starts_at_the_last_few_seqs_held() -> None:
 def test_a_gap_may_be_filled_without_the_end_marker() -> None:
     feed = at(5)
     feed.offer(7, b"0:7")
-    assert feed.replayed(payloads(5, 7), False).take == payloads(6, 7)
+    assert feed.take_replay(payloads(5, 7), False).take == payloads(6, 7)
 
 
 @pytest.mark.parametrize(
     ("answers", "complete"),
     [
-        (payloads(5, 6) + payloads(8, 8), True),  # a hole
+        (payloads(5, 6) + payloads(8, 8), True),  # a gap
         (payloads(5, 6) + payloads(8, 8), False),
         (payloads(5, 6), False),  # does not reach what came
         (payloads(7, 8), False),  # nor what is held
         ([], False),
     ],
 )
-def test_a_replay_that_lacks_something_is_asked_again_and_given_up_after_a_few_times(
+def test_an_incomplete_replay_is_asked_again_and_given_up_after_a_few_tries(
     answers: list[Batch], complete: bool
 ) -> None:
     feed = at(5)
     feed.offer(8, b"0:8")
     taken: list[Batch] = []
     for _ in range(REPLAY_TRIES - 1):
-        step = feed.replayed(answers, complete)
+        step = feed.take_replay(answers, complete)
         taken += step.take
         assert not step.empty and step.ask_from == 0
-    assert taken == [one for one in answers if one[0] == 6]  # what it brought in order is not lost
-    step = feed.replayed(answers, complete)
+    assert taken == [one for one in answers if one[0] == 6]  # what came in order is kept
+    step = feed.take_replay(answers, complete)
     assert step.empty and step.take[-1] == (8, b"0:8") and step.why
     assert (feed.counters.gaps_filled, feed.counters.replays_failed) == (0, REPLAY_TRIES)
 
 
-def test_a_gap_may_be_filled_by_several_replays_that_each_lack_something() -> None:
+def test_several_incomplete_replays_may_fill_a_gap() -> None:
     feed = at(5)
     feed.offer(9, b"0:9")
-    assert feed.replayed([*payloads(4, 6), *payloads(8, 9)], False).take == payloads(6, 6)
-    assert feed.replayed(payloads(5, 7), False).take == payloads(7, 7)
-    step = feed.replayed(payloads(5, 10), True)
+    assert feed.take_replay([*payloads(4, 6), *payloads(8, 9)], False).take == payloads(6, 6)
+    assert feed.take_replay(payloads(5, 7), False).take == payloads(7, 7)
+    step = feed.take_replay(payloads(5, 10), True)
     assert step == Step(take=payloads(8, 10)) and feed.counters.started_over == 0
 
 
-def test_a_gap_longer_than_the_replay_starts_over_with_what_leads_up_to_what_came() -> None:
+def test_a_gap_longer_than_the_replay_starts_over_with_what_leads_up_to_the_message() -> None:
     feed = at(5)
     feed.offer(8, b"0:8")
-    step = feed.replayed(payloads(7, 9), True)
+    step = feed.take_replay(payloads(7, 9), True)
     assert step.empty and step.take == payloads(7, 9) and step.why and step.ask_from is None
 
 
-def test_an_engine_without_a_buffer_is_followed_all_the_same() -> None:
+def test_an_engine_with_an_empty_replay_buffer_is_followed_all_the_same() -> None:
     feed = at(5)
     feed.offer(8, b"0:8")
-    assert feed.replayed([], True).take == [(8, b"0:8")]
+    assert feed.take_replay([], True).take == [(8, b"0:8")]
 
 
 @pytest.mark.parametrize("answers", [payloads(5, 6), payloads(5, 9)])
-def test_what_a_whole_replay_does_not_have_is_not_the_engines(answers: list[Batch]) -> None:
-    """Somebody else's message, or one of an earlier life that waited: replay was asked after it came."""
+def test_a_message_that_a_complete_replay_does_not_have_is_not_the_engines(answers: list[Batch]) -> None:
+    """A foreign message, or a queued one of an earlier process: replay was asked after it came."""
     feed = at(5)
     feed.offer(8, b"another's")
-    step = feed.replayed(answers, True)
+    step = feed.take_replay(answers, True)
     assert not step.empty and step.take == answers[1:] and step.why
     joining = Continuity()
     joining.offer(8, b"another's")
-    assert joining.replayed(answers, True).take == answers
+    assert joining.take_replay(answers, True).take == answers
 
 
-def test_after_the_connection_was_lost_the_life_is_asked_for() -> None:
-    assert at(5).reconnected() == Step(ask_from=0)
-    step = at(5, can_replay=False).reconnected()
+def test_after_a_lost_connection_replay_is_asked_for_the_process() -> None:
+    assert at(5).reconnect() == Step(ask_from=0)
+    step = at(5, can_replay=False).reconnect()
     assert step.empty and not step.take and step.ask_from is None
-    assert Continuity(can_replay=False).reconnected() == Step()
+    assert Continuity(can_replay=False).reconnect() == Step()
 
 
-def test_a_gap_in_another_life_asks_again_from_its_beginning() -> None:
+def test_a_gap_in_another_process_asks_again_from_seq_0() -> None:
     feed = at(5)
     feed.offer(8, b"1:8")
-    step = feed.replayed(payloads(0, 8, 1), True)
+    step = feed.take_replay(payloads(0, 8, 1), True)
     assert step.empty and not step.take and step.ask_from == 0
-    assert feed.replayed(payloads(0, 8, 1), True).take == payloads(0, 8, 1)
+    assert feed.take_replay(payloads(0, 8, 1), True).take == payloads(0, 8, 1)
 
 
-def test_another_life_whose_next_seq_followed_ours_is_seen_by_an_older_payload() -> None:
+def test_another_process_whose_next_seq_followed_ours_is_revealed_by_an_older_payload() -> None:
     feed = at(5)
     feed.offer(6, b"1:6")  # in order, by chance
     assert feed.probe().ask_from == 0
-    step = feed.replayed(payloads(0, 6, 1), True)
+    step = feed.take_replay(payloads(0, 6, 1), True)
     assert step.empty and step.ask_from == 0
-    assert feed.replayed(payloads(0, 6, 1), True).take == payloads(0, 6, 1)
+    assert feed.take_replay(payloads(0, 6, 1), True).take == payloads(0, 6, 1)
 
 
 def test_without_a_replay_socket_a_gap_starts_over() -> None:
@@ -158,28 +158,28 @@ def test_without_a_replay_socket_a_gap_starts_over() -> None:
     assert feed.probe() == Step()
 
 
-def test_a_late_joiner_takes_the_whole_story_where_the_replay_has_it() -> None:
+def test_a_late_joiner_takes_everything_from_the_replay() -> None:
     feed = Continuity()
     assert feed.offer(4, b"0:4").ask_from == 0
-    step = feed.replayed(payloads(0, 5), True)
+    step = feed.take_replay(payloads(0, 5), True)
     assert not step.empty and step.take == payloads(0, 5) and not step.why
 
 
-def test_a_late_joiner_takes_what_is_left_of_it() -> None:
+def test_a_late_joiner_takes_the_last_part_without_a_gap() -> None:
     feed = Continuity()
     feed.offer(40, b"0:40")
     for _ in range(REPLAY_TRIES - 1):
-        assert feed.replayed(payloads(30, 33) + payloads(36, 41), True).ask_from == 0
-    step = feed.replayed(payloads(30, 33) + payloads(36, 41), True)
+        assert feed.take_replay(payloads(30, 33) + payloads(36, 41), True).ask_from == 0
+    step = feed.take_replay(payloads(30, 33) + payloads(36, 41), True)
     assert step.take == payloads(36, 41) and "seq 36" in step.why
 
 
-def test_a_late_joiner_without_an_answer_takes_what_came() -> None:
+def test_a_late_joiner_without_a_replay_takes_the_message() -> None:
     feed = Continuity()
     feed.offer(4, b"0:4")
     for _ in range(REPLAY_TRIES - 1):
-        assert feed.replayed([], False).ask_from == 0
-    assert feed.replayed([], False).take == [(4, b"0:4")]
+        assert feed.take_replay([], False).ask_from == 0
+    assert feed.take_replay([], False).take == [(4, b"0:4")]
     silent = Continuity(can_replay=False)
     assert silent.offer(4, b"0:4").take == [(4, b"0:4")]
 
@@ -187,66 +187,66 @@ def test_a_late_joiner_without_an_answer_takes_what_came() -> None:
 def test_a_probe_finds_a_lost_last_batch() -> None:
     feed = at(5)
     feed.probe()
-    assert feed.replayed(payloads(0, 7), True) == Step(take=payloads(6, 7))
+    assert feed.take_replay(payloads(0, 7), True) == Step(take=payloads(6, 7))
     feed.probe()
-    step = feed.replayed(payloads(0, 7), True)
+    step = feed.take_replay(payloads(0, 7), True)
     assert not step.take and not step.empty
 
 
-def test_a_probe_before_anything_came_takes_the_story_from_the_replay() -> None:
+def test_a_probe_before_any_message_takes_everything_from_the_replay() -> None:
     feed = Continuity()
     assert feed.probe().ask_from == 0
-    assert feed.replayed([], True) == Step()
-    assert feed.replayed(payloads(0, 3), True).take == payloads(0, 3)
+    assert feed.take_replay([], True) == Step()
+    assert feed.take_replay(payloads(0, 3), True).take == payloads(0, 3)
 
 
 def test_a_probe_that_finds_an_empty_buffer_sees_a_restart() -> None:
     feed = at(5)
     feed.probe()
-    step = feed.replayed([], True)
+    step = feed.take_replay([], True)
     assert step.empty and step.ask_from == 0
-    assert feed.replayed([], True) == Step() and feed.last_seq is None
+    assert feed.take_replay([], True) == Step() and feed.last_seq is None
 
 
-def test_probes_without_an_end_are_endured_a_few_times() -> None:
+def test_incomplete_probes_are_tolerated_a_few_times() -> None:
     feed = at(5)
     for _ in range(REPLAY_TRIES - 1):
         feed.probe()
-        assert not feed.replayed([], False).empty
+        assert not feed.take_replay([], False).empty
     feed.probe()
-    step = feed.replayed([], False)
+    step = feed.take_replay([], False)
     assert step.empty and feed.last_seq is None and feed.counters.replays_failed == REPLAY_TRIES
 
 
-def test_a_message_in_order_makes_failed_probes_forgotten() -> None:
+def test_a_message_in_order_resets_the_count_of_failed_probes() -> None:
     feed = at(5)
     for seq in range(6, 20):
         feed.probe()
-        assert not feed.replayed([], False).empty
+        assert not feed.take_replay([], False).empty
         feed.offer(seq, f"0:{seq}".encode())
     assert feed.counters.started_over == 0
 
 
-def test_a_process_that_started_anew_empties_and_asks_for_its_beginning() -> None:
-    step = at(5).restarted()
+def test_a_restart_empties_and_asks_from_seq_0() -> None:
+    step = at(5).restart()
     assert step.empty and step.ask_from == 0
 
 
-def test_a_loaded_position_resumes_the_same_life() -> None:
+def test_a_loaded_position_resumes_the_same_process() -> None:
     feed = Continuity.load(at(500).dump())
     assert feed.resume().ask_from == 500 - COMPARED_PAYLOADS + 1
-    assert feed.replayed(payloads(480, 503), True) == Step(take=payloads(501, 503))
+    assert feed.take_replay(payloads(480, 503), True) == Step(take=payloads(501, 503))
 
 
-def test_a_loaded_position_of_another_life_starts_empty() -> None:
+def test_a_loaded_position_of_another_process_starts_empty() -> None:
     feed = Continuity.load(at(5).dump())
     feed.resume()
-    step = feed.replayed(payloads(0, 9, 1), True)
+    step = feed.take_replay(payloads(0, 9, 1), True)
     assert step.empty and step.ask_from == 0
-    assert feed.replayed(payloads(0, 9, 1), True).take == payloads(0, 9, 1)
+    assert feed.take_replay(payloads(0, 9, 1), True).take == payloads(0, 9, 1)
 
 
-def test_a_loaded_position_that_cant_be_compared_starts_empty() -> None:
+def test_a_loaded_position_that_cant_be_verified_starts_empty() -> None:
     feed = Continuity.load(at(5).dump(), can_replay=False)
     assert feed.resume().empty
     empty = Continuity.load(Continuity().dump())
@@ -267,7 +267,7 @@ def test_a_seq_that_no_message_has_is_refused() -> None:
 
 def test_remembered_payloads_are_bounded() -> None:
     feed = at(REMEMBERED_PAYLOADS + 10)
-    assert feed.offer(10, b"0:10").empty  # too old to be told from a restart
+    assert feed.offer(10, b"0:10").empty  # too old to be distinguished from a restart
     assert len(at(REMEMBERED_PAYLOADS + 10).dump()) < 16_384
 
 
@@ -276,25 +276,25 @@ def test_remembered_payloads_are_bounded() -> None:
 
 @dataclass
 class Engine:
-    """A seq that starts at 0 in each life, a buffer of the last batches."""
+    """A seq that starts at 0 in each process, a buffer of the last batches."""
 
-    life: int = 0
-    told: list[Batch] = field(default_factory=list)
+    process: int = 0
+    sent: list[Batch] = field(default_factory=list)
     buffer: int = 6
 
-    def say(self) -> Batch:
-        batch = (len(self.told), f"{self.life}:{len(self.told)}".encode())
-        self.told.append(batch)
+    def send(self) -> Batch:
+        batch = (len(self.sent), f"{self.process}:{len(self.sent)}".encode())
+        self.sent.append(batch)
         return batch
 
     def replay(self, first: int) -> list[Batch]:
-        return [batch for batch in self.told[-self.buffer :] if batch[0] >= first]
+        return [batch for batch in self.sent[-self.buffer :] if batch[0] >= first]
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(10, 120))
-def test_what_is_held_is_always_an_unbroken_part_of_one_life(chance: random.Random, moves: int) -> None:
-    """After a probe that was answered whole, held is the end of the engine's life as it is, without a hole."""
+def test_held_batches_are_always_an_unbroken_part_of_one_process(chance: random.Random, moves: int) -> None:
+    """After a complete probe, what is held is the end of what the engine sent, without a gap."""
     engine, feed = Engine(), Continuity()
     held: list[Batch] = []
     queue: list[Batch] = []
@@ -308,17 +308,17 @@ def test_what_is_held_is_always_an_unbroken_part_of_one_life(chance: random.Rand
                 return
             answers = engine.replay(step.ask_from)
             whole = chance.random() >= loss
-            step = feed.replayed(answers if whole else [one for one in answers if chance.random() < 0.7], whole)
+            step = feed.take_replay(answers if whole else [one for one in answers if chance.random() < 0.7], whole)
 
     for _ in range(moves):
         move = chance.random()
         if move < 0.5:
-            batch = engine.say()
+            batch = engine.send()
             queue += [batch] if chance.random() < 0.85 else []
         elif move < 0.85 and queue:
             do(feed.offer(*queue.pop(0)), 0.3)
         elif move < 0.9:
-            engine = Engine(engine.life + 1, buffer=engine.buffer)
+            engine = Engine(engine.process + 1, buffer=engine.buffer)
             if chance.random() < 0.5:
                 queue.clear()
         elif move < 0.95 and feed.last_seq is not None:
@@ -332,15 +332,15 @@ def test_what_is_held_is_always_an_unbroken_part_of_one_life(chance: random.Rand
     while queue:
         do(feed.offer(*queue.pop(0)), 0.0)
     do(feed.probe(), 0.0)
-    if engine.told:
-        # The last few payloads are compared, so they are of the engine's life; what is older than its buffer can't be.
-        reach = held[-min(COMPARED_PAYLOADS, engine.buffer) :]
-        assert held[-1] == engine.told[-1]
-        assert all(batch in engine.told for batch in reach)
+    if engine.sent:
+        # The last few payloads are compared, so they are of this process; what is older than its buffer can't be.
+        compared = held[-min(COMPARED_PAYLOADS, engine.buffer) :]
+        assert held[-1] == engine.sent[-1]
+        assert all(batch in engine.sent for batch in compared)
     else:
         assert not held
 
 
-def test_every_step_of_a_clean_feed_is_to_take_what_came() -> None:
+def test_a_clean_feed_counts_no_gap_and_no_restart() -> None:
     feed = at(10)
     assert (feed.counters.gaps, feed.counters.restarts, feed.counters.started_over) == (0, 0, 0)

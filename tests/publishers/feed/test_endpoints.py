@@ -1,7 +1,7 @@
 import pytest
 
 from kvatlas.errors import SettingsError
-from publishers.feed.endpoints import of_rank, to_connect
+from publishers.feed.endpoints import endpoint_of_rank, to_connect
 
 
 @pytest.mark.parametrize(
@@ -15,15 +15,15 @@ from publishers.feed.endpoints import of_rank, to_connect
     ],
 )
 def test_ranks_count_ports_up(endpoint: str, rank: int | None, expected: str) -> None:
-    assert of_rank(endpoint, rank) == expected
+    assert endpoint_of_rank(endpoint, rank) == expected
 
 
 @pytest.mark.parametrize("endpoint", ["ipc:///tmp/events", "tcp://host", "tcp://host:65535"])
 def test_a_rank_without_a_port_is_one_clear_line(endpoint: str) -> None:
     with pytest.raises(SettingsError, match=endpoint):
-        of_rank(endpoint, 1)
+        endpoint_of_rank(endpoint, 1)
 
 
-def test_an_engines_wildcard_is_this_machine() -> None:
+def test_an_engines_wildcard_address_is_this_machine() -> None:
     assert to_connect("tcp://*:5557") == to_connect("tcp://0.0.0.0:5557") == "tcp://127.0.0.1:5557"
     assert to_connect("tcp://10.0.0.7:5557") == "tcp://10.0.0.7:5557"

@@ -1,4 +1,4 @@
-"""The feed: what the event socket lost and replay brings, whose turn it is, and when it stays away."""
+"""The feed: what replay brings back, whose turn it is, and a feed that stays away."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,75 +19,88 @@ from publishers.feed.subscriber import BATCHES_AT_ONCE, Feed, FeedSettings
 from publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine, recording
-from tests.publishers.sidecars import folded, sidecar, told_equals
+from tests.publishers.sidecars import assert_published, ledger_of, sidecar
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_lost_batches_are_filled_from_replay(client: Client, nats_url: str) -> None:
+async def test_lost_batches_are_filled_from_replay(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine(topic=b"kv") as engine, sidecar(engine, nats_url, topic="kv") as publisher:
         await engine.send(*payloads[:50])
-        await until(lambda: publisher.counters.engine_batches == 50, what="those before the gap are taken")
+        await until(lambda: publisher.counters.engine_batches == 50, what="the batches before the gap are taken")
         for payload in payloads[50:60]:
             engine.lose(payload)
         await engine.send(*payloads[60:])
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
         assert publisher.counters.feed_gaps == publisher.counters.feed_gaps_filled == 1
         assert publisher.counters.snapshots == 1
 
 
-async def test_replay_of_older_engines_has_no_topic_frame(client: Client, nats_url: str) -> None:
+async def test_replay_of_older_engines_has_no_topic_frame(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.11.1-array")
     async with FakeEngine(replay_topic=False) as engine, sidecar(engine, nats_url) as publisher:
         await engine.send(*payloads[:20])
-        await until(lambda: publisher.counters.engine_batches == 20, what="those before the gap are taken")
+        await until(lambda: publisher.counters.engine_batches == 20, what="the batches before the gap are taken")
         engine.lose(payloads[20])
         await engine.send(*payloads[21:])
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
         assert publisher.counters.feed_gaps_filled == 1
 
 
-async def test_a_lost_last_batch_is_seen_when_the_feed_is_silent(client: Client, nats_url: str) -> None:
+async def test_a_lost_last_batch_is_seen_when_the_feed_is_silent(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
         await engine.send(*payloads[:-1])
         engine.lose(payloads[-1])
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
         assert publisher.counters.feed_gaps == 0
 
 
-async def test_a_sidecar_that_starts_late_asks_for_what_was_before(client: Client, nats_url: str) -> None:
+async def test_a_sidecar_that_starts_late_asks_for_earlier_batches(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine:
         await engine.send(*payloads[:100])
         async with sidecar(engine, nats_url) as publisher:
             await engine.send(*payloads[100:])
-            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+            await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
 
 
-async def test_a_gap_that_cannot_be_filled_starts_over_empty(client: Client, nats_url: str) -> None:
+async def test_a_gap_that_cannot_be_filled_starts_over_empty(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine, sidecar(engine, nats_url, replay_endpoint=None) as publisher:
         await engine.send(*payloads[:50])
         engine.lose(payloads[50])
         await engine.send(*payloads[51:])
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads[51:]))
+        await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads[51:]))
         assert publisher.counters.feed_started_over == 1
         assert publisher.counters.snapshots == 2
 
 
 @contextmanager
 def open_feed(
-    engine: FakeEngine, on_batch: Callable[[EngineBatch], object], on_empty: Callable[[], None] = lambda: None
+    engine: FakeEngine,
+    on_batch: Callable[[EngineBatch], object],
+    on_empty: Callable[[], None] = lambda: None,
+    engine_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[Feed]:
-    """A feed alone, impatient."""
-    where = FeedSettings(
+    """A feed without a publisher, with short pauses."""
+    settings = FeedSettings(
         EngineKind.VLLM, engine.endpoint, engine.replay_endpoint, first_silence_s=0.05, replay_silence_s=0.05
     )
     context = zmq.asyncio.Context()
     letters = DeadLetters(None, "w")
-    feed = Feed(where, "w", Continuity(), PublisherCounters(), letters, context, on_batch=on_batch, on_empty=on_empty)
+    feed = Feed(
+        settings,
+        "w",
+        Continuity(),
+        PublisherCounters(),
+        letters,
+        context,
+        on_batch=on_batch,
+        on_empty=on_empty,
+        engine_up=engine_up,
+    )
     feed.open()
     try:
         yield feed
@@ -96,8 +109,8 @@ def open_feed(
         context.destroy(linger=0)
 
 
-async def test_while_messages_wait_the_others_have_their_turn() -> None:
-    """Else what was taken is never folded, and heartbeats and acknowledgements wait."""
+async def test_other_tasks_have_their_turn_while_messages_wait() -> None:
+    """Else what was taken is never ledger_of, and heartbeats and acknowledgements wait."""
     _, payloads = recording("vllm-0.33.0")
     turns = 0
     taken_in: list[int] = []
@@ -120,17 +133,20 @@ async def test_while_messages_wait_the_others_have_their_turn() -> None:
     assert max(Counter(taken_in).values()) <= BATCHES_AT_ONCE
 
 
-async def test_a_feed_that_stays_away_while_the_engine_is_up_gives_up_what_was_held() -> None:
+async def test_a_feed_that_stays_away_while_the_engine_is_up_drops_everything_held() -> None:
     _, payloads = recording("vllm-0.33.0")
     ledger = Ledger(LedgerSettings("model", "model"))
+    known_to_be_up = False
     async with anyio.create_task_group() as tasks, AsyncExitStack() as opened:
         async with FakeEngine() as engine:
-            feed = opened.enter_context(open_feed(engine, ledger.fold, ledger.empty))
+            feed = opened.enter_context(open_feed(engine, ledger.fold, ledger.empty, lambda: known_to_be_up))
             tasks.start_soon(feed.run)
             await engine.subscribed()
             await engine.send(*payloads)
-            await until(lambda: ledger.digest == folded(EngineKind.VLLM, payloads).digest, what="all batches folded")
+            await until(
+                lambda: ledger.digest == ledger_of(EngineKind.VLLM, payloads).digest, what="all batches ledger_of"
+            )
         assert ledger.announced_blocks
-        feed.engine_up = lambda: True
-        await until(lambda: not ledger.announced_blocks, what="nothing is claimed")
+        known_to_be_up = True
+        await until(lambda: not ledger.announced_blocks, what="nothing is announced")
         tasks.cancel_scope.cancel()

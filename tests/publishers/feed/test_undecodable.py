@@ -1,67 +1,68 @@
-import json
-from pathlib import Path
+"""Whose an undecodable payload was, and how often everything held is dropped for one."""
 
-from publishers.feed.dead_letters import KEPT_PAYLOAD_BYTES, DeadLetters
-from publishers.feed.undecodable import PoisonAside
+from publishers.feed.undecodable import Distrust, UndecodableQueue
 
 
-def test_the_engines_own_poison_is_told_by_what_follows() -> None:
-    aside = PoisonAside()
+def test_the_next_message_shows_that_a_bad_payload_was_the_engines() -> None:
+    aside = UndecodableQueue()
     aside.put(5, b"bad", 4)
-    assert aside.before(6) == [(5, b"bad")]
-    assert aside.before(7) == []
+    assert aside.take_before(6) == [(5, b"bad")]
+    assert aside.take_before(7) == []
 
 
 def test_a_foreign_payload_that_took_a_seq_is_dropped() -> None:
-    aside = PoisonAside()
+    aside = UndecodableQueue()
     aside.put(5, b"bad", 4)
     aside.put(5, b"worse", 4)
-    assert aside.before(5) == []
+    assert aside.take_before(5) == []
 
 
-def test_several_in_a_row() -> None:
-    aside = PoisonAside()
+def test_several_in_a_row_are_kept() -> None:
+    aside = UndecodableQueue()
     aside.put(0, b"a", None)
     aside.put(1, b"b", None)
-    assert aside.before(2) == [(0, b"a"), (1, b"b")]
+    assert aside.take_before(2) == [(0, b"a"), (1, b"b")]
 
 
-def test_what_follows_the_first_of_several_keeps_the_first() -> None:
-    aside = PoisonAside()
+def test_a_good_message_with_the_seq_of_the_second_keeps_the_first() -> None:
+    aside = UndecodableQueue()
     aside.put(5, b"a", 4)
     aside.put(6, b"b", 4)
-    assert aside.before(6) == [(5, b"a")]
+    assert aside.take_before(6) == [(5, b"a")]
 
 
-def test_poison_behind_a_gap_is_left_to_the_replay() -> None:
-    aside = PoisonAside()
+def test_a_bad_payload_after_a_gap_is_left_to_the_replay() -> None:
+    aside = UndecodableQueue()
     aside.put(9, b"a", 4)
-    assert aside.before(10) == []
+    assert aside.take_before(10) == []
 
 
-def test_poison_before_a_gap_is_left_to_the_replay() -> None:
-    aside = PoisonAside()
+def test_a_bad_payload_before_a_gap_is_left_to_the_replay() -> None:
+    aside = UndecodableQueue()
     aside.put(5, b"a", 4)
-    assert aside.before(9) == []
+    assert aside.take_before(9) == []
 
 
-def test_dead_letters_are_kept_in_files_of_bounded_size(tmp_path: Path) -> None:
-    letters = DeadLetters(tmp_path / "deep" / "w.jsonl", "w", max_bytes=40_000)
-    for seq in range(100):
-        assert letters.keep("why", seq, bytes(1000))
-    files = sorted((tmp_path / "deep").iterdir())
-    assert [file.name for file in files] == ["w.jsonl", "w.jsonl.1"]
-    assert sum(file.stat().st_size for file in files) <= 40_000
-    last = json.loads(files[0].read_text().splitlines()[-1])
-    assert (last["worker"], last["why"], last["seq"], last["bytes"]) == ("w", "why", 99, 1000)
+def test_a_loss_drops_everything_held_while_there_is_ration_left() -> None:
+    distrust = Distrust(burst=3, ration_s=10)
+    assert [distrust.record_loss(0.0) for _ in range(2)] == [True, True]
+    assert distrust.is_trusted(0.0)
 
 
-def test_of_a_large_payload_only_the_beginning_is_kept(tmp_path: Path) -> None:
-    DeadLetters(tmp_path / "w.jsonl", "w").keep("too large", None, bytes(10_000_000))
-    assert (tmp_path / "w.jsonl").stat().st_size < 2 * KEPT_PAYLOAD_BYTES
+def test_the_last_ration_ends_the_trust() -> None:
+    distrust = Distrust(burst=2, ration_s=10)
+    assert [distrust.record_loss(0.0) for _ in range(4)] == [True, True, False, False]
+    assert not distrust.is_trusted(9.9)
+    assert distrust.is_trusted(10.1)
 
 
-def test_a_letter_that_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
-    assert not DeadLetters(None, "w").keep("why", 1, b"")
-    (tmp_path / "file").touch()
-    assert not DeadLetters(tmp_path / "file" / "w.jsonl", "w").keep("why", 1, b"")
+def test_each_new_ration_is_spent_by_the_next_loss() -> None:
+    distrust = Distrust(burst=2, ration_s=10)
+    dropped = [distrust.record_loss(float(second)) for second in range(100)]
+    assert sum(dropped) == 2 + 9
+    assert not distrust.is_trusted(100.0) or distrust.record_loss(100.0)
+
+
+def test_rare_losses_always_drop_everything_held() -> None:
+    distrust = Distrust(burst=2, ration_s=10)
+    assert all(distrust.record_loss(20.0 * nth) for nth in range(50))

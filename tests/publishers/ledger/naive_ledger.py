@@ -1,7 +1,7 @@
-"""What a ledger must announce, worked out from scratch each time: the reference its tests compare with.
+"""What a ledger must announce, computed from scratch each time: the reference for its tests.
 
-Slow and plain: reference counts, lineages for ever, closure over everything. And `Told`, which folds index events as an
-index would, and refuses any that is not a change or leaves a residency that is not prefix-closed.
+Slow and plain: reference counts, unlimited lineages, closure over everything. And `FoldedIndex`, which folds index events as
+an index would, and refuses any that changes nothing or leaves a residency that is not prefix-closed.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from kvatlas.events import (
     Stored,
 )
 from kvatlas.identity import Scope
-from publishers.engines.extra_keys import with_root_salt
+from publishers.ledger.resolver import with_root_salt
 
 Key = tuple[bytes, bytes]
 """(scope id, packed sequence hash)"""
@@ -36,7 +36,7 @@ class NaiveLedger:
     chains: dict[EngineHash, tuple[bytes, list[bytes]]] = field(
         default_factory=dict
     )  # scope id, hashes from the root on
-    unplaced: list[EngineStored] = field(default_factory=list)
+    unresolved: list[EngineStored] = field(default_factory=list)
     indexable: dict[tuple[Tier, int], bool] = field(default_factory=dict)
 
     def fold(self, batch: EngineBatch) -> None:
@@ -45,11 +45,11 @@ class NaiveLedger:
                 self.indexable.setdefault((event.tier, event.group), event.indexable)
                 self.counts.update((name, event.tier, event.group) for name in event.hashes)
                 if event.indexable and event.token_ids:
-                    self.unplaced.append(event)
+                    self.unresolved.append(event)
                     before = 0
-                    while before != len(self.unplaced):  # a child may be announced before its parent
-                        before = len(self.unplaced)
-                        self.unplaced = [one for one in self.unplaced if not self._learn(one)]
+                    while before != len(self.unresolved):  # a child may be announced before its parent
+                        before = len(self.unresolved)
+                        self.unresolved = [one for one in self.unresolved if not self._learn(one)]
             elif isinstance(event, EngineRemoved):
                 for name in event.hashes:
                     if self.counts[name, event.tier, event.group]:
@@ -98,7 +98,7 @@ class NaiveLedger:
 
 
 @dataclass
-class Told:
+class FoldedIndex:
     """What an index holds after the events so far. `before` and `index_of` are of announced blocks."""
 
     granularity: int = 1
@@ -109,20 +109,20 @@ class Told:
     def fold(self, events: Sequence[IndexEvent]) -> None:
         """One batch's events. Checked after every single hash, because a batch may be cut into messages anywhere."""
         began_with = set(self.held)
-        said: list[tuple[Key, bool]] = []
+        changes: list[tuple[Key, bool]] = []
         for i, event in enumerate(events):
             if isinstance(event, Cleared):
-                assert i == 0 and self.held, "cleared is the first event, and says something"
+                assert i == 0 and self.held, "cleared is the first event, and changes something"
                 self.held.clear()
                 began_with = set()
             elif isinstance(event, Stored):
-                said += [(key, True) for key in self._stored(event)]
+                changes += [(key, True) for key in self._stored(event)]
             elif isinstance(event, Removed):
-                said += [(key, False) for key in self._removed(event)]
+                changes += [(key, False) for key in self._removed(event)]
             else:
                 raise AssertionError(f"{event} from a fold")
         phases = []
-        for key, stored in said:
+        for key, stored in changes:
             stays = key in began_with and key in self.held
             phases.append((0 if stored else 1) if stays else (3 if stored else 2))
         assert phases == sorted(phases), f"added, lost, removals, stores: {phases} {events}"

@@ -1,4 +1,4 @@
-"""One chain of six blocks, as an engine tells it and as the ledger does."""
+"""One chain of six blocks, as an engine stores it and as the ledger announces it."""
 
 from typing import Any
 

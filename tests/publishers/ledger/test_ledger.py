@@ -1,4 +1,4 @@
-"""The ledger's rules, one by one; what its hashes stand for: `test_placement.py`."""
+"""The ledger's rules, one by one; what its hashes stand for: `test_resolver.py`."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.ledger.one_chain import SCOPE_ID, fold, hashes, held, ledger, reverse, store
 
 
-def test_a_chain_is_one_event_and_its_going_another_child_first() -> None:
+def test_a_chain_is_stored_in_one_event_and_removed_in_another_child_first() -> None:
     one = ledger()
     assert fold(one, store([1, 2, 3])) == [Stored(SCOPE_ID, Tier.HBM, hashes(0, 3), None, 0)]
     assert fold(one, store([4, 5], 3, 3)) == [Stored(SCOPE_ID, Tier.HBM, hashes(3, 5), hashes(2, 3), 3)]
@@ -27,7 +27,7 @@ def test_a_chain_is_one_event_and_its_going_another_child_first() -> None:
     assert gone == [Removed(SCOPE_ID, Tier.HBM, reverse(hashes(2, 5)))]
 
 
-def test_only_the_first_copy_and_the_last_are_told() -> None:
+def test_only_the_first_copy_and_the_last_are_published() -> None:
     one = ledger()
     fold(one, store([1]))
     assert fold(one, store([1])) == []
@@ -35,20 +35,20 @@ def test_only_the_first_copy_and_the_last_are_told() -> None:
     assert fold(one, EngineRemoved([1])) == [Removed(SCOPE_ID, Tier.HBM, hashes(0, 1))]
 
 
-def test_what_comes_and_goes_within_a_batch_is_not_told() -> None:
+def test_a_block_stored_and_removed_within_a_batch_is_not_published() -> None:
     one = ledger()
     assert fold(one, store([1, 2]), EngineRemoved([2, 1])) == []
     fold(one, store([1, 2]))
     assert fold(one, EngineRemoved([2, 1]), store([1, 2])) == []
 
 
-def test_set_semantics_take_one_copy_however_often_told() -> None:
+def test_set_semantics_count_one_copy_however_often_it_is_announced() -> None:
     one = ledger(set_semantics=True)
     fold(one, store([1]), store([1]))
     assert fold(one, EngineRemoved([1])) == [Removed(SCOPE_ID, Tier.HBM, hashes(0, 1))]
 
 
-def test_descendants_of_a_block_that_goes_are_withdrawn_and_come_back() -> None:
+def test_descendants_of_a_removed_block_are_withdrawn_and_restored_with_it() -> None:
     one = ledger()
     fold(one, store([1, 2, 3, 4]))
     assert fold(one, EngineRemoved([2])) == [Removed(SCOPE_ID, Tier.HBM, reverse(hashes(1, 4)))]
@@ -84,7 +84,7 @@ def test_removals_go_child_first_across_tiers() -> None:
     ]
 
 
-def test_cleared_is_told_when_nothing_announced_remains_and_is_first() -> None:
+def test_cleared_comes_first_if_nothing_announced_remains() -> None:
     one = ledger()
     fold(one, store([1, 2, 3]))
     events = fold(one, EngineCleared(), store([1]))
@@ -110,20 +110,20 @@ def test_a_clear_of_the_device_leaves_the_host_tier() -> None:
     assert held(one) == {("cpu_dram", 1)}
 
 
-def test_granularity_tells_every_gth_block_with_the_announced_block_before() -> None:
+def test_granularity_announces_every_gth_block_with_the_announced_block_before() -> None:
     one = ledger(granularity=2)
     assert fold(one, store([1, 2, 3, 4, 5])) == [Stored(SCOPE_ID, Tier.HBM, hashes(1, 2) + hashes(3, 4), None, 1)]
     assert fold(one, store([6], 5, 5)) == [Stored(SCOPE_ID, Tier.HBM, hashes(5, 6), hashes(3, 4), 5)]
     assert fold(one, EngineRemoved([5])) == [Removed(SCOPE_ID, Tier.HBM, hashes(5, 6))]  # withdrawn behind it
 
 
-def test_removals_of_what_was_never_stored_change_nothing() -> None:
+def test_removals_of_unknown_hashes_change_nothing() -> None:
     one = ledger()
     assert fold(one, EngineRemoved([1, 2]), EngineRemoved([3], Tier.LOCAL_SSD)) == []
     assert one.counters.removed_unknown == 3
 
 
-def test_empty_forgets_everything_and_tells_nothing() -> None:
+def test_empty_forgets_everything_without_an_event() -> None:
     one = ledger()
     fold(one, store([1, 2]))
     one.empty()
@@ -146,7 +146,7 @@ def test_memory_of_evictions_is_bounded_and_counted() -> None:
     one = Ledger(LedgerSettings("m", "t", block_size=2), remembered_evictions=3)
     for i in range(10):
         fold(one, store([i], token_ids=[i, i]), EngineRemoved([i]))
-    assert len(one.lineages.known) == 3 and one.counters.forgotten == 7
+    assert len(one.lineage.known) == 3 and one.counters.forgotten == 7
     assert fold(one, store([50], 0, 1)) == [] and one.counters.unknown_parent == 1
 
 
@@ -179,23 +179,23 @@ def test_bytes_that_are_no_ledger_are_refused() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"model_id": ""}, {"block_size": 0}, {"granularity": 0}, {"block_bytes": -1}, {"tenant_id": "x" * 600}]
 )
-def test_settings_that_cant_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue):
         LedgerSettings(**({"model_id": "m", "tokenizer_id": "t"} | wrong))
 
 
-def test_hashes_are_the_published_check_vector() -> None:
+def test_hashes_match_the_published_check_vector() -> None:
     one = ledger()
     (event,) = fold(one, store(["a"], token_ids=list(range(1, 17)), block_size=16))
     assert event.hashes == pack_hashes([16863443419780771464])
 
 
-def test_scopes_of_tenants_that_are_gone_are_forgotten() -> None:
+def test_scopes_of_former_tenants_are_forgotten() -> None:
     one = Ledger(LedgerSettings("m", "t", salt_is_tenant=True), remembered_evictions=2)
     for tenant in range(100):
         names = [10 * tenant + 1, 10 * tenant + 2]
-        told = [*fold(one, store(names, salt=f"tenant-{tenant}")), *fold(one, EngineRemoved(list(reversed(names))))]
-        assert all(event.scope_id in one.uses for event in told)
+        events = [*fold(one, store(names, salt=f"tenant-{tenant}")), *fold(one, EngineRemoved(list(reversed(names))))]
+        assert all(event.scope_id in one.uses for event in events)
         fold(one, EngineStored([-tenant], None, [1 << 40] * 2, 2, salt=f"unindexable-{tenant}"))
     assert len(one.uses) <= 4
-    assert len(one.lineages.namespaces) <= 2
+    assert len(one.lineage.namespaces) <= 2

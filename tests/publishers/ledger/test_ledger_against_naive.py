@@ -1,4 +1,4 @@
-"""The ledger against a reference that works everything out from scratch, over random engines."""
+"""The ledger against a reference that computes everything from scratch, over random engines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
 from publishers.ledger.ledger import Ledger, LedgerSettings
-from tests.publishers.ledger.naive_ledger import NaiveLedger, Told
+from tests.publishers.ledger.naive_ledger import FoldedIndex, NaiveLedger
 
 BLOCK_SIZE = 2
 
-# A small world, so that chains meet: blocks of a path are told apart by one digit each.
+# A small world, so that chains meet: blocks of a path are index apart by one digit each.
 paths = st.tuples(st.integers(1, 5), st.sampled_from([0, 0, 0, 0, 1, 2, 4])).map(
     lambda drawn: tuple(drawn[1] >> i & 1 for i in range(drawn[0]))
 )
@@ -22,17 +22,17 @@ names = st.sampled_from([(None, None)] * 4 + [(None, "salt"), ("lora", None)])
 tiers = st.sampled_from([Tier.HBM, Tier.HBM, Tier.CPU_DRAM])
 
 
-def engine_hash(space: tuple[str | None, str | None], path: tuple[int, ...], life: int) -> EngineHash:
-    """Bytes for some and integers for others; `life` is what an engine hashes and does not tell."""
-    text = repr((space, path, life)).encode()
-    return hash(text) if life else text
+def engine_hash(space: tuple[str | None, str | None], path: tuple[int, ...], variant: int) -> EngineHash:
+    """Bytes for some and integers for others; `variant` is hashed by the engine and left out of its events."""
+    text = repr((space, path, variant)).encode()
+    return hash(text) if variant else text
 
 
 @st.composite
 def stores(draw: st.DrawFn, groups: st.SearchStrategy[tuple[int, bool]]) -> EngineStored:
-    space, path, life = draw(names), draw(paths), draw(st.sampled_from([0] * 6 + [1]))
+    space, path, variant = draw(names), draw(paths), draw(st.sampled_from([0] * 6 + [1]))
     first = draw(st.integers(0, len(path) - 1))
-    hashes = [engine_hash(space, path[: i + 1], life) for i in range(len(path))]
+    hashes = [engine_hash(space, path[: i + 1], variant) for i in range(len(path))]
     group, indexable = draw(groups)
     placeholder = draw(st.integers(0, 9)) == 0
     return EngineStored(
@@ -50,9 +50,9 @@ def stores(draw: st.DrawFn, groups: st.SearchStrategy[tuple[int, bool]]) -> Engi
 
 @st.composite
 def removals(draw: st.DrawFn, groups: st.SearchStrategy[tuple[int, bool]]) -> EngineRemoved:
-    space, path, life = draw(names), draw(paths), draw(st.sampled_from([0] * 6 + [1]))
+    space, path, variant = draw(names), draw(paths), draw(st.sampled_from([0] * 6 + [1]))
     first = draw(st.integers(max(0, len(path) - 2), len(path) - 1))
-    hashes = [engine_hash(space, path[: i + 1], life) for i in range(first, len(path))]
+    hashes = [engine_hash(space, path[: i + 1], variant) for i in range(first, len(path))]
     return EngineRemoved(hashes, draw(tiers), draw(groups)[0])
 
 
@@ -66,33 +66,37 @@ def batches(groups: list[tuple[int, bool]]) -> st.SearchStrategy[list[EngineBatc
 
 
 def check(
-    story: list[EngineBatch], granularity: int, reload_at: int, make: Callable[..., Ledger] = Ledger, **options: Any
+    history: list[EngineBatch],
+    granularity: int,
+    reload_at: int,
+    make: Callable[..., Ledger] = Ledger,
+    **options: Any,
 ) -> None:
     ledger = make(LedgerSettings("m", "t", block_size=BLOCK_SIZE, granularity=granularity), **options)
-    naive, told = NaiveLedger(BLOCK_SIZE, granularity), Told(granularity)
-    for i, batch in enumerate(story):
+    naive, index = NaiveLedger(BLOCK_SIZE, granularity), FoldedIndex(granularity)
+    for i, batch in enumerate(history):
         if i == reload_at:
             ledger = Ledger.load(ledger.dump(), ledger.settings)
         events = ledger.fold(batch)
         naive.fold(batch)
-        told.fold(events)
-        assert told.held == naive.usable()
+        index.fold(events)
+        assert index.held == naive.usable()
         assert set(ledger.resident()) == naive.resident()
         digest = Digest()
-        for (scope_id, sequence_hash), held in told.held.items():
+        for (scope_id, sequence_hash), held in index.held.items():
             for tier in held:
                 digest.add(scope_id, tier, sequence_hash)
         assert ledger.digest == digest
-        assert ledger.announced_blocks == len(told.held)
-        assert {scope for scope, _ in told.held} <= ledger.uses.keys()
+        assert ledger.announced_blocks == len(index.held)
+        assert {scope for scope, _ in index.held} <= ledger.uses.keys()
         announced: dict[tuple[bytes, bytes], set[Tier]] = {}
         for scope, tier, _, value in ledger.announced():
             announced.setdefault((scope, value.to_bytes(8, "little")), set()).add(tier)
-        assert announced == told.held
-    snapshot = Told(granularity, before=told.before, index_of=told.index_of)
+        assert announced == index.held
+    snapshot = FoldedIndex(granularity, before=index.before, index_of=index.index_of)
     for chunk in ledger.snapshot():
         snapshot.chunk(chunk)
-    assert snapshot.held == told.held
+    assert snapshot.held == index.held
 
 
 FEW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -108,40 +112,42 @@ BRANCHES_BEFORE_THEIR_ROOT = [
 @FEW
 @given(batches([(0, True)]), st.sampled_from([1, 1, 2, 3]), st.integers(0, 30))
 @example(BRANCHES_BEFORE_THEIR_ROOT, 1, 1)
-def test_announces_exactly_the_usable_residency(story: list[EngineBatch], granularity: int, reload_at: int) -> None:
-    check(story, granularity, reload_at)
+def test_exactly_the_usable_residency_is_announced(
+    history: list[EngineBatch], granularity: int, reload_at: int
+) -> None:
+    check(history, granularity, reload_at)
 
 
 @FEW
 @given(batches([(0, True), (1, True), (2, False)]), st.integers(1, 2), st.integers(0, 30))
 def test_a_block_of_a_hybrid_counts_when_every_full_attention_group_holds_it(
-    story: list[EngineBatch], granularity: int, reload_at: int
+    history: list[EngineBatch], granularity: int, reload_at: int
 ) -> None:
-    check(story, granularity, reload_at)
+    check(history, granularity, reload_at)
 
 
 @FEW
 @given(batches([(0, True)]), st.integers(0, 3))
-def test_forgetting_lineages_only_under_reports(story: list[EngineBatch], remembered: int) -> None:
+def test_forgetting_lineages_only_under_reports(history: list[EngineBatch], remembered: int) -> None:
     ledger = Ledger(LedgerSettings("m", "t", block_size=BLOCK_SIZE), remembered_evictions=remembered)
-    naive, told = NaiveLedger(BLOCK_SIZE), Told()
-    for batch in story:
-        told.fold(ledger.fold(batch))
+    naive, index = NaiveLedger(BLOCK_SIZE), FoldedIndex()
+    for batch in history:
+        index.fold(ledger.fold(batch))
         naive.fold(batch)
         usable = naive.usable()
-        assert all(key in usable and tiers <= usable[key] for key, tiers in told.held.items())
+        assert all(key in usable and tiers <= usable[key] for key, tiers in index.held.items())
         assert set(ledger.resident()) == naive.resident()
-        assert len(ledger.lineages.evicted) <= remembered
+        assert len(ledger.lineage.evicted) <= remembered
         held = {name for _, _, name in ledger.resident()}
-        assert len(ledger.lineages.known) <= len(held) + remembered
+        assert len(ledger.lineage.known) <= len(held) + remembered
 
 
 @FEW
 @given(batches([(0, True)]))
-def test_nothing_is_left_when_everything_is_removed_and_forgotten(story: list[EngineBatch]) -> None:
+def test_nothing_is_left_when_everything_is_removed_and_forgotten(history: list[EngineBatch]) -> None:
     ledger = Ledger(LedgerSettings("m", "t", block_size=BLOCK_SIZE), remembered_evictions=0)
-    told = Told()
-    for batch in [*story, EngineBatch([EngineCleared(tuple(Tier))])]:
-        told.fold(ledger.fold(batch))
-    assert not told.held and not ledger.announced_blocks and not ledger.orphans
-    assert not ledger.lineages.known and not ledger.lineages.namespaces
+    index = FoldedIndex()
+    for batch in [*history, EngineBatch([EngineCleared(tuple(Tier))])]:
+        index.fold(ledger.fold(batch))
+    assert not index.held and not ledger.announced_blocks and not ledger.orphans
+    assert not ledger.lineage.known and not ledger.lineage.namespaces

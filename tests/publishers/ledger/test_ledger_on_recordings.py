@@ -8,7 +8,7 @@ from kvatlas.blocks.hashing import extend_chain, unpack_hashes
 from kvatlas.events import EngineStored
 from publishers.engines import decode_batch
 from publishers.ledger.ledger import Ledger, LedgerSettings
-from tests.publishers.ledger.naive_ledger import NaiveLedger, Told
+from tests.publishers.ledger.naive_ledger import FoldedIndex, NaiveLedger
 from tests.publishers.recordings import FILES, Held, Recording, read_recording
 
 SETTINGS = LedgerSettings("m", "t")
@@ -20,7 +20,7 @@ def recording(request: pytest.FixtureRequest) -> Recording:
     return read_recording(path)
 
 
-def test_all_seven_are_here() -> None:
+def test_there_are_seven_recordings() -> None:
     assert len(FILES) == 7
 
 
@@ -28,41 +28,41 @@ def announced(ledger: Ledger) -> set[Held]:
     return {(tier, 0, name) for _, tier, name, _ in ledger.announced()}
 
 
-def test_holds_and_announces_exactly_what_the_engine_has(recording: Recording) -> None:
-    ledger, told = Ledger(SETTINGS), Told()
+def test_the_ledger_holds_and_announces_exactly_what_the_engine_has(recording: Recording) -> None:
+    ledger, index = Ledger(SETTINGS), FoldedIndex()
     for _, payload in recording.batches:
         batch = decode_batch(recording.kind, payload)
         assert not batch.skipped
-        told.fold(ledger.fold(batch))
+        index.fold(ledger.fold(batch))
     assert set(ledger.resident()) == recording.expected_resident
     assert announced(ledger) == recording.expected_usable
-    assert {(scope, seq.to_bytes(8, "little")) for scope, _, _, seq in ledger.announced()} == set(told.held)
+    assert {(scope, seq.to_bytes(8, "little")) for scope, _, _, seq in ledger.announced()} == set(index.held)
     assert ledger.block_size == recording.block_size
 
 
 @pytest.mark.parametrize("granularity", [1, 4])
-def test_announces_the_thinned_closure_after_every_batch(recording: Recording, granularity: int) -> None:
+def test_the_thinned_closure_is_announced_after_every_batch(recording: Recording, granularity: int) -> None:
     ledger = Ledger(LedgerSettings("m", "t", granularity=granularity))
-    told, naive = Told(granularity), NaiveLedger(recording.block_size, granularity)
+    index, naive = FoldedIndex(granularity), NaiveLedger(recording.block_size, granularity)
     for i, (_, payload) in enumerate(recording.batches):
         batch = decode_batch(recording.kind, payload)
-        told.fold(ledger.fold(batch))
+        index.fold(ledger.fold(batch))
         naive.fold(batch)
         if i % 8 == 0 or i == len(recording.batches) - 1:  # the reference is slow
-            assert told.held == naive.usable()
+            assert index.held == naive.usable()
     expected = {(tier, name) for tier, _, name in recording.expected_usable}
     assert {(tier, name) for _, tier, name, _ in ledger.announced()} <= expected
-    assert told.held
+    assert index.held
 
 
 @pytest.mark.parametrize("granularity", [1, 4])
-def test_goes_on_after_a_dump_and_a_load(recording: Recording, granularity: int) -> None:
+def test_a_ledger_goes_on_after_a_dump_and_a_load(recording: Recording, granularity: int) -> None:
     settings = LedgerSettings("m", "t", granularity=granularity)
-    straight, ledger, told = Ledger(settings), Ledger(settings), Told(granularity)
+    straight, ledger, index = Ledger(settings), Ledger(settings), FoldedIndex(granularity)
     for i, (_, payload) in enumerate(recording.batches):
         batch = decode_batch(recording.kind, payload)
         straight.fold(batch)
-        told.fold(ledger.fold(batch))
+        index.fold(ledger.fold(batch))
         if i % 37 == 20:
             ledger = Ledger.load(ledger.dump(), settings)
     assert set(ledger.resident()) == recording.expected_resident

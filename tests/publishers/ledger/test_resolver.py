@@ -1,18 +1,16 @@
-"""Which blocks an engine's hashes stand for: parents, namespaces, placeholders, block sizes, shared hashes."""
+"""Which blocks an engine's hashes stand for: parents, namespaces, placeholders, block sizes."""
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import (
     Cleared,
-    EngineCleared,
     EngineRemoved,
     Removed,
     Stored,
 )
 from kvatlas.identity import Scope
-from publishers.ledger.awaiting_parent import Unplaced
-from publishers.ledger.ledger import Ledger, LedgerSettings
-from tests.publishers.ledger.one_chain import SCOPE_ID, TOKENS, fold, hashes, hashes_of, held, ledger, reverse, store
+from publishers.ledger.ledger import Ledger
+from tests.publishers.ledger.one_chain import SCOPE_ID, TOKENS, fold, hashes, held, ledger, reverse, store
 
 
 def test_a_late_child_finds_its_evicted_parents_chain() -> None:
@@ -34,7 +32,7 @@ def test_a_block_of_an_unknown_parent_is_counted_and_announced_when_its_parent_i
     assert fold(one, EngineRemoved([3])) == [Removed(SCOPE_ID, Tier.HBM, reverse(hashes(2, 4)))]
 
 
-def test_a_block_that_went_before_its_parent_was_known_is_not_announced_with_it() -> None:
+def test_a_block_removed_before_its_parent_was_known_is_not_announced_with_it() -> None:
     one = ledger()
     fold(one, store([3], 2, 2), store([3], 2, 2), EngineRemoved([3]), store([4], 3, 3))
     fold(one, store([1, 2]))
@@ -43,38 +41,6 @@ def test_a_block_that_went_before_its_parent_was_known_is_not_announced_with_it(
     two = ledger()
     fold(two, store([3], 2, 2), EngineRemoved([3]), store([1, 2]))
     assert held(two) == {("hbm", 1), ("hbm", 2)}
-
-
-def test_what_waits_for_an_unknown_parent_is_kept_once_and_all_that_branches_off_it() -> None:
-    kept = Unplaced()
-    for event in [
-        store([2, 3], 1, 1),
-        store([2, 3, 4], 1, 1),
-        store([2, 5], 1, 1),
-        store([2], 1, 1),
-        store([3, 4], 2, 2),
-    ]:
-        kept.keep(event)
-    assert [(event.parent, event.hashes) for event in kept] == [(1, [2, 3]), (3, [4]), (2, [5])]
-    one = ledger()
-    fold(one, store([2, 3], 1, 1), store([2, 5], 1, 1), store([2, 3, 4], 1, 1), store([1]))
-    assert held(one) == {("hbm", name) for name in (1, 2, 3, 4, 5)}
-    kept.take(1)
-    kept.keep(store([2], 1, 1))
-    assert [event.hashes for event in kept] == [[4], [5], [2]]
-
-
-def test_what_waits_for_unknown_parents_is_bounded_and_never_placed_in_another_scope() -> None:
-    kept = Unplaced(most_tokens=6)
-    for child in (11, 12, 13, 14):
-        kept.keep(store([child], child - 10, 1))
-    assert [event.hashes for event in kept] == [[12], [13], [14]]
-    assert [event.hashes for event in kept.take(2)] == [[12]] and not kept.take(1)
-    one = ledger()
-    fold(one, store([2], 1, 1, adapter="lora"))
-    fold(one, store([1]))
-    assert held(one) == {("hbm", 1)}
-    assert fold(one, store([1], adapter="lora")) != [] and one.announced_blocks == 3
 
 
 def test_a_parent_in_another_adapters_scope_is_unknown() -> None:
@@ -173,7 +139,7 @@ def test_extra_keys_are_hashed_with_the_salt_before_the_digest() -> None:
 
 
 def test_two_engine_hashes_of_one_block_are_one_residency() -> None:
-    """Engines hash what they do not tell (vLLM before 0.17: the salt)."""
+    """Engines hash what their events leave out (vLLM before 0.17: the salt)."""
     one = ledger()
     fold(one, store([1]))
     assert fold(one, store([77])) == []
@@ -181,34 +147,7 @@ def test_two_engine_hashes_of_one_block_are_one_residency() -> None:
     assert fold(one, EngineRemoved([77])) == [Removed(SCOPE_ID, Tier.HBM, hashes(0, 1))]
 
 
-def test_a_hash_that_two_salts_share_stands_for_both_blocks() -> None:
-    one = ledger()
-    (a,) = fold(one, store([1, 2], salt="a"))
-    (b,) = fold(one, store([1, 2], salt="b"))
-    assert a.hashes != b.hashes and one.announced_blocks == 4
-    (more,) = fold(one, store([3], 2, 2, salt="b"))
-    assert more.parent == b.hashes[8:]
-    # block 2 of "b" has a child, and leaves go first: the copies that go are those of "a", whatever order they are told in
-    assert fold(one, EngineRemoved([1]), EngineRemoved([2])) == [Removed(SCOPE_ID, Tier.HBM, reverse(a.hashes))]
-    assert one.counters.judged_removals == 0
-    assert {name for _, _, name in one.resident()} == {1, 2, 3}
-    assert fold(one, EngineRemoved([3, 2, 1])) == [Removed(SCOPE_ID, Tier.HBM, more.hashes + reverse(b.hashes))]
-    assert not set(one.resident()) and not one.announced_blocks
-
-
-def test_where_a_removal_may_be_of_several_blocks_none_of_them_is_claimed() -> None:
-    one = ledger()
-    (a,) = fold(one, store([1], salt="a"))
-    (b,) = fold(one, store([1], salt="b"))
-    (gone,) = fold(one, EngineRemoved([1]))
-    assert isinstance(gone, Removed) and sorted(hashes_of(gone)) == sorted([a.hashes, b.hashes])
-    assert one.counters.judged_removals == 1 and {name for _, _, name in one.resident()} == {1}
-    assert fold(one, store([1], salt="a")) == [a]  # two copies, one of "a" for certain
-    assert fold(one, EngineRemoved([1])) == [Removed(a.scope_id, Tier.HBM, a.hashes)]
-    assert fold(one, EngineRemoved([1])) == [] and not set(one.resident())
-
-
-def test_a_child_without_a_salt_follows_the_block_without_one_where_an_engine_tells_it_with_every_event() -> None:
+def test_a_child_without_a_salt_follows_the_block_without_one_if_every_event_has_its_salt() -> None:
     one = ledger(salt_is_tenant=True)
     fold(one, store([1], salt="acme", salt_inherited=False), store([1], salt_inherited=False))
     (child,) = fold(one, store([2], 1, 1, salt_inherited=False))
@@ -216,23 +155,3 @@ def test_a_child_without_a_salt_follows_the_block_without_one_where_an_engine_te
     two = ledger(salt_is_tenant=True)
     fold(two, store([1], salt="acme", salt_inherited=False))
     assert fold(two, store([2], 1, 1, salt_inherited=False)) == [] and two.counters.unknown_parent == 1
-
-
-def test_a_shared_hash_survives_a_dump_and_is_forgotten_whole() -> None:
-    one = Ledger(LedgerSettings("m", "t"), remembered_evictions=0)
-    fold(one, store([1], salt="a"), store([1], salt="b"), store([1], salt="b"))
-    one = Ledger.load(one.dump(), one.settings, remembered_evictions=0)
-    assert one.announced_blocks == 2
-    fold(one, EngineRemoved([1]))
-    assert one.announced_blocks == 1
-    fold(one, EngineRemoved([1]), EngineRemoved([1]))
-    assert one.announced_blocks == 0 and not one.lineages.known and not one.lineages.namespaces
-
-
-def test_a_placeholder_of_a_shared_hash_is_a_copy_in_any_scope() -> None:
-    one = ledger()
-    fold(one, store([1], adapter="a"), store([1], adapter="b"))
-    events = fold(one, store([1], token_ids=[], block_size=0, tier=Tier.CPU_DRAM))
-    assert {event.scope_id for event in events} == {Scope("m", "t", "a").scope_id, Scope("m", "t", "b").scope_id}
-    fold(one, EngineCleared(tuple(Tier)))
-    assert not one.announced_blocks

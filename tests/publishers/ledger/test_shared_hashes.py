@@ -1,4 +1,4 @@
-"""An engine whose hashes leave the salt out: one hash stands for blocks of several scopes, and removals name hashes."""
+"""Engines whose hashes leave the salt out: one hash stands for blocks of several scopes, and removals name hashes."""
 
 import random
 
@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.blocks.hashing import extend_chain
-from kvatlas.events import EngineBatch, EngineEvent, EngineRemoved, EngineStored
+from kvatlas.blocks.tiers import Tier
+from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored, Removed
 from kvatlas.identity import Scope
 from publishers.ledger.ledger import Ledger, LedgerSettings
+from tests.publishers.ledger.one_chain import SCOPE_ID, fold, hashes_of, ledger, reverse, store
 
 SETTINGS = LedgerSettings("m", "t", block_size=1, salt_is_tenant=True)
 SALTS = (None, "a", "b")
@@ -35,7 +37,7 @@ class RadixEngine:
         return [EngineStored(names, parent, path[known:], 1, salt=salt, salt_inherited=False)]
 
     def evict(self) -> list[EngineEvent]:
-        """A leaf, and perhaps what is above it and has no other child; told in any order, as one event or several."""
+        """A leaf, and perhaps its ancestors without another child; in any order, as one event or several."""
         leaves = [one for one in self.held if not self._children(one)]
         if not leaves:
             return []
@@ -77,8 +79,8 @@ def _true(held: Held) -> set[tuple[bytes, int]]:
 @settings(max_examples=80, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(5, 40))
 def test_nothing_is_claimed_in_a_scope_where_it_is_not_held(chance: random.Random, moves: int) -> None:
-    """Also where the sidecar began in the middle, and knows no parents."""
-    engine, ledger = RadixEngine(chance), Ledger(SETTINGS)
+    """Also if the sidecar began in the middle and knows no parents."""
+    engine, announcing = RadixEngine(chance), Ledger(SETTINGS)
     exact = True
     for _ in range(moves):
         move = chance.random()
@@ -88,10 +90,57 @@ def test_nothing_is_claimed_in_a_scope_where_it_is_not_held(chance: random.Rando
         elif move < 0.95:
             events = engine.evict()
         else:
-            ledger.empty()
+            announcing.empty()
             exact, events = not engine.held, []
-        ledger.fold(EngineBatch(events))
-        claimed, held = _claimed(ledger), _true(engine.held)
+        announcing.fold(EngineBatch(events))
+        claimed, held = _claimed(announcing), _true(engine.held)
         assert claimed <= held
-        if exact and not ledger.counters.judged_removals:
+        if exact and not announcing.counters.judged_removals:
             assert claimed == held
+
+
+def test_a_hash_that_two_salts_share_stands_for_both_blocks() -> None:
+    one = ledger()
+    (a,) = fold(one, store([1, 2], salt="a"))
+    (b,) = fold(one, store([1, 2], salt="b"))
+    assert a.hashes != b.hashes and one.announced_blocks == 4
+    (more,) = fold(one, store([3], 2, 2, salt="b"))
+    assert more.parent == b.hashes[8:]
+    # block 2 of "b" has a child, and leaves go first: the removed copies are those of "a", in whatever order they come
+    assert fold(one, EngineRemoved([1]), EngineRemoved([2])) == [Removed(SCOPE_ID, Tier.HBM, reverse(a.hashes))]
+    assert one.counters.judged_removals == 0
+    assert {name for _, _, name in one.resident()} == {1, 2, 3}
+    assert fold(one, EngineRemoved([3, 2, 1])) == [Removed(SCOPE_ID, Tier.HBM, more.hashes + reverse(b.hashes))]
+    assert not set(one.resident()) and not one.announced_blocks
+
+
+def test_if_a_removal_may_be_of_several_blocks_none_of_them_is_claimed() -> None:
+    one = ledger()
+    (a,) = fold(one, store([1], salt="a"))
+    (b,) = fold(one, store([1], salt="b"))
+    (gone,) = fold(one, EngineRemoved([1]))
+    assert isinstance(gone, Removed) and sorted(hashes_of(gone)) == sorted([a.hashes, b.hashes])
+    assert one.counters.judged_removals == 1 and {name for _, _, name in one.resident()} == {1}
+    assert fold(one, store([1], salt="a")) == [a]  # two copies, one certainly of "a"
+    assert fold(one, EngineRemoved([1])) == [Removed(a.scope_id, Tier.HBM, a.hashes)]
+    assert fold(one, EngineRemoved([1])) == [] and not set(one.resident())
+
+
+def test_a_shared_hash_survives_a_dump_and_is_forgotten_with_all_its_blocks() -> None:
+    one = Ledger(LedgerSettings("m", "t"), remembered_evictions=0)
+    fold(one, store([1], salt="a"), store([1], salt="b"), store([1], salt="b"))
+    one = Ledger.load(one.dump(), one.settings, remembered_evictions=0)
+    assert one.announced_blocks == 2
+    fold(one, EngineRemoved([1]))
+    assert one.announced_blocks == 1
+    fold(one, EngineRemoved([1]), EngineRemoved([1]))
+    assert one.announced_blocks == 0 and not one.lineage.known and not one.lineage.namespaces
+
+
+def test_a_placeholder_of_a_shared_hash_is_a_copy_in_any_scope() -> None:
+    one = ledger()
+    fold(one, store([1], adapter="a"), store([1], adapter="b"))
+    events = fold(one, store([1], token_ids=[], block_size=0, tier=Tier.CPU_DRAM))
+    assert {event.scope_id for event in events} == {Scope("m", "t", "a").scope_id, Scope("m", "t", "b").scope_id}
+    fold(one, EngineCleared(tuple(Tier)))
+    assert not one.announced_blocks

@@ -13,7 +13,7 @@ PLAUSIBLE = st.integers(0, MAX_INCARNATION >> 1)
 
 
 @given(PLAUSIBLE, PLAUSIBLE, PLAUSIBLE, st.integers(0, NOW_US), st.randoms())
-def test_is_above_the_last_the_saved_the_requested_and_the_clock(
+def test_an_incarnation_is_above_the_last_the_saved_the_requested_and_the_clock(
     last: int, saved: int, requested: int, now_us: int, rng: random.Random
 ) -> None:
     made = next_incarnation(last=last, saved=saved, requested=requested, now_us=now_us, rng=rng)

@@ -6,7 +6,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import encode
 from kvatlas.events import Checkpoint, Cleared, IndexEvent, Message, Removed, ScopeUse, Stored
 from kvatlas.identity import Scope
-from publishers.stream.message_split import cut, event_bytes
+from publishers.stream.message_split import event_bytes, split_into_messages
 
 SCOPES = [Scope("m" * n, "t", adapter) for n, adapter in ((1, None), (400, "lora"), (9, "другой"))]
 USES = {scope.scope_id: ScopeUse(scope, 16, 1 << 20) for scope in SCOPES}
@@ -30,10 +30,10 @@ events = st.one_of(
 )
 
 
-def blocks(told: list[IndexEvent], granularity: int) -> list[object]:
-    """What the events say block by block, whatever way they are cut."""
+def blocks(flushed: list[IndexEvent], granularity: int) -> list[object]:
+    """What the events say block by block, however they are split."""
     out: list[object] = []
-    for event in told:
+    for event in flushed:
         if not isinstance(event, (Stored, Removed)):
             out.append(event)
             continue
@@ -49,9 +49,9 @@ def blocks(told: list[IndexEvent], granularity: int) -> list[object]:
 
 
 @given(st.lists(events, max_size=12), st.integers(1200, 4000), st.integers(1, 4))
-def test_parts_keep_every_block_in_order_and_fit(told: list[IndexEvent], limit: int, granularity: int) -> None:
-    parts = cut(told, USES, limit, granularity)
-    assert blocks([e for part, _ in parts for e in part], granularity) == blocks(told, granularity)
+def test_parts_keep_every_block_in_order_and_fit(flushed: list[IndexEvent], limit: int, granularity: int) -> None:
+    parts = split_into_messages(flushed, USES, limit, granularity)
+    assert blocks([e for part, _ in parts for e in part], granularity) == blocks(flushed, granularity)
     for part, scopes in parts:
         assert part
         assert scopes.keys() == {e.scope_id for e in part if isinstance(e, (Stored, Removed))}
@@ -60,15 +60,15 @@ def test_parts_keep_every_block_in_order_and_fit(told: list[IndexEvent], limit: 
 
 
 @given(events)
-def test_the_bound_of_an_event_is_one(event: IndexEvent) -> None:
+def test_an_event_takes_at_most_its_bound(event: IndexEvent) -> None:
     whole = len(encode(Message("w", 1, 1, [event])))
     assert whole - len(encode(Message("w", 1, 1, []))) <= event_bytes(event)
 
 
-def test_what_fits_is_one_message() -> None:
-    told: list[IndexEvent] = [Stored(sid, Tier.HBM, bytes(8 * 1000)) for sid in USES]
-    assert len(cut(told, USES, 512 * 1024)) == 1
+def test_events_that_fit_are_one_message() -> None:
+    flushed: list[IndexEvent] = [Stored(sid, Tier.HBM, bytes(8 * 1000)) for sid in USES]
+    assert len(split_into_messages(flushed, USES, 512 * 1024)) == 1
 
 
-def test_nothing_makes_no_message() -> None:
-    assert cut([], USES, 512 * 1024) == []
+def test_no_events_make_no_message() -> None:
+    assert split_into_messages([], USES, 512 * 1024) == []

@@ -81,7 +81,7 @@ class Bus:
 
     def some_ack(self, outbox: Outbox) -> None:
         if self.acks:
-            outbox.acked(*self.acks.pop(self.rng.randrange(len(self.acks)) if self.chance(0.5) else 0))
+            outbox.acknowledge(*self.acks.pop(self.rng.randrange(len(self.acks)) if self.chance(0.5) else 0))
 
 
 LIMITS = OutboxLimits(outbox_messages=12, outbox_bytes=4000, window_messages=4, window_bytes=900, message_bytes=400)
@@ -89,7 +89,7 @@ LIMITS = OutboxLimits(outbox_messages=12, outbox_bytes=4000, window_messages=4, 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(20, 250))
-def test_what_was_put_in_arrives_whole_and_in_order(seed: int, moves: int) -> None:
+def test_everything_put_in_arrives_in_order(seed: int, moves: int) -> None:
     rng = random.Random(seed)
     outbox, bus = Outbox("w", LIMITS), Bus(rng)
     counter = 0
@@ -149,39 +149,39 @@ def test_an_ack_of_an_earlier_round_releases_nothing() -> None:
     first = outbox.take()
     assert first is not None
     assert outbox.go_back() == 1
-    assert outbox.acked(first.round, first.seq, 1) == 0
+    assert outbox.acknowledge(first.round, first.seq, 1) == 0
     again = outbox.take()
     assert again is not None
     assert again.payload == first.payload
-    assert outbox.acked(again.round, again.seq, 2) == 1
+    assert outbox.acknowledge(again.round, again.seq, 2) == 1
     assert outbox.acked_seq == 0
 
 
-def test_a_copy_that_stands_before_its_predecessor_is_not_released() -> None:
+def test_a_copy_stored_before_its_predecessor_is_not_released() -> None:
     outbox = Outbox("w")
     outbox.begin(7, [], EMPTY, {}, 0)
     outbox.put([stored(1)], USES, 0)
     while outbox.take():
         pass
-    assert outbox.acked(outbox.round, 1, 1) == 0
-    assert outbox.acked(outbox.round, 0, 2) == 1
+    assert outbox.acknowledge(outbox.round, 1, 1) == 0
+    assert outbox.acknowledge(outbox.round, 0, 2) == 1
     assert outbox.waiting == 1, "the index read seq 1 before seq 0, so it dropped it as a gap"
     assert outbox.go_back() == 1
 
 
-def test_acks_count_again_after_the_stream_was_made_anew() -> None:
+def test_acks_count_again_after_the_stream_was_created_again() -> None:
     outbox = Outbox("w")
     outbox.begin(7, [], EMPTY, {}, 0)
     outbox.take()
-    outbox.acked(outbox.round, 0, 1000)
+    outbox.acknowledge(outbox.round, 0, 1000)
     outbox.put([stored(1)], USES, 0)
     outbox.take()
-    assert outbox.acked(outbox.round, 1, 1) == 0
+    assert outbox.acknowledge(outbox.round, 1, 1) == 0
     assert outbox.misplaced
     outbox.go_back()
     assert not outbox.misplaced
     outbox.take()
-    assert outbox.acked(outbox.round, 1, 2) == 1
+    assert outbox.acknowledge(outbox.round, 1, 2) == 1
 
 
 def test_a_small_snapshot_is_one_message() -> None:
@@ -198,17 +198,17 @@ def test_a_large_snapshot_is_contiguous_and_not_bounded_by_the_outbox() -> None:
     chunks = [chunk(*range(i, i + 50)) for i in range(0, 1000, 50)]
     assert outbox.begin(1, chunks, EMPTY, USES, 5) > 10
     assert outbox.put([stored(1)], USES, 5) == 1
-    told: list[IndexEvent] = []
+    received: list[IndexEvent] = []
     while (outgoing := outbox.take()) is not None:
         assert len(outgoing.payload) <= 1000
-        told.extend(decode(outgoing.payload).events)
-    assert told == [SnapshotBegin(), *chunks, SnapshotEnd(len(chunks), EMPTY), stored(1)]
+        received.extend(decode(outgoing.payload).events)
+    assert received == [SnapshotBegin(), *chunks, SnapshotEnd(len(chunks), EMPTY), stored(1)]
 
 
 @pytest.mark.parametrize(
     "limits", [OutboxLimits(outbox_messages=5), OutboxLimits(outbox_bytes=500)], ids=["messages", "bytes"]
 )
-def test_overflow_takes_nothing_more_until_a_new_incarnation(limits: OutboxLimits) -> None:
+def test_after_an_overflow_nothing_is_taken_until_a_new_incarnation(limits: OutboxLimits) -> None:
     outbox = Outbox("w", limits)
     outbox.begin(1, [], EMPTY, {}, 0)
     count = 0
@@ -219,7 +219,7 @@ def test_overflow_takes_nothing_more_until_a_new_incarnation(limits: OutboxLimit
     while outbox.take():
         pass
     for seq in range(kept):
-        outbox.acked(outbox.round, seq, seq + 1)
+        outbox.acknowledge(outbox.round, seq, seq + 1)
     assert outbox.empty
     assert outbox.put([stored(99)], USES, 0) == 0, "after a hole only a snapshot may follow"
     outbox.begin(2, [], EMPTY, {}, 0)
@@ -233,13 +233,13 @@ def test_the_window_bounds_what_is_in_flight() -> None:
         outbox.put([stored(i)], USES, 0)
     taken = [outbox.take() for _ in range(5)]
     assert [t.seq for t in taken if t is not None] == [0, 1, 2]
-    outbox.acked(outbox.round, 1, 2)
+    outbox.acknowledge(outbox.round, 1, 2)
     assert outbox.take() is None, "an acknowledgement out of order opens no window"
-    outbox.acked(outbox.round, 0, 1)
+    outbox.acknowledge(outbox.round, 0, 1)
     assert [t.seq for t in (outbox.take(), outbox.take()) if t is not None] == [3, 4]
 
 
-def test_nothing_is_told_before_the_first_incarnation() -> None:
+def test_nothing_is_published_before_the_first_incarnation() -> None:
     outbox = Outbox("w")
     assert outbox.put([stored(1)], USES, 0) == 0
     assert outbox.take() is None

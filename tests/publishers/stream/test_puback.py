@@ -1,6 +1,6 @@
 import pytest
 
-from publishers.stream.puback import Refusal, Refused, read_ack
+from publishers.stream.puback import NegativeAck, Refusal, read_ack
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from publishers.stream.puback import Refusal, Refused, read_ack
         (b'{"stream":"S","seq":42,"duplicate":true}', 42),
     ],
 )
-def test_positions(data: bytes, position: int) -> None:
+def test_an_ack_has_the_stream_position(data: bytes, position: int) -> None:
     assert read_ack(data, None) == position
 
 
@@ -28,21 +28,21 @@ def test_positions(data: bytes, position: int) -> None:
         ('{"code":500,"err_code":99999,"description":"something new"}', Refusal.OTHER),
     ],
 )
-def test_errors_are_named(error: str, refusal: Refusal) -> None:
+def test_an_error_has_its_refusal(error: str, refusal: Refusal) -> None:
     answer = read_ack(b'{"error":' + error.encode() + b',"stream":"S","seq":0}', None)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, NegativeAck)
     assert answer.refusal is refusal
     assert answer.detail in error
 
 
-def test_nobody_listens() -> None:
+def test_an_empty_answer_means_no_stream() -> None:
     answer = read_ack(b"", {"Status": "503"})
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, NegativeAck)
     assert answer.refusal is Refusal.NO_STREAM
 
 
 @pytest.mark.parametrize("data", [b"", b"+ACK", b"{}", b'{"seq":"x"}', b'{"error":null}', b"[1]", b'"seq"', b"\xff"])
-def test_what_is_no_acknowledgement_is_a_refusal(data: bytes) -> None:
+def test_bytes_that_are_no_ack_are_a_refusal(data: bytes) -> None:
     answer = read_ack(data, None)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, NegativeAck)
     assert answer.refusal is Refusal.OTHER

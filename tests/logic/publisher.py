@@ -1,4 +1,4 @@
-"""A publisher process: the project's own continuity, ledger, telling and outbox, tied together as the sidecar does."""
+"""A publisher process: the project's own continuity, ledger, changelog and outbox, tied together as the sidecar does."""
 
 import random
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from kvatlas.bus.subjects import events_subject
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState
 from publishers.counters import PublisherCounters
 from publishers.feed.continuity import Batch, Continuity, Step
-from publishers.feed.distrust import Mistrust
-from publishers.heartbeat import Pulse
+from publishers.feed.undecodable import Distrust
+from publishers.heartbeat import HeartbeatSender
 from publishers.ledger.ledger import Ledger
 from publishers.ledger.settings import LedgerSettings
-from publishers.stream.changelog import Telling, Want
+from publishers.stream.changelog import Changelog, IncarnationReason
 from publishers.stream.outbox import OutboxLimits
-from tests.logic.engine import BLOCK_SIZE, Told
+from tests.logic.engine import BLOCK_SIZE, TieredBlock
 
 if TYPE_CHECKING:
     from tests.logic.world import World
@@ -43,14 +43,14 @@ class Publisher:
         self.ready = False
         self._late_acks: list[tuple[int, int, int]] = []
         self._reserved = 0
-        self._mistrust = Mistrust()
+        self._distrust = Distrust()
         settings = LedgerSettings("m", "t", block_size=BLOCK_SIZE, granularity=world.shape.granularity)
         self.continuity, ledger = Continuity(), Ledger(settings)
         if saved is not None:
             self.continuity, ledger = Continuity.load(saved.continuity), Ledger.load(saved.ledger, settings)
             if "poll" in world.on and saved.life != self.life:
                 self.continuity, ledger = Continuity(), Ledger(settings)
-        self.telling = Telling(
+        self.changelog = Changelog(
             self.worker_id,
             ledger,
             self.counters,
@@ -59,10 +59,10 @@ class Publisher:
             rng=random.Random(world.random.getrandbits(64)),
         )
         endpoint = EngineEndpoint(id=self.worker_id, kind=EngineKind.MOCK, model_id="m", tokenizer_id="t")
-        self.pulse = Pulse(
+        self.heartbeats = HeartbeatSender(
             None,  # type: ignore[arg-type]  # heartbeats are asked for, not sent
             lambda: endpoint,
-            self.telling.outbox,
+            self.changelog.outbox,
             self.counters,
             state=lambda: EngineState.UP,
             load=lambda: None,
@@ -75,7 +75,7 @@ class Publisher:
         """Before the first incarnation: is what was saved still the engine's?"""
         self._follow(self.continuity.resume())
         if not self.continuity.unproven:
-            self.telling.want(Want.START)
+            self.changelog.require_incarnation(IncarnationReason.START)
             self.ready = True
 
     def on_feed(self) -> None:
@@ -93,7 +93,7 @@ class Publisher:
         elif "poll" in self.world.on and self.life != self.engine.life:
             self.life = self.engine.life
             self.feed.clear()
-            self._follow(self.continuity.restarted())
+            self._follow(self.continuity.restart())
         elif not self.feed:
             self._follow(self.continuity.probe())
         self.settle()
@@ -101,51 +101,51 @@ class Publisher:
     def _follow(self, step: Step) -> None:
         while True:
             if step.empty:
-                self.telling.start_over()
+                self.changelog.start_over()
             for _, payload in step.take:
                 batch = self.engine.payloads[payload]
-                if batch.lost and self._mistrust.lost(self.world.now_s):
-                    self.telling.start_over()
-                if self._mistrust.listening(self.world.now_s):
-                    self.telling.take(batch)
+                if batch.lost and self._distrust.record_loss(self.world.now_s):
+                    self.changelog.start_over()
+                if self._distrust.is_trusted(self.world.now_s):
+                    self.changelog.record(batch)
             if step.ask_from is None:
                 return
-            step = self.continuity.replayed(*self.engine.replay(step.ask_from))
+            step = self.continuity.take_replay(*self.engine.replay(step.ask_from))
 
-    # ------------------------------------------------------------ telling
+    # ------------------------------------------------------------ changelog
 
     def settle(self) -> None:
-        self.telling.tell(self.telling.fold(), self.world.now_us, self.world.now_s)
+        self.changelog.publish(self.changelog.fold(), self.world.now_us, self.world.now_s)
 
     def checkpoint(self) -> None:
         self.settle()
-        self.telling.checkpoint(self.world.now_us)
+        self.changelog.checkpoint(self.world.now_us)
 
     def begin(self) -> None:
         """The wanted incarnation: its number first, it begins (after a grant) some time later."""
-        if self.telling.wanted is None:
+        if self.changelog.incarnation_due is None:
             return
         if not self._reserved:
-            self._reserved = self.telling.reserve(self.world.now_us)
+            self._reserved = self.changelog.next_incarnation(self.world.now_us)
             return
         incarnation, self._reserved = self._reserved, 0
-        self.telling.begin(incarnation, self.world.now_us)
+        self.changelog.begin_incarnation(incarnation, self.world.now_us)
 
-    def asked(self, above: int) -> None:
-        self.telling.request(above)
+    def request_snapshot(self, above: int) -> None:
+        self.changelog.request_snapshot(above)
 
     @property
-    def announced(self) -> set[Told]:
+    def announced(self) -> set[TieredBlock]:
         return {
             (scope_id, sequence_hash.to_bytes(8, "little"), tier)
-            for scope_id, tier, _, sequence_hash in self.telling.ledger.announced()
+            for scope_id, tier, _, sequence_hash in self.changelog.ledger.announced()
         }
 
     # ------------------------------------------------------------ sending
 
     def send(self) -> None:
         """One message: it may get lost, be stored without an acknowledgement, wait in a client's buffer, come twice."""
-        world, outbox = self.world, self.telling.outbox
+        world, outbox = self.world, self.changelog.outbox
         outgoing = outbox.take()
         if outgoing is None:
             return
@@ -171,27 +171,27 @@ class Publisher:
             self._acked(*self._late_acks.pop(self.world.random.randrange(len(self._late_acks))))
 
     def _acked(self, round_: int, seq: int, position: int) -> None:
-        self.telling.outbox.acked(round_, seq, position)
-        if self.telling.outbox.misplaced:
+        self.changelog.outbox.acknowledge(round_, seq, position)
+        if self.changelog.outbox.misplaced:
             self.go_back()
 
     def go_back(self) -> None:
-        self.telling.outbox.go_back()
+        self.changelog.outbox.go_back()
 
-    # ------------------------------------------------------------ over its life
+    # ------------------------------------------------------------ saved state
 
     def saved(self) -> Saved:
         self.settle()
-        telling = self.telling
-        incarnation = max(telling.outbox.incarnation, telling.saved_incarnation)
-        return Saved(self.continuity.dump(), telling.ledger.dump(), incarnation, self.life)
+        changelog = self.changelog
+        incarnation = max(changelog.outbox.incarnation, changelog.saved_incarnation)
+        return Saved(self.continuity.dump(), changelog.ledger.dump(), incarnation, self.life)
 
     @property
     def quiet(self) -> bool:
         return (
             self.ready
             and not self.feed
-            and self.telling.settled
+            and self.changelog.flushed
             and not self._late_acks
             and not self.continuity.unproven
         )

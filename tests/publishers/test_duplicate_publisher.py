@@ -11,7 +11,7 @@ from publishers.counters import PublisherCounters
 from publishers.ledger.ledger import Ledger, LedgerSettings
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
-from publishers.stream.changelog import Telling, Want
+from publishers.stream.changelog import Changelog, IncarnationReason
 from tests.eventually import until
 from tests.publishers.published import PARTITIONS, read_stream
 
@@ -20,40 +20,45 @@ pytestmark = pytest.mark.anyio
 SETTINGS = PublisherSettings(worker_id="w", model_id="model", block_size=16, partitions=PARTITIONS)
 
 
-def telling() -> Telling:
-    return Telling("w", Ledger(LedgerSettings("model", "model")), PublisherCounters())
+def changelog() -> Changelog:
+    return Changelog("w", Ledger(LedgerSettings("model", "model")), PublisherCounters())
 
 
-def begun() -> Telling:
-    one = telling()
-    one.want(Want.START)
-    assert one.begin(one.reserve(1), 1)
+def started() -> Changelog:
+    one = changelog()
+    one.require_incarnation(IncarnationReason.START)
+    assert one.begin_incarnation(one.next_incarnation(1), 1)
     return one
 
 
 def test_only_a_higher_incarnation_is_another_publishers_and_newer() -> None:
-    one = begun()
+    one = started()
     own = one.outbox.incarnation
-    assert [one.hear(incarnation) for incarnation in (0, own - 1, own, own + 1)] == [False, False, False, True]
+    assert [one.record_heartbeat(incarnation) for incarnation in (0, own - 1, own, own + 1)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
-def test_nobody_is_newer_than_a_publisher_that_has_not_begun() -> None:
-    assert not telling().hear(1 << 60)
+def test_no_publisher_is_newer_than_one_that_has_not_started() -> None:
+    assert not changelog().record_heartbeat(1 << 60)
 
 
-def test_a_publisher_that_yielded_begins_nothing_until_it_takes_the_worker_back_above_the_other() -> None:
-    one = begun()
+def test_a_publisher_that_yielded_begins_nothing_until_it_takes_over_above_the_other() -> None:
+    one = started()
     other = one.outbox.incarnation + 1
-    assert one.hear(other)
-    one.yield_to_other()
+    assert one.record_heartbeat(other)
+    one.yield_worker()
     assert one.outbox.take() is None
-    assert not one.begin(one.reserve(2), 2)
-    one.take_back()
-    assert one.begin(one.reserve(3), 3)
+    assert not one.begin_incarnation(one.next_incarnation(2), 2)
+    one.take_over()
+    assert one.begin_incarnation(one.next_incarnation(3), 3)
     assert one.outbox.incarnation > other
 
 
-async def test_the_index_follows_the_newer_of_two_and_then_the_older_again(fresh_nats: str) -> None:
+async def test_the_index_follows_the_newer_publisher_and_then_the_older_again(fresh_nats: str) -> None:
     client = await connect_nats(fresh_nats, name="test")
     try:
         await ensure_stream(client, StreamSettings(storage="memory"))
@@ -63,18 +68,18 @@ async def test_the_index_follows_the_newer_of_two_and_then_the_older_again(fresh
             async with Publisher(SETTINGS, nats=fresh_nats) as newer:
                 await newer.stored(list(range(48)))
                 await newer.flush()
-                await until(lambda: older.telling.yielded, what="the older one yields")
+                await until(lambda: older.changelog.yielded, what="the older one yields")
                 assert older.counters.yields == 1
                 asked = ControlRequest(op=ControlOp.DIGEST).pack()
                 with anyio.fail_after(5):
                     answer = await client.request(control_subject("w"), asked, timeout=5)
-                assert ControlReply.unpack(answer.data).incarnation == newer.telling.outbox.incarnation
+                assert ControlReply.unpack(answer.data).incarnation == newer.changelog.outbox.incarnation
                 await older.stored(list(range(1000, 1016)))
-                assert not newer.telling.yielded
-            await until(lambda: not older.telling.yielded, deadline_s=20, what="the older one takes the worker back")
+                assert not newer.changelog.yielded
+            await until(lambda: not older.changelog.yielded, deadline_s=20, what="the older one takes the worker back")
             await older.flush()
-            told = await read_stream(client)
-            assert await told.index.digest("w") == older.ledger.digest.words
+            published = await read_stream(client)
+            assert await published.index.digest("w") == older.ledger.digest.words
             assert older.ledger.digest.blocks == 3
     finally:
         await client.close()

@@ -1,4 +1,4 @@
-"""Wire facts of the engines' feeds, and what is made of bytes that are not what they should be."""
+"""Wire facts of the engines' feeds, and how unexpected bytes are treated."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def test_a_batch_has_its_time_and_rank(kind: EngineKind) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_the_rank_may_be_missing_and_more_may_follow(kind: EngineKind) -> None:
+def test_the_rank_may_be_missing_and_more_fields_may_follow(kind: EngineKind) -> None:
     assert decode_batch(kind, msgpack.packb([1, []])).dp_rank is None
     assert decode_batch(kind, msgpack.packb([1, [], None, "more"])).dp_rank is None
 
@@ -85,7 +85,7 @@ def test_an_array_event_of_vllm_0_23_has_all_its_fields() -> None:
     assert only(["BlockRemoved", [1], "CPU", 3, "LOCAL", "own", "more"]) == EngineRemoved([1], Tier.CPU_DRAM, 3)
 
 
-def test_a_map_event_leaves_defaults_out_and_may_have_more() -> None:
+def test_a_map_event_leaves_defaults_out_and_may_have_more_fields() -> None:
     event = only(stored(session_id="s", lookahead_token_ids=[5], ownership="x"))
     assert event == EngineStored([1, 2], None, [1, 2, 3, 4], 2)
 
@@ -152,7 +152,7 @@ def test_a_remote_copy_is_not_in_the_workers_own_memory(medium: str, tier: Tier)
     assert only(stored(medium=medium, locality="REMOTE")).tier is tier
 
 
-def test_what_has_no_tier_is_skipped_by_name_and_the_rest_is_taken() -> None:
+def test_an_event_of_an_unknown_tier_is_skipped_by_name_and_the_rest_is_taken() -> None:
     decoded = batch(
         stored(medium="TAPE"),
         stored(medium="CPU", locality="REMOTE"),
@@ -164,7 +164,7 @@ def test_what_has_no_tier_is_skipped_by_name_and_the_rest_is_taken() -> None:
     assert "remote cpu_dram" in decoded.skipped[1] and "'MOON'" in decoded.skipped[2]
 
 
-def test_vllm_clears_the_device_and_sglang_all() -> None:
+def test_vllm_clears_the_device_tier_and_sglang_all_tiers() -> None:
     assert only({"type": "AllBlocksCleared"}) == EngineCleared((Tier.HBM,))
     assert set(only({"type": "AllBlocksCleared"}, kind=EngineKind.SGLANG).tiers) == set(Tier)
 
@@ -179,7 +179,7 @@ def test_eagle_pairs_become_the_prompts_own_tokens() -> None:
     assert only(stored(token_ids=pairs), kind=EngineKind.SGLANG).token_ids == [10, 11, 12, 13]
 
 
-def test_sglang_tells_the_salt_with_every_event() -> None:
+def test_sglang_has_the_salt_in_every_event() -> None:
     event = only(stored(parent_block_hash=5, cache_salt="acme", lora_name="l"), kind=EngineKind.SGLANG)
     assert (event.salt, event.adapter) == ("acme", "l")
 
@@ -216,7 +216,7 @@ def test_the_adapter_is_the_name_or_else_the_id(kind: EngineKind, fields: dict[s
         ([["img", "acme"], ["img"]], None, None, [["img"], ["img"]], "acme"),
     ],
 )
-def test_extra_keys_lose_lora_and_salt(
+def test_canonical_extra_keys_have_no_lora_and_no_salt(
     keys: list[Any], parent: int | None, lora: str | None, canonical: list[Any] | None, salt: str | None
 ) -> None:
     event = only(stored(extra_keys=keys, parent_block_hash=parent, lora_name=lora))
@@ -247,7 +247,7 @@ def test_extra_keys_lose_lora_and_salt(
         ["BlockRemoved"],
     ],
 )
-def test_an_event_that_cant_be_understood_is_skipped_alone(kind: EngineKind, event: Any) -> None:
+def test_only_the_undecodable_event_is_skipped(kind: EngineKind, event: Any) -> None:
     decoded = batch(event, stored(), kind=kind)
     assert len(decoded.events) == 1 and len(decoded.skipped) == 1
     assert "\n" not in decoded.skipped[0]
@@ -263,12 +263,14 @@ def test_an_event_that_cant_be_understood_is_skipped_alone(kind: EngineKind, eve
         (["BlockRemoved"], True),
         ({"type": "BlockRemoved", "block_hashes": [1.5]}, True),
         ({"type": "BlockRemoved", "block_hashes": [1], "medium": 7}, True),
-        ({"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}, False),  # nothing was ever told of that tier
+        ({"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}, False),  # its blocks are never published
         (stored(block_hashes="ab"), False),
         (stored(medium=7), False),
     ],
 )
-def test_what_may_have_taken_blocks_away_makes_all_before_it_unknown(kind: EngineKind, event: Any, lost: bool) -> None:
+def test_an_event_that_may_have_removed_blocks_makes_all_before_it_unknown(
+    kind: EngineKind, event: Any, lost: bool
+) -> None:
     decoded = batch(stored(), event, stored(block_hashes=[7, 8]), kind=kind)
     assert decoded.lost is lost
     assert [one.hashes for one in decoded.events] == ([[7, 8]] if lost else [[1, 2], [7, 8]])
@@ -277,7 +279,7 @@ def test_what_may_have_taken_blocks_away_makes_all_before_it_unknown(kind: Engin
 @pytest.mark.parametrize(
     "event", [stored(extra_keys="x"), stored(extra_keys=[3, 4]), stored(extra_keys=[[3.5]]), stored(group_idx=-1)]
 )
-def test_vllm_fields_that_cant_be_understood(event: Any) -> None:
+def test_vllm_fields_that_cant_be_decoded_skip_the_event(event: Any) -> None:
     assert len(batch(event).skipped) == 1
 
 
@@ -300,7 +302,7 @@ def test_vllm_fields_that_cant_be_understood(event: Any) -> None:
     ],
     ids=lambda payload: f"{len(payload)}-{payload[:8].hex()}",
 )
-def test_a_poison_payload_is_one_clear_line(kind: EngineKind, payload: bytes) -> None:
+def test_an_undecodable_payload_is_one_clear_line(kind: EngineKind, payload: bytes) -> None:
     with pytest.raises(EngineEventError) as refused:
         decode_batch(kind, payload)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
@@ -311,6 +313,6 @@ def test_a_payload_of_10_mb_is_refused_with_its_size() -> None:
         decode_batch(EngineKind.VLLM, bytes(10_000_000))
 
 
-def test_an_engine_without_such_a_feed_is_refused() -> None:
+def test_an_engine_kind_without_a_zmq_feed_is_refused() -> None:
     with pytest.raises(EngineEventError, match="lmcache"):
         decode_batch(EngineKind.LMCACHE, b"")

@@ -1,4 +1,4 @@
-"""Engines and sidecars that go, come back, and are others then."""
+"""Restarts of engines and sidecars, seen and unseen."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,59 +18,65 @@ from publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.engines.engine_http import engine_http
 from tests.publishers.fake_engine import FakeEngine, recording
-from tests.publishers.sidecars import folded, settings, sidecar, told_equals
+from tests.publishers.sidecars import assert_published, ledger_of, settings, sidecar
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_restarted_engine_is_told_anew(client: Client, nats_url: str) -> None:
+async def test_a_restarted_engine_begins_a_new_incarnation(nats_client: Client, nats_url: str) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("vllm-0.22.0-array")
     async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
         await engine.send(*first)
-        await until(lambda: publisher.counters.engine_batches == len(first), what="the first life is taken")
-        before = publisher.telling.outbox.incarnation
+        await until(
+            lambda: publisher.counters.engine_batches == len(first), what="the first process' batches are taken"
+        )
+        before = publisher.changelog.outbox.incarnation
         engine.restart()
         await engine.send(*second)
-        await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+        await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, second))
         assert publisher.counters.feed_restarts >= 1
-        assert publisher.telling.outbox.incarnation > before
+        assert publisher.changelog.outbox.incarnation > before
 
 
-async def test_a_restarted_sidecar_resumes_from_its_saved_state(client: Client, nats_url: str, tmp_path: Path) -> None:
+async def test_a_restarted_sidecar_resumes_from_its_saved_state(
+    nats_client: Client, nats_url: str, tmp_path: Path
+) -> None:
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine(buffer=60) as engine:
         async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
             await engine.send(*payloads[:150])
             await until(lambda: publisher.counters.engine_batches == 150, what="the first part is taken")
-            before = publisher.telling.outbox.incarnation
+            before = publisher.changelog.outbox.incarnation
         for payload in payloads[150:]:
             engine.lose(payload)
         async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
-            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
-            assert publisher.telling.outbox.incarnation > before
+            await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
+            assert publisher.changelog.outbox.incarnation > before
             assert publisher.counters.feed_started_over == 0
 
 
-async def test_the_saved_state_of_another_life_is_not_used(client: Client, nats_url: str, tmp_path: Path) -> None:
+async def test_the_saved_state_of_another_engine_process_is_not_used(
+    nats_client: Client, nats_url: str, tmp_path: Path
+) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("vllm-0.22.0-array")
     async with FakeEngine() as engine:
         async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
             await engine.send(*first[:100])
-            await until(lambda: publisher.counters.engine_batches == 100, what="the first life is taken")
+            await until(lambda: publisher.counters.engine_batches == 100, what="the first process' batches are taken")
         engine.restart()
         for payload in second:
             engine.lose(payload)
         async with sidecar(engine, nats_url, state_dir=tmp_path) as publisher:
-            await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+            await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, second))
 
 
-async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(
-    client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
+async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_published(
+    nats_client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, payloads = recording("vllm-0.33.0")
-    alive = await client.subscribe(alive_subject("w"))
+    alive = await nats_client.subscribe(alive_subject("w"))
 
     async def state() -> EngineState:
         return Heartbeat.unpack((await alive.next_msg(timeout=5)).data).state
@@ -82,19 +88,19 @@ async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_told(
             await until(lambda: started, what="the sidecar is ready")
             await engine.subscribed()
             await engine.send(*payloads)
-            await told_equals(client, started[0], folded(EngineKind.VLLM, payloads))
+            await assert_published(nats_client, started[0], ledger_of(EngineKind.VLLM, payloads))
             await until(lambda: _is(state, EngineState.UP), what="a heartbeat that says up")
         await until(lambda: _is(state, EngineState.DOWN), what="a heartbeat that says down")
         await until(lambda: any("is not connected" in line for line in caplog.messages), what="a line that says why")
-        assert started[0].ledger.digest == folded(EngineKind.VLLM, payloads).digest
+        assert started[0].ledger.digest == ledger_of(EngineKind.VLLM, payloads).digest
         tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def sidecar_over_lives(
+async def sidecar_over_restarts(
     fields: dict[str, Any], nats_url: str
 ) -> AsyncIterator[Callable[[], Awaitable[Publisher]]]:
-    """A sidecar that outlives its engine: what is given starts it, with the settings `fields`."""
+    """A sidecar that outlives its engine. Yields what starts it with the settings `fields`."""
     async with anyio.create_task_group() as tasks:
 
         async def start() -> Publisher:
@@ -111,56 +117,56 @@ async def sidecar_over_lives(
         tasks.cancel_scope.cancel()
 
 
-async def test_another_life_whose_seq_follows_ours_is_seen_although_the_engine_is_never_silent(
-    client: Client, nats_url: str
+async def test_another_process_whose_seq_follows_ours_is_noticed_although_the_engine_is_never_silent(
+    nats_client: Client, nats_url: str
 ) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("vllm-0.22.0-array")
     fields: dict[str, Any] = {"engine": EngineKind.VLLM}
-    async with sidecar_over_lives(fields, nats_url) as start:
+    async with sidecar_over_restarts(fields, nats_url) as start:
         async with FakeEngine() as engine:
             fields |= {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint}
             publisher = await start()
             await engine.subscribed()
             await engine.send(*first[:40])
-            await until(lambda: publisher.counters.engine_batches == 40, what="the first life is taken")
+            await until(lambda: publisher.counters.engine_batches == 40, what="the first process' batches are taken")
         async with FakeEngine(ports=engine.ports) as engine:
             for payload in second[:40]:
                 engine.lose(payload)
             await engine.subscribed()
-            told = second[:40]
+            sent = second[:40]
 
-            async def told_anew() -> bool:
-                payload = second[min(len(told), len(second) - 1)]  # never silent: then it would be asked, and found out
+            async def restart_noticed() -> bool:
+                payload = second[min(len(sent), len(second) - 1)]  # never silent: else a probe would find out
                 await engine.send(payload)
-                told.append(payload)
+                sent.append(payload)
                 return publisher.counters.feed_restarts == 1
 
-            await until(told_anew, what="the other life is seen")
-            left = second[len(told) :]
+            await until(restart_noticed, what="the restart is noticed")
+            left = second[len(sent) :]
             await engine.send(*left)
-            await told_equals(client, publisher, folded(EngineKind.VLLM, told + left))
+            await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, sent + left))
 
 
-async def test_without_replay_a_lost_connection_gives_up_what_was_held(client: Client, nats_url: str) -> None:
+async def test_without_replay_a_lost_connection_drops_everything_held(nats_client: Client, nats_url: str) -> None:
     _, payloads = recording("vllm-0.33.0")
     fields: dict[str, Any] = {"engine": EngineKind.VLLM}
-    async with sidecar_over_lives(fields, nats_url) as start:
+    async with sidecar_over_restarts(fields, nats_url) as start:
         async with FakeEngine() as engine:
             fields |= {"endpoint": engine.endpoint}
             publisher = await start()
             await engine.subscribed()
             await engine.send(*payloads)
-            await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
-        async with FakeEngine(ports=engine.ports):  # another process, which says nothing
-            await until(lambda: not publisher.ledger.digest.blocks, what="nothing is claimed")
+            await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
+        async with FakeEngine(ports=engine.ports):  # another process, which sends nothing
+            await until(lambda: not publisher.ledger.digest.blocks, what="nothing is announced")
 
 
 async def _is(state: Callable[[], Awaitable[EngineState]], wanted: EngineState) -> bool:
     return await state() is wanted
 
 
-async def test_another_process_start_time_is_a_restart_of_the_feed(client: Client, nats_url: str) -> None:
+async def test_another_process_start_time_is_a_restart_of_the_feed(nats_client: Client, nats_url: str) -> None:
     _, first = recording("vllm-0.33.0")
     _, second = recording("vllm-0.22.0-array")
     with engine_http() as http:
@@ -168,16 +174,18 @@ async def test_another_process_start_time_is_a_restart_of_the_feed(client: Clien
         async with FakeEngine() as engine, sidecar(engine, nats_url, engine_url=http.url) as publisher:
             assert publisher.engine_state is EngineState.UP
             await engine.send(*first[:100])
-            await until(lambda: publisher.counters.engine_batches == 100, what="the first life is taken")
+            await until(lambda: publisher.counters.engine_batches == 100, what="the first process' batches are taken")
             engine.restart()
-            for payload in second:  # the new life goes unheard: its start time tells of it
+            for payload in second:  # none of them is received: only the start time shows the restart
                 engine.lose(payload)
             http.pages["/metrics"] = (200, "process_start_time_seconds 2000.5\n")
-            await told_equals(client, publisher, folded(EngineKind.VLLM, second))
+            await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, second))
             assert publisher.counters.feed_restarts >= 1
 
 
-async def test_a_saved_state_of_another_process_is_not_used(client: Client, nats_url: str, tmp_path: Path) -> None:
+async def test_a_saved_state_with_another_process_start_time_is_not_used(
+    nats_client: Client, nats_url: str, tmp_path: Path
+) -> None:
     _, payloads = recording("vllm-0.33.0")
     with engine_http() as http:
         http.pages = {"/health": (200, ""), "/metrics": (200, "process_start_time_seconds 1000.5\n")}
@@ -185,9 +193,9 @@ async def test_a_saved_state_of_another_process_is_not_used(client: Client, nats
             fields = {"engine_url": http.url, "state_dir": tmp_path, "replay_endpoint": engine.replay_endpoint}
             async with sidecar(engine, nats_url, **fields) as publisher:
                 await engine.send(*payloads)
-                await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+                await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
             engine.restart()
             http.pages["/metrics"] = (200, "process_start_time_seconds 2000.5\n")
             async with sidecar(engine, nats_url, **fields) as publisher:
-                await until(lambda: publisher.telling.outbox.acked_seq >= 0, what="the new incarnation is told")
+                await until(lambda: publisher.changelog.outbox.acked_seq >= 0, what="the new incarnation is published")
                 assert publisher.ledger.digest.blocks == 0

@@ -1,0 +1,115 @@
+"""The connection to an engine's event socket, and what it means for the feed (pure; times are the caller's seconds).
+
+    CONNECTING --connected--> CONNECTED --disconnected--> LOST --GRACE_S--> AWAY --connected--> CONNECTED
+         `--------------------GRACE_S---------------------------------------^
+
+ZMQ connects again by itself, so a lost connection does not count as the engine's end before GRACE_S.
+
+What the feed does next, in this order:
+
+    RESTART     the engine's process is known to be another one
+    RECONNECT   the connection was lost and is back: what was missed meanwhile is asked for
+    TAKE        a message came
+    PROBE       first connection, or silence: replay is asked whether a last batch was lost. The pause doubles each time
+"""
+
+from enum import Enum, auto
+
+from kvatlas.runtime.backoff import Backoff
+
+GRACE_S = 3.0
+"""A connection may be lost for this long before the engine counts as down."""
+FIRST_SILENCE_S = 2.0
+LONGEST_SILENCE_S = 15.0
+
+
+class Connection(Enum):
+    """Where the connection stands."""
+
+    CONNECTING = auto()
+    CONNECTED = auto()
+    LOST = auto()
+    AWAY = auto()
+
+    @property
+    def alive(self) -> bool:
+        """Is the engine there, as far as the connection tells?"""
+        return self in (Connection.CONNECTED, Connection.LOST)
+
+
+class Task(Enum):
+    """What the feed does next."""
+
+    WAIT = auto()
+    TAKE = auto()
+    PROBE = auto()
+    RECONNECT = auto()
+    RESTART = auto()
+
+
+class ConnectionState:
+    """Records what happens to the connection, and says what the feed does next: `next_task`, then `finish`."""
+
+    def __init__(self, first_silence_s: float, now_s: float) -> None:
+        self._connections = 0  # a bound socket may have several
+        self._connected_once = False
+        self._lost_s = now_s
+        self._quiet_since_s = now_s
+        self._silence = Backoff(first_silence_s, LONGEST_SILENCE_S)
+        self._silence_s = self._silence.next_s()
+        self._was_lost = False
+        self._restart_due = self._reconnect_due = self._probe_due = False
+
+    # ---------------------------------------------------------------- what happened
+
+    def record_connect(self) -> None:
+        """The socket has one connection more."""
+        self._connections += 1
+        self._connected_once = True
+        self._probe_due = True  # what was sent before is asked for, not waited for
+        self._reconnect_due = self._reconnect_due or self._was_lost
+        self._was_lost = False
+
+    def record_disconnect(self, now_s: float) -> None:
+        """The socket has one connection less."""
+        self._connections = max(0, self._connections - 1)
+        self._was_lost = self._was_lost or not self._connections
+        self._lost_s = now_s
+
+    def record_restart(self) -> None:
+        """The engine's process is another one now."""
+        self._restart_due = True
+
+    # ---------------------------------------------------------------- what follows
+
+    def connection(self, now_s: float) -> Connection:
+        if self._connections:
+            return Connection.CONNECTED
+        if now_s - self._lost_s >= GRACE_S:
+            return Connection.AWAY
+        return Connection.LOST if self._connected_once else Connection.CONNECTING
+
+    def next_task(self, now_s: float, *, message: bool, engine_up: bool) -> Task:
+        """`message`: one was received. `engine_up`: the engine is known to be up, whatever the connection says."""
+        if self._restart_due:
+            self._restart_due = False
+            return Task.RESTART
+        if self._reconnect_due:
+            self._reconnect_due = self._probe_due = False
+            return Task.RECONNECT
+        if message:
+            return Task.TAKE
+        silent = now_s - self._quiet_since_s >= self._silence_s
+        if self._probe_due or (silent and (self._connections > 0 or engine_up)):
+            self._probe_due = False
+            return Task.PROBE
+        return Task.WAIT
+
+    def finish(self, task: Task, now_s: float) -> None:
+        """The task is done: after TAKE, RECONNECT and PROBE the silence is counted from here."""
+        if task in (Task.WAIT, Task.RESTART):
+            return
+        if task is not Task.PROBE:
+            self._silence.reset()
+        self._silence_s = self._silence.next_s()
+        self._quiet_since_s = now_s
