@@ -17,7 +17,7 @@ ABSENT = [
         "zmq",
     ),
     *("opentelemetry.sdk", "publishers", "indexer", "simulator", "kvatlas_cli", "kvatlas.settings"),
-    *("kvatlas.bus.connection", "kvatlas.bus.stream", "kvatlas.bus.subscription"),
+    *("kvatlas.bus.connection", "kvatlas.bus.stream"),
 ]
 
 SCRIPT = f"""

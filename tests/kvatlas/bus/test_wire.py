@@ -86,7 +86,7 @@ def test_a_truncated_message_is_refused(message: Message, data: st.DataObject) -
 
 
 @given(messages(), st.data())
-def test_a_damaged_message_is_refused_or_still_message_of(message: Message, data: st.DataObject) -> None:
+def test_a_damaged_message_is_decoded_or_refused_cleanly(message: Message, data: st.DataObject) -> None:
     payload = bytearray(encode(message))
     payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
     with suppress(WireError):

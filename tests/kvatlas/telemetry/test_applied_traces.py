@@ -1,4 +1,4 @@
-"""Which workers an applied batch becomes the last traced one of."""
+"""Which workers get the trace of an applied batch."""
 
 from collections.abc import Mapping
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.anyio
 START = Position(77, 100)
 
 
-async def test_a_batch_that_no_engine_led_to_is_no_workers_trace(span_exporter: InMemorySpanExporter) -> None:
-    """A checkpoint or a snapshot has no engine's batch behind it: a decision would lead back to nothing."""
+async def test_a_batch_without_an_engine_event_becomes_no_workers_trace(span_exporter: InMemorySpanExporter) -> None:
+    """A checkpoint or a snapshot has no engine batch behind it; a trace of it would lead a decision nowhere."""
     index = MemoryIndex()
-    told: list[Mapping[str, str]] = []
+    applied: list[Mapping[str, str]] = []
 
     def on_applied(_: ApplyResult, traces: Mapping[str, str]) -> None:
-        told.append(traces)
+        applied.append(traces)
 
     applier = Applier(0, index, IndexerCounters(), on_applied=on_applied)
     for worker_id in ("by-engine", "by-itself"):
@@ -42,9 +42,9 @@ async def test_a_batch_that_no_engine_led_to_is_no_workers_trace(span_exporter: 
         applier.attach(queue)
     async with anyio.create_task_group() as group:
         group.start_soon(applier.run)
-        await until(lambda: bool(told), what="both are applied in one call")
+        await until(lambda: bool(applied), what="both are applied in one call")
         group.cancel_scope.cancel()
     (process,) = (span for span in span_exporter.get_finished_spans() if span.name == PROCESS)
-    (traces,) = told
+    (traces,) = applied
     assert set(traces) == {"by-engine"}
     assert f"{process.context.span_id:016x}" in traces["by-engine"] and len(process.links) == 1
