@@ -28,7 +28,7 @@ from kvatlas_cli.doctor.stream import examine_stream
 CATCH_UP_S = 2.0
 """Time for the index to catch up with the workers' heartbeats."""
 _POLL_S = 0.1
-_MOST_ROUND_TRIP_US = 200_000
+_MAX_ROUND_TRIP_US = 200_000
 """The store's clock is not compared if reading it took longer."""
 
 
@@ -127,7 +127,7 @@ async def _examine_fleet(store: Store, listener: _HeartbeatListener | None, list
         return found
     began_us = _now_us()
     store_us = await store_facts.read_time(store)
-    store_ahead_us = store_us - _now_us() if _now_us() - began_us < _MOST_ROUND_TRIP_US else None
+    store_ahead_us = store_us - _now_us() if _now_us() - began_us < _MAX_ROUND_TRIP_US else None
     members, leases = await indexers.read_indexers(store, store_us)
     found += indexers.judge_indexers(members, leases, layout[0])
     try:

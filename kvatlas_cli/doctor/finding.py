@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-MOST_NAMES = 8
+MAX_NAMES = 8
 
 
 class Level(StrEnum):
@@ -27,7 +27,7 @@ class Finding:
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Sorted names in one line, only the first MOST_NAMES of many."""
+    """Sorted names in one line, only the first MAX_NAMES of many."""
     ordered = sorted(names)
-    more = len(ordered) - MOST_NAMES
-    return ", ".join(ordered[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    more = len(ordered) - MAX_NAMES
+    return ", ".join(ordered[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

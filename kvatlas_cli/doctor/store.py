@@ -13,8 +13,8 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.doctor.store_facts import LISTPACK, POLICY, ServerFacts
 from kvatlas_cli.output import count_text
 
-LEAST_VERSION = 7
-MOST_LISTPACK = 128
+MIN_VERSION = 7
+MAX_LISTPACK = 128
 FULL, FILLING = 0.9, 0.75
 """From nine tenths on the index leaves workers out (`kvatlas.index`, room)."""
 
@@ -59,8 +59,8 @@ def _judge_version(server: ServerFacts) -> Finding:
     version = str(valkey or server.info.get("redis_version", ""))
     line = f"{server.name} is {'Valkey' if valkey else 'Redis'} {version}"
     major = version.partition(".")[0]
-    if major.isdigit() and int(major) < LEAST_VERSION:
-        return Finding("store.version", Level.ERROR, line, f"functions need version {LEAST_VERSION} or later")
+    if major.isdigit() and int(major) < MIN_VERSION:
+        return Finding("store.version", Level.ERROR, line, f"functions need version {MIN_VERSION} or later")
     return Finding("store.version", Level.OK, line)
 
 
@@ -89,10 +89,10 @@ def _judge_listpack(server: ServerFacts) -> Finding:
     entries = (server.config or {}).get(LISTPACK)
     if entries is None:
         line = f"{server.name} does not show its {LISTPACK}"
-        return Finding("store.listpack", Level.INFO, line, f"make sure that it is {MOST_LISTPACK} or less")
-    if int(entries) > MOST_LISTPACK:
+        return Finding("store.listpack", Level.INFO, line, f"make sure that it is {MAX_LISTPACK} or less")
+    if int(entries) > MAX_LISTPACK:
         line = f"{server.name} has {LISTPACK} {entries}: lookups in scopes with fewer blocks are slow"
-        return Finding("store.listpack", Level.WARNING, line, f"CONFIG SET {LISTPACK} {MOST_LISTPACK}")
+        return Finding("store.listpack", Level.WARNING, line, f"CONFIG SET {LISTPACK} {MAX_LISTPACK}")
     return Finding("store.listpack", Level.OK, f"{server.name} has {LISTPACK} {entries}")
 
 

@@ -9,7 +9,7 @@ from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
 from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
-MOST_SILENT_US = 5_000_000
+MAX_SILENT_US = 5_000_000
 """Without NATS, the time at which an indexer heard the last heartbeat is judged."""
 
 
@@ -82,7 +82,7 @@ def _judge_heartbeats(
 ) -> Iterator[Finding]:
     check = "workers.heartbeats"
     if heard is None:
-        silent = [id for id, record in fleet.items() if now_us - record.heard_us > MOST_SILENT_US]
+        silent = [id for id, record in fleet.items() if now_us - record.heard_us > MAX_SILENT_US]
         how = "not heard by an indexer for 5 s"
     else:
         silent, how = [id for id in fleet if id not in heard], f"without a heartbeat in {listened_s:g} s"
