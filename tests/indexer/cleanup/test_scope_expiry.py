@@ -12,8 +12,8 @@ pytestmark = pytest.mark.anyio
 
 async def test_the_owner_of_the_first_partition_deletes_unused_scopes() -> None:
     index, counters = MemoryIndex(shards=4), IndexerCounters()
-    teller, scope = MessageSource("w"), Scope("model", "tokenizer")
-    await apply_messages(index, teller.begin(1), teller.store(scope, b"12345678"), teller.remove(scope, b"12345678"))
+    source, scope = MessageSource("w"), Scope("model", "tokenizer")
+    await apply_messages(index, source.begin(1), source.store(scope, b"12345678"), source.remove(scope, b"12345678"))
     async with owned_partitions(1, 5) as owned:
         expiry = ScopeExpiry(index, counters, owned)
         await expiry.tick()

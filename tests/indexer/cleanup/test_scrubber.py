@@ -59,8 +59,8 @@ async def test_blocks_changed_by_hand_are_repaired(
 
 async def test_each_owned_shard_is_scrubbed_once_a_period() -> None:
     index, counters = MemoryIndex(shards=4), IndexerCounters()
-    teller = MessageSource("w")
-    await apply_messages(index, teller.begin(1), teller.store(SCOPE, b"12345678"))
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, b"12345678"))
     async with owned_partitions(0, 2, 4) as owned:
         scrubber = Scrubber(index, counters, owned, PERIOD_S)
         await scrubber.tick(1_000.0)
