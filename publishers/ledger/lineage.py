@@ -6,7 +6,7 @@ still finds its parent's chain. A block without a name stays only while blocks w
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvatlas.events import EngineHash, EngineStored, ScopeUse
 from kvatlas.identity import Scope
@@ -102,25 +102,14 @@ class Lineage:
     # ---------------------------------------------------------------- names
 
     def add_name(self, name: EngineHash, block: Block) -> None:
-        """`name` stands for `block` from now on; if it is known already, for that block too."""
-        if name in self.known:
-            self._others.setdefault(name, []).append(block)
-        else:
-            self.known[name] = block
+        """`name`, unknown so far, stands for `block` from now on."""
+        self.known[name] = block
         block.names += 1
 
-    def add_names(self, names: Sequence[EngineHash], blocks: Sequence[Block]) -> list[Block | None]:
-        """Each name that is not known stands for its block from now on. Returns what each was known for before."""
-        known = self.known
-        known_for = known.get
-        before: list[Block | None] = []
-        for name, block in zip(names, blocks, strict=True):
-            owner = known_for(name)
-            before.append(owner)
-            if owner is None:
-                known[name] = block
-                block.names += 1
-        return before
+    def share_name(self, name: EngineHash, block: Block) -> None:
+        """`name` stands for `block` too, besides the block that it is known for."""
+        self._others.setdefault(name, []).append(block)
+        block.names += 1
 
     def find(self, name: EngineHash, event: EngineStored) -> Block | None:
         """The block that the event means by `name`, its parent's or one of its own; None if it is not known in the event's

@@ -64,13 +64,14 @@ class Residency:
             self._store_by_hash(event, holding)
             return
         counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self._shared_hashes
-        count_of, counting = counts.get, self._counting
+        block_of, count_of, counting = self._block_of, counts.get, self._counting
         alone = len(self._indexed) == 1
-        owners = self._lineage.add_names(hashes, blocks)
-        for name, block, owner in zip(hashes, blocks, owners, strict=True):
+        for name, block in zip(hashes, blocks, strict=True):
             count = count_of(name, 0)
             counts[name] = count + 1 if counting else 1
+            owner = block_of(name)
             if owner is None:
+                self._lineage.add_name(name, block)
                 if count and not event.salt_inherited:  # the copies left out before may be another salt's
                     self.shared.add(name, block)
                     self.shared.store(name, block, holding, counting)

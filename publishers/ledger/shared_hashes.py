@@ -63,7 +63,7 @@ class SharedHashes:
     def restore(self, name: EngineHash, copies: dict[Block, CertainCopies]) -> None:
         """As it was saved; the first block is the one that `name` is known for."""
         for block in list(copies)[1:]:
-            self._lineage.add_name(name, block)
+            self._lineage.share_name(name, block)
         self.by_hash[name] = copies
         self.recount(name)
 
@@ -80,7 +80,7 @@ class SharedHashes:
         certain = by_block.get(block)
         if certain is None:
             certain = by_block[block] = CertainCopies()
-            self._lineage.add_name(name, block)
+            self._lineage.share_name(name, block)
         certain.by_holding[holding] = certain.by_holding.get(holding, 0) + 1 if counting else 1
         self.recount(name)
 

@@ -1,4 +1,4 @@
-"""The stream: it loses its oldest and its newest messages, and is made anew."""
+"""The stream: it loses its oldest and its newest messages, and is created again."""
 
 from typing import TYPE_CHECKING
 
@@ -31,15 +31,15 @@ class Stream:
         return [one for one in self.messages if one[0] > after_seq and one[1].startswith(token)][:count]
 
     def lose_oldest(self, count: int) -> None:
-        """Limits, or a purge."""
+        """By its limits, or by a purge."""
         self.messages = self.messages[count:]
 
     def lose_newest(self, count: int) -> None:
-        """A server that came back without its last writes: their numbers are given out again."""
+        """A server came back without its last writes: their numbers are used again."""
         for _ in range(min(count, len(self.messages))):
             self.messages.pop()
             self.last_seq -= 1
 
-    def make_anew(self) -> None:
+    def create_again(self) -> None:
         self.creation_us += 1
         self.last_seq, self.messages = 0, []

@@ -1,5 +1,5 @@
 """An engine: blocks of a few small trees in two namespaces, in HBM and (as copies) in host memory; a feed and a replay
-buffer, both lossy. It is the truth."""
+buffer, both lossy. What it holds is the truth."""
 
 import random
 from collections import Counter
@@ -40,7 +40,7 @@ def hash_of(path: tuple[int, ...]) -> bytes:
 
 @cache
 def path_with_hash(max_depth: int) -> dict[bytes, tuple[int, ...]]:
-    """Which path each sequence hash stands for."""
+    """The path that each sequence hash stands for."""
     paths: list[tuple[int, ...]] = [()]
     found = {}
     for depth in range(max_depth):
@@ -56,7 +56,7 @@ def tiered_block(block: Block, tier: Tier) -> TieredBlock:
 class Engine:
     def __init__(self, world: "World", number: int) -> None:
         self.world, self.number = world, number
-        self.life = 0
+        self.process = 0
         self.copies: Counter[tuple[Block, Tier]] = Counter()
         self.seq = 0
         self.buffer: list[tuple[int, bytes]] = []
@@ -64,17 +64,17 @@ class Engine:
         self.ever: set[TieredBlock] = set()
 
     def restart(self) -> None:
-        """Another process on the same endpoint: nothing cached, seq from 0."""
-        self.life += 1
+        """Another process on the same endpoint: nothing is cached, seq starts at 0."""
+        self.process += 1
         self.copies.clear()
         self.seq, self.buffer = 0, []
 
     def name(self, block: Block) -> int:
-        """Two namespaces may share an engine hash's low bits, never the whole."""
+        """The engine hash. Two namespaces may share its low bits, never all of it."""
         return crc32(repr(block).encode()) << 8 | len(block[1])
 
     def usable(self, granularity: int) -> set[TieredBlock]:
-        """What a request could use: no hole before it; every granularity-th block."""
+        """What a request could use: blocks without a hole before them; every granularity-th of them."""
         held = {block for (block, _), count in self.copies.items() if count}
         return {
             tiered_block(block, tier)
@@ -146,10 +146,10 @@ class Engine:
         tokens = tokens_of(run[-1][1])[first * BLOCK_SIZE :]
         events.append(EngineStored([self.name(b) for b in run], parent, tokens, BLOCK_SIZE, adapter=adapter))
 
-    # ------------------------------------------------------------ what is heard of it
+    # ------------------------------------------------------------ its feed
 
     def _publish(self, batch: EngineBatch) -> None:
-        payload = f"{self.number} {self.life} {self.seq} {self.world.random.getrandbits(64)}".encode()
+        payload = f"{self.number} {self.process} {self.seq} {self.world.random.getrandbits(64)}".encode()
         self.payloads[payload] = EngineBatch([], lost=True) if self.world.fault("poison", 0.01) else batch
         self.buffer = [*self.buffer, (self.seq, payload)][-BUFFER_BATCHES:]
         for publisher in self.world.publishers_of(self.number):

@@ -1,4 +1,4 @@
-"""A publisher process: the project's own continuity, ledger, changelog and outbox, tied together as the sidecar does."""
+"""A publisher process: the project's own continuity, ledger, changelog and outbox, connected as in the sidecar."""
 
 import random
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ LIMITS = OutboxLimits(outbox_messages=14, window_messages=3, message_bytes=330)
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a publisher's state file holds."""
+    """The content of a publisher's state file."""
 
     continuity: bytes
     ledger: bytes
     incarnation: int
-    life: int
+    process: int
 
 
 class Publisher:
@@ -39,16 +39,16 @@ class Publisher:
         self.engine = world.engines[number]
         self.feed: list[Batch] = []
         self.counters = PublisherCounters()
-        self.life = self.engine.life
+        self.process = self.engine.process
         self.ready = False
         self._late_acks: list[tuple[int, int, int]] = []
-        self._reserved = 0
+        self._next_incarnation = 0
         self._distrust = Distrust()
         settings = LedgerSettings("m", "t", block_size=BLOCK_SIZE, granularity=world.shape.granularity)
         self.continuity, ledger = Continuity(), Ledger(settings)
         if saved is not None:
             self.continuity, ledger = Continuity.load(saved.continuity), Ledger.load(saved.ledger, settings)
-            if "poll" in world.on and saved.life != self.life:
+            if "poll" in world.on and saved.process != self.process:
                 self.continuity, ledger = Continuity(), Ledger(settings)
         self.changelog = Changelog(
             self.worker_id,
@@ -60,7 +60,7 @@ class Publisher:
         )
         endpoint = EngineEndpoint(id=self.worker_id, kind=EngineKind.MOCK, model_id="m", tokenizer_id="t")
         self.heartbeats = HeartbeatSender(
-            None,  # type: ignore[arg-type]  # heartbeats are asked for, not sent
+            None,  # type: ignore[arg-type]  # heartbeats are made, not sent
             lambda: endpoint,
             self.changelog.outbox,
             self.counters,
@@ -72,7 +72,7 @@ class Publisher:
     # ------------------------------------------------------------ the engine's feed
 
     def catch_up(self) -> None:
-        """Before the first incarnation: is what was saved still the engine's?"""
+        """Before the first incarnation: is the engine's process still the saved one?"""
         self._follow(self.continuity.resume())
         if not self.continuity.unproven:
             self.changelog.require_incarnation(IncarnationReason.START)
@@ -87,11 +87,11 @@ class Publisher:
             self.settle()
 
     def probe(self) -> None:
-        """Now and then: is the engine's process another one; and, in silence, was a last batch lost?"""
+        """Has the engine restarted? In silence: was a last batch lost?"""
         if not self.ready:
             self.catch_up()
-        elif "poll" in self.world.on and self.life != self.engine.life:
-            self.life = self.engine.life
+        elif "poll" in self.world.on and self.process != self.engine.process:
+            self.process = self.engine.process
             self.feed.clear()
             self._follow(self.continuity.restart())
         elif not self.feed:
@@ -122,13 +122,13 @@ class Publisher:
         self.changelog.checkpoint(self.world.now_us)
 
     def begin(self) -> None:
-        """The wanted incarnation: its number first, it begins (after a grant) some time later."""
+        """Take a number for the incarnation that is due; at the next call, as after a grant, begin it."""
         if self.changelog.incarnation_due is None:
             return
-        if not self._reserved:
-            self._reserved = self.changelog.next_incarnation(self.world.now_us)
+        if not self._next_incarnation:
+            self._next_incarnation = self.changelog.next_incarnation(self.world.now_us)
             return
-        incarnation, self._reserved = self._reserved, 0
+        incarnation, self._next_incarnation = self._next_incarnation, 0
         self.changelog.begin_incarnation(incarnation, self.world.now_us)
 
     def request_snapshot(self, above: int) -> None:
@@ -144,7 +144,7 @@ class Publisher:
     # ------------------------------------------------------------ sending
 
     def send(self) -> None:
-        """One message: it may get lost, be stored without an acknowledgement, wait in a client's buffer, come twice."""
+        """Send one message: it may get lost, be stored without an acknowledgement, wait in a client's buffer, or come twice."""
         world, outbox = self.world, self.changelog.outbox
         outgoing = outbox.take()
         if outgoing is None:
@@ -164,13 +164,13 @@ class Publisher:
         if world.fault("late", 0.1):
             self._late_acks.append((outgoing.round, outgoing.seq, position))
         else:
-            self._acked(outgoing.round, outgoing.seq, position)
+            self._acknowledge(outgoing.round, outgoing.seq, position)
 
     def late_ack(self) -> None:
         if self._late_acks:
-            self._acked(*self._late_acks.pop(self.world.random.randrange(len(self._late_acks))))
+            self._acknowledge(*self._late_acks.pop(self.world.random.randrange(len(self._late_acks))))
 
-    def _acked(self, round_: int, seq: int, position: int) -> None:
+    def _acknowledge(self, round_: int, seq: int, position: int) -> None:
         self.changelog.outbox.acknowledge(round_, seq, position)
         if self.changelog.outbox.misplaced:
             self.go_back()
@@ -184,7 +184,7 @@ class Publisher:
         self.settle()
         changelog = self.changelog
         incarnation = max(changelog.outbox.incarnation, changelog.saved_incarnation)
-        return Saved(self.continuity.dump(), changelog.ledger.dump(), incarnation, self.life)
+        return Saved(self.continuity.dump(), changelog.ledger.dump(), incarnation, self.process)
 
     @property
     def quiet(self) -> bool:

@@ -145,7 +145,7 @@ class World:
             ("stream", 0.7, "STREAM LOSES ITS OLDEST", lambda: self.stream.lose_oldest(r.randint(1, 8))),
             ("stream", 0.2, "PURGE", lambda: self.stream.lose_oldest(1 << 30)),
             ("stream", 0.3, "STREAM LOSES ITS NEWEST", lambda: self.stream.lose_newest(r.randint(1, 5))),
-            ("recreate", 0.4, "STREAM MADE AGAIN", self.stream.make_anew),
+            ("recreate", 0.4, "STREAM MADE AGAIN", self.stream.create_again),
             ("store", 1.0, f"FAILOVER {shard}", lambda: self.index.failover(shard, r.randint(1, 8))),
             ("wipe", 0.3, f"WIPE {shard}", lambda: self.index.wipe(shard)),
             ("owner", 0.8, "OWNER CRASH", self._owner_crash),
