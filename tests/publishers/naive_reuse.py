@@ -60,7 +60,7 @@ class NaiveReuse:
         if event.get("kv_cache_spec_kind"):
             group.kind = event["kv_cache_spec_kind"]
             group.window = event.get("kv_cache_spec_sliding_window")
-            group.block_size = event["block_size"]
+            group.block_size = max(group.block_size, event["block_size"])  # partial blocks are smaller
         self.held.update((_medium(event), index, name) for name in event["block_hashes"])
         size, tokens = event["block_size"], event["token_ids"]
         if group.kind not in FULL_KINDS or size != self.block_size or len(tokens) != size * len(event["block_hashes"]):
@@ -96,7 +96,10 @@ class NaiveReuse:
         """Tokens of the prompt that the engine does not compute again, with the blocks of these media."""
         hashes = self.hashes(tokens, adapter, lookahead)
         holders = {index: self._holder(index, hashes, media) for index in self.groups}
-        for position in range(min((len(tokens) - 1) // self.block_size, len(hashes)), 0, -1):
+        limit = (len(tokens) - 1) // self.block_size
+        if len(self.groups) == 1 and any(group.eagle for group in self.groups.values()):
+            limit -= 1  # one group drops a block of what may be reused, several drop one of what they hold
+        for position in range(min(limit, len(hashes)), 0, -1):
             if position % self.alignment == 0 and all(
                 allows(group, position, self.block_size, holders[index]) for index, group in self.groups.items()
             ):
