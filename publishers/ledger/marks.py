@@ -11,8 +11,9 @@ of the segment below it is marked, on whatever branch.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from kvatlas.blocks.attention_groups import ResumptionRule
+from kvatlas.blocks.attention_groups import AttentionKind, ResumptionRule
 from publishers.ledger.block import Block
 
 SEGMENT = 64
@@ -21,6 +22,7 @@ SEGMENT = 64
 _RUN_BITS = 20
 """`Block.runs` has a field of this many bits for each sparse group: its blocks in a row up to this one."""
 _RUN = (1 << _RUN_BITS) - 1
+_BY_INDEX = attrgetter("index")
 
 
 @dataclass(slots=True)
@@ -43,6 +45,9 @@ class Marks:
             lag = rule.dropped - (stride if group.drops else 0)
             groups.append((group, slot * _RUN_BITS, 1 << slot, stride, group.longest_run, lag))
         self._groups = tuple(groups)
+        self._one_size = rule.alignment == 1
+        always_needed = [group for group in rule.sparse if group.kind is not AttentionKind.CHUNKED_LOCAL]
+        self._needs_runs = not rule.dropped and any(group.longest_run for group in always_needed)
         self._marked: set[Block] = set()
         self._heads: dict[Block, dict[int, int]] = {}  # head -> offset -> marked blocks there
 
@@ -60,15 +65,15 @@ class Marks:
         """Bring the marks in line, for blocks that are new, announced or withdrawn, or that a sparse group took or gave up."""
         affected = self._extend_runs(touched)
         change = MarkChange()
+        marks = self._marked
         for block in affected:
-            marked = self._is_resumable(block)
-            if marked != (block in self._marked):
-                if marked:
-                    self._marked.add(block)
+            if self._is_resumable(block):
+                if block not in marks:
+                    marks.add(block)
                     change.marked.append(block)
-                else:
-                    self._marked.discard(block)
-                    change.unmarked.append(block)
+            elif block in marks:
+                marks.discard(block)
+                change.unmarked.append(block)
         if change.marked or change.unmarked:
             self._count_heads(change)
         return change
@@ -77,12 +82,12 @@ class Marks:
         """Work out the runs of the touched blocks and, while they change, of their descendants; the blocks that may have to be
         marked or unmarked."""
         affected: dict[Block, None] = {}
-        waiting = sorted(touched, key=lambda block: -block.index)
+        waiting = sorted(touched, key=_BY_INDEX, reverse=True)
         behind: list[Block] = []
         while waiting:
             block = waiting.pop()
             affected[block] = None
-            runs = self._runs_of(block)
+            runs = 0 if self._one_size and not block.held_by else self._runs_of(block)
             if runs != block.runs:
                 block.runs = runs
                 behind.append(block)
@@ -103,6 +108,8 @@ class Marks:
         return runs
 
     def _is_resumable(self, block: Block) -> bool:
+        if self._needs_runs and not block.runs:
+            return False
         rule = self._rule
         position = block.index + 1 - rule.dropped
         if block.usable <= 0 or position <= 0 or position % rule.alignment:
