@@ -44,6 +44,9 @@ DRAFTING: dict[str, tuple[list[str], int, tuple[int | None, ...], int]] = {
     "eagle-in-swa": (["full", "swa:128!"], 900, (None, 0), 0),
     "eagle-in-both": (["full!", "swa:128!"], 900, (None, 0), 0),
     "eagle-two-full": (["full!", "full@64"], 900, (0,), 0),
+    "eagle-larger-swa-blocks": (["full!", "swa:128@64!"], 900, (0,), 0),
+    "eagle-swa-mamba": (["full@64!", "swa:128@64", "mamba@64"], 450, (0,), 0),
+    "eagle-two-swa": (["full!", "swa:128!", "swa:512"], 1_100, (0,), 0),
 }
 
 
@@ -75,11 +78,12 @@ CONFIGS = {config["name"]: config for config in grid()}
 
 
 @pytest.fixture(scope="session")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recording of each config."""
+def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recording of each config that a test of this run reads."""
     folder = tmp_path_factory.mktemp("oracle")
     assert PYTHON is not None
-    lines = "".join(json.dumps(config) + "\n" for config in CONFIGS.values())
+    selected = [name for name in CONFIGS if any(f"[{name}]" in item.name for item in request.session.items)]
+    lines = "".join(json.dumps(CONFIGS[name]) + "\n" for name in selected)
     done = subprocess.run([PYTHON, RECORDER, folder], input=lines, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-4_000:]
     return folder
