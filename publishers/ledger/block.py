@@ -36,8 +36,8 @@ class Block:
     """One block of a chain.
 
     `copies`: how many engine hashes hold it, by tier (see COPIES_BITS). `usable`: flags of the tiers it is usable in, 0
-    if it is not held, ORPHAN if it is held behind a hole. `names`: how many engine hashes stand for it. `held_by`: a bit for each group
-    besides full attention that holds it, in any tier; `runs`: see `marks`.
+    if it is not held, ORPHAN if it is held behind a hole. `names`: how many engine hashes stand for it. `held_by`: a bit for
+    each group besides full attention that holds it, in any tier; `runs`: see `marks`.
     """
 
     __slots__ = (
