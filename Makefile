@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help test chaos demo bench bench-longer lint types clean
+.PHONY: help test chaos oracle demo bench bench-longer lint types clean
 
 help: ## show this list
 	@sed -n 's/^\([.a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,6 +31,17 @@ test: $(READY) ## run all tests, on real servers
 chaos: $(READY) ## inject random faults into a running fleet (CHAOS_SECONDS, CHAOS_SEED) and check that the index is exact
 	$(BIN)/python -m tests.chaos
 
+oracle: $(READY) .oracle/.ready ## compare predicted reuse with vLLM's own KV cache manager (installs vLLM and torch, no GPU)
+	KVATLAS_ORACLE_PYTHON=.oracle/bin/python $(BIN)/python -m pytest -q --timeout 3600 tests/oracle
+
+.oracle/.ready: tests/oracle/requirements.txt
+	@rm -rf .oracle
+	@$(PYTHON) -m venv .oracle
+	@echo "Installing vLLM 0.33.0 and what its KV cache manager imports into .oracle"
+	@.oracle/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/oracle/requirements.txt
+	@.oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0
+	@touch $@
+
 demo: $(READY) ## run the whole system on this machine: 4 simulated engines, round-robin against kvatlas
 	$(BIN)/kvatlas demo
 
@@ -48,5 +59,5 @@ types: $(READY) ## run mypy, strict
 	$(BIN)/mypy
 
 clean: ## remove the environment and every cache
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .oracle build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,13 +2,18 @@
 
 Every engine recomputes at least the prompt's last token, because it needs the logits. What else is lost:
 
-- vLLM (0.9 to 0.33): the hit is at most prompt - 1 tokens, cut to whole blocks; with EAGLE the last matched block is
-  dropped as well, because the draft model needs its hidden states.
+- vLLM (0.9 to 0.33): the hit is at most prompt - 1 tokens, cut to whole blocks. With EAGLE and without lookahead hashes
+  (0.33's default where no KV connector is used) one block is dropped, because the draft model needs its hidden states: after
+  that where the model has one KV cache group (`UnitaryKVCacheCoordinator`), before it where it has several
+  (`HybridKVCacheCoordinator`). Groups of several block sizes cut the rest to the scheduler's block size.
 - SGLang (0.4.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages; with EAGLE the tree's keys are
   pairs of neighbouring tokens, of which there is one fewer.
 - TensorRT-LLM (1.2, 1.3rc): at most prompt - 1 tokens; only full blocks are in the index.
 - LMCache (0.5.6): a full hit is shortened by one token and is not cut to blocks.
 - mock: as vLLM.
+
+Of a hybrid model residency is only a bound: its marks say where a prompt can be resumed (`kvatlas.blocks.attention_groups`).
+A request can forbid reuse too, wholly or behind a token: `CacheReading`.
 """
 
 from collections.abc import Mapping
@@ -23,24 +28,63 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind
 class ReuseRule:
     """One engine's rule.
 
-    `recomputed_tokens` at the prompt's end are never reused; `block_aligned` cuts the rest to whole blocks; then
-    `dropped_blocks` are dropped from the hit. Raises InvalidValue for a negative number.
+    `recomputed_tokens` at the prompt's end are never reused; `block_aligned` cuts the rest to whole blocks, or to multiples
+    of `alignment_tokens` where that is not 0. `dropped_blocks` are dropped: from the hit, or with `drops_resident` from what
+    is resident, before the rest. Raises InvalidValue for a negative number.
     """
 
     recomputed_tokens: int = 1
     block_aligned: bool = True
     dropped_blocks: int = 0
+    drops_resident: bool = False
+    alignment_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.recomputed_tokens < 0 or self.dropped_blocks < 0:
+        if self.recomputed_tokens < 0 or self.dropped_blocks < 0 or self.alignment_tokens < 0:
             raise InvalidValue(f"reuse rule {self}; expected no negative number")
 
-    def usable_tokens(self, resident_tokens: int, prompt_tokens: int, block_size: int) -> int:
-        """Tokens of a resident prefix that the engine does not recompute."""
-        usable = min(resident_tokens, prompt_tokens - self.recomputed_tokens)
-        if self.block_aligned:
+    def usable_tokens(
+        self, resident_tokens: int, prompt_tokens: int, block_size: int, readable_tokens: int | None = None
+    ) -> int:
+        """Tokens of a resident prefix that the engine does not recompute.
+
+        `readable_tokens`: how many the request lets it read from its cache (`CacheReading`), None: all.
+        """
+        dropped = self.dropped_blocks * block_size
+        limit = self.limit_tokens(prompt_tokens, readable_tokens)
+        usable = min(resident_tokens - dropped, limit) if self.drops_resident else min(resident_tokens, limit) - dropped
+        if self.alignment_tokens:
+            usable -= usable % self.alignment_tokens
+        elif self.block_aligned:
             usable -= usable % block_size
-        return max(0, usable - self.dropped_blocks * block_size)
+        return max(0, usable)
+
+    def limit_tokens(self, prompt_tokens: int, readable_tokens: int | None = None) -> int:
+        """Tokens of a prompt that may be reused at all."""
+        limit = prompt_tokens - self.recomputed_tokens
+        return max(0, limit if readable_tokens is None else min(limit, readable_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReading:
+    """What a request says of reading the engine's prefix cache, in the engines' own parameters.
+
+    `skip`: vLLM's `skip_reading_prefix_cache`. `prompt_logprobs`: log probabilities of the prompt are asked for (vLLM: a hit
+    has none, so the cache is not read unless `skip` is False). `logprob_start_len`: SGLang's, with `return_logprob`: from
+    this token on the prompt is computed; -1: the prompt's log probabilities are not asked for.
+    """
+
+    skip: bool | None = None
+    prompt_logprobs: bool = False
+    logprob_start_len: int = -1
+
+    def readable_tokens(self, kind: EngineKind) -> int | None:
+        """How many of the prompt's first tokens an engine of this kind may read from its cache; None: all."""
+        if kind is EngineKind.SGLANG:
+            return self.logprob_start_len if self.logprob_start_len >= 0 else None
+        if kind in (EngineKind.VLLM, EngineKind.MOCK):
+            return 0 if (self.prompt_logprobs if self.skip is None else self.skip) else None
+        return None
 
 
 @cache

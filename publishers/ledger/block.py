@@ -36,10 +36,22 @@ class Block:
     """One block of a chain.
 
     `copies`: how many engine hashes hold it, by tier (see COPIES_BITS). `usable`: flags of the tiers it is usable in, 0
-    if it is not held, ORPHAN if it is held behind a hole. `names`: how many engine hashes stand for it.
+    if it is not held, ORPHAN if it is held behind a hole. `names`: how many engine hashes stand for it. `held_by`: a bit for
+    each group besides full attention that holds it, in any tier; `runs`: see `marks`.
     """
 
-    __slots__ = ("children", "copies", "index", "names", "namespace", "parent", "sequence_hash", "usable")
+    __slots__ = (
+        "children",
+        "copies",
+        "held_by",
+        "index",
+        "names",
+        "namespace",
+        "parent",
+        "runs",
+        "sequence_hash",
+        "usable",
+    )
 
     def __init__(self, namespace: Namespace, sequence_hash: bytes, parent: "Block | None", index: int) -> None:
         self.namespace = namespace
@@ -50,6 +62,8 @@ class Block:
         self.copies = 0
         self.usable = 0
         self.names = 0
+        self.held_by = 0
+        self.runs = 0
 
     def iter_children(self) -> Iterator["Block"]:
         children = self.children

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.blocks.reuse import ReuseRule, ReuseRules, default_rule
+from kvatlas.blocks.reuse import CacheReading, ReuseRule, ReuseRules, default_rule
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineEndpoint, EngineKind
 
@@ -67,7 +67,56 @@ def test_the_rule_is_that_of_the_worker_then_of_its_kind_then_the_default() -> N
     assert rules.of(endpoint(EngineKind.SGLANG, id="w2", eagle=True)) == default_rule(EngineKind.SGLANG, eagle=True)
 
 
-@pytest.mark.parametrize("fields", [{"recomputed_tokens": -1}, {"dropped_blocks": -1}])
+@pytest.mark.parametrize(
+    ("rule", "resident", "prompt", "usable"),
+    [
+        # one group: a block of what may be reused is dropped
+        (ReuseRule(dropped_blocks=1), 96, 64, 32),
+        (ReuseRule(dropped_blocks=1), 48, 100, 32),
+        # several groups: a block of what is resident is dropped, so a longer resident prefix costs nothing
+        (ReuseRule(dropped_blocks=1, drops_resident=True), 96, 64, 48),
+        (ReuseRule(dropped_blocks=1, drops_resident=True), 48, 100, 32),
+        (ReuseRule(dropped_blocks=1, drops_resident=True), 0, 100, 0),
+        # blocks of 16 beside a group with blocks of 64
+        (ReuseRule(alignment_tokens=64), 112, 200, 64),
+        (ReuseRule(alignment_tokens=64), 128, 200, 128),
+        (ReuseRule(alignment_tokens=64), 128, 128, 64),
+        # ... of which the smaller blocks drop one: first the drop, then the cut
+        (ReuseRule(alignment_tokens=64, dropped_blocks=1, drops_resident=True), 128, 200, 64),
+        (ReuseRule(alignment_tokens=64, dropped_blocks=1, drops_resident=True), 144, 200, 128),
+    ],
+)
+def test_drop_and_cut_follow_the_engines_order(rule: ReuseRule, resident: int, prompt: int, usable: int) -> None:
+    assert rule.usable_tokens(resident, prompt, 16) == usable
+
+
+@pytest.mark.parametrize(
+    ("reading", "kind", "readable"),
+    [
+        (CacheReading(), EngineKind.VLLM, None),
+        (CacheReading(prompt_logprobs=True), EngineKind.VLLM, 0),
+        (CacheReading(prompt_logprobs=True, skip=False), EngineKind.VLLM, None),
+        (CacheReading(skip=True), EngineKind.MOCK, 0),
+        (CacheReading(skip=True), EngineKind.SGLANG, None),
+        (CacheReading(logprob_start_len=40), EngineKind.SGLANG, 40),
+        (CacheReading(logprob_start_len=0), EngineKind.SGLANG, 0),
+        (CacheReading(logprob_start_len=40), EngineKind.VLLM, None),
+        (CacheReading(prompt_logprobs=True), EngineKind.LMCACHE, None),
+    ],
+)
+def test_a_request_limits_what_its_engine_may_read(
+    reading: CacheReading, kind: EngineKind, readable: int | None
+) -> None:
+    assert reading.readable_tokens(kind) == readable
+
+
+def test_tokens_that_may_not_be_read_are_not_usable() -> None:
+    assert default_rule(EngineKind.VLLM).usable_tokens(64, 100, 16, readable_tokens=0) == 0
+    assert default_rule(EngineKind.SGLANG).usable_tokens(64, 100, 16, readable_tokens=40) == 32
+    assert default_rule(EngineKind.SGLANG).usable_tokens(64, 50, 16, readable_tokens=60) == 48
+
+
+@pytest.mark.parametrize("fields", [{"recomputed_tokens": -1}, {"dropped_blocks": -1}, {"alignment_tokens": -1}])
 def test_negative_numbers_are_refused(fields: dict[str, int]) -> None:
     with pytest.raises(InvalidValue, match="negative"):
         ReuseRule(**fields)  # type: ignore[arg-type]

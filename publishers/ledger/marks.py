@@ -1,0 +1,168 @@
+"""Marks: which announced blocks a prompt can be resumed at, where residency alone does not say it (hybrid models).
+
+A block is **marked** when it is announced and the engine's groups allow the position that lies `ResumptionRule.dropped` blocks
+before its end. Each group's held blocks in a row up to a block (its run) follow from its parent's, so a batch costs work for
+the blocks that it touched, and for their descendants only as far as runs change: at most a window, or to a chunk's end.
+
+A lookup must find the deepest marked block of a chain without a look at every block. So marks are also kept by segment: the
+**head** of a mark is its ancestor whose index is a multiple of SEGMENT, and has one bit for each offset at which any block
+of the segment below it is marked, on whatever branch.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from kvatlas.blocks.attention_groups import AttentionKind, ResumptionRule
+from publishers.ledger.block import Block
+
+SEGMENT = 64
+"""Blocks a head has a bit for each."""
+
+_RUN_BITS = 20
+"""`Block.runs` has a field of this many bits for each sparse group: its blocks in a row up to this one."""
+_RUN = (1 << _RUN_BITS) - 1
+_BY_INDEX = attrgetter("index")
+
+
+@dataclass(slots=True)
+class MarkChange:
+    """What one batch changed. `heads` has those whose bits changed, with their bits now; bit 0 is the head itself."""
+
+    unmarked: list[Block] = field(default_factory=list)
+    marked: list[Block] = field(default_factory=list)
+    heads: dict[Block, int] = field(default_factory=dict)
+
+
+class Marks:
+    """The marks of one ledger. `settle` is called after each whole batch; it alone writes `Block.runs`."""
+
+    def __init__(self, rule: ResumptionRule) -> None:
+        self._rule = rule
+        groups = []
+        for slot, group in enumerate(rule.sparse):
+            stride = group.block_size // rule.block_size
+            lag = rule.dropped - (stride if group.drops else 0)
+            groups.append((group, slot * _RUN_BITS, 1 << slot, stride, group.longest_run, lag))
+        self._groups = tuple(groups)
+        self._one_size = rule.alignment == 1
+        always_needed = [group for group in rule.sparse if group.kind is not AttentionKind.CHUNKED_LOCAL]
+        self._needs_runs = not rule.dropped and any(group.longest_run for group in always_needed)
+        self._marked: set[Block] = set()
+        self._heads: dict[Block, dict[int, int]] = {}  # head -> offset -> marked blocks there
+
+    @property
+    def marked(self) -> Iterable[Block]:
+        """Every marked block now."""
+        return self._marked
+
+    @property
+    def heads(self) -> Mapping[Block, int]:
+        """Every head now, with its bits."""
+        return {head: _bits(offsets) for head, offsets in self._heads.items()}
+
+    def settle(self, touched: Iterable[Block]) -> MarkChange:
+        """Bring the marks in line, for blocks that are new, announced or withdrawn, or that a sparse group took or gave up."""
+        affected = self._extend_runs(touched)
+        change = MarkChange()
+        marks = self._marked
+        for block in affected:
+            if self._is_resumable(block):
+                if block not in marks:
+                    marks.add(block)
+                    change.marked.append(block)
+            elif block in marks:
+                marks.discard(block)
+                change.unmarked.append(block)
+        if change.marked or change.unmarked:
+            self._count_heads(change)
+        return change
+
+    def _extend_runs(self, touched: Iterable[Block]) -> dict[Block, None]:
+        """Work out the runs of the touched blocks and, while they change, of their descendants; the blocks that may have to be
+        marked or unmarked."""
+        affected: dict[Block, None] = {}
+        waiting = sorted(touched, key=_BY_INDEX, reverse=True)
+        behind: list[Block] = []
+        while waiting:
+            block = waiting.pop()
+            affected[block] = None
+            runs = 0 if self._one_size and not block.held_by else self._runs_of(block)
+            if runs != block.runs:
+                block.runs = runs
+                behind.append(block)
+                waiting.extend(block.iter_children())
+        for _ in range(self._rule.dropped):
+            behind = [child for block in behind for child in block.iter_children()]
+            affected.update(dict.fromkeys(behind))
+        return affected
+
+    def _runs_of(self, block: Block) -> int:
+        above = 0 if block.parent is None else block.parent.runs
+        runs = 0
+        for _, shift, bit, stride, longest, _ in self._groups:
+            run = above >> shift & _RUN
+            if (block.index + 1) % stride == 0:  # else inside one of the group's larger blocks
+                run = min(run + 1, longest) if block.held_by & bit else 0
+            runs |= run << shift
+        return runs
+
+    def _is_resumable(self, block: Block) -> bool:
+        if self._needs_runs and not block.runs:
+            return False
+        rule = self._rule
+        position = block.index + 1 - rule.dropped
+        if block.usable <= 0 or position <= 0 or position % rule.alignment:
+            return False
+        tokens = position * rule.block_size
+        for group, shift, _, stride, longest, lag in self._groups:
+            at: Block | None = block
+            for _ in range(lag):
+                assert at is not None, "a position above 0 has its blocks above it"
+                at = at.parent
+            assert at is not None
+            needed = group.blocks_needed(tokens) + group.drops
+            if group.drops and rule.alignment > stride and needed < longest:
+                return False  # vLLM aligns a run that begins at the first block before and after the drop: here never claimed
+            if (at.runs >> shift & _RUN) < needed:
+                return False
+        return True
+
+    def _count_heads(self, change: MarkChange) -> None:
+        before: dict[Block, int] = {}
+        found: dict[Block, Block] = {}
+        for blocks, sign in ((change.unmarked, -1), (change.marked, 1)):
+            for block in blocks:
+                head = _head_of(block, found)
+                offsets = self._heads.setdefault(head, {})
+                before.setdefault(head, _bits(offsets))
+                offset = block.index % SEGMENT
+                count = offsets.get(offset, 0) + sign
+                if count:
+                    offsets[offset] = count
+                else:
+                    del offsets[offset]
+        for head, bits in before.items():
+            offsets = self._heads[head]
+            now = _bits(offsets)
+            if now != bits:
+                change.heads[head] = now
+            if not offsets:
+                del self._heads[head]
+
+
+def _bits(offsets: Iterable[int]) -> int:
+    return sum(1 << offset for offset in offsets)
+
+
+def _head_of(block: Block, found: dict[Block, Block]) -> Block:
+    """The block's ancestor that begins its segment. `found` remembers it for the blocks on the way."""
+    path: list[Block] = []
+    at = block
+    while at not in found and at.index % SEGMENT:
+        path.append(at)
+        assert at.parent is not None
+        at = at.parent
+    head = found.get(at, at)
+    found.update(dict.fromkeys(path, head))
+    return head

@@ -1,0 +1,231 @@
+"""Records what vLLM's own KV cache manager publishes and reuses, in the format of `tests/data/hybrid-recordings`.
+
+It runs under a Python that has vLLM and needs nothing of this project: `python record.py FOLDER < configs.jsonl`. No model, no
+GPU: requests are admitted, prefilled in chunks, decoded and freed as the scheduler does it, by the KV cache manager alone.
+
+A config: {"name", "groups", "pool", "retention", "eagle", "lookahead", "fork", "asks", "seed"}. A group is
+KIND[:SIZE][@BLOCK][!] with the kinds full, mla, swa, chunked and mamba, and `!` where draft layers are in it. `fork`: null
+(requests go on where an earlier one ended), "anywhere", or "blocks" (they leave it at a block's end).
+"""
+
+import base64
+import gzip
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import vllm
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+CHUNK_TOKENS = 1_024
+"""Tokens computed in one step."""
+
+
+def spec_of(described: str) -> tuple[KVCacheSpec, bool]:
+    """(spec, has draft layers) of one group."""
+    drafts = described.endswith("!")
+    kind, _, block = described.rstrip("!").partition("@")
+    kind, _, size = kind.partition(":")
+    block_size = int(block or 16)
+    heads: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+    match kind:
+        case "full":
+            return FullAttentionSpec(block_size, **heads), drafts
+        case "mla":
+            return MLAAttentionSpec(block_size, **heads), drafts
+        case "swa":
+            return SlidingWindowSpec(block_size, sliding_window=int(size), **heads), drafts
+        case "chunked":
+            return ChunkedLocalAttentionSpec(block_size, attention_chunk_size=int(size), **heads), drafts
+        case "mamba":
+            shapes, dtypes = ((8, 8),), (torch.float16,)
+            return MambaSpec(block_size, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align"), drafts
+    raise ValueError(f"group {described!r}; expected full, mla, swa, chunked or mamba")
+
+
+class Engine:
+    """A scheduler's use of the KV cache manager, for one request at a time and a few that go on decoding beside it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        groups = []
+        for i, described in enumerate(config["groups"]):
+            spec, drafts = spec_of(described)
+            groups.append(KVCacheGroupSpec([f"layer{i}"], spec, is_eagle_group=drafts))
+        sizes = [group.kv_cache_spec.block_size for group in groups]
+        self.block_size = math.lcm(*sizes)
+        self.hash_block_size = math.gcd(*sizes)
+        self.lookahead = config["lookahead"]
+        self.has_mamba = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+        self.drops = config["eagle"] and not self.lookahead
+        self.hasher = get_request_block_hasher(self.hash_block_size, sha256_cbor, self.lookahead)
+        self.manager = KVCacheManager(
+            KVCacheConfig(
+                num_blocks=config["pool"],
+                kv_cache_tensors=[],
+                kv_cache_groups=groups,
+                prefix_cache_retention_interval=config["retention"],
+            ),
+            max_model_len=1 << 20,
+            scheduler_block_size=self.block_size,
+            hash_block_size=self.hash_block_size,
+            max_in_flight_tokens=CHUNK_TOKENS,
+            use_eagle=self.drops,
+            num_hash_lookahead_tokens=self.lookahead,
+            enable_kv_cache_events=True,
+        )
+        self.running: list[Request] = []
+        self.made = 0
+
+    def admit(self, tokens: list[int], out: "Recording") -> tuple[Request, int]:
+        """A new request, and how many of its tokens are reused."""
+        self.made += 1
+        request = Request(
+            f"request-{self.made}", tokens, SamplingParams(max_tokens=10_000), None, block_hasher=self.hasher
+        )
+        self.manager.new_step_starts()
+        blocks, hit, boundary = self.manager.get_computed_blocks(request)
+        request.shared_prefix_boundary = boundary
+        new: Any = blocks
+        computed = hit
+        while computed < len(tokens):
+            end = self._chunk_end(request, computed, len(tokens))
+            self.manager.new_step_starts()
+            while self.manager.allocate_slots(request, end - computed, computed if new else 0, new) is None:
+                self._free_oldest(out)
+            computed = request.num_computed_tokens = end
+            new = None
+            out.batch(self.manager.take_events())
+        self.running.append(request)
+        return request, hit
+
+    def _chunk_end(self, request: Request, start: int, length: int) -> int:
+        """Chunks of mamba models end where a state is to be cached: see `Scheduler._mamba_block_aligned_split`."""
+        end = min(start + CHUNK_TOKENS, length)
+        if not self.has_mamba:
+            return end
+        size = self.block_size
+        last = (length - 1) // size * size - (size if self.drops else 0)
+        stops = [last, request.shared_prefix_boundary // size * size]
+        if end < length:
+            stops.append(end // size * size)
+        return min((stop for stop in stops if start < stop < end), default=end)
+
+    def decode(self, request: Request, tokens: list[int], out: "Recording") -> None:
+        for token in tokens:
+            request.append_output_token_ids(token)
+            self.manager.new_step_starts()
+            while self.manager.allocate_slots(request, 1) is None:
+                self._free_oldest(out)
+                if request not in self.running:
+                    return
+            request.num_computed_tokens += 1
+        out.batch(self.manager.take_events())
+
+    def _free_oldest(self, out: "Recording") -> None:
+        if not self.running:
+            raise RuntimeError("the pool is too small for one request")
+        self.manager.free(self.running.pop(0))
+        out.batch(self.manager.take_events())
+
+    def free_all_but(self, count: int, out: "Recording") -> None:
+        while len(self.running) > count:
+            self._free_oldest(out)
+
+
+class Recording:
+    """Lines of one file."""
+
+    def __init__(self, path: Path, head: dict[str, Any]) -> None:
+        self.lines = [head]
+        self.path = path
+        self.seq = 0
+
+    def batch(self, events: list[Any]) -> None:
+        if events:
+            payload = msgspec.msgpack.encode(KVEventBatch(float(self.seq), events, data_parallel_rank=0))
+            self.lines.append({"batch": base64.b64encode(payload).decode(), "seq": self.seq})
+            self.seq += 1
+
+    def ask(self, at: int, like: int | None, first: int, more: list[int], hit: int) -> None:
+        """A prompt was asked before the batches from line `at` on."""
+        ask = {"like": like, "first": first, "more": more, "adapter": None, "skip": False}
+        self.lines.insert(at, {"ask": ask, "hit": hit, "far": 0})
+
+    def write(self) -> None:
+        with gzip.open(self.path, "wt") as file:
+            file.writelines(json.dumps(line) + "\n" for line in self.lines)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many first tokens two prompts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def record(config: dict[str, Any], folder: Path) -> None:
+    """Sessions that come back with what they had and more, some of them forking, beside a few that go on decoding."""
+    chance = random.Random(json.dumps(config, sort_keys=True))
+    engine = Engine(config)
+    head = {"config": config, "engine": f"vllm {vllm.__version__}", "block_size": engine.hash_block_size}
+    out = Recording(folder / f"{config['name']}.jsonl.gz", head)
+    asked: list[list[int]] = []
+    histories: list[tuple[int, list[int]]] = []  # (ask, its prompt and output)
+
+    def fresh(low: int, high: int) -> list[int]:
+        return [chance.randrange(150_000) for _ in range(chance.randint(low, high))]
+
+    system = fresh(200, 900)
+    for number in range(config["asks"]):
+        like: int | None = None
+        if number and chance.random() < 0.85:
+            like, history = chance.choice(histories[-12:])
+            if config["fork"] is None or chance.random() < 0.4:
+                first = len(history)
+            else:
+                first = chance.randint(1, len(history))
+                if config["fork"] == "blocks":
+                    first -= first % engine.block_size
+            tokens = history[:first] + fresh(1, 300)
+        else:
+            tokens = (system if chance.random() < 0.5 else []) + fresh(20, 2_500)
+        if len(tokens) > 5_000:
+            tokens, like = fresh(100, 1_500), None
+        if chance.random() < 0.1 and len(tokens) > 2 * engine.block_size:
+            del tokens[len(tokens) // engine.block_size * engine.block_size :]  # a prompt of whole blocks
+        shared = _common(tokens, asked[like]) if like is not None else 0
+        before = len(out.lines)
+        request, hit = engine.admit(tokens, out)
+        out.ask(before, like if shared else None, shared, tokens[shared:], hit)
+        asked.append(tokens)
+        output = fresh(1, 120)
+        engine.decode(request, output, out)
+        histories.append((len(asked) - 1, tokens + output))
+        engine.free_all_but(chance.randint(0, 3), out)
+    out.write()
+
+
+if __name__ == "__main__":
+    init_none_hash(sha256_cbor)
+    target = Path(sys.argv[1])
+    target.mkdir(parents=True, exist_ok=True)
+    for line in sys.stdin:
+        record(json.loads(line), target)

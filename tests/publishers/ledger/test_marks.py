@@ -1,0 +1,227 @@
+"""Marks kept from batch to batch equal those worked out from scratch, on random trees of blocks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
+from publishers.ledger.block import Block, Namespace
+from publishers.ledger.marks import SEGMENT, MarkChange, Marks
+from tests.publishers.naive_reuse import Group, allows
+
+FULL = AttentionGroup(AttentionKind.FULL, 16)
+WINDOW = AttentionGroup(AttentionKind.SLIDING_WINDOW, 16, window_tokens=128)
+CHUNKED = AttentionGroup(AttentionKind.CHUNKED_LOCAL, 16, chunk_tokens=96)
+MAMBA = AttentionGroup(AttentionKind.MAMBA, 16)
+DRAFT = AttentionGroup(AttentionKind.FULL, 16, eagle=True)
+
+MODELS = {
+    "window": (FULL, WINDOW),
+    "two windows": (FULL, WINDOW, AttentionGroup(AttentionKind.SLIDING_WINDOW_MLA, 16, window_tokens=41)),
+    "window of one token": (FULL, AttentionGroup(AttentionKind.SLIDING_WINDOW, 16, window_tokens=1)),
+    "mamba": (FULL, MAMBA),
+    "mamba first": (MAMBA, FULL),
+    "chunked": (FULL, CHUNKED),
+    "everything": (FULL, WINDOW, MAMBA, CHUNKED),
+    "window, full attention drafts": (DRAFT, WINDOW),
+    "mamba, full attention drafts": (DRAFT, MAMBA),
+    "window drafts": (FULL, AttentionGroup(AttentionKind.SLIDING_WINDOW, 16, window_tokens=80, eagle=True)),
+    "both draft": (DRAFT, AttentionGroup(AttentionKind.SLIDING_WINDOW, 16, window_tokens=80, eagle=True), MAMBA),
+    "larger window blocks": (FULL, AttentionGroup(AttentionKind.SLIDING_WINDOW, 64, window_tokens=200)),
+    "larger mamba blocks": (FULL, AttentionGroup(AttentionKind.MAMBA, 48)),
+    "larger full blocks": (AttentionGroup(AttentionKind.FULL, 32), WINDOW, AttentionGroup(AttentionKind.MAMBA, 48)),
+    "larger blocks that draft": (AttentionGroup(AttentionKind.FULL, 64, eagle=True), WINDOW),
+}
+
+
+@dataclass
+class Tree:
+    """Blocks under one root each, and what full attention holds of them. `announced` follows from that."""
+
+    groups: tuple[AttentionGroup, ...]
+    blocks: list[Block] = field(default_factory=list)
+    held_full: set[Block] = field(default_factory=set)
+    namespace: Namespace = field(default_factory=lambda: Namespace(b"scope id", None, None, None))
+    made: int = 0
+
+    def grow(self, parent: Block | None, count: int) -> list[Block]:
+        grown = []
+        for _ in range(count):
+            self.made += 1
+            block = Block(
+                self.namespace, self.made.to_bytes(8, "little"), parent, 0 if parent is None else parent.index + 1
+            )
+            if parent is not None:
+                parent.add_child(block)
+            self.blocks.append(block)
+            grown.append(block)
+            parent = block
+        return grown
+
+    def announce(self) -> list[Block]:
+        """Settles what is announced; the blocks for which that changed."""
+        changed = []
+        for block in self.blocks:  # parents stand before children
+            announced = block in self.held_full and (block.parent is None or block.parent.usable > 0)
+            if announced != (block.usable > 0):
+                block.usable = int(announced)
+                changed.append(block)
+        return changed
+
+    def drop_forgotten(self, random: Random) -> None:
+        """Like the ledger, forget leaves that nobody holds."""
+        for block in reversed(self.blocks[:]):
+            forgotten = not (block.usable or block.held_by or block in self.held_full or block.children)
+            if forgotten and random.random() < 0.5:
+                if block.parent is not None:
+                    block.parent.remove_child(block)
+                self.blocks.remove(block)
+
+    def naive_marks(self, rule: ResumptionRule) -> set[Block]:
+        return {block for block in self.blocks if block.usable > 0 and self._is_resumable(block, rule)}
+
+    def _is_resumable(self, block: Block, rule: ResumptionRule) -> bool:
+        position = block.index + 1 - rule.dropped
+        path = list(above(block))[::-1]
+        if position <= 0 or position % rule.alignment:
+            return False
+        for slot, group in enumerate(rule.sparse):
+            naive = Group(str(group.kind), group.window_tokens, group.block_size, group.chunk_tokens, group.drops)
+            held = [block.held_by >> slot & 1 == 1 for block in path]
+            if not allows(naive, position, rule.block_size, held.__getitem__):
+                return False
+        return True
+
+
+def above(block: Block | None) -> Iterator[Block]:
+    while block is not None:
+        yield block
+        block = block.parent
+
+
+def naive_heads(marked: set[Block]) -> dict[Block, int]:
+    heads: dict[Block, int] = {}
+    for block in marked:
+        head = next(one for one in above(block) if one.index == block.index // SEGMENT * SEGMENT)
+        heads[head] = heads.get(head, 0) | 1 << block.index % SEGMENT
+    return heads
+
+
+def change_something(tree: Tree, rule: ResumptionRule, random: Random) -> set[Block]:
+    """A batch like an engine's: chains are stored, mostly held by all groups at their end, and blocks are evicted."""
+    touched: set[Block] = set()
+    for _ in range(random.randint(1, 4)):
+        act = random.random()
+        if act < 0.5 or not tree.blocks:
+            parent = random.choice(tree.blocks) if tree.blocks and random.random() < 0.9 else None
+            grown = tree.grow(parent, random.choice((1, 3, 10, 40, 150)))
+            touched.update(grown)
+            if random.random() < 0.9:
+                tree.held_full.update(grown)
+            for slot in range(len(rule.sparse)):
+                dense = random.random() < 0.5
+                for block in grown if dense else grown[-random.randint(1, 12) :]:
+                    block.held_by |= 1 << slot
+        elif act < 0.75:
+            slot = random.randrange(len(rule.sparse))
+            for block in random.sample(tree.blocks, min(len(tree.blocks), random.choice((1, 5, 30)))):
+                block.held_by ^= 1 << slot
+                touched.add(block)
+        else:
+            for block in random.sample(tree.blocks, min(len(tree.blocks), random.choice((1, 1, 4)))):
+                tree.held_full ^= {block}
+    touched.update(tree.announce())
+    return touched
+
+
+@given(st.sampled_from(sorted(MODELS)), st.integers(0, 1 << 32), st.integers(1, 25))
+@settings(max_examples=150)
+def test_marks_and_heads_equal_a_computation_from_scratch_after_each_batch(model: str, seed: int, batches: int) -> None:
+    random = Random(seed)
+    rule = ResumptionRule.of(MODELS[model])
+    tree = Tree(MODELS[model])
+    marks = Marks(rule)
+    published_marks: set[Block] = set()
+    published_heads: dict[Block, int] = {}
+    for _ in range(batches):
+        change = marks.settle(change_something(tree, rule, random))
+        expected = tree.naive_marks(rule)
+        assert set(marks.marked) == expected
+        assert dict(marks.heads) == naive_heads(expected)
+        apply(change, published_marks, published_heads)
+        assert published_marks == expected
+        assert published_heads == naive_heads(expected)
+        tree.drop_forgotten(random)
+
+
+def apply(change: MarkChange, marks: set[Block], heads: dict[Block, int]) -> None:
+    """As an index would; refuses what is no change."""
+    assert marks.issuperset(change.unmarked)
+    assert marks.isdisjoint(change.marked)
+    marks.difference_update(change.unmarked)
+    marks.update(change.marked)
+    for head, bits in change.heads.items():
+        assert heads.get(head, 0) != bits
+        if bits:
+            heads[head] = bits
+        else:
+            del heads[head]
+
+
+def chain(tree: Tree, count: int) -> list[Block]:
+    grown = tree.grow(None, count)
+    tree.held_full.update(grown)
+    return grown
+
+
+def positions(marks: Marks) -> list[int]:
+    return sorted(block.index + 1 for block in marks.marked)
+
+
+def test_with_sparse_retention_the_marks_are_islands() -> None:
+    tree = Tree((FULL, WINDOW))
+    blocks = chain(tree, 300)
+    for at in (*range(92, 100), *range(192, 202)):  # the window of 128 tokens needs 8 blocks
+        blocks[at].held_by = 1
+    marks = Marks(ResumptionRule.of((FULL, WINDOW)))
+    tree.announce()
+    marks.settle(blocks)
+    assert positions(marks) == [100, 200, 201, 202]
+
+
+def test_a_prefix_within_the_window_needs_all_its_blocks_only() -> None:
+    tree = Tree((FULL, WINDOW))
+    blocks = chain(tree, 20)
+    for block in blocks[:5]:
+        block.held_by = 1
+    marks = Marks(ResumptionRule.of((FULL, WINDOW)))
+    tree.announce()
+    marks.settle(blocks)
+    assert positions(marks) == [1, 2, 3, 4, 5]
+
+
+def test_a_chunks_start_needs_no_block_of_the_chunked_group() -> None:
+    tree = Tree((FULL, CHUNKED))
+    blocks = chain(tree, 20)
+    marks = Marks(ResumptionRule.of((FULL, CHUNKED)))
+    tree.announce()
+    marks.settle(blocks)
+    assert positions(marks) == [6, 12, 18]
+
+
+def test_only_touched_blocks_and_those_in_their_windows_are_looked_at() -> None:
+    tree = Tree((FULL, WINDOW))
+    blocks = chain(tree, 1_000)
+    for block in blocks:
+        block.held_by = 1
+    marks = Marks(ResumptionRule.of((FULL, WINDOW)))
+    tree.announce()
+    marks.settle(blocks)
+    blocks[500].held_by = 0
+    change = marks.settle([blocks[500]])
+    assert [block.index for block in change.unmarked] == list(range(500, 508))
+    assert change.heads == {blocks[448]: (1 << SEGMENT) - 1 ^ 0xFF << 52}
+    assert {block.runs for block in blocks[508:]} == {8}
