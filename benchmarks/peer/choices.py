@@ -3,12 +3,12 @@
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from benchmarks.child_processes import Child, child_process
-from benchmarks.peer.comparison import Comparison
+from benchmarks.peer.comparison import Comparison, Subject
 from benchmarks.peer.dynamo_process import dynamo_child
 from benchmarks.peer.engines import Engines, encode_stored
 from benchmarks.peer.pool import held_prefixes, write_loads, write_pool
@@ -22,6 +22,9 @@ POOLS = ((8, 8), (64, 8), (64, 64), (256, 8), (1_000, 8))
 """(workers, how many of them hold each prefix, all to different depths)."""
 ROUNDS = 3
 CHILD_READY_S = 60
+ROUTER_MS = 0.5
+STORE_MS = 0.2
+CALL_MS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,63 +36,70 @@ class _Turn:
     store_ms: float
 
 
-async def measure(store: Store, rounds: int = ROUNDS) -> list[Comparison]:
+async def measure(store: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:
     comparisons = []
     for workers, holders in POOLS:
-        comparisons += await _measure_pool(store, workers, holders, rounds)
+        comparisons += await _measure_pool(store, subjects, workers, holders, rounds)
     return comparisons
 
 
-async def _measure_pool(store: Store, workers: int, holders: int, rounds: int) -> list[Comparison]:
+async def _measure_pool(
+    store: Store, subjects: Sequence[Subject], workers: int, holders: int, rounds: int
+) -> list[Comparison]:
     source = PromptSource(workers, holders)
     await write_pool(store, workers, held_prefixes(source))
-    args = [store.url, str(workers), str(holders)]
-    turns: dict[tuple[str, str], list[_Turn]] = defaultdict(list)
-    async with (
-        child_process("benchmarks.peer.our_choices", args) as ours,
-        _dynamo_router(source, workers, holders) as theirs,
-        store_calls(store) as calls,
-    ):
+    routers = {Subject.OURS: _our_router(store, source), Subject.THEIRS: _their_router(source)}
+    turns: dict[str, dict[Subject, list[_Turn]]] = defaultdict(lambda: defaultdict(list))
+    async with AsyncExitStack() as stack:
+        children = [(subject, await stack.enter_async_context(routers[subject])) for subject in subjects]
+        calls = await stack.enter_async_context(store_calls(store))
         for _ in range(rounds):
             for given in ("tokens", "hashes"):
                 await write_loads(store, workers)
-                turns["ours", given].append(await _take(ours, given, store))
-                turns["theirs", given].append(await _take(theirs, given, None))
+                for subject, child in children:
+                    turns[given][subject].append(await _take(child, given, store))
         longest = await calls.longest()
     name = f"{workers:,} workers, {holders} holders, {BLOCKS} blocks"
     rows = []
-    for given in ("tokens", "hashes"):
-        mine, other = turns["ours", given], turns["theirs", given]
+    for given, by_subject in turns.items():
+
+        def pick(
+            field: Callable[[_Turn], float], of: dict[Subject, list[_Turn]] = by_subject
+        ) -> dict[Subject, list[float]]:
+            return {subject: [field(turn) for turn in taken] for subject, taken in of.items()}
+
+        budgeted = holders == 8 and given == "tokens"
         rows += [
-            Comparison(f"choose and reserve from {given}, {name}, p50", "ms", *_pick("p50_ms", mine, other)),
-            Comparison(f"choose and reserve from {given}, {name}, p99", "ms", *_pick("p99_ms", mine, other)),
+            Comparison(f"choose and reserve from {given}, {name}, p50", "ms", pick(lambda turn: turn.p50_ms)),
+            Comparison(f"choose and reserve from {given}, {name}, p99", "ms", pick(lambda turn: turn.p99_ms)),
+            Comparison(f"  {CONCURRENCY} at a time", "choices/s", pick(lambda turn: turn.rate)),
+            Comparison(
+                "  processor time of the router for each",
+                "ms",
+                pick(lambda turn: turn.router_ms),
+                ROUTER_MS if budgeted else None,
+            ),
+            Comparison(
+                "  processor time of the store for each",
+                "ms",
+                {Subject.OURS: pick(lambda turn: turn.store_ms)[Subject.OURS]},
+                STORE_MS if budgeted else None,
+            ),
         ]
-        if given == "tokens":
-            rows += [
-                Comparison(
-                    f"choices, {CONCURRENCY} at a time from {given}, {name}", "1/s", *_pick("rate", mine, other)
-                ),
-                Comparison("  processor time of the router for each", "ms", *_pick("router_ms", mine, other)),
-                Comparison("  processor time of the store for each", "ms", [turn.store_ms for turn in mine], []),
-            ]
     if longest is not None:
-        rows.append(Comparison(f"  longest store call: {longest.command}", "ms", [longest.ms], []))
+        rows.append(Comparison(f"  longest store call: {longest.command}", "ms", {Subject.OURS: [longest.ms]}, CALL_MS))
     return rows
 
 
-def _pick(field: str, ours: list[_Turn], theirs: list[_Turn]) -> tuple[list[float], list[float]]:
-    return [getattr(turn, field) for turn in ours], [getattr(turn, field) for turn in theirs]
-
-
-async def _take(child: Child, given: str, store: Store | None) -> _Turn:
-    """Latency, then rate. `store`: whose processor time is counted to the choices."""
+async def _take(child: Child, given: str, store: Store) -> _Turn:
+    """Latency, then rate. The store's processor time is all that it took: the peer leaves it alone."""
     await child.start(f"latency {given}")
     (line,) = await child.results()
     latency = json.loads(line)
-    before_s = 0.0 if store is None else await store_cpu_s(store)
+    before_s = await store_cpu_s(store)
     await child.start(f"rate {given}")
     (line,) = await child.results()
-    store_s = 0.0 if store is None else await store_cpu_s(store) - before_s
+    store_s = await store_cpu_s(store) - before_s
     rate = json.loads(line)
     choices = rate["choices"]
     return _Turn(
@@ -101,13 +111,17 @@ async def _take(child: Child, given: str, store: Store | None) -> _Turn:
     )
 
 
+def _our_router(store: Store, source: PromptSource) -> AbstractAsyncContextManager[Child]:
+    return child_process("benchmarks.peer.our_choices", [store.url, str(source.workers), str(source.holders)])
+
+
 @asynccontextmanager
-async def _dynamo_router(source: PromptSource, workers: int, holders: int) -> AsyncIterator[Child]:
-    """Their router, with an engine for each worker that holds something and one silent engine for all others."""
+async def _their_router(source: PromptSource) -> AsyncIterator[Child]:
+    """With an engine for each worker that holds something, and one silent engine for all others."""
     holding = sorted({worker for depths in source.depths for worker in depths})
     with Engines(len(holding) + 1) as engines:
         sockets = {str(worker): engines.endpoints[i] for i, worker in enumerate(holding)}
-        args = [str(workers), str(holders), engines.endpoints[-1], json.dumps(sockets)]
+        args = [str(source.workers), str(source.holders), engines.endpoints[-1], json.dumps(sockets)]
 
         def publish() -> None:
             engines.wait_for_subscribers(len(holding))

@@ -4,16 +4,16 @@
 """
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
 import anyio
 
-from benchmarks.peer.comparison import Comparison
+from benchmarks.peer.comparison import Comparison, Subject
 from benchmarks.peer.engine_process import CHAIN, last_chain
-from benchmarks.peer.pipelines import PIPELINES, OurPipeline, Pipeline, running_pipeline
+from benchmarks.peer.pipelines import OurPipeline, Pipeline, running_pipeline
 from benchmarks.process_usage import usage_of
 from benchmarks.store_calls import StoreCall, store_calls
 from kvatlas.store.connection import Store
@@ -25,6 +25,10 @@ ROUNDS = 2
 DEADLINE_S = 120
 POLL_S = 0.01
 PARTS = ("publisher", "NATS", "indexer", "store")
+BUDGETS_US = {"publisher": 2.0, "store": 1.5}
+"""A block, at 16 a message."""
+BUDGET_US = 4.0
+CALL_MS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +39,33 @@ class _Turn:
     longest: StoreCall | None
 
 
-async def measure(_: Store, rounds: int = ROUNDS) -> list[Comparison]:
+async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:
     """Every turn has a store of its own."""
-    turns: dict[tuple[str, int], list[_Turn]] = defaultdict(list)
+    turns: dict[int, dict[Subject, list[_Turn]]] = defaultdict(lambda: defaultdict(list))
     for _round in range(rounds):
         for hashes in MESSAGES:
-            for who in PIPELINES:
-                turns[who, hashes].append(await _ingest(who, hashes, MESSAGES[hashes]))
+            for subject in subjects:
+                turns[hashes][subject].append(await _ingest(subject, hashes, MESSAGES[hashes]))
     rows = []
-    for hashes in MESSAGES:
-        ours, theirs = turns["ours", hashes], turns["theirs", hashes]
+    for hashes, taken in turns.items():
         name = f"engine sockets to index, {hashes} {'hash' if hashes == 1 else 'hashes'} a message"
+        whole = {subject: [sum(turn.cpu_us.values()) for turn in of] for subject, of in taken.items()}
         rows += [
-            Comparison(name, "blocks/s", [turn.rate for turn in ours], [turn.rate for turn in theirs]),
-            Comparison(
-                "  processor time a block, all processes",
-                "us",
-                [sum(turn.cpu_us.values()) for turn in ours],
-                [sum(turn.cpu_us.values()) for turn in theirs],
-            ),
-            *(Comparison(f"    {part}", "us", [turn.cpu_us[part] for turn in ours], []) for part in PARTS),
+            Comparison(name, "blocks/s", {subject: [turn.rate for turn in of] for subject, of in taken.items()}),
+            Comparison("  processor time a block", "us", whole, BUDGET_US if hashes == 16 else None),
         ]
-    calls = [turn.longest for turns_of in turns.values() for turn in turns_of if turn.longest is not None]
+        for part in PARTS if Subject.OURS in taken else ():
+            figures = {Subject.OURS: [turn.cpu_us[part] for turn in taken[Subject.OURS]]}
+            rows.append(Comparison(f"    {part}", "us", figures, BUDGETS_US.get(part) if hashes == 16 else None))
+    calls = [turn.longest for taken in turns.values() for turn in taken[Subject.OURS] if turn.longest is not None]
     if calls:
         longest = max(calls, key=lambda call: call.ms)
-        rows.append(Comparison(f"  longest store call: {longest.command}", "ms", [longest.ms], []))
+        rows.append(Comparison(f"  longest store call: {longest.command}", "ms", {Subject.OURS: [longest.ms]}, CALL_MS))
     return rows
 
 
-async def _ingest(who: str, hashes: int, messages: int) -> _Turn:
-    async with running_pipeline(who, ENGINES, hashes) as (engines, pipeline):
+async def _ingest(subject: Subject, hashes: int, messages: int) -> _Turn:
+    async with running_pipeline(subject, ENGINES, hashes) as (engines, pipeline):
         await engines.start(f"prepare {messages} 0 {ENGINES} own")
         await engines.results()
         async with _calls(pipeline) as longest:

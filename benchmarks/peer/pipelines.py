@@ -1,11 +1,12 @@
 """Both ways from the engines' event sockets to an index that answers, each as the processes that a fleet runs."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from benchmarks.child_processes import Child, child_process, indexer_process, server_process
+from benchmarks.peer.comparison import Subject
 from benchmarks.peer.dynamo_http import depths_of
 from benchmarks.peer.dynamo_process import DynamoIndexer, dynamo_indexer
 from benchmarks.peer.pool import SCOPE
@@ -26,8 +27,9 @@ WORKER = "w"
 class Pipeline(Protocol):
     """Processes that follow engines, and the index that they fill."""
 
-    pids: Mapping[str, int]
-    """Of each process, by its part."""
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Of each process, by its part."""
 
     async def depth(self, engine: int, tokens: Sequence[int]) -> int:
         """How many leading blocks of a prompt a router finds with an engine."""
@@ -85,17 +87,21 @@ async def their_pipeline(first_port: int, engines: int) -> AsyncIterator[TheirPi
         yield TheirPipeline({"indexer": indexer.pid}, indexer)
 
 
-PIPELINES = {"ours": our_pipeline, "theirs": their_pipeline}
+PIPELINES: Mapping[Subject, Callable[[int, int], AbstractAsyncContextManager[Pipeline]]] = {
+    Subject.OURS: our_pipeline,
+    Subject.THEIRS: their_pipeline,
+}
+"""(the first engine's port, number of engines): of whom."""
 
 
 @asynccontextmanager
-async def running_pipeline(who: str, engines: int, hashes: int) -> AsyncIterator[tuple[Child, Pipeline]]:
+async def running_pipeline(subject: Subject, engines: int, hashes: int) -> AsyncIterator[tuple[Child, Pipeline]]:
     """A process of engines that publish so many hashes a message, and one subject that follows them."""
     first_port = free_ports(engines)
     args = [str(first_port), str(engines), str(hashes)]
     async with (
         child_process("benchmarks.peer.engine_process", args) as child,
-        PIPELINES[who](first_port, engines) as pipeline,
+        PIPELINES[subject](first_port, engines) as pipeline,
     ):
         yield child, pipeline
 

@@ -18,6 +18,7 @@ class PromptSource:
 
     def __init__(self, workers: int, holders: int, blocks: int = BLOCKS) -> None:
         self.workers = workers
+        self.holders = holders
         self.blocks = blocks
         rng = random.Random(f"{workers}/{holders}/{blocks}")
         shared = (blocks - blocks // 8) * BLOCK_SIZE
