@@ -11,7 +11,7 @@ from time import perf_counter
 from rich.console import Console
 
 from benchmarks.peer.comparison import Subject, tabulate
-from benchmarks.peer.dynamo_process import PYTHON
+from benchmarks.peer.dynamo.processes import PYTHON
 from benchmarks.peer.parts import PARTS
 from benchmarks.stores import valkey_store
 

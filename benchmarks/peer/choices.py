@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from benchmarks.child_processes import Child, child_process
 from benchmarks.peer.comparison import Comparison, Subject
-from benchmarks.peer.dynamo_process import dynamo_child
+from benchmarks.peer.dynamo.processes import dynamo_child
 from benchmarks.peer.engines import Engines, encode_stored
-from benchmarks.peer.pool import held_prefixes, write_loads, write_pool
+from benchmarks.peer.ours.pool import held_prefixes, write_loads, write_pool
 from benchmarks.peer.prompts import BLOCK_SIZE, BLOCKS, PromptSource
 from benchmarks.peer.turns import CONCURRENCY
 from benchmarks.store_calls import store_calls
@@ -112,7 +112,7 @@ async def _take(child: Child, given: str, store: Store) -> _Turn:
 
 
 def _our_router(store: Store, source: PromptSource) -> AbstractAsyncContextManager[Child]:
-    return child_process("benchmarks.peer.our_choices", [store.url, str(source.workers), str(source.holders)])
+    return child_process("benchmarks.peer.ours.choices_process", [store.url, str(source.workers), str(source.holders)])
 
 
 @asynccontextmanager
@@ -131,6 +131,6 @@ async def _their_router(source: PromptSource) -> AsyncIterator[Child]:
                     engines.publish(holding.index(worker), payload)
 
         published = asyncio.create_task(asyncio.to_thread(publish))
-        async with dynamo_child("benchmarks.peer.their_choices", args, ready_s=CHILD_READY_S) as child:
+        async with dynamo_child("benchmarks.peer.dynamo.choices_process", args, ready_s=CHILD_READY_S) as child:
             await published
             yield child

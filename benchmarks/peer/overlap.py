@@ -12,9 +12,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 
 from benchmarks.child_processes import Child, child_process
 from benchmarks.peer.comparison import Comparison, Subject
-from benchmarks.peer.dynamo_process import dynamo_child, dynamo_indexer
+from benchmarks.peer.dynamo.processes import dynamo_child, dynamo_indexer
 from benchmarks.peer.engines import Engines, encode_stored
-from benchmarks.peer.pool import write_pool
+from benchmarks.peer.ours.pool import write_pool
 from benchmarks.peer.prompts import BLOCK_SIZE, OVERLAP_HOLDERS, overlap_cases
 from benchmarks.store_calls import store_calls
 from kvatlas.store.connection import Store
@@ -54,7 +54,7 @@ async def measure(store: Store, subjects: Sequence[Subject], rounds: int = ROUND
 
 
 def _our_router(store: Store) -> AbstractAsyncContextManager[Child]:
-    return child_process("benchmarks.peer.our_overlap", [store.url], ready_s=CHILD_READY_S)
+    return child_process("benchmarks.peer.ours.overlap_process", [store.url], ready_s=CHILD_READY_S)
 
 
 @asynccontextmanager
@@ -70,5 +70,5 @@ async def _their_router() -> AsyncIterator[Child]:
         async with dynamo_indexer(engines.endpoints, BLOCK_SIZE) as indexer:
             await asyncio.to_thread(publish)
             args = [str(indexer.port)]
-            async with dynamo_child("benchmarks.peer.their_overlap", args, ready_s=CHILD_READY_S) as child:
+            async with dynamo_child("benchmarks.peer.dynamo.overlap_process", args, ready_s=CHILD_READY_S) as child:
                 yield child

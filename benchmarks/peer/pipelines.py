@@ -7,9 +7,9 @@ from typing import Protocol
 
 from benchmarks.child_processes import Child, child_process, indexer_process, server_process
 from benchmarks.peer.comparison import Subject
-from benchmarks.peer.dynamo_http import depths_of
-from benchmarks.peer.dynamo_process import DynamoIndexer, dynamo_indexer
-from benchmarks.peer.pool import SCOPE
+from benchmarks.peer.dynamo.processes import DynamoIndexer, dynamo_indexer
+from benchmarks.peer.dynamo.queries import depths_of
+from benchmarks.peer.ours.pool import SCOPE
 from benchmarks.peer.prompts import BLOCK_SIZE
 from benchmarks.process_usage import usage_of
 from benchmarks.stores import connected_store

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from benchmarks.peer.comparison import Comparison, Subject
-from benchmarks.peer.dynamo_process import PYTHON, QUIET
+from benchmarks.peer.dynamo.processes import PYTHON, QUIET
 from kvatlas.store.connection import Store
 
 RUNS = 7

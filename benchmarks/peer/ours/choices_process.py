@@ -1,4 +1,4 @@
-"""A router process of kvatlas: `python -m benchmarks.peer.our_choices REDIS_URL WORKERS HOLDERS`.
+"""A router process of kvatlas: `python -m benchmarks.peer.ours.choices_process REDIS_URL WORKERS HOLDERS`.
 
 A turn is `latency` or `rate`, and `tokens` or `hashes`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import uvloop
 
 from benchmarks.child_processes import take_turns
-from benchmarks.peer.pool import SCOPE
+from benchmarks.peer.ours.pool import SCOPE
 from benchmarks.peer.prompts import BLOCK_SIZE, PromptSource
 from benchmarks.peer.turns import count_choices, time_choices
 from kvatlas.blocks.hashing import extend_chain

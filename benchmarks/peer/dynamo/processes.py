@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from benchmarks.child_processes import Child, child_process
-from benchmarks.peer.dynamo_http import MODEL, DynamoQueries
+from benchmarks.peer.dynamo.queries import MODEL, DynamoQueries
 from kvatlas.embedded import spawn_owned
 from kvatlas.embedded.free_port import free_port
 

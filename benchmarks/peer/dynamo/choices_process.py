@@ -1,4 +1,4 @@
-"""A router process of the peer: `python -m benchmarks.peer.their_choices WORKERS HOLDERS SILENT HOLDING`, in its Python.
+"""A router process of the peer: `python -m benchmarks.peer.dynamo.choices_process WORKERS HOLDERS SILENT HOLDING`.
 
 HOLDING: a JSON object of worker number to the event socket of its engine; SILENT: the socket of all others. It is ready when
 its index holds what the engines published. A turn is `latency` or `rate`, and `tokens` or `hashes`.
@@ -15,7 +15,7 @@ import uvloop
 from dynamo.llm import SelectionService, compute_block_hash_for_seq
 
 from benchmarks.child_processes import take_turns
-from benchmarks.peer.dynamo_http import MODEL, signed
+from benchmarks.peer.dynamo.queries import MODEL, signed
 from benchmarks.peer.prompts import BLOCK_SIZE, PromptSource
 from benchmarks.peer.turns import count_choices, time_choices
 

@@ -1,4 +1,4 @@
-"""A process of the peer's Python that asks for overlaps: `python -m benchmarks.peer.their_overlap PORT` of its indexer.
+"""A process that asks the peer for overlaps: `python -m benchmarks.peer.dynamo.overlap_process PORT` of its indexer.
 
 It is ready when the indexer holds what the engines published. A turn is the number of a case; it prints {shared_ms,
 in_process_us}: the medians of an HTTP query of the indexer and of `RadixTree.find_matches`.
@@ -14,7 +14,7 @@ from itertools import count
 from dynamo.llm import RadixTree, compute_block_hash_for_seq
 
 from benchmarks.child_processes import take_turns
-from benchmarks.peer.dynamo_http import DynamoQueries, depths_of, signed
+from benchmarks.peer.dynamo.queries import DynamoQueries, depths_of, signed
 from benchmarks.peer.prompts import BLOCK_SIZE, OverlapCase, overlap_cases
 from benchmarks.peer.turns import OVERLAP_CALLS
 from benchmarks.timing import quantile, time_calls

@@ -1,4 +1,4 @@
-"""A router process of kvatlas that asks for overlaps: `python -m benchmarks.peer.our_overlap REDIS_URL`.
+"""A router process of kvatlas that asks for overlaps: `python -m benchmarks.peer.ours.overlap_process REDIS_URL`.
 
 A turn is the number of a case; it prints {shared_ms, in_process_us}: the medians of `RouterClient.overlap` and of the
 in-process index.
@@ -12,7 +12,7 @@ from functools import partial
 import uvloop
 
 from benchmarks.child_processes import take_turns
-from benchmarks.peer.pool import SCOPE, worker_name
+from benchmarks.peer.ours.pool import SCOPE, worker_name
 from benchmarks.peer.prompts import BLOCK_SIZE, OverlapCase, overlap_cases
 from benchmarks.peer.turns import OVERLAP_CALLS
 from benchmarks.timing import quantile, time_async_calls, time_calls
