@@ -6,9 +6,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	done)
 BIN := .venv/bin
 READY := .venv/.ready
+PEER_READY := .bench-peer/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help test chaos oracle demo bench bench-longer lint types clean
+.PHONY: help test chaos oracle demo bench bench-longer bench-peer lint types clean
 
 help: ## show this list
 	@sed -n 's/^\([.a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -51,6 +52,16 @@ bench: $(READY) ## measure every budget
 bench-longer: $(READY) ## measure how routing scales, many routers against one, the proxy's overhead, accuracy, rebuilds
 	$(BIN)/python -m benchmarks.longer
 
+$(PEER_READY): benchmarks/peer/requirements.txt | $(READY)
+	@rm -rf .bench-peer
+	@$(BIN)/python -m venv .bench-peer
+	@echo "Installing the peer (300 MB) into .bench-peer: a minute or two"
+	@.bench-peer/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
+bench-peer: $(READY) $(PEER_READY) ## measure kvatlas beside NVIDIA Dynamo, on the same work (PEER=choices,overlap,...: parts)
+	$(BIN)/python -m benchmarks.peer $(PEER)
+
 lint: $(READY) ## run ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,5 +70,5 @@ types: $(READY) ## run mypy, strict
 	$(BIN)/mypy
 
 clean: ## remove the environment and every cache
-	rm -rf .venv .oracle build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .oracle .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

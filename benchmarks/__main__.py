@@ -1,4 +1,5 @@
-"""Measures every budget and prints a table: `python -m benchmarks`. `benchmarks.longer` measures what takes longer."""
+"""Measures every budget and prints a table: `python -m benchmarks`. `benchmarks.longer` measures what takes longer,
+`benchmarks.peer` some of it beside another system."""
 
 import os
 import platform
@@ -8,31 +9,40 @@ import uvloop
 from rich.console import Console
 
 from benchmarks import hashing
-from benchmarks.child_processes import indexer_process
 from benchmarks.index import digests, memory, overlap
+from benchmarks.peer.comparison import Subject
+from benchmarks.peer.parts import PARTS
 from benchmarks.rebuild import recovery
 from benchmarks.result import Result, tabulate
 from benchmarks.route import latency, throughput
+from benchmarks.store_calls import store_calls
 from benchmarks.stores import valkey_store
-from benchmarks.stream import ingest, visibility
+from benchmarks.stream import ingest
 from kvatlas.embedded import nats_server
 
 
 async def _measure() -> list[Result]:
     results = hashing.measure()
     async with nats_server() as nats, valkey_store() as store:
-        results += await overlap.measure(store, 1)
-        results += await overlap.measure(store, 4)
+        async with store_calls(store) as calls:
+            results += await overlap.measure(store, 1)
+            results += await overlap.measure(store, 4)
+            results.append(await calls.result("overlap"))
         results += await memory.measure(store)
         results += await digests.measure(store)
-        await store.client.flushall()
-        async with indexer_process(nats.url, store.url):
-            results += await visibility.measure(store, nats.url)
-        results += await ingest.measure(store, nats.url)
-        await store.client.flushall()
-        results += await latency.measure(store)
-        results += await throughput.measure(store)
-        results += await recovery.measure(store, nats.url)
+        async with store_calls(store) as calls:
+            results += await ingest.measure(store, nats.url)
+            results.append(await calls.result("ingest"))
+        async with store_calls(store) as calls:
+            results += await latency.measure(store)
+            results += await throughput.measure(store)
+            results.append(await calls.result("route"))
+        async with store_calls(store) as calls:
+            results += await recovery.measure(store, nats.url)
+            results.append(await calls.result("rebuild"))
+        for measure in PARTS.values():
+            rows = await measure(store, [Subject.OURS])
+            results += [row.result for row in rows if row.result is not None]
     return results
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
@@ -64,16 +64,20 @@ def indexer_process(nats_url: str, redis_url: str) -> AbstractAsyncContextManage
 
 
 class Child:
-    """A benchmark module as a child process. It prints `ready`, waits for a line on stdin, runs, prints its results one a
-    line, and then `done`."""
+    """A benchmark module as a child process. It prints `ready`; each time it reads a line from stdin, it runs, prints its
+    results one a line, and then `done`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def start(self) -> None:
-        """Let it run."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def start(self, turn: str = "") -> None:
+        """Let it run. `turn`: one line that tells it what."""
         assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
+        self._process.stdin.write(f"{turn}\n".encode())
         await self._process.stdin.drain()
 
     async def results(self, within_s: float = 2 * READY_S) -> list[str]:
@@ -89,10 +93,23 @@ class Child:
 
 
 @asynccontextmanager
-async def child_process(module: str, args: Sequence[str], *, ready_s: float = READY_S) -> AsyncIterator[Child]:
-    """`python -m module args`, ready to start. Killed in the end."""
+async def child_process(
+    module: str,
+    args: Sequence[str],
+    *,
+    ready_s: float = READY_S,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Child]:
+    """`python -m module args`, ready to start. Killed in the end. `environment` is added to this process' own."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *args, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        python,
+        "-m",
+        module,
+        *args,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, **(environment or {})},
     )
     assert process.stdout is not None
     try:
@@ -104,3 +121,11 @@ async def child_process(module: str, args: Sequence[str], *, ready_s: float = RE
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def take_turns(turn: Callable[[str], Awaitable[Sequence[str]]]) -> None:
+    """What a child does that takes several turns: `turn` gets the line and returns the results. Ends with stdin."""
+    loop = asyncio.get_running_loop()
+    print("ready", flush=True)
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        print(*await turn(line.strip()), "done", sep="\n", flush=True)

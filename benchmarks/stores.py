@@ -21,3 +21,9 @@ async def valkey_store() -> AsyncIterator[Store]:
     """An embedded Valkey of the benchmark's own."""
     async with valkey_server() as valkey, connected_store(valkey.url) as store:
         yield store
+
+
+async def store_cpu_s(store: Store) -> float:
+    """Processor time of the server since its start."""
+    info = await store.client.info("cpu")
+    return float(info["used_cpu_user"] + info["used_cpu_sys"])

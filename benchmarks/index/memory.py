@@ -24,7 +24,7 @@ async def measure(store: Store) -> list[Result]:
         await index.put(USE, f"holder-{holder}", Tier.HBM, hashes)
         used.append(await _used_bytes(store))
     return [
-        Result("memory a block with one holder", (used[1] - used[0]) / BLOCKS, "bytes", 60),
+        Result("memory a block with one holder", (used[1] - used[0]) / BLOCKS, "bytes", 45),
         Result(
             f"memory for each further holder, up to {HOLDERS}",
             (used[HOLDERS] - used[1]) / (HOLDERS - 1) / BLOCKS,

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from benchmarks.child_processes import child_process
 from benchmarks.result import Result
 from benchmarks.route.workload import BLOCKS, WORKERS, RouteWorkload
+from benchmarks.stores import store_cpu_s
 from kvatlas.store.connection import Store
 
 PROCESSES = (1, 4)
@@ -30,11 +31,11 @@ async def _measure_processes(store: Store, processes: int) -> list[Result]:
             for _ in range(processes)
         ]
         await workload.write_load(store)
-        before_s = await _store_cpu_s(store)
+        before_s = await store_cpu_s(store)
         for router in routers:
             await router.start()
         printed = await asyncio.gather(*(router.results() for router in routers))
-        store_s = await _store_cpu_s(store) - before_s
+        store_s = await store_cpu_s(store) - before_s
     rows = [tuple(map(float, line.split())) for (line,) in printed]
     finished = sum(choices for choices, _, _ in rows)
     rate = sum(choices / seconds for choices, seconds, _ in rows)
@@ -46,8 +47,3 @@ async def _measure_processes(store: Store, processes: int) -> list[Result]:
         Result("  processor time of the router for each", router_s * 1e3 / finished, "ms"),
         Result("  processor time of the store for each", store_s * 1e3 / finished, "ms"),
     ]
-
-
-async def _store_cpu_s(store: Store) -> float:
-    info = await store.client.info("cpu")
-    return float(info["used_cpu_user"] + info["used_cpu_sys"])

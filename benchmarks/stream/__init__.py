@@ -1,1 +1,1 @@
-"""From the publisher through the stream into the index: throughput and delay."""
+"""From the publisher through the stream into the index: throughput."""

@@ -1,5 +1,5 @@
-"""A child process that publishes synthetic events through the real outbox and sender, at a rate or (0) as fast as it can:
-`python -m benchmarks.stream.synthetic_publisher NATS_URL HASHES_A_MESSAGE MESSAGES RATE`.
+"""A child process that publishes synthetic events through the real outbox and sender as fast as it can:
+`python -m benchmarks.stream.synthetic_publisher NATS_URL HASHES_A_MESSAGE MESSAGES`.
 
 It is done when the stream has acknowledged everything.
 """
@@ -8,7 +8,7 @@ import asyncio
 import os
 import sys
 from contextlib import AbstractAsyncContextManager
-from time import perf_counter, time_ns
+from time import time_ns
 
 import uvloop
 
@@ -29,11 +29,9 @@ USE = ScopeUse(Scope("bench", "bench"), 16)
 TICK_S = 0.002
 
 
-def publisher_process(
-    nats_url: str, hashes_a_message: int, messages: int, rate: int = 0
-) -> AbstractAsyncContextManager[Child]:
+def publisher_process(nats_url: str, hashes_a_message: int, messages: int) -> AbstractAsyncContextManager[Child]:
     """This module as a child process."""
-    args = [nats_url, str(hashes_a_message), str(messages), str(rate)]
+    args = [nats_url, str(hashes_a_message), str(messages)]
     return child_process("benchmarks.stream.synthetic_publisher", args)
 
 
@@ -41,7 +39,7 @@ def worker_names(hashes_a_message: int) -> list[str]:
     return [f"synthetic-{hashes_a_message}-{i}" for i in range(WORKERS)]
 
 
-async def publish(nats_url: str, hashes_a_message: int, messages: int, rate: int) -> None:
+async def publish(nats_url: str, hashes_a_message: int, messages: int) -> None:
     client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
     scope_id = USE.scope.scope_id
     uses = {scope_id: USE}
@@ -57,16 +55,12 @@ async def publish(nats_url: str, hashes_a_message: int, messages: int, rate: int
     tasks = [asyncio.create_task(sender.run()) for _, sender in streams]
     print("ready", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    began = perf_counter()
     for i in range(messages):
         outbox, sender = streams[i % WORKERS]
         event = Stored(scope_id, Tier.HBM, hashes[i * step : (i + 1) * step])
         outbox.put([event], uses, time_ns() // 1000)
         sender.wake()
-        if rate:
-            while perf_counter() - began < i / rate:
-                await asyncio.sleep(TICK_S / 4)
-        elif i % 256 == 255:
+        if i % 256 == 255:
             await asyncio.sleep(0)
             while outbox.waiting > 4_096:
                 await asyncio.sleep(TICK_S)

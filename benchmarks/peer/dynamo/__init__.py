@@ -1,0 +1,1 @@
+"""The peer: starting its processes, and what runs in its own Python."""

@@ -1,0 +1,82 @@
+"""A child process that is several engines: `python -m benchmarks.peer.engine_process FIRST_PORT ENGINES HASHES`.
+
+Engines publish messages of HASHES blocks each, in chains of CHAIN blocks that nobody else has. Turns, in this order:
+`prepare MESSAGES FIRST LAST CONTENTS` makes that many messages for each of the engines FIRST to LAST - 1, of chains that are
+each engine's own or (CONTENTS `same`) the same for all; `publish RATE` waits for subscribers and publishes them in turn over
+the engines, RATE a second together or (0) as fast as the subscribers take them.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Sequence
+from time import perf_counter, sleep
+
+from benchmarks.child_processes import take_turns
+from benchmarks.peer.engines import Engines, encode_stored
+from benchmarks.peer.prompts import BLOCK_SIZE, VOCABULARY
+
+CHAIN = 64
+"""Blocks; a multiple of every number of hashes a message."""
+
+
+def chain_tokens(owner: int | str, number: int) -> list[int]:
+    """The token ids of an engine's chain; `owner`: its number, or `same`."""
+    return random.Random(f"{owner}/{number}").choices(range(VOCABULARY), k=CHAIN * BLOCK_SIZE)
+
+
+def last_chain(owner: int | str, hashes: int, messages: int) -> list[int]:
+    """The token ids of the last chain that is complete after so many messages of an engine."""
+    return chain_tokens(owner, messages * hashes // CHAIN - 1)
+
+
+def _encode_messages(owner: int | str, hashes: int, messages: int) -> list[bytes]:
+    payloads: list[bytes] = []
+    for number in range(messages * hashes // CHAIN):
+        tokens, parent = chain_tokens(owner, number), None
+        for first in range(0, CHAIN, hashes):
+            payload, parent = encode_stored(
+                tokens[first * BLOCK_SIZE : (first + hashes) * BLOCK_SIZE], BLOCK_SIZE, parent
+            )
+            payloads.append(payload)
+    return payloads
+
+
+class _Process:
+    def __init__(self, engines: Engines, hashes: int) -> None:
+        self._engines = engines
+        self._hashes = hashes
+        self._prepared: list[tuple[int, bytes]] = []
+        self._subscribed = False
+
+    async def turn(self, line: str) -> Sequence[str]:
+        what, *args = line.split()
+        if what == "prepare":
+            messages, first, last = map(int, args[:3])
+            by_engine = [
+                _encode_messages("same" if args[3] == "same" else engine, self._hashes, messages)
+                for engine in range(first, last)
+            ]
+            self._prepared = [
+                (engine, payload)
+                for payloads in zip(*by_engine, strict=True)
+                for engine, payload in enumerate(payloads, first)
+            ]
+        else:
+            await asyncio.to_thread(self._publish, float(args[0]))
+        return []
+
+    def _publish(self, rate: float) -> None:
+        if not self._subscribed:
+            self._engines.wait_for_subscribers()
+            self._subscribed = True
+        began = perf_counter()
+        for number, (engine, payload) in enumerate(self._prepared):
+            if rate and (ahead_s := number / rate - (perf_counter() - began)) > 0:
+                sleep(ahead_s)
+            self._engines.publish(engine, payload)
+
+
+if __name__ == "__main__":
+    with Engines(int(sys.argv[2]), int(sys.argv[1])) as bound:
+        asyncio.run(take_turns(_Process(bound, int(sys.argv[3])).turn))

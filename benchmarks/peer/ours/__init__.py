@@ -1,0 +1,1 @@
+"""kvatlas: what is in its store, and the router processes that are measured."""
