@@ -17,8 +17,7 @@ from redis.exceptions import RedisError
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
-from tests.deployment.manifests import ROOT
-from tests.deployment.tools import objects
+from tests.deployment.tools import ROOT, objects
 from tests.eventually import until_sync
 
 FILES = ROOT / "k8s/chart/files"

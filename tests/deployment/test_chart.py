@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployment.manifests import ROOT
-from tests.deployment.tools import kustomized, objects, run
+from tests.deployment.tools import ROOT, kustomized, objects, run
 
 CHART = ROOT / "k8s/chart"
 PRODUCTION = ["--values", str(CHART / "values-production.yaml")]

