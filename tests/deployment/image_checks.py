@@ -284,9 +284,9 @@ def test_a_fleet_of_containers_serves_a_request(images: dict[str, Image]) -> Non
         assert httpx.get(f"http://127.0.0.1:{status}/readyz", timeout=5).status_code == 200
         for words in (["doctor"], ["workers"], ["rates"], ["audit"], ["export", "--worker", "w_1"]):
             print(Container(service, words, servers).run())
-        tokens = ["--model-id=demo", "--tokens=-"]
         for command in ("overlap", "route"):
-            code = f"import subprocess, sys; sys.exit(subprocess.run(['kvatlas', '{command}', *{tokens}], input='[1, 2, 3]', text=True).returncode)"
+            ask = ["kvatlas", command, "--model-id=demo", "--tokens=-"]
+            code = f"import subprocess as s, sys; sys.exit(s.run({ask}, input='[1, 2, 3]', text=True).returncode)"
             Container(service, ["-c", code], servers, entrypoint=["python3"]).run()
         # as the pod's preStop does
         output("runc", "exec", drained.name, "sh", "-c", "kill -USR1 1")
