@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -67,7 +67,7 @@ class ProductionNats(NatsProcess):
 
 
 @contextmanager
-def nats_cluster(folder: Path, authority: trustme.CA) -> Iterator[list[NatsProcess]]:
+def nats_cluster(folder: Path, authority: trustme.CA) -> Iterator[Sequence[NatsProcess]]:
     """Three of them, with certificates of `authority`."""
     certificate = authority.issue_cert("localhost", "127.0.0.1")
     folder.mkdir(parents=True, exist_ok=True)

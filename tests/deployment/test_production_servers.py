@@ -74,7 +74,7 @@ async def test_a_request_finds_its_prefix_and_every_part_is_somebody(
         service("indexer", *FLAGS, *indexer, ready="is ready", cwd=tmp_path),
         service(
             *("publish", "--engine=vllm", "--worker-id=w", "--model-id=m"),
-            *("--endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint),
+            *("--endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint or ""),
             *("--engine-url", engine.base_url, "--nats-url", nats_url(servers, "publisher")),
             ready="is published",
             cwd=tmp_path,
