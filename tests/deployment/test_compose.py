@@ -12,7 +12,7 @@ from compose_spec import PyCompose
 
 from kvatlas.settings import PublishSettings
 from tests.deployment.manifests import Deployed, compose, deployed
-from tests.deployment.test_truth import listens_at, settings_of
+from tests.deployment.test_manifests import listens_at, settings_of
 from tests.deployment.tools import ROOT
 
 SERVICES = compose()["services"]

@@ -18,7 +18,7 @@ from tests.deployment.manifests import containers, is_ours, label_of, name_of, p
 from tests.deployment.production_servers import secrets
 from tests.deployment.test_chart import PRODUCTION, rendered
 from tests.deployment.test_kubernetes import validate
-from tests.deployment.test_truth import listens_at
+from tests.deployment.test_manifests import listens_at
 from tests.deployment.tools import ROOT, kustomized, objects, run
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text()

@@ -34,7 +34,7 @@ from tests.deployment.production_servers import FILES
 from tests.deployment.test_kubernetes import FLEETS, selected
 from tests.deployment.tools import ROOT, kustomized
 from tests.eventually import until_sync
-from tests.kvatlas_cli.conftest import child
+from tests.kvatlas_cli.conftest import start_command
 
 DEPLOYED = deployed()
 APP = application()
@@ -205,7 +205,7 @@ def metrics() -> Iterator[str]:
         servers = {"KVATLAS_NATS_URL": nats.url, "KVATLAS_REDIS_URL": valkey.url}
         ports = [free_port(), free_port()]
         started = [
-            child(
+            start_command(
                 *words,
                 **servers,
                 **{
