@@ -20,13 +20,13 @@ def publish(settings: PublishSettings) -> None:
     from publishers.sidecar import run_sidecar  # needs the extra
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the workers are published there is nothing to drain
-    run_service("publisher", settings, run_sidecar(settings.ranks, ready=_print_ready))
+    run_service("publisher", settings, run_sidecar(settings.ranks, ready=_ready))
 
 
-def _print_ready(publishers: "Sequence[Publisher]") -> None:
+def _ready(publishers: "Sequence[Publisher]") -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _drain, publishers)
     for publisher in publishers:
         print_notice(f"worker {publisher.worker_id} is published")
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _drain, publishers)
 
 
 def _drain(publishers: "Sequence[Publisher]") -> None:
