@@ -80,7 +80,7 @@ def images() -> Iterator[dict[str, Image]]:
     assert os.geteuid() == 0, "make image-test needs root"
     make_base()
     output(
-        "make", "--directory", str(ROOT), "image", "TOOL=buildah", f"BUILD_FLAGS=--build-arg BASE={BASE}", "REGISTRY=",
+        "make", "--directory", str(ROOT), "image", "TOOL=buildah", f"BUILD_FLAGS=--layers --build-arg BASE={BASE}", "REGISTRY=",
         BUILDAH_ISOLATION="chroot",
     )  # fmt: skip
     version = output("make", "--directory", str(ROOT), "--silent", "version").strip()
