@@ -14,7 +14,7 @@ from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
 from publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine, recording
-from tests.publishers.sidecars import folded, settings, sidecar, told_equals
+from tests.publishers.sidecars import assert_published, ledger_of, settings, sidecar
 
 pytestmark = pytest.mark.anyio
 
@@ -42,8 +42,8 @@ async def test_the_page_answers_while_nats_is_away_and_is_ready_when_the_worker_
         pass  # nobody listens any longer
 
 
-async def test_a_draining_worker_says_so_and_is_published_on(client: Client, nats_url: str) -> None:
-    beats = await client.subscribe("kvatlas.alive.w")
+async def test_a_draining_worker_says_so_and_is_published_on(nats_client: Client, nats_url: str) -> None:
+    beats = await nats_client.subscribe("kvatlas.alive.w")
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
         publisher.drain()
@@ -51,11 +51,11 @@ async def test_a_draining_worker_says_so_and_is_published_on(client: Client, nat
             while Heartbeat.unpack((await beats.next_msg(5)).data).state is not EngineState.DRAINING:
                 pass
         await engine.send(*payloads)
-        await told_equals(client, publisher, folded(EngineKind.VLLM, payloads))
+        await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
 
 
 async def test_an_engine_that_is_down_does_not_drain(nats_url: str) -> None:
     async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
-        publisher.feed_alive = lambda: False
+        publisher._feed_alive = lambda: False
         publisher.drain()
         assert publisher.engine_state is EngineState.DOWN
