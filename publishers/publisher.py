@@ -86,6 +86,7 @@ class Publisher:
         self.counters = PublisherCounters()
         self.ledger = ledger or Ledger(settings.ledger)
         self.poller: EnginePoller | None = None
+        self._draining = False
         self._rng = rng or random.Random()
         self._nats = nats
         self._begin = begin
@@ -203,6 +204,11 @@ class Publisher:
             if self._client.is_connected:
                 await self._client.flush()
 
+    def drain(self) -> None:
+        """Routers send the worker nothing new from now on: its engine is about to stop. It is published on until then."""
+        self._draining = True
+        self.beat()
+
     # ---------------------------------------------------------------- what the engine holds
 
     async def stored(
@@ -308,7 +314,13 @@ class Publisher:
 
     @property
     def engine_state(self) -> EngineState:
-        """From the engine's health; without an engine URL from its feed; without a feed it is up."""
+        """From the engine's health; without an engine URL from its feed; without a feed it is up. Once it drains: draining
+        instead of up."""
+        state = self._observed_state
+        return EngineState.DRAINING if self._draining and state is EngineState.UP else state
+
+    @property
+    def _observed_state(self) -> EngineState:
         if self.poller is not None:
             return self.poller.state
         return EngineState.UP if self._feed_alive is None or self._feed_alive() else EngineState.DOWN

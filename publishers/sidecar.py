@@ -1,8 +1,8 @@
 """The publisher as a process: follows the feeds of one or several engine ranks and publishes what they hold."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 
 import anyio
@@ -39,8 +39,9 @@ async def run_sidecar(
 
     `ready` is called once every feed is caught up with and every worker is published. Cancelled, it saves the ledgers and says
     in heartbeats that the workers are draining; they are not retired, so that a restarted sidecar goes on from there.
-    Raises Unreachable if NATS can't be reached and `wait` is off, or a socket can't be opened, and SettingsError for
-    settings that contradict each other.
+    The first one's status page is served if its port is given. Raises Unreachable if NATS can't be reached and `wait` is
+    off, or a socket can't be opened, and SettingsError for settings that contradict each other or a status page's address
+    that can't be used.
     """
     every = [settings] if isinstance(settings, PublishSettings) else list(settings)
     if not every:
@@ -49,32 +50,50 @@ async def run_sidecar(
     names = [sidecar.worker_id for sidecar in sidecars]
     if len(set(names)) < len(names):
         raise SettingsError(f"worker ids {', '.join(names)}; expected each once")
-    client = await connect_nats(
-        every[0].nats_url,
-        name=f"kvatlas-publisher-{names[0]}",
-        wait=every[0].wait,
-        on_wait=lambda line: log.warning("%s", line),
-    )
-    context = zmq.asyncio.Context()
-    try:
-        for sidecar in sidecars:
-            sidecar.open(client, context)
-        published: list[Publisher] = []
+    published: list[Publisher] = []
 
-        def on_ready(publisher: Publisher) -> None:
-            published.append(publisher)
-            if ready is not None and len(published) == len(sidecars):
-                ready(published)
+    def on_ready(publisher: Publisher) -> None:
+        published.append(publisher)
+        if ready is not None and len(published) == len(sidecars):
+            ready(published)
 
-        async with anyio.create_task_group() as tasks:
+    async with _status_page(every[0], published, len(sidecars)):
+        client = await connect_nats(
+            every[0].nats_url,
+            name=f"kvatlas-publisher-{names[0]}",
+            wait=every[0].wait,
+            on_wait=lambda line: log.warning("%s", line),
+        )
+        context = zmq.asyncio.Context()
+        try:
             for sidecar in sidecars:
-                tasks.start_soon(sidecar.run, on_ready)
-    finally:
-        for sidecar in sidecars:
-            sidecar.close()
-        context.destroy(linger=0)
-        with anyio.move_on_after(CLOSE_S, shield=True):
-            await client.close()
+                sidecar.open(client, context)
+            async with anyio.create_task_group() as tasks:
+                for sidecar in sidecars:
+                    tasks.start_soon(sidecar.run, on_ready)
+        finally:
+            for sidecar in sidecars:
+                sidecar.close()
+            context.destroy(linger=0)
+            with anyio.move_on_after(CLOSE_S, shield=True):
+                await client.close()
+
+
+@asynccontextmanager
+async def _status_page(settings: PublishSettings, published: Sequence[Publisher], workers: int) -> AsyncIterator[None]:
+    """Served where a port is given, from before NATS is reached: who waits for it is alive."""
+    if settings.status_port is None:
+        yield
+        return
+    from kvatlas.runtime.http_server import listen, serve, url_of  # most sidecars of one machine serve no page
+    from publishers.status import application
+
+    listener = listen(settings.status_host, settings.status_port, "status page")
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(serve, application(published, workers), listener)
+        log.info("status page %s", url_of(listener))
+        yield
+        tasks.cancel_scope.cancel()
 
 
 class EngineSidecar:

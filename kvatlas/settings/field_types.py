@@ -11,7 +11,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
 
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
-REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster")
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 ZMQ_SCHEMES = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES = ("http", "https")
 MAX_PARTITIONS = 4_096
@@ -47,10 +47,11 @@ def _check_redis_database(value: str) -> str:
 
 
 def _check_worker_id(value: str) -> str:
+    """A pod's name may have dots, which a NATS subject can't; it never has an underscore, so two pods stay two names."""
     try:
-        return check_worker_id(value)
+        return check_worker_id(value.replace(".", "_"))
     except InvalidValue as error:
-        raise ValueError("expected 1 to 64 of A-Z a-z 0-9 _ -") from error
+        raise ValueError("expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)") from error
 
 
 def _split_commas(value: Any) -> Any:

@@ -47,7 +47,8 @@ class Settings(ProcessSettings):
 
     nats_url: NatsUrl = Field(default=DEFAULT_NATS_URL, description="NATS server: nats://, tls://, ws:// or wss://.")
     redis_url: RedisUrl = Field(
-        default=DEFAULT_REDIS_URL, description="Redis or Valkey: redis://, rediss://, unix:// or redis+cluster://."
+        default=DEFAULT_REDIS_URL,
+        description="Redis or Valkey: redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://.",
     )
 
 

@@ -9,7 +9,16 @@ from pydantic import Field
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.identity import DEFAULT_TENANT
-from kvatlas.settings.field_types import CommaList, HttpUrl, Labels, Name, PartitionCount, WorkerId, ZmqEndpoint
+from kvatlas.settings.field_types import (
+    CommaList,
+    HttpUrl,
+    Labels,
+    Name,
+    PartitionCount,
+    Port,
+    WorkerId,
+    ZmqEndpoint,
+)
 from kvatlas.settings.process import Settings, missing_line
 from kvatlas.validation import Count, Positive
 
@@ -69,6 +78,10 @@ class PublishSettings(Settings):
     )
     transfer_groups: CommaList = Field(
         default=(), description="Groups whose members' caches the worker can read, separated by commas."
+    )
+    status_host: Name = Field(default="127.0.0.1", description="Address of the status page.")
+    status_port: Port | None = Field(
+        default=None, description="Port of the status page; 0: any free port; default: no page."
     )
 
     @classmethod

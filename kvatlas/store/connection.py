@@ -30,7 +30,7 @@ from kvatlas.store.redis_connections import RedisConnections
 
 T = TypeVar("T")
 
-CLUSTER_SCHEME = "redis+cluster"
+CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 CALL_TIMEOUT_S = 5.0
 
 UNREACHABLE = (
@@ -131,9 +131,10 @@ class Store:
 async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None) -> Store:
     """A store that has answered once.
 
-    `url`: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` (any node of a cluster). With `wait` an unreachable
-    server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises Unreachable, naming
-    the address, at once without `wait`; AccessDenied for wrong credentials; InvalidValue for any other URL.
+    `url`: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` and `rediss+cluster://` (any node of a cluster). With
+    `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises
+    Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials; InvalidValue for any
+    other URL.
     """
     return await retry_until_reachable(lambda: _open(url), wait=wait, on_wait=on_wait)
 
@@ -165,14 +166,14 @@ def _client(url: str) -> "redis.Redis | RedisCluster":
     # no hidden retries: the caller knows whether a second call is right
     retry = Retry(NoBackoff(), 0)
     try:
-        if scheme == CLUSTER_SCHEME:
+        if scheme in CLUSTER_SCHEMES:
             return RedisCluster.from_url(
-                "redis" + url.removeprefix(CLUSTER_SCHEME), socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2
+                url.replace("+cluster", "", 1), socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2
             )
         if scheme in ("redis", "rediss", "unix"):
             return redis.Redis.from_url(url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=retry)
     except ValueError as error:
         raise InvalidValue(f"Redis URL {redact_password(url)!r}: {error}") from error
     raise InvalidValue(
-        f"Redis URL {redact_password(url)!r}; expected redis://, rediss://, unix:// or {CLUSTER_SCHEME}://"
+        f"Redis URL {redact_password(url)!r}; expected redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://"
     )

@@ -1,5 +1,7 @@
 """`kvatlas publish`: the publisher of one engine, or of all its ranks, as a sidecar."""
 
+import asyncio
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,12 +16,20 @@ if TYPE_CHECKING:
 
 @with_settings(PublishSettings)
 def publish(settings: PublishSettings) -> None:
-    """Follow one engine's KV events and publish what it holds to the index."""
+    """Follow one engine's KV events and publish what it holds to the index. SIGUSR1: routers send its workers nothing new."""
     from publishers.sidecar import run_sidecar  # needs the extra
 
-    run_service("publisher", settings, run_sidecar(settings.ranks, ready=_print_ready))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the workers are published there is nothing to drain
+    run_service("publisher", settings, run_sidecar(settings.ranks, ready=_ready))
 
 
-def _print_ready(publishers: "Sequence[Publisher]") -> None:
+def _ready(publishers: "Sequence[Publisher]") -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _drain, publishers)
     for publisher in publishers:
         print_notice(f"worker {publisher.worker_id} is published")
+
+
+def _drain(publishers: "Sequence[Publisher]") -> None:
+    for publisher in publishers:
+        print_notice(f"worker {publisher.worker_id} drains: routers send it nothing new")
+        publisher.drain()

@@ -1,90 +1,128 @@
-"""The compose services and Kubernetes containers that run kvatlas, as commands with their settings."""
+"""Reads what is deployed: compose services and Kubernetes containers that run kvatlas, as commands with their settings."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
-KUSTOMIZATIONS = sorted(path.parent for path in (ROOT / "k8s").rglob("kustomization.yaml"))
-MANIFESTS = sorted(path for path in (ROOT / "k8s").rglob("*.yaml") if path.name != "kustomization.yaml")
+from tests.deployment.production_servers import secrets
+from tests.deployment.tools import ROOT, kustomized
+
+OVERLAYS = [ROOT / "k8s" / name for name in ("base", "development", "production")]
+ENGINES = sorted(
+    path.parent for path in (ROOT / "k8s/engines").rglob("kustomization.yaml") if path.parent.name != "sidecar"
+)
+KUSTOMIZATIONS = [*OVERLAYS, *ENGINES]
+"""All that can be applied; the others are their parts."""
+
+Object = Mapping[str, Any]
 
 FROM_POD = {
-    "metadata.name": "vllm-7d9c5b6f4-x2x7k",
+    "metadata.name": "llama-3.1-8b-7d9c5b6f4-x2x7k",
+    "metadata.namespace": "kvatlas",
     "spec.nodeName": "node-1.example",
     "status.podIP": "10.1.2.3",
 }
-"""Examples of pod fields."""
+"""What a pod's fields may look like."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """One container that runs kvatlas. `variables`: the environment as its process will see it."""
+    """One container that runs kvatlas. `words` and `variables` are as the process will see them."""
 
     where: str
     words: list[str]
     variables: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     probes: list[dict[str, Any]] = field(default_factory=list)
+    pod: Object = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.where
 
 
-def documents(path: Path) -> list[dict[str, Any]]:
-    """Every document of a YAML file. Raises for duplicate anchors and bad syntax."""
-    return [one for one in yaml.safe_load_all(path.read_text()) if one is not None]
+def name_of(folder: Path) -> str:
+    return str(folder.relative_to(ROOT))
 
 
+def label_of(one: Object) -> str:
+    return f"{one['kind']} {one['metadata']['name']}"
+
+
+@cache
 def compose() -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     return loaded
 
 
-def deployed_containers() -> list[Deployed]:
-    """Every container that runs kvatlas, in compose and in Kubernetes."""
-    return [*_compose_containers(), *_pod_containers()]
+@cache
+def deployed() -> Sequence[Deployed]:
+    """Every container of ours, in compose and in Kubernetes."""
+    return [*_composed(), *(one for folder in KUSTOMIZATIONS for one in _in_pods(folder))]
 
 
-def _compose_containers() -> Iterator[Deployed]:
+def pods(found: Sequence[Object]) -> Iterator[tuple[Object, Object]]:
+    """Each workload with the pod that it makes."""
+    for one in found:
+        if "template" in one.get("spec", {}):
+            yield one, one["spec"]["template"]["spec"]
+
+
+def containers(pod: Object) -> list[Object]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def is_ours(container: Object) -> bool:
+    return re.match(r"kvatlas(-sidecar|-simulator)?:", container["image"]) is not None
+
+
+def _composed() -> Iterator[Deployed]:
     for name, service in compose()["services"].items():
-        if str(service.get("image", "")).startswith("kvatlas"):
-            yield Deployed(f"compose {name}", service["command"], dict(service.get("environment", {})))
+        if is_ours(service):
+            yield Deployed(
+                f"compose {name}", service["command"], {k: str(v) for k, v in service.get("environment", {}).items()}
+            )
 
 
-def _pod_containers() -> Iterator[Deployed]:
-    maps = {
-        one["metadata"]["name"]: one["data"]
-        for path in MANIFESTS
-        for one in documents(path)
-        if one["kind"] == "ConfigMap"
-    }
-    for path in MANIFESTS:
-        for one in documents(path):
-            pod = one.get("spec", {}).get("template", {}).get("spec", {})
-            for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
-                if container["image"].partition(":")[0] == "kvatlas":
-                    yield Deployed(
-                        f"{path.name} {container['name']}",
-                        container["args"],
-                        _variables(container, maps),
-                        {port["name"]: port["containerPort"] for port in container.get("ports", ())},
-                        [probe for key, probe in container.items() if key.endswith("Probe")],
-                    )
+def _in_pods(folder: Path) -> Iterator[Deployed]:
+    found = kustomized(folder)
+    known = {one["metadata"]["name"]: one.get("stringData", one.get("data")) for one in secrets_and_maps(found)}
+    known = {"kvatlas-telemetry": known.get("kvatlas-telemetry", {}), **secrets(), **known}
+    for one, pod in pods(found):
+        for container in containers(pod):
+            if is_ours(container) and "command" not in container:
+                variables = _variables(container, known)
+                yield Deployed(
+                    f"{name_of(folder)} {one['metadata']['name']} {container['name']}",
+                    [_expanded(word, variables) for word in container["args"]],
+                    variables,
+                    {port["name"]: port["containerPort"] for port in container.get("ports", ())},
+                    [probe for key, probe in container.items() if key.endswith("Probe")],
+                    pod,
+                )
 
 
-def _variables(container: dict[str, Any], maps: dict[str, dict[str, str]]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def secrets_and_maps(found: Sequence[Object]) -> list[Object]:
+    return [one for one in found if one["kind"] in ("Secret", "ConfigMap")]
+
+
+def _variables(container: Object, known: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    variables: dict[str, str] = {}
     for source in container.get("envFrom", ()):
-        found.update(maps[source["configMapRef"]["name"]])
+        reference = source.get("configMapRef") or source["secretRef"]
+        variables.update(known[reference["name"]])
     for entry in container.get("env", ()):
         if "value" in entry:
-            value = entry["value"]
-            for name, known in found.items():
-                value = value.replace(f"$({name})", known)
+            variables[entry["name"]] = _expanded(entry["value"], variables)
         else:
-            value = FROM_POD[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-        found[entry["name"]] = value
-    return found
+            variables[entry["name"]] = FROM_POD[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+    return variables
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """As the kubelet does: $(NAME) of a variable that stands before it."""
+    return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], text)

@@ -1,92 +1,241 @@
-"""The manifests are strictly valid and safe."""
+"""What Kustomize renders is Kubernetes', strictly, fits together, and is safe."""
 
-import shutil
-import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from cloudcoil.models.cert_manager import v1 as cert_manager
+from cloudcoil.models.keda import v1alpha1 as keda
+from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
+from pydantic import BaseModel
 
-from tests.deployment.manifests import KUSTOMIZATIONS, MANIFESTS, ROOT, documents
+from tests.deployment.manifests import (
+    ENGINES,
+    KUSTOMIZATIONS,
+    Object,
+    containers,
+    is_ours,
+    label_of,
+    name_of,
+    pods,
+    secrets_and_maps,
+)
+from tests.deployment.production_servers import secrets
+from tests.deployment.test_chart import PRODUCTION, rendered
+from tests.deployment.tools import ROOT, kustomized
 
-PATCHES = {ROOT / "k8s/vllm/sidecar.yaml"}
-NAMES = {path: str(path.relative_to(ROOT)) for path in (*MANIFESTS, *KUSTOMIZATIONS)}
+CUSTOM: dict[str, type[BaseModel]] = {
+    "Certificate": cert_manager.Certificate,
+    "Issuer": cert_manager.Issuer,
+    "PodMonitor": prometheus_operator.PodMonitor,
+    "ScaledObject": keda.ScaledObject,
+    "ServiceMonitor": prometheus_operator.ServiceMonitor,
+}
+"""Models made from the definitions of these resources."""
+
+FLEETS = [ROOT / "k8s/development", ROOT / "k8s/production"]
 
 
-def validate(document: dict[str, Any]) -> None:
-    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+def validate(document: Object) -> None:
+    """Raises for a field that the resource does not have, or that has another type."""
+    if model := CUSTOM.get(document["kind"]):
+        read = model.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)
+        assert read == document, "fields that the resource does not have"
+    else:
+        kubernetes_validate.validate(dict(document), kubernetes_validate.latest_version(), strict=True)
 
 
-@pytest.mark.parametrize("path", [path for path in MANIFESTS if path not in PATCHES], ids=NAMES.__getitem__)
-def test_every_manifest_is_valid(path: Path) -> None:
-    found = documents(path)
+def selected(selector: Any, labels: Any) -> bool:
+    """Does a label selector take an object with these labels?"""
+    expressions = selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in expressions)
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
+        labels.get(one["key"]) in one["values"] for one in expressions
+    )
+
+
+def template_labels(found: Sequence[Object]) -> list[Any]:
+    return [one["spec"]["template"]["metadata"]["labels"] for one, _ in pods(found)]
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=name_of)
+def test_what_kustomize_renders_is_valid(folder: Path) -> None:
+    found = kustomized(folder)
     assert found
     for document in found:
         validate(document)
 
 
-@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=NAMES.__getitem__)
-def test_every_kustomization_names_all_files_of_its_folder_and_no_others(folder: Path) -> None:
-    (kustomization,) = documents(folder / "kustomization.yaml")
-    named = [*kustomization.get("resources", ()), *(patch["path"] for patch in kustomization.get("patches", ()))]
-    assert all((folder / name).exists() for name in named)
-    assert {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"} <= set(named)
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl to render")
-@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=NAMES.__getitem__)
-def test_what_kustomize_renders_is_valid(folder: Path) -> None:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rendered = list(yaml.safe_load_all(done.stdout))
-    for document in rendered:
+@pytest.mark.parametrize("flags", [[], PRODUCTION])
+def test_what_helm_renders_is_valid(flags: list[str]) -> None:
+    for document in rendered(*flags):
         validate(document)
-    assert rendered
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl to render")
-def test_the_patch_adds_a_native_sidecar_and_does_not_change_the_engine() -> None:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(ROOT / "k8s/vllm")], capture_output=True, text=True, timeout=60, check=True
+def test_a_field_that_a_custom_resource_does_not_have_is_found() -> None:
+    (monitor,) = [one for one in kustomized(ROOT / "k8s/production") if one["kind"] == "PodMonitor"]
+    wrong = yaml.safe_load(yaml.safe_dump(dict(monitor)).replace("interval:", "intervall:"))
+    with pytest.raises(AssertionError, match="does not have"):
+        validate(wrong)
+
+
+def test_every_file_is_part_of_something() -> None:
+    named = set()
+    for path in (ROOT / "k8s").rglob("kustomization.yaml"):
+        (read,) = yaml.safe_load_all(path.read_text())
+        files = [*read.get("resources", ()), *(one["path"] for one in read.get("patches", ()))]
+        files += [file for made in read.get("configMapGenerator", ()) for file in made["files"]]
+        named |= {(path.parent / file).resolve() for file in files} | {path}
+    kept = {path for path in (ROOT / "k8s").rglob("*") if path.suffix in (".yaml", ".conf", ".py")}
+    charts = {path for path in kept if path.is_relative_to(ROOT / "k8s/chart") and "files" not in path.parts}
+    others = {ROOT / "k8s/dashboards", ROOT / "k8s/alerts"}
+    assert {path for path in kept - charts - named if path.parent not in others} == set()
+
+
+@pytest.mark.parametrize("folder", ENGINES, ids=name_of)
+def test_an_engine_gets_a_native_sidecar_and_stays_as_it_was(folder: Path) -> None:
+    (read,) = yaml.safe_load_all((folder / "kustomization.yaml").read_text())
+    before = {one["metadata"]["name"]: one for one in yaml.safe_load_all((folder / read["resources"][0]).read_text())}
+    for one, pod in pods(kustomized(folder)):
+        original = before.pop(one["metadata"]["name"])["spec"]["template"]["spec"]
+        (sidecar,) = [container for container in containers(pod) if container["image"].startswith("kvatlas-sidecar:")]
+        assert sidecar in pod["initContainers"] and sidecar["restartPolicy"] == "Always"
+        assert [other for other in pod["initContainers"] if other is not sidecar] == original.get("initContainers", [])
+        for patched, engine in zip(pod["containers"], original["containers"], strict=True):
+            assert {**patched, "lifecycle": None, "image": None} == {
+                **engine,
+                "lifecycle": None,
+                "image": None,
+            }
+            # what runs may end after the sidecar said that the worker drains, and before Kubernetes kills the pod
+            assert 5 <= patched["lifecycle"]["preStop"]["sleep"]["seconds"] < pod["terminationGracePeriodSeconds"]
+        assert "startupProbe" not in sidecar and "readinessProbe" not in sidecar, (
+            "an engine never waits for its sidecar"
+        )
+        assert sidecar["lifecycle"]["preStop"]["exec"]["command"] == ["sh", "-c", "kill -USR1 1"]
+    assert before == {}
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=name_of)
+def test_containers_run_without_privileges_and_within_limits(folder: Path) -> None:
+    for one, pod in pods(kustomized(folder)):
+        for container in containers(pod):
+            if folder in ENGINES and not is_ours(container):
+                continue  # an engine is somebody else's
+            context = {**pod.get("securityContext", {}), **container["securityContext"]}
+            assert context["runAsNonRoot"] is True and context["readOnlyRootFilesystem"] is True, label_of(one)
+            assert context["allowPrivilegeEscalation"] is False and context["capabilities"] == {"drop": ["ALL"]}
+            assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
+            assert pod.get("enableServiceLinks") is False or not is_ours(container)
+            assert pod.get("automountServiceAccountToken") is False or folder in ENGINES
+
+
+@pytest.mark.parametrize("folder", FLEETS, ids=name_of)
+def test_every_selector_takes_something(folder: Path) -> None:
+    found = kustomized(folder)
+    labels = template_labels(found)
+    for one, pod in pods(found):
+        own = one["spec"]["template"]["metadata"]["labels"]
+        assert selected(one["spec"]["selector"], own)
+        for spread in pod.get("topologySpreadConstraints", ()):
+            assert selected(spread["labelSelector"], own)
+    for one in found:
+        spec = one.get("spec", {})
+        match one["kind"]:
+            case "Service":
+                assert any(selected({"matchLabels": spec["selector"]}, own) for own in labels), label_of(one)
+            case "PodDisruptionBudget":
+                assert sum(selected(spec["selector"], own) for own in labels) == 1, label_of(one)
+            case "NetworkPolicy":
+                assert any(selected(spec["podSelector"], own) for own in labels), label_of(one)
+            case "ScaledObject":
+                names = {label_of(other) for other in found}
+                assert f"Deployment {spec['scaleTargetRef']['name']}" in names
+
+
+@pytest.mark.parametrize("folder", FLEETS, ids=name_of)
+def test_what_a_pod_names_exists(folder: Path) -> None:
+    found = kustomized(folder)
+    there = {one["metadata"]["name"] for one in secrets_and_maps(found)}
+    if folder.name == "production":
+        there |= set(secrets()) | {one["spec"]["secretName"] for one in found if one["kind"] == "Certificate"}
+    classes = {one["metadata"]["name"] for one in found if one["kind"] == "PriorityClass"}
+    for one, pod in pods(found):
+        assert pod.get("priorityClassName") in {None, *classes}
+        claims = {claim["metadata"]["name"] for claim in one["spec"].get("volumeClaimTemplates", ())}
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
+        for volume in volumes.values():
+            kind = volume.get("secret", volume.get("configMap"))
+            if kind and not kind.get("optional"):
+                assert kind.get("secretName", kind.get("name")) in there, label_of(one)
+        for container in containers(pod):
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes.keys() | claims
+            ports = {port["name"] for port in container.get("ports", ())}
+            for key, probe in container.items():
+                if key.endswith("Probe") and "httpGet" in probe:
+                    assert probe["httpGet"]["port"] in ports
+            for source in container.get("envFrom", ()):
+                assert (source.get("secretRef") or source["configMapRef"])["name"] in there
+            for entry in container.get("env", ()):
+                if secret := entry.get("valueFrom", {}).get("secretKeyRef"):
+                    assert secret["key"] in secrets()[secret["name"]]
+
+
+def test_every_service_of_the_production_overlay_outlives_a_drained_node() -> None:
+    found = kustomized(ROOT / "k8s/production")
+    budgets = [one for one in found if one["kind"] == "PodDisruptionBudget"]
+    for one, _ in pods(found):
+        if one["metadata"]["name"] == "kvatlas-valkey-keeper":
+            continue  # the cluster does without it while it moves
+        (budget,) = [
+            other
+            for other in budgets
+            if selected(other["spec"]["selector"], one["spec"]["template"]["metadata"]["labels"])
+        ]
+        assert budget["spec"]["maxUnavailable"] == 1
+        scaled = [other for other in found if label_of(other) == f"ScaledObject {one['metadata']['name']}"]
+        replicas = scaled[0]["spec"]["minReplicaCount"] if scaled else one["spec"]["replicas"]
+        assert replicas >= 2
+
+
+def test_every_port_that_a_peer_needs_is_open_to_it_and_no_other() -> None:
+    found = kustomized(ROOT / "k8s/production")
+    policies = {one["metadata"]["name"]: one["spec"] for one in found if one["kind"] == "NetworkPolicy"}
+    for one, pod in pods(found):
+        own = one["spec"]["template"]["metadata"]["labels"]
+        (policy,) = [spec for spec in policies.values() if selected(spec["podSelector"], own)]
+        listened = {port["containerPort"] for container in containers(pod) for port in container.get("ports", ())}
+        opened = {port["port"] for rule in policy.get("ingress", ()) for port in rule["ports"]}
+        assert opened <= listened, label_of(one)
+    clients = {"kvatlas-nats": 4222, "kvatlas-valkey": 6379}
+    for server, port in clients.items():
+        peers = [
+            peer for rule in policies[server]["ingress"] if {"port": port} in rule["ports"] for peer in rule["from"]
+        ]
+        labels = template_labels(found)
+        users = {
+            own["app.kubernetes.io/name"] for own in labels for peer in peers if selected(peer["podSelector"], own)
+        }
+        assert "kvatlas-indexer" in users and ("kvatlas-router" in users) == (server == "kvatlas-valkey")
+    engine = template_labels(kustomized(ROOT / "k8s/engines/vllm"))[0]
+    assert any(
+        selected(peer["podSelector"], engine) and peer["namespaceSelector"] == {}
+        for peer in policies["kvatlas-nats"]["ingress"][0]["from"]
+        if "namespaceSelector" in peer
     )
-    (engine,) = documents(ROOT / "k8s/vllm/vllm.yaml")
-    (patched,) = yaml.safe_load_all(done.stdout)
-    pod = patched["spec"]["template"]["spec"]
-    (sidecar,) = pod["initContainers"]
-    assert sidecar["restartPolicy"] == "Always" and sidecar["image"].startswith("kvatlas:")
-    assert pod["containers"] == engine["spec"]["template"]["spec"]["containers"]
 
 
-def test_the_store_never_evicts() -> None:
-    (deployment,) = [one for one in documents(ROOT / "k8s/development/valkey.yaml") if one["kind"] == "Deployment"]
+def test_the_store_keeps_what_it_is_given() -> None:
+    (deployment,) = [
+        one for one in kustomized(ROOT / "k8s/development") if label_of(one) == "Deployment kvatlas-valkey"
+    ]
     words = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     directives = dict(zip(words[1::2], words[2::2], strict=True))
     assert directives["--maxmemory-policy"] == "noeviction"
     assert directives["--hash-max-listpack-entries"] == "128"
-
-
-def test_our_containers_run_without_privileges() -> None:
-    for path in MANIFESTS:
-        for document in documents(path):
-            pod = document.get("spec", {}).get("template", {}).get("spec", {})
-            for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
-                if container["image"].partition(":")[0] != "kvatlas":
-                    continue
-                context = {**pod.get("securityContext", {}), **container["securityContext"]}
-                assert context["runAsNonRoot"] is True and context["readOnlyRootFilesystem"] is True
-                assert context["allowPrivilegeEscalation"] is False and context["capabilities"] == {"drop": ["ALL"]}
-                assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
-                assert pod["enableServiceLinks"] is False
-
-
-def test_one_indexer_keeps_running_when_nodes_are_drained() -> None:
-    budget, deployment = sorted(
-        documents(ROOT / "k8s/base/indexer.yaml"), key=lambda one: str(one["apiVersion"]), reverse=True
-    )
-    assert budget["kind"] == "PodDisruptionBudget" and budget["spec"]["minAvailable"] == 1
-    assert budget["spec"]["selector"] == deployment["spec"]["selector"]
-    assert deployment["spec"]["replicas"] >= 2
+    lines = (ROOT / "k8s/chart/files/valkey.conf").read_text().splitlines()
+    assert {"maxmemory-policy noeviction", "hash-max-listpack-entries 128"} <= set(lines)

@@ -1,24 +1,59 @@
-"""Every command, flag, variable and port in a manifest exists, and its values are accepted."""
+"""Every command, flag, variable, port, path and metric that a manifest names exists, and its values are taken."""
 
+import os
+import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import typer.main
 
-from kvatlas.settings import ENV_PREFIX, IndexerSettings, ProcessSettings, PublishSettings
+from kvatlas.embedded.free_port import free_port
+from kvatlas.embedded.nats import NatsProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.settings import ENV_PREFIX, IndexerSettings, ProcessSettings, ProxySettings, PublishSettings
 from kvatlas_cli.app import application
-from tests.deployment.manifests import MANIFESTS, ROOT, Deployed, compose, deployed_containers, documents
+from simulator.settings import EngineSettings
+from tests.deployment.manifests import (
+    ENGINES,
+    KUSTOMIZATIONS,
+    Deployed,
+    Object,
+    compose,
+    containers,
+    deployed,
+    label_of,
+    name_of,
+    pods,
+)
+from tests.deployment.production_servers import FILES
+from tests.deployment.test_kubernetes import FLEETS, selected
+from tests.deployment.tools import ROOT, kustomized
+from tests.eventually import until_sync
+from tests.kvatlas_cli.conftest import start_command
 
-DEPLOYED = deployed_containers()
+DEPLOYED = deployed()
 APP = application()
 GROUP: Any = typer.main.get_command(APP)
+OPENTELEMETRY = {
+    "OTEL_METRICS_EXPORTER",
+    "OTEL_TRACES_EXPORTER",
+    "OTEL_TRACES_SAMPLER",
+    "OTEL_TRACES_SAMPLER_ARG",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_PROMETHEUS_HOST",
+    "OTEL_EXPORTER_PROMETHEUS_PORT",
+}
+OTHERS = {"SSL_CERT_FILE", "POD_IP"}
+"""OpenSSL's, and what other variables are made of."""
 
 
 def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettings:
-    """The settings with which the container's process would run. Raises what the process would report."""
+    """The settings that the container's process would run with; raises what the process would report."""
     command = GROUP.commands[one.words[0]]
     context = command.make_context(one.words[0], list(one.words[1:]))
     for name, value in one.variables.items():
@@ -31,22 +66,40 @@ def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettin
     return settings_class.load(**flags)
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
+def listens_at(settings: ProcessSettings) -> tuple[str, int | None, set[str]]:
+    """Where a process serves its pages, and which."""
+    from indexer import status as indexer_status
+    from publishers import status as publisher_status
 
+    match settings:
+        case IndexerSettings():
+            pages = indexer_status.application(None)  # type: ignore[arg-type]
+            return settings.status_host, settings.status_port, {route.path for route in pages.routes}  # type: ignore[attr-defined]
+        case PublishSettings():
+            pages = publisher_status.application([], 1)
+            return settings.status_host, settings.status_port, {route.path for route in pages.routes}  # type: ignore[attr-defined]
+        case ProxySettings() | EngineSettings():
+            source = {ProxySettings: "router_client/proxy/application.py", EngineSettings: "simulator/http/server.py"}
+            text = (ROOT / source[type(settings)]).read_text()
+            return settings.host, settings.port, set(re.findall(r'Route\("([^"]+)"', text))
+    raise AssertionError(f"{settings} serves nothing")
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith(ENV_PREFIX):
+        if name.startswith((ENV_PREFIX, "OTEL_")):
             monkeypatch.delenv(name)
 
 
-def test_all_parts_are_deployed_somewhere() -> None:
-    assert {one.words[0] for one in DEPLOYED} >= {"indexer", "publish", "simulate-engine"}
-    assert [one.words[0] for one in DEPLOYED if one.where.startswith("compose")].count("indexer") == 2
+def test_all_parts_are_deployed_everywhere() -> None:
+    for place in ("compose", "k8s/development"):
+        started = {one.words[0] for one in DEPLOYED if one.where.startswith(place)}
+        assert started >= {"indexer", "publish", "router", "simulate-engine"}, place
 
 
 @pytest.mark.parametrize("one", DEPLOYED, ids=str)
-def test_the_command_accepts_its_flags_and_values(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_its_flags_and_values(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.words[0] in GROUP.commands
     settings_of(one, monkeypatch)
 
@@ -54,64 +107,159 @@ def test_the_command_accepts_its_flags_and_values(one: Deployed, monkeypatch: py
 @pytest.mark.parametrize("one", DEPLOYED, ids=str)
 def test_every_variable_is_a_setting_of_the_command(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = type(settings_of(one, monkeypatch)).model_fields
-    ours = [name for name in one.variables if name.startswith(ENV_PREFIX)]
-    assert [name for name in ours if name.removeprefix(ENV_PREFIX).lower() not in fields] == []
+    ours = {name for name in one.variables if name.startswith(ENV_PREFIX)}
+    assert {name for name in ours if name.removeprefix(ENV_PREFIX).lower() not in fields} == set()
+    assert one.variables.keys() - ours <= OPENTELEMETRY | OTHERS
 
 
-@pytest.mark.parametrize("one", [one for one in DEPLOYED if one.probes], ids=str)
-def test_probes_use_the_status_page(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
-    from indexer.status import application
-
-    settings = settings_of(one, monkeypatch)
-    assert isinstance(settings, IndexerSettings)
-    assert settings.status_port == one.ports["status"]
-    assert settings.status_host == "0.0.0.0"
-    paths = {getattr(route, "path", "") for route in application(None).routes}  # type: ignore[arg-type]
+@pytest.mark.parametrize("one", [one for one in DEPLOYED if one.ports], ids=str)
+def test_probes_ask_a_page_that_is_served(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, port, paths = listens_at(settings_of(one, monkeypatch))
+    assert host == "0.0.0.0" and one.probes
     for probe in one.probes:
-        assert probe["httpGet"]["port"] == "status" and probe["httpGet"]["path"] in paths
+        assert probe["httpGet"]["path"] in paths
+        assert one.ports[probe["httpGet"]["port"]] == port
+    metrics = [port for name, port in one.ports.items() if "metrics" in name]
+    assert metrics == ([] if one.words[0] == "simulate-engine" else [9464])
+    assert one.variables.get("OTEL_EXPORTER_PROMETHEUS_PORT", "9464") == "9464"
 
 
-def test_a_sidecar_connects_to_its_engines_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = documents(ROOT / "k8s/vllm/vllm.yaml")[0]["spec"]["template"]["spec"]["containers"][0]
-    sidecar = settings_of(next(one for one in DEPLOYED if one.where == "sidecar.yaml kvatlas"), monkeypatch)
-    assert isinstance(sidecar, PublishSettings)
-    words = " ".join(engine["args"])
-    for endpoint in (sidecar.endpoint, sidecar.replay_endpoint):
-        assert endpoint is not None and f"tcp://*:{urlsplit(endpoint).port}" in words
-    assert sidecar.engine_url is not None and f"--port={urlsplit(sidecar.engine_url).port}" in engine["args"]
-    assert f"--model={sidecar.model_id}" in engine["args"]
-    assert sidecar.worker_id and sidecar.advertise_url == "http://10.1.2.3:8000"
+@pytest.mark.parametrize("one", [one for one in DEPLOYED if one.probes and one.words[0] == "indexer"], ids=str)
+def test_an_indexer_that_waits_for_its_servers_is_left_alone_for_a_day(one: Deployed) -> None:
+    (startup,) = [probe for probe in one.probes if probe.get("failureThreshold", 0) > 1_000]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 86_400
 
 
-def test_a_sidecar_connects_to_its_simulated_engines_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_name = {one.where: one for one in DEPLOYED}
-    for number in (1, 2):
-        engine = by_name[f"compose engine-{number}"].words
-        sidecar = settings_of(by_name[f"compose sidecar-{number}"], monkeypatch)
-        assert isinstance(sidecar, PublishSettings)
-        assert f"--endpoint={sidecar.endpoint}" in engine
-        assert f"--replay-endpoint={sidecar.replay_endpoint}" in engine
-        assert f"--model={sidecar.model_id}" in engine
-        assert sidecar.engine_url is not None and f"--port={urlsplit(sidecar.engine_url).port}" in engine
-        assert compose()["services"][f"sidecar-{number}"]["network_mode"] == f"service:engine-{number}"
-        assert sidecar.advertise_url == f"http://engine-{number}:8000"
+@pytest.mark.parametrize("one", [one for one in DEPLOYED if one.words[0] == "publish" and one.pod], ids=str)
+def test_a_sidecar_listens_where_its_engine_speaks(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(one, monkeypatch)
+    assert isinstance(settings, PublishSettings)
+    engine = one.pod["containers"][0]
+    words = " ".join([*engine.get("command", ()), *engine.get("args", ())])
+    for endpoint in (settings.endpoint, settings.replay_endpoint):
+        assert endpoint is not None and re.search(rf"tcp://(\*|127\.0\.0\.1):{urlsplit(endpoint).port}\b", words)
+    assert settings.engine_url is not None
+    assert re.search(rf"--port[= ]{urlsplit(settings.engine_url).port}\b", words)
+    assert re.search(rf"(--model=|--model-path=|serve |^){re.escape(settings.model_id)}( |$)", words)
+    assert (settings.dp_size or 1) == int((re.findall(r"--data-parallel-size=(\d+)", words) or ["1"])[0])
+    assert settings.worker_id == "llama-3_1-8b-7d9c5b6f4-x2x7k"
+    assert settings.advertise_url is not None
+    address = urlsplit(settings.advertise_url)
+    ports = {port["containerPort"] for container in containers(one.pod) for port in container.get("ports", ())}
+    assert address.hostname == "10.1.2.3" and address.port in ports
 
 
-def test_server_addresses_are_those_of_the_development_services() -> None:
+@pytest.mark.parametrize("folder", [folder for folder in ENGINES if folder.name != "simulated"], ids=name_of)
+def test_an_engine_publishes_events(folder: Path) -> None:
+    for _, pod in pods(kustomized(folder)):
+        words = " ".join([*pod["containers"][0].get("command", ()), *pod["containers"][0].get("args", ())])
+        assert '"publisher":"zmq"' in words and '"endpoint":"tcp://*:' in words and "--no-enable-prefix" not in words
+
+
+@pytest.mark.parametrize("folder", FLEETS, ids=name_of)
+def test_server_addresses_are_those_of_the_services(folder: Path) -> None:
+    found = kustomized(folder)
     services = {
         one["metadata"]["name"]: {port["port"] for port in one["spec"]["ports"]}
-        for path in MANIFESTS
-        for one in documents(path)
+        for one in found
         if one["kind"] == "Service"
     }
-    (servers,) = documents(ROOT / "k8s/base/servers.yaml")
-    for url in servers["data"].values():
-        parts = urlsplit(url)
-        assert parts.port in services[parts.hostname or ""]
-    names = compose()["services"]
-    for one in DEPLOYED:
-        if one.where.startswith("compose"):
-            assert all(urlsplit(url).hostname in names for name, url in one.variables.items() if name.endswith("_URL"))
+    urls = [
+        urlsplit(value)
+        for one in DEPLOYED
+        if one.where.startswith(name_of(folder))
+        for name, value in one.variables.items()
+        if name in ("KVATLAS_NATS_URL", "KVATLAS_REDIS_URL")
+    ]
+    assert len(urls) >= 3
+    for url in urls:
+        assert url.port in services[url.hostname or ""]
+
+
+def test_configuration_files_name_the_pods_that_there_are() -> None:
+    found = {label_of(one): one for one in kustomized(ROOT / "k8s/production")}
+    nats, valkey = found["StatefulSet kvatlas-nats"], found["StatefulSet kvatlas-valkey"]
+    routes = set(re.findall(r"@(kvatlas-nats-\d)\.kvatlas-nats:6222", (FILES / "nats.conf").read_text()))
+    assert routes == {f"kvatlas-nats-{index}" for index in range(nats["spec"]["replicas"])}
+    keeper = found["Deployment kvatlas-valkey-keeper"]["spec"]["template"]["spec"]["containers"][0]
+    assert keeper["args"][1:] == [
+        f"kvatlas-valkey-{index}.kvatlas-valkey.$(POD_NAMESPACE).svc:6379"
+        for index in range(valkey["spec"]["replicas"])
+    ]
+    script = keeper["command"][1].rpartition("/")[2]
+    text = (FILES / script).read_text()
+    assert '"--primaries"' in text and "VALKEY_CREDENTIALS" in text
+    (certificate,) = [one for name, one in found.items() if name == "Certificate kvatlas-valkey"]
+    assert "*.kvatlas-valkey.kvatlas.svc" in certificate["spec"]["dnsNames"]
+    announced = valkey["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "$(POD_NAME).kvatlas-valkey.$(POD_NAMESPACE).svc" in announced
+    nats_names = next(one for name, one in found.items() if name == "Certificate kvatlas-nats")["spec"]["dnsNames"]
+    assert {"kvatlas-nats", "*.kvatlas-nats"} <= set(nats_names)
+
+
+@pytest.fixture(scope="module")
+def metrics() -> Iterator[str]:
+    """The pages to scrape of an indexer and a router, started with the ConfigMap's variables."""
+    (telemetry,) = [one for one in kustomized(ROOT / "k8s/base") if label_of(one) == "ConfigMap kvatlas-telemetry"]
+    with NatsProcess() as nats, ValkeyProcess() as valkey:
+        servers = {"KVATLAS_NATS_URL": nats.url, "KVATLAS_REDIS_URL": valkey.url}
+        ports = [free_port(), free_port()]
+        started = [
+            start_command(
+                *words,
+                **servers,
+                **{
+                    **telemetry["data"],
+                    "OTEL_EXPORTER_PROMETHEUS_HOST": "127.0.0.1",
+                    "OTEL_EXPORTER_PROMETHEUS_PORT": str(port),
+                },
+            )
+            for words, port in zip((["indexer"], ["router", "--port", "0"]), ports, strict=True)
+        ]
+        try:
+            for process in started:
+                assert process.stderr is not None
+                assert any("is ready" in line or "router at" in line for line in process.stderr)
+
+            def pages() -> str:
+                read = [httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text for port in ports]
+                return "\n".join(read) if all("kvatlas_" in page for page in read) else ""
+
+            yield until_sync(pages, what="both pages have metrics")
+        finally:
+            for process in started:
+                process.terminate()
+                process.communicate(timeout=30)
+
+
+def test_metrics_that_scale_the_fleet_are_told(metrics: str) -> None:
+    told = set(re.findall(r"^# TYPE (\w+) ", metrics, re.MULTILINE))
+    queries = [
+        trigger["metadata"]["query"]
+        for one in kustomized(ROOT / "k8s/production")
+        if one["kind"] == "ScaledObject"
+        for trigger in one["spec"]["triggers"]
+        if trigger["type"] == "prometheus"
+    ]
+    assert len(queries) == 2
+    for query in queries:
+        assert set(re.findall(r"kvatlas_\w+", query)) <= told
+
+
+def test_what_is_scraped_is_served() -> None:
+    found = kustomized(ROOT / "k8s/production")
+    services = [one for one in found if one["kind"] == "Service"]
+    (monitor,) = [one["spec"] for one in found if one["kind"] == "ServiceMonitor"]
+    taken = [one for one in services if selected(monitor["selector"], one["metadata"]["labels"])]
+    assert {one["metadata"]["name"] for one in taken} == {"kvatlas-indexer", "kvatlas-router"}
+    for one in taken:
+        assert {end["port"] for end in monitor["endpoints"]} <= {port["name"] for port in one["spec"]["ports"]}
+    (monitor,) = [one["spec"] for one in found if one["kind"] == "PodMonitor"]
+    engines: list[Object] = [one for folder in ENGINES for one in kustomized(folder)]
+    for engine, pod in pods(engines):
+        assert selected(monitor["selector"], engine["spec"]["template"]["metadata"]["labels"])
+        ports = {port.get("name") for container in containers(pod) for port in container.get("ports", ())}
+        assert {end["port"] for end in monitor["podMetricsEndpoints"]} <= ports
 
 
 def test_the_image_runs_the_installed_command() -> None:
@@ -125,15 +273,47 @@ def test_the_image_runs_the_installed_command() -> None:
     assert packages <= copied
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{path}" for path in copied} <= set(ignored)
-    (install,) = [line for line in lines if "pip install" in line]
-    extras = install.partition(".[")[2].partition("]")[0].split(",")
-    assert extras and set(extras) <= set(project["project"]["optional-dependencies"])
     assert any(line.startswith("USER 10001") for line in lines)
 
 
-def test_the_image_is_tagged_with_the_version() -> None:
+def test_the_base_is_pinned_by_digest() -> None:
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"docker\.io/library/python:3\.\d+-slim@sha256:[0-9a-f]{64}", base)
+
+
+def test_images_hold_what_their_containers_run() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    extras = {
+        name: set(words.split(",")) for name, words in re.findall(r"^EXTRAS_(\S+) := (\S+)$", makefile, re.MULTILINE)
+    }
+    (default,) = re.findall(r"^ARG EXTRAS=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert set(default.split(",")) == extras["kvatlas"]
+    needed = {"indexer": "indexer", "publish": "publisher", "router": "router", "simulate-engine": "simulator"}
+    for folder in KUSTOMIZATIONS:
+        for _, pod in pods(kustomized(folder)):
+            for container in containers(pod):
+                image = container["image"].partition(":")[0]
+                if image in extras and "command" not in container:
+                    assert needed[container["args"][0]] in extras[image]
+    for service in compose()["services"].values():
+        image = service["image"].partition(":")[0]
+        if image in extras:
+            assert service["build"].get("args", {}).get("EXTRAS", default).split(",") == sorted(
+                extras[image], key=service["build"].get("args", {}).get("EXTRAS", default).split(",").index
+            )
+
+
+def test_images_are_tagged_with_the_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for path in (ROOT / "k8s").rglob("kustomization.yaml"):
-        assert all(image["newTag"] == version for image in documents(path)[0].get("images", ()))
-    images = {service["image"] for service in compose()["services"].values() if service["image"].startswith("kvatlas")}
-    assert images == {f"kvatlas:{version}"}
+    images = [
+        container["image"]
+        for folder in KUSTOMIZATIONS
+        for _, pod in pods(kustomized(folder))
+        for container in containers(pod)
+    ]
+    images += [service["image"] for service in compose()["services"].values()]
+    ours = {image.partition(":")[2] for image in images if image.startswith("kvatlas")}
+    assert ours == {version}
+    assert f"ARG VERSION={version}\n" in (ROOT / "Dockerfile").read_text()
+    chart = (ROOT / "k8s/chart/Chart.yaml").read_text()
+    assert f"\nversion: {version}\n" in chart and f"\nappVersion: {version}\n" in chart

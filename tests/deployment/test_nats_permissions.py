@@ -10,7 +10,7 @@ from nats.aio.client import Client
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
 from kvatlas.bus.subjects import ALL_ALIVE, alive_subject, control_subject, events_subject, grant_subject
 from kvatlas.embedded import EmbeddedServer, nats_server
-from tests.deployment.manifests import ROOT
+from tests.deployment.tools import ROOT
 
 pytestmark = pytest.mark.anyio
 

@@ -32,7 +32,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             ("workers", "--redis-url", "http://127.0.0.1"),
             2,
             "kvatlas workers: --redis-url is 'http://127.0.0.1'; expected a URL that begins with redis:// or rediss:// "
-            "or unix:// or redis+cluster://",
+            "or unix:// or redis+cluster:// or rediss+cluster://",
         ),
         (
             ("indexer", "--nats-url", "127.0.0.1:4222"),
@@ -105,9 +105,9 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "source with --no-events",
         ),
         (
-            (*PUBLISH, "--worker-id", "a.b"),
+            (*PUBLISH, "--worker-id", "a/b"),
             2,
-            "kvatlas publish: --worker-id is 'a.b'; expected 1 to 64 of A-Z a-z 0-9 _ -",
+            "kvatlas publish: --worker-id is 'a/b'; expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
         (
             (*PUBLISH, "--engine", "vlm"),
@@ -136,9 +136,9 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "model, tokenizer, tenant, advertise",
         ),
         (
-            ("up", "--engine", "http://127.0.0.1:1,worker=a.b"),
+            ("up", "--engine", "http://127.0.0.1:1,worker=a/b"),
             2,
-            "kvatlas up: --engine's worker is 'a.b'; expected 1 to 64 of A-Z a-z 0-9 _ -",
+            "kvatlas up: --engine's worker is 'a/b'; expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
     ],
 )

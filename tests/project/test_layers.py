@@ -109,4 +109,4 @@ def test_the_router_client_needs_only_the_plain_install() -> None:
         for module in set(loaded.stdout.split()) & owners.keys() - sys.stdlib_module_names
         if not {canonicalize_name(owner) for owner in owners[module]} & plain
     }
-    assert not foreign
+    assert not foreign - {"cryptography"}, "redis loads it where it is installed, and does without it"

@@ -1,0 +1,61 @@
+"""The status page of a publisher, and a worker that drains."""
+
+import socket
+from contextlib import suppress
+
+import anyio
+import httpx
+import pytest
+from nats.aio.client import Client
+
+from kvatlas.embedded import nats_server
+from kvatlas.embedded.free_port import free_port
+from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
+from publishers.sidecar import run_sidecar
+from tests.eventually import until
+from tests.publishers.fake_engine import FakeEngine, recording
+from tests.publishers.sidecars import assert_published, ledger_of, settings, sidecar
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_page_answers_while_nats_is_away_and_is_ready_when_the_worker_is_published() -> None:
+    port, nats_port = free_port(), free_port()
+    async with FakeEngine() as engine, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as page:
+
+        async def answers(path: str) -> bool:
+            with suppress(httpx.TransportError):
+                return (await page.get(path)).is_success
+            return False
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run_sidecar, settings(engine, f"nats://127.0.0.1:{nats_port}", status_port=port))
+            await until(lambda: answers("/healthz"), what="the page answers")
+            waiting = await page.get("/readyz")
+            assert (waiting.status_code, waiting.text) == (503, "not ready: 0 of 1 workers are published\n")
+            async with nats_server(port=nats_port):
+                await until(lambda: answers("/readyz"), what="the worker is published")
+                (worker,) = (await page.get("/status")).json()["workers"]
+                assert worker["worker_id"] == "w"
+                tasks.cancel_scope.cancel()
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # nobody listens any longer
+
+
+async def test_a_draining_worker_says_so_and_is_published_on(nats_client: Client, nats_url: str) -> None:
+    beats = await nats_client.subscribe("kvatlas.alive.w")
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+        publisher.drain()
+        with anyio.fail_after(5):
+            while Heartbeat.unpack((await beats.next_msg(5)).data).state is not EngineState.DRAINING:
+                pass
+        await engine.send(*payloads)
+        await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
+
+
+async def test_an_engine_that_is_down_does_not_drain(nats_url: str) -> None:
+    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+        publisher._feed_alive = lambda: False
+        publisher.drain()
+        assert publisher.engine_state is EngineState.DOWN
