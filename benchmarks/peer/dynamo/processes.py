@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from benchmarks.child_processes import Child, child_process
 from benchmarks.peer.dynamo.queries import MODEL, DynamoQueries
-from kvatlas.embedded import spawn_owned
+from kvatlas.embedded import spawn_child
 from kvatlas.embedded.free_port import free_port
 
 PYTHON = Path(".bench-peer/bin/python")
@@ -42,7 +42,7 @@ async def dynamo_indexer(endpoints: Sequence[str], block_size: int) -> AsyncIter
     workers = ",".join(f"{number}={endpoint}" for number, endpoint in enumerate(endpoints))
     args = ["--port", str(port), "--block-size", str(block_size), "--model-name", MODEL, "--workers", workers]
     command = [str(PYTHON), "-m", "dynamo.indexer", *args]
-    process = await anyio.to_thread.run_sync(lambda: spawn_owned(command, env={**os.environ, **QUIET}))
+    process = await anyio.to_thread.run_sync(lambda: spawn_child(command, env={**os.environ, **QUIET}))
     try:
         with anyio.fail_after(READY_S):
             while not await anyio.to_thread.run_sync(_answers, port):
