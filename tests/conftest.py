@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
+from tests.chaos.report import PROPERTY, Outcome, as_text
 
 # Examples talk to servers on a shared machine: the time that one takes says nothing about the code.
 settings.register_profile("kvatlas", deadline=None)
@@ -86,3 +87,17 @@ async def fresh_nats(nats_url: str) -> str:
     finally:
         await client.close()
     return nats_url
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The chaos scenarios' outcomes, above pytest's own last line."""
+    outcomes = [
+        Outcome(**value)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == PROPERTY
+    ]
+    if outcomes:
+        terminalreporter.section("chaos")
+        terminalreporter.write_line(as_text(outcomes))

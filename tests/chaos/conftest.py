@@ -1,19 +1,14 @@
-"""Reports the outcomes of all scenarios at the end of a test run."""
+"""Hands the outcome of a scenario to the report at the end of a test run."""
+
+from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
-from tests.chaos.report import Outcome, as_text
-
-OUTCOMES = pytest.StashKey[list[Outcome]]()
+from tests.chaos.report import PROPERTY, Outcome
 
 
-@pytest.fixture(scope="session")
-def outcomes(pytestconfig: pytest.Config) -> list[Outcome]:
-    """Of each scenario, for the report at the end."""
-    return pytestconfig.stash.setdefault(OUTCOMES, [])
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if found := config.stash.get(OUTCOMES, []):
-        terminalreporter.section("chaos")
-        terminalreporter.write_line(as_text(found))
+@pytest.fixture
+def report_outcome(record_property: Callable[[str, object], None]) -> Callable[[Outcome], None]:
+    """Keeps an outcome with the test's result, which reaches the process that reports wherever the test runs."""
+    return lambda outcome: record_property(PROPERTY, asdict(outcome))

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+PROPERTY = "chaos outcome"
+"""Of a test's result: its outcome, as a dictionary."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -1,6 +1,6 @@
 """The short form: the most important faults, one after the other on one running fleet. `make chaos` has all of them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -39,5 +39,5 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
 
 @pytest.mark.parametrize("name", SHORT)
-async def test_the_index_is_exact_after(name: str, fleet: Fleet, outcomes: list[Outcome]) -> None:
-    outcomes.append(await run_scenario(fleet, name))
+async def test_the_index_is_exact_after(name: str, fleet: Fleet, report_outcome: Callable[[Outcome], None]) -> None:
+    report_outcome(await run_scenario(fleet, name))
