@@ -1,0 +1,209 @@
+"""What the documents point to exists: links and their anchors, files, modules, tests, scenarios, commands with their flags.
+
+In documents everything in backticks that looks like a path, a dotted name of ours, a test or a flag is checked, and every
+`make` and `kvatlas` command; in code every mention of a document. Nothing is fetched.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from kvatlas.telemetry import INSTRUMENTS
+from kvatlas_cli.app import application
+from tests.chaos.__main__ import CLUSTER
+from tests.chaos.scenarios import SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+CODE_SUFFIXES = {".py", ".lua", ".toml", ".yaml", ".yml", ".conf", ".txt", ""}
+PACKAGES = ("kvatlas", "kvatlas_cli", "publishers", "indexer", "router_client", "simulator", "benchmarks", "tests")
+
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^ {4}.*$", re.MULTILINE)
+TICKED = re.compile(r"`([^`\n]+)`")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|lua|md|conf|toml|yaml|yml|gz)|(?:[\w.-]+/)+")
+FOLDER = re.compile(rf"(?:{'|'.join((*PACKAGES, 'compose', 'docs', 'examples', 'k8s'))})/[\w./-]+")
+LABELS = {"kvatlas/engine"}
+"""Of objects in Kubernetes; not files."""
+DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
+TEST_FUNCTION = re.compile(r"test_\w+")
+MENTION = re.compile(r"docs/[\w-]+\.(?:md|conf)(?:#[\w-]+)?")
+MAKE = re.compile(r"\bmake ([a-z][\w-]*)")
+COMMAND = re.compile(r"(?<!--namespace )\bkvatlas ([a-z][a-z-]*)\b([^\n|`]*)")
+FLAG = re.compile(r"(?<!\S)--[a-z][a-z-]*")
+FOREIGN_FLAGS = {
+    "--disaggregation-mode", "--enable-cache-report", "--enable-metrics", "--enable-prompt-tokens-details",
+    "--help", "--hypothesis-seed", "--kv-events-config", "--wheel-dir",
+}  # fmt: skip
+"""Of engines, tools, and of every command; any other flag that stands alone in backticks is one of a command of kvatlas."""
+
+
+def project_files() -> Iterator[Path]:
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part != ".ci" for part in parts)
+        if path.is_file() and not hidden and not {"build", "dist", "__pycache__"} & set(parts):
+            yield path
+
+
+FILES = list(project_files())
+NAMES = Counter(path.name for path in FILES)
+DOCUMENTS = [path for path in FILES if path.suffix == ".md" and path.name != "CHANGELOG.md"]
+"""Without the changelog: it may name what is gone."""
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@cache
+def prose_of(path: Path) -> str:
+    """The text without its blocks of code."""
+    return FENCE.sub("", text_of(path))
+
+
+@cache
+def anchors_of(path: Path) -> frozenset[str]:
+    """A heading in lower case, spaces as hyphens, without other punctuation; a repeated one with a number."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in HEADING.findall(prose_of(path)):
+        text = LINK.sub(lambda link: link[0][1 : link[0].index("]")], heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return frozenset(found)
+
+
+def has_target(base: Path, target: str) -> bool:
+    """Does a link or a mention lead to a file, and to a heading in it?"""
+    name, _, anchor = target.partition("#")
+    path = (base / name).resolve()
+    return path.exists() and (not anchor or anchor in anchors_of(path))
+
+
+def ticked(document: Path) -> list[str]:
+    return TICKED.findall(prose_of(document))
+
+
+@each_document
+def test_every_relative_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    wrong = [
+        target
+        for target in LINK.findall(prose_of(document))
+        if not target.startswith(("http://", "https://"))
+        and not has_target(document if target.startswith("#") else document.parent, target)
+    ]
+    assert not wrong
+
+
+@each_document
+def test_every_path_in_backticks_exists(document: Path) -> None:
+    """From the project's root or beside the document; a bare file name is that of some file."""
+    wrong = [
+        name
+        for name in ticked(document)
+        if (FILE.fullmatch(name) or FOLDER.fullmatch(name))
+        and name not in LABELS
+        and not (ROOT / name).exists()
+        and not (document.parent / name).exists()
+        and not NAMES[name]
+    ]
+    assert not wrong
+
+
+@each_document
+def test_every_dotted_name_is_a_module_an_attribute_or_a_metric(document: Path) -> None:
+    metrics = {series.instrument.name for group in INSTRUMENTS.values() for series in group.values()}
+    wrong = [
+        name
+        for command in ticked(document)
+        for name in DOTTED.findall(command)
+        if not any(metric == name or metric.startswith(f"{name}.") for metric in metrics) and not is_in_code(name)
+    ]
+    assert not wrong
+
+
+def is_in_code(name: str) -> bool:
+    """A module, a name that its module defines, or a text of the code (a subject, an attribute of a span)."""
+    *package, last = name.split(".")
+    folder = ROOT.joinpath(*package)
+    if (folder / last).is_dir() or (folder / f"{last}.py").is_file():
+        return True
+    for file in (folder.with_suffix(".py"), folder / "__init__.py"):
+        if file.is_file() and re.search(rf"\b{last}\b", text_of(file)):
+            return True
+    return any(f'"{name}' in text_of(path) for path in FILES if path.suffix == ".py")
+
+
+@each_document
+def test_every_test_in_backticks_exists(document: Path) -> None:
+    code = "\n".join(text_of(path) for path in FILES if path.name.startswith("test_") and path.suffix == ".py")
+    wrong = [name for name in ticked(document) if TEST_FUNCTION.fullmatch(name) and f"def {name}(" not in code]
+    assert not wrong
+
+
+def test_every_scenario_in_the_tables_of_reliability_exists() -> None:
+    tested = [row.split("|")[-2] for row in text_of(ROOT / "docs/reliability.md").splitlines() if row.startswith("|")]
+    named = {name for cell in tested for name in TICKED.findall(cell) if re.fullmatch(r"[a-z_]+", name)}
+    assert named - {*SCENARIOS, CLUSTER} == set()
+    assert {*SCENARIOS, CLUSTER} - named == set(), "scenarios without a row"
+
+
+@each_document
+def test_every_make_target_exists(document: Path) -> None:
+    targets = set(re.findall(r"^([.a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    spans = [
+        *ticked(document),
+        *INDENTED.findall(text_of(document)),
+        *(m[0] for m in FENCE.finditer(text_of(document))),
+    ]
+    assert {target for span in spans for target in MAKE.findall(span)} <= targets
+
+
+@cache
+def flags_by_command() -> dict[str, set[str]]:
+    group = typer.main.get_command(application())
+    commands = getattr(group, "commands")  # noqa: B009 - typer's own class of a group has no stable name
+    return {
+        name: {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        for name, command in commands.items()
+    }
+
+
+@each_document
+def test_every_command_and_flag_exists(document: Path) -> None:
+    known = flags_by_command()
+    spans = [*ticked(document), *INDENTED.findall(text_of(document))]
+    spans += [m[0].replace("\\\n", " ") for m in FENCE.finditer(text_of(document))]
+    wrong = [
+        f"kvatlas {command} {flag}".rstrip()
+        for span in spans
+        for command, rest in COMMAND.findall(span)
+        if "import" not in span
+        for flag in FLAG.findall(rest) or [""]
+        if command not in known or (flag and flag not in known[command] | {"--help"})
+    ]
+    everything = set().union(*known.values()) | FOREIGN_FLAGS
+    alone = [span for span in ticked(document) if span.startswith("--")]
+    wrong += [flag for span in alone for flag in FLAG.findall(span) if flag not in everything]
+    assert not wrong
+
+
+def test_every_document_that_code_mentions_exists() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {mention}"
+        for path in FILES
+        if path.suffix in CODE_SUFFIXES
+        for mention in MENTION.findall(text_of(path))
+        if not has_target(ROOT, mention)
+    ]
+    assert not wrong
