@@ -20,7 +20,7 @@ from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import Heartbeat
 from kvatlas.index.protocol import PartitionBatch, Position
-from tests.logic.stepping import Steps, pause
+from tests.logic.steps import Steps, pause
 
 if TYPE_CHECKING:
     from tests.logic.world import World

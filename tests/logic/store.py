@@ -10,7 +10,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.memory.shard import MemoryShard
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, Room, ScrubResult, WorkerRecord
-from tests.logic.stepping import pause
+from tests.logic.steps import pause
 
 if TYPE_CHECKING:
     from tests.logic.world import World

@@ -15,7 +15,7 @@ from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine
-from tests.publishers.published import read_stream
+from tests.publishers.published_stream import read_stream
 
 
 def settings(fake: FakeEngine, nats_url: str, **fields: Any) -> PublishSettings:

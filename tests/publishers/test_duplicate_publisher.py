@@ -13,7 +13,7 @@ from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
 from publishers.stream.changelog import Changelog, IncarnationReason
 from tests.eventually import until
-from tests.publishers.published import PARTITIONS, read_stream
+from tests.publishers.published_stream import PARTITIONS, read_stream
 
 pytestmark = pytest.mark.anyio
 

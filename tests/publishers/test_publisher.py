@@ -24,7 +24,7 @@ from kvatlas.identity import Scope, partition_of
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
 from tests.eventually import until
-from tests.publishers.published import PARTITIONS, read_stream
+from tests.publishers.published_stream import PARTITIONS, read_stream
 
 pytestmark = pytest.mark.anyio
 

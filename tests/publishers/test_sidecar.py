@@ -22,7 +22,7 @@ from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine, recording
-from tests.publishers.published import read_stream
+from tests.publishers.published_stream import read_stream
 from tests.publishers.sidecars import assert_published, ledger_of, settings, sidecar
 
 pytestmark = pytest.mark.anyio
