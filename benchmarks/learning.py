@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.result import Result
-from benchmarks.stores import connected_store
 from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_rates_of
 from kvatlas.cost.regression import Evidence
 from kvatlas.identity import Scope
 from kvatlas.reservations import RedisReservations
+from kvatlas.store.connection import connected_store
 from simulator.demo.processes import FleetSettings, running_fleet, wait_until_routable
 from simulator.engine.step_cost import StepCost
 
@@ -48,7 +48,10 @@ async def measure() -> list[LearnedRates]:
     each = [[arg for name, value in asdict(cost).items() for arg in (_flag(name), str(value))] for cost in TRUE]
     with tempfile.TemporaryDirectory(prefix="kvatlas-learning-") as folder:
         settings = FleetSettings(MODEL, len(TRUE), 1, ["--num-gpu-blocks", "16384"], router, each)
-        async with running_fleet(settings, Path(folder)) as fleet, connected_store(fleet.redis_url) as store:
+        async with (
+            running_fleet(settings, Path(folder)) as fleet,
+            connected_store(fleet.redis_url, wait=False) as store,
+        ):
             await wait_until_routable(store, len(TRUE), ROUTABLE_S)
             await _send_requests(fleet.routers["router"], REQUESTS * len(TRUE))
             await asyncio.sleep(REPORT_S)

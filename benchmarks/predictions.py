@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.result import Result
-from benchmarks.stores import connected_store
 from kvatlas.predictions.accuracy import MEANING, Deviation
+from kvatlas.store.connection import connected_store
 from simulator.demo.load_generator import Outcome, send_workload
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
 from simulator.workload import chat_settings, generate_workload
@@ -107,7 +107,7 @@ async def _run(load: Load) -> list[Outcome]:
 
 async def _wait_until_ready(fleet: RunningFleet) -> None:
     """Wait until every engine is routable, and the router knows their model."""
-    async with connected_store(fleet.redis_url) as store:
+    async with connected_store(fleet.redis_url, wait=False) as store:
         await wait_until_routable(store, ENGINES, READY_S)
     async with httpx.AsyncClient(base_url=fleet.routers["kvatlas"]) as client:
         with anyio.fail_after(READY_S):

@@ -1,25 +1,16 @@
-"""Connections to the store that a benchmark uses."""
+"""The store that a benchmark uses."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvatlas.embedded import valkey_server
-from kvatlas.store.connection import Store, open_store
-
-
-@asynccontextmanager
-async def connected_store(url: str) -> AsyncIterator[Store]:
-    store = await open_store(url, wait=False)
-    try:
-        yield store
-    finally:
-        await store.close()
+from kvatlas.store.connection import Store, connected_store
 
 
 @asynccontextmanager
 async def valkey_store() -> AsyncIterator[Store]:
     """An embedded Valkey of the benchmark's own."""
-    async with valkey_server() as valkey, connected_store(valkey.url) as store:
+    async with valkey_server() as valkey, connected_store(valkey.url, wait=False) as store:
         yield store
 
 

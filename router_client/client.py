@@ -20,7 +20,7 @@ from kvatlas.predictions.store import write_answer_report
 from kvatlas.request import RequestHints, RequestShape, SelectionResult
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
@@ -101,15 +101,12 @@ class RouterClient:
         line each time. Raises Unreachable (without `wait`), InvalidValue for the URL, LayoutMismatch if the store was laid
         out by another version, or (without `wait`) not yet.
         """
-        store = await open_store(redis_url, wait=wait, on_wait=on_wait)
-        try:
+        async with connected_store(redis_url, wait=wait, on_wait=on_wait) as store:
             index = await open_redis_index(store, writer=False, wait=wait, on_wait=on_wait)
             client = cls(index, FleetStore(store), settings, reservations=RedisReservations(store), store=store)
             async with client:
                 with export_metrics("router", client.counters), export_metrics("answers", client.answers.counts):
                     yield client
-        finally:
-            await store.close()
 
     async def __aenter__(self) -> Self:
         self._leases.start()

@@ -12,13 +12,12 @@ from benchmarks.peer.dynamo.queries import depths_of
 from benchmarks.peer.ours.pool import SCOPE
 from benchmarks.peer.prompts import BLOCK_SIZE
 from benchmarks.process_usage import usage_of
-from benchmarks.stores import connected_store
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.embedded.free_port import free_port, is_free
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import Store
+from kvatlas.store.connection import Store, connected_store
 
 WORKER = "w"
 """Engine r is worker w-dpr."""
@@ -70,7 +69,7 @@ async def our_pipeline(first_port: int, engines: int) -> AsyncIterator[OurPipeli
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_server())
         valkey = await stack.enter_async_context(valkey_server())
-        store = await stack.enter_async_context(connected_store(valkey.url))
+        store = await stack.enter_async_context(connected_store(valkey.url, wait=False))
         indexer = await stack.enter_async_context(indexer_process(nats.url, valkey.url))
         args = ["publish", "--engine", "vllm", "--worker-id", WORKER, "--model-id", SCOPE.model_id]
         args += ["--endpoint", f"tcp://127.0.0.1:{first_port}", "--dp-size", str(engines), "--nats-url", nats.url]

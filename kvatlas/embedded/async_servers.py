@@ -12,25 +12,52 @@ from anyio.to_thread import run_sync
 
 from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.embedded.nats import NatsProcess
-from kvatlas.embedded.server_process import ServerProcess
+from kvatlas.embedded.server_process import ServerProcess, StartedProcesses
 from kvatlas.embedded.valkey import ValkeyProcess
 
 P = ParamSpec("P")
 
 
-class EmbeddedServer:
-    """A server process as an async context manager: started on entry, gone on exit, also on cancellation.
+class _EmbeddedProcesses:
+    """Processes as an async context manager: started on entry, gone on exit, also on cancellation."""
+
+    def __init__(self, processes: StartedProcesses) -> None:
+        self._processes = processes
+
+    @property
+    def url(self) -> str:
+        """The address for clients; see StartedProcesses."""
+        return self._processes.url
+
+    async def start(self) -> None:
+        """Returns when all answer."""
+        await run_sync(partial(self._processes.start, while_waiting=check_cancelled))
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await run_sync(self._processes.close)
+
+
+class EmbeddedServer(_EmbeddedProcesses):
+    """A server process as an async context manager.
 
     `start`, `stop`, `kill`, `restart` return when the server answers or is gone. ServerProcess documents each of them.
     """
 
     def __init__(self, process: ServerProcess) -> None:
+        super().__init__(process)
         self.process = process
-
-    @property
-    def url(self) -> str:
-        """The address for clients, with credentials if the server has any."""
-        return self.process.url
 
     @property
     def port(self) -> int:
@@ -44,9 +71,6 @@ class EmbeddedServer:
     @property
     def is_running(self) -> bool:
         return self.process.is_running
-
-    async def start(self) -> None:
-        await run_sync(partial(self.process.start, while_waiting=check_cancelled))
 
     async def stop(self) -> None:
         await run_sync(self.process.stop)
@@ -63,48 +87,13 @@ class EmbeddedServer:
     def resume(self) -> None:
         self.process.resume()
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self._close()
-            raise
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
-
-    async def _close(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await run_sync(self.process.close)
-
-
-class EmbeddedCluster:
+class EmbeddedCluster(_EmbeddedProcesses):
     """A cluster of primaries as an async context manager; each of `nodes` can be killed and restarted."""
 
     def __init__(self, processes: ClusterProcesses) -> None:
-        self._processes = processes
+        super().__init__(processes)
         self.nodes = [EmbeddedServer(node) for node in processes.nodes]
-
-    @property
-    def url(self) -> str:
-        """`redis+cluster://` with the address of the first node."""
-        return self._processes.url
-
-    async def __aenter__(self) -> Self:
-        try:
-            await run_sync(partial(self._processes.start, while_waiting=check_cancelled))
-        except BaseException:
-            await self._close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
-
-    async def _close(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await run_sync(self._processes.close)
 
 
 def _on_asyncio(process: Callable[P, ServerProcess]) -> Callable[P, EmbeddedServer]:

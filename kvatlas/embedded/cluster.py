@@ -4,19 +4,18 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
 from redis.exceptions import RedisError
 
 from kvatlas.embedded.free_port import LOOPBACK
-from kvatlas.embedded.server_process import EmbeddedServerError
+from kvatlas.embedded.server_process import EmbeddedServerError, StartedProcesses
 from kvatlas.embedded.valkey import ValkeyProcess
 
 SLOTS = 16_384
 _PROBE_INTERVAL_S = 0.01
 
 
-class ClusterProcesses:
+class ClusterProcesses(StartedProcesses):
     """`primaries` servers that share the slots of a cluster evenly. Blocking; for parameters see ValkeyProcess."""
 
     def __init__(
@@ -59,17 +58,6 @@ class ClusterProcesses:
     def close(self) -> None:
         for node in self.nodes:
             node.close()
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _sees_all(self, node: ValkeyProcess) -> bool:
         try:

@@ -32,7 +32,35 @@ def _do_nothing() -> None:
     """The default of `while_waiting`."""
 
 
-class ServerProcess(ABC):
+class StartedProcesses(ABC):
+    """A context manager of processes: started on entry, gone on exit, also if the start fails."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The address for clients, with credentials if the server has any; of a cluster that of its first node."""
+
+    @abstractmethod
+    def start(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
+        """Returns when all answer; calls `while_waiting` now and then until that."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop them and remove what was temporary; does nothing for those that were not started."""
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ServerProcess(StartedProcesses):
     """A server program on a loopback port with a directory of its own.
 
     `port` 0 chooses a free port and keeps it over restarts. `data_dir` None creates a temporary directory that `close()`
@@ -57,11 +85,6 @@ class ServerProcess(ABC):
         self._has_answered = False
 
     # To be implemented for each kind of server.
-
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """The address for clients, with credentials if the server has any."""
 
     @abstractmethod
     def _command(self) -> list[str]:
@@ -183,17 +206,6 @@ class ServerProcess(ABC):
         if self._temporary is not None:
             self._temporary.remove()
             self._temporary = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start_once(self, while_waiting: Callable[[], object]) -> None:
         log = self.data_dir / LOG_FILE

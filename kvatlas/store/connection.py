@@ -1,7 +1,8 @@
 """Redis or Valkey: connecting with clear errors, and calling server-side functions."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -137,6 +138,18 @@ async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], No
     other URL.
     """
     return await retry_until_reachable(lambda: _open(url), wait=wait, on_wait=on_wait)
+
+
+@asynccontextmanager
+async def connected_store(
+    url: str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None
+) -> AsyncIterator[Store]:
+    """`open_store` for a block, closed at its end."""
+    store = await open_store(url, wait=wait, on_wait=on_wait)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def _open(url: str) -> Store:

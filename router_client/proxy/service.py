@@ -15,7 +15,7 @@ from kvatlas.request import Slo
 from kvatlas.reservations import RedisReservations
 from kvatlas.runtime.http_server import listen, serve, url_of
 from kvatlas.settings import ProxySettings
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import export_metrics
 from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
@@ -65,8 +65,9 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
     """The application with all its parts, for the caller's own server."""
     stack = AsyncExitStack()
     try:
-        store = await open_store(settings.redis_url, wait=settings.wait, on_wait=_log_wait)
-        stack.push_async_callback(store.close)
+        store = await stack.enter_async_context(
+            connected_store(settings.redis_url, wait=settings.wait, on_wait=_log_wait)
+        )
         engines = await stack.enter_async_context(_engine_client(settings.engine_timeout_s))
         short_calls = await stack.enter_async_context(_engine_client(TOKENIZE_S))
         counters, tokens = ProxyCounters(), TokenCounters()

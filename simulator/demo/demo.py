@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvatlas.errors import KvatlasError
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.settings import ProcessSettings
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from kvatlas.validation import Count, Positive
 from simulator.demo.load_generator import Outcome, send_workload
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
@@ -173,9 +173,5 @@ class _FleetProbe:
 
 @asynccontextmanager
 async def _open_probe(fleet: RunningFleet) -> AsyncIterator[_FleetProbe]:
-    store = await open_store(fleet.redis_url, wait=False)
-    try:
-        async with httpx.AsyncClient(timeout=10) as http:
-            yield _FleetProbe(fleet, http, store)
-    finally:
-        await store.close()
+    async with connected_store(fleet.redis_url, wait=False) as store, httpx.AsyncClient(timeout=10) as http:
+        yield _FleetProbe(fleet, http, store)

@@ -13,6 +13,7 @@ from nats.js.errors import Error as JetStreamError
 from redis.exceptions import RedisError
 
 from kvatlas.bus.subjects import STREAM, events_subject
+from kvatlas.embedded.async_servers import EmbeddedServer
 from tests.chaos.fleet import PARTITIONS, Fleet
 from tests.chaos.report import Outcome
 from tests.chaos.scenario_run import ScenarioRun
@@ -95,23 +96,21 @@ async def reset_line(fleet: Fleet, rng: random.Random) -> str:
 
 
 async def kill_nats(fleet: Fleet, rng: random.Random) -> str:
-    if not fleet.nats_server.is_running:
-        return ""
-    await fleet.nats_server.kill()
-    if rng.random() < 0.3:
-        await run_sync(shutil.rmtree, fleet.nats_server.process.data_dir / "jetstream")
-        return "NATS SIGKILL, data removed"
-    return "NATS SIGKILL"
+    return await _kill_server(fleet.nats_server, "NATS", "jetstream", rng)
 
 
 async def kill_redis(fleet: Fleet, rng: random.Random) -> str:
-    if not fleet.valkey.is_running:
+    return await _kill_server(fleet.valkey, "Redis", "appendonlydir", rng)
+
+
+async def _kill_server(server: EmbeddedServer, name: str, data: str, rng: random.Random) -> str:
+    if not server.is_running:
         return ""
-    await fleet.valkey.kill()
+    await server.kill()
     if rng.random() < 0.3:
-        await run_sync(shutil.rmtree, fleet.valkey.process.data_dir / "appendonlydir")
-        return "Redis SIGKILL, data removed"
-    return "Redis SIGKILL"
+        await run_sync(shutil.rmtree, server.process.data_dir / data)
+        return f"{name} SIGKILL, data removed"
+    return f"{name} SIGKILL"
 
 
 async def pause_server(fleet: Fleet, rng: random.Random) -> str:

@@ -7,7 +7,7 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
 from kvatlas.fleet.store import FleetStore
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 
 STREAM = StreamSettings(storage="memory", max_bytes=256 << 20)
 
@@ -39,11 +39,8 @@ async def valkey() -> AsyncIterator[EmbeddedServer]:
 
 @pytest.fixture
 async def store(valkey: EmbeddedServer) -> AsyncIterator[Store]:
-    opened = await open_store(valkey.url, wait=False)
-    try:
+    async with connected_store(valkey.url, wait=False) as opened:
         yield opened
-    finally:
-        await opened.close()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from kvatlas.fleet.records import Liveness
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import partition_of
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, BusPublisher, has_applied_all, indexed, published
 
@@ -88,11 +88,8 @@ async def index(store: Store) -> RedisIndex:
 @asynccontextmanager
 async def router(url: str) -> AsyncIterator[RedisIndex]:
     """The index as a process that starts now and only reads sees it."""
-    store = await open_store(url, wait=False)
-    try:
+    async with connected_store(url, wait=False) as store:
         yield await open_redis_index(store, writer=False)
-    finally:
-        await store.close()
 
 
 def reads(replica: Replica) -> list[int]:

@@ -15,7 +15,7 @@ from kvatlas.errors import Unreachable, UnsuitableStore
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import IndexerSettings
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from kvatlas_cli.doctor.store import own_libraries
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, has_applied_all, indexed, published
@@ -219,44 +219,35 @@ async def test_a_read_only_store_is_refused_at_start_and_retried_later(
 
 
 async def test_a_write_to_a_read_only_store_is_one_line(valkey: EmbeddedServer, index: RedisIndex) -> None:
-    store = await open_store(valkey.url, wait=False)
-    try:
+    async with connected_store(valkey.url, wait=False) as store:
         await store.client.execute_command("REPLICAOF", "127.0.0.1", 1)
         with pytest.raises(Unreachable, match="read-only") as caught:
             await store.fcall("kvatlas_retire", ["a", "b", "c", "d", "e"], ["w", b"\0" * 8])
         assert not isinstance(caught.value, ReadOnlyError)
-    finally:
-        await store.close()
 
 
 async def test_an_indexer_starts_on_a_full_store_that_has_its_functions() -> None:
-    async with valkey_server() as server:
-        store = await open_store(server.url, wait=False)
-        try:
+    async with valkey_server() as server, connected_store(server.url, wait=False) as store:
+        await open_redis_index(store, writer=True)
+        await store.client.config_set("maxmemory", "1")
+        await open_redis_index(store, writer=True)
+        await store.client.config_set("maxmemory", "0")
+        await store.client.execute_command("FUNCTION FLUSH")
+        await store.client.config_set("maxmemory", "1")
+        with pytest.raises(Unreachable, match="out of memory"):
             await open_redis_index(store, writer=True)
-            await store.client.config_set("maxmemory", "1")
-            await open_redis_index(store, writer=True)
-            await store.client.config_set("maxmemory", "0")
-            await store.client.execute_command("FUNCTION FLUSH")
-            await store.client.config_set("maxmemory", "1")
-            with pytest.raises(Unreachable, match="out of memory"):
-                await open_redis_index(store, writer=True)
-        finally:
-            await store.close()
 
 
 async def test_an_indexer_waits_for_an_empty_store_to_have_room() -> None:
-    async with valkey_server() as server, asyncio.TaskGroup() as tasks:
-        store = await open_store(server.url, wait=False)
-        try:
-            await limit_memory(store, 1)
-            lines: list[str] = []
-            opening = tasks.create_task(open_redis_index(store, writer=True, wait=True, on_wait=lines.append))
-            await until(lambda: lines, what="the line is logged")
-            assert (
-                lines[0] == f"{store.name}: it is out of memory (maxmemory), and has to be laid out; retrying in 0.25 s"
-            )
-            await limit_memory(store, 0)
-            assert (await opening).shards == 1
-        finally:
-            await store.close()
+    async with (
+        valkey_server() as server,
+        asyncio.TaskGroup() as tasks,
+        connected_store(server.url, wait=False) as store,
+    ):
+        await limit_memory(store, 1)
+        lines: list[str] = []
+        opening = tasks.create_task(open_redis_index(store, writer=True, wait=True, on_wait=lines.append))
+        await until(lambda: lines, what="the line is logged")
+        assert lines[0] == f"{store.name}: it is out of memory (maxmemory), and has to be laid out; retrying in 0.25 s"
+        await limit_memory(store, 0)
+        assert (await opening).shards == 1

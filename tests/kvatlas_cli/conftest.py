@@ -21,7 +21,7 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, Fleet
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import connected_store
 from kvatlas_cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -101,15 +101,12 @@ def fleet_store_url(valkey_server: ServerProcess) -> str:
 
 
 async def _fill(url: str) -> None:
-    store = await open_store(url, wait=False)
-    try:
+    async with connected_store(url, wait=False) as store:
         index = await open_redis_index(store, writer=True)
         use = ScopeUse(SCOPE, BLOCK_SIZE, 1024)
         await index.put(use, "w1", Tier.HBM, CHAIN)
         await index.put(use, "w2", Tier.CPU_DRAM, CHAIN[:8])
         await FleetStore(store).write({worker_id: _fleet_record(worker_id) for worker_id in ("w1", "w2")})
-    finally:
-        await store.close()
 
 
 def _fleet_record(worker_id: str) -> FleetRecord:

@@ -10,18 +10,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 
 
 @pytest.fixture
 async def store(valkey_url: str) -> AsyncIterator[Store]:
     """An empty store."""
-    opened = await open_store(valkey_url, wait=False)
-    try:
+    async with connected_store(valkey_url, wait=False) as opened:
         await opened.client.flushall()
         yield opened
-    finally:
-        await opened.close()
 
 
 @pytest.fixture

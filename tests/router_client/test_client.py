@@ -14,7 +14,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from router_client import (
     Fallbacks,
     InvalidValue,
@@ -212,12 +212,9 @@ async def test_an_error_names_the_wrong_address(url: str, error: Any, text: str)
 
 async def test_a_store_that_goes_away_is_one_clear_line() -> None:
     with ValkeyProcess() as server:
-        store = await open_store(server.url, wait=False)
-        try:
+        async with connected_store(server.url, wait=False) as store:
             await open_redis_index(store, writer=True)
             await FleetStore(store).write(pool(worker("w1")))
-        finally:
-            await store.close()
         async with RouterClient.open(server.url, wait=False) as router:
             assert (await router.rank(PROMPT)).results[0].worker_id == "w1"
             server.kill()

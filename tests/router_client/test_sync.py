@@ -21,7 +21,7 @@ from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import connected_store
 from router_client import (
     Choice,
     ClientClosed,
@@ -50,16 +50,13 @@ def store(valkey_url: str) -> str:
     """The URL of a store with four workers of equal load, of which w1 holds 20 blocks of the prompt and w2 50."""
 
     async def fill() -> None:
-        opened = await open_store(valkey_url, wait=False)
-        try:
+        async with connected_store(valkey_url, wait=False) as opened:
             await opened.client.flushall()
             index = await open_redis_index(opened, shards=2, writer=True)
             workers = [worker(f"w{i}", base_url=f"http://w{i}:8000", load={"running_decodes": 1}) for i in range(4)]
             await FleetStore(opened).write(pool(*workers))
             await hold(index, workers[1], TOKENS, blocks=20)
             await hold(index, workers[2], TOKENS, blocks=50)
-        finally:
-            await opened.close()
 
     asyncio.run(fill())
     return valkey_url

@@ -6,7 +6,7 @@ from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import connected_store
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +23,6 @@ async def index(request: pytest.FixtureRequest) -> AsyncIterator[ResidencyIndex]
     if kind == "memory":
         yield MemoryIndex(shards=int(shards or 1))
         return
-    store = await open_store(request.getfixturevalue(f"{kind}_url"), wait=False)
-    try:
+    async with connected_store(request.getfixturevalue(f"{kind}_url"), wait=False) as store:
         await store.client.flushall()
         yield await open_redis_index(store, shards=int(shards or 1), side_index=True, writer=True)
-    finally:
-        await store.close()

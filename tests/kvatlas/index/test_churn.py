@@ -11,7 +11,7 @@ from kvatlas.index.holder_entries import MAX_HOLDER
 from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import SCOPE_USES, SCOPES, ShardKeys
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from tests.eventually import until
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents
 
@@ -29,11 +29,8 @@ SHARED = Scope("model", "tokenizer")
 
 @pytest.fixture
 async def store(fresh_valkey: str) -> AsyncIterator[Store]:
-    opened = await open_store(fresh_valkey, wait=False)
-    try:
+    async with connected_store(fresh_valkey, wait=False) as opened:
         yield opened
-    finally:
-        await opened.close()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from tests.kvatlas.index.failover import dump_all, restore
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
@@ -20,11 +20,8 @@ CHAIN = extend_chain(range(4 * 8), 4)
 
 @pytest.fixture
 async def store(fresh_store: str) -> AsyncIterator[Store]:
-    opened = await open_store(fresh_store, wait=False)
-    try:
+    async with connected_store(fresh_store, wait=False) as opened:
         yield opened
-    finally:
-        await opened.close()
 
 
 async def depths(index: RedisIndex) -> dict[str, int]:

@@ -3,19 +3,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from tests.kvatlas.reservations.asks import Clock
 
 
 @pytest.fixture
 async def store(fresh_store: str) -> AsyncIterator[Store]:
     """An empty store, of each kind."""
-    opened = await open_store(fresh_store, wait=False)
-    try:
+    async with connected_store(fresh_store, wait=False) as opened:
         yield opened
-    finally:
         await opened.client.function_flush()  # of a clock that only tests know
-        await opened.close()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from kvatlas.errors import Unreachable
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from kvatlas.store.function_library import FunctionLibrary
 
 pytestmark = pytest.mark.anyio
@@ -15,12 +15,9 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def store(fresh_store: str) -> AsyncIterator[Store]:
-    opened = await open_store(fresh_store, wait=False)
-    try:
+    async with connected_store(fresh_store, wait=False) as opened:
         yield opened
-    finally:
         await opened.client.function_flush()
-        await opened.close()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvatlas.bus.stream import StreamSettings, ensure_stream
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import connected_store
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
 from tests.indexer.running_replica import running_replica
@@ -74,12 +74,9 @@ async def installation() -> AsyncIterator[Installation]:
         client = await connect_nats(nats.url, name="test", wait=False)
         await ensure_stream(client, StreamSettings(storage="memory"))
         await client.close()
-        store = await open_store(valkey.url, wait=False)
-        try:
+        async with connected_store(valkey.url, wait=False) as store:
             index = await open_redis_index(store, writer=True)
             yield Installation(nats, valkey, index)
-        finally:
-            await store.close()
 
 
 def verdicts(printed: Any) -> dict[str, str]:

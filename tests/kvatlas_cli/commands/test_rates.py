@@ -10,7 +10,7 @@ from kvatlas.cost.learned_rates import FinishedRequest, estimate_of, rows_of
 from kvatlas.cost.regression import Evidence
 from kvatlas.fleet.store import FleetStore
 from kvatlas.reservations import RedisReservations
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import connected_store
 from tests.kvatlas_cli.conftest import Cli
 
 
@@ -33,13 +33,10 @@ def test_rates_are_the_defaults_until_they_are_learned(cli: Cli, fleet_store_url
 
 async def _learn_rates(url: str, worker_id: str, request: FinishedRequest) -> None:
     """Record the rates of a worker from twenty equal requests."""
-    store = await open_store(url, wait=False)
-    try:
+    async with connected_store(url, wait=False) as store:
         (pool_id,) = await FleetStore(store).pools()
         for _ in range(20):
             reservations = RedisReservations(store)
             known = (await reservations.read_evidence(pool_id)).get(worker_id, Evidence())
             learned = Evidence.of(rows_of(request), estimate_of(known, EngineRates()))
             await reservations.add_evidence(pool_id, {worker_id: learned})
-    finally:
-        await store.close()

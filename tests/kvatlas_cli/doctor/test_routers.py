@@ -7,7 +7,7 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
 from kvatlas.predictions.store import answers_key, read_answer_reports, write_answer_report
 from kvatlas.reservations.redis_calls import call_pool
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import connected_store
 from kvatlas_cli.doctor import Level
 from tests.eventually import until
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation, fleet_record, now_us
@@ -33,8 +33,7 @@ async def test_what_routers_find_wrong_is_a_finding(installation: Installation) 
 
 
 async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> None:
-    store = await open_store(fresh_store, wait=False)
-    try:
+    async with connected_store(fresh_store, wait=False) as store:
         for number, keep_us in ((1, 40_000_000), (2, 20_000_000), (3, 60_000_000)):
             report = AnswerReport(counts=AnswerCounts(prompts_equal=number))
             args = [f"r{number}", keep_us, 2, report.pack()]
@@ -49,5 +48,3 @@ async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> Non
             return not await store.client.exists(answers_key(POOL))
 
         await until(have_expired, what="the counts have expired")
-    finally:
-        await store.close()

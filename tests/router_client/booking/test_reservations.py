@@ -13,7 +13,7 @@ from kvatlas.fleet.store import FleetStore
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from router_client import (
     BookingSettings,
     Choice,
@@ -271,8 +271,7 @@ async def test_leases_are_renewed_while_the_client_is_entered(store: Store, valk
 
 async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_back() -> None:
     with ValkeyProcess() as server:
-        store = await open_store(server.url, wait=False)
-        try:
+        async with connected_store(server.url, wait=False) as store:
             await open_redis_index(store, writer=True)
             await FleetStore(store).write(pool(worker("a")))
             settings = RouterSettings(booking=BookingSettings(lease_s=30))
@@ -288,8 +287,6 @@ async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_b
                     return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
 
                 await until(released, what="the release is repeated")
-        finally:
-            await store.close()
 
 
 async def _booked_in_store(router: RouterClient) -> Choice:

@@ -13,7 +13,7 @@ from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import connected_store
 from router_client import (
     Basis,
     BookingSettings,
@@ -142,13 +142,10 @@ async def test_a_fleet_that_can_not_be_read_is_used_as_last_known(index: Breakab
 async def server() -> AsyncIterator[ValkeyProcess]:
     """A store of the test's own, with a fleet and an index."""
     with ValkeyProcess() as server:
-        store = await open_store(server.url, wait=False)
-        try:
+        async with connected_store(server.url, wait=False) as store:
             index = await open_redis_index(store, writer=True)
             await FleetStore(store).write(WORKERS)
             await hold(index, WORKERS[HOLDER], TOKENS)
-        finally:
-            await store.close()
         yield server
 
 
@@ -173,16 +170,13 @@ async def test_a_store_that_hangs_delays_no_choice(server: ValkeyProcess) -> Non
         await until(by_cost, what="a choice by cost again")
         assert router.counters.index_failures > 0 and router.counters.booking_failures > 0
 
-        reader = await open_store(server.url, wait=False)
-        try:
+        async with connected_store(server.url, wait=False) as reader:
 
             async def nothing_booked() -> bool:
                 key = f"kva:{{pool:{SCOPE.pool_id}}}:booked"
                 return int(await reader.client.zcard(key)) == 0
 
             await until(nothing_booked, what="bookings made in spite of the time-out are called off")
-        finally:
-            await reader.close()
 
 
 async def test_without_a_store_the_hash_of_the_prefix_decides(server: ValkeyProcess) -> None:

@@ -11,7 +11,7 @@ from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.reservations import LoadReport, MemoryReservations, RedisReservations, Reservations, WorkerReport
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from router_client import (
     Choice,
     CostProfile,
@@ -219,8 +219,7 @@ async def test_one_slow_first_answer_does_not_drive_requests_away() -> None:
 
 async def test_evidence_that_was_not_shared_is_shared_later() -> None:
     with ValkeyProcess() as server:
-        opened = await open_store(server.url, wait=False)
-        try:
+        async with connected_store(server.url, wait=False) as opened:
             settings = replace(SETTINGS, deadline_ms=50)
             async with router_over(reservations := RedisReservations(opened), settings) as router:
                 await report(reservations)
@@ -233,5 +232,3 @@ async def test_evidence_that_was_not_shared_is_shared_later() -> None:
                 server.resume()
                 # 3 if the call that timed out was applied all the same
                 await until(lambda: router.rates(SCOPE)["a"].requests in (2, 3), what="it is shared")
-        finally:
-            await opened.close()

@@ -17,7 +17,7 @@ from kvatlas.fleet.store import FleetStore
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.reservations import Ask, MemoryReservations, RedisReservations, Reservations, WorkerReport
-from kvatlas.store.connection import Store, open_store
+from kvatlas.store.connection import Store, connected_store
 from router_client import (
     Advice,
     BookingSettings,
@@ -303,8 +303,7 @@ async def test_bookings_of_pairs_are_seen_by_all(reservations: Reservations) -> 
 async def test_a_store_that_hangs_delays_no_pair() -> None:
     records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED))
     with ValkeyProcess() as server:
-        store = await open_store(server.url, wait=False)
-        try:
+        async with connected_store(server.url, wait=False) as store:
             await open_redis_index(store, writer=True)
             await FleetStore(store).write(records)
             async with RouterClient.open(server.url, RouterSettings(deadline_ms=20), wait=False) as client:
@@ -330,8 +329,6 @@ async def test_a_store_that_hangs_delays_no_pair() -> None:
                     return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
 
                 await until(nothing_booked, what="bookings made in spite of the time-out are called off")
-        finally:
-            await store.close()
 
 
 async def test_without_reservations_a_pair_is_chosen_by_reported_load() -> None:

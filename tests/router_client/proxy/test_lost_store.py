@@ -5,7 +5,7 @@ import pytest
 
 from kvatlas.embedded import valkey_server
 from kvatlas.embedded.free_port import free_port
-from kvatlas.store.connection import open_store
+from kvatlas.store.connection import connected_store, open_store
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router_client.proxy.test_proxy import PROMPT, decision
@@ -43,19 +43,18 @@ async def test_no_request_is_lost_while_the_store_is_away() -> None:
             for streamed in (True, False):
                 answer = await client.post("/v1/completions", json={**BODY, "stream": streamed})
                 assert answer.status_code == 200
-            async with valkey_server(port=port):
-                again = await open_store(url, wait=False)
-                try:
-                    async with running_fleet(again, {}) as refilled:
-                        for worker_id in ("w1", "w2"):
-                            await refilled.report(worker_id, fleet.urls[worker_id])
+            async with (
+                valkey_server(port=port),
+                connected_store(url, wait=False) as again,
+                running_fleet(again, {}) as refilled,
+            ):
+                for worker_id in ("w1", "w2"):
+                    await refilled.report(worker_id, fleet.urls[worker_id])
 
-                        async def is_with_store() -> bool:
-                            answer = await client.post("/v1/completions", json=BODY)
-                            assert answer.status_code == 200
-                            return decision(answer)[1]["by"] == "cost"
+                async def is_with_store() -> bool:
+                    answer = await client.post("/v1/completions", json=BODY)
+                    assert answer.status_code == 200
+                    return decision(answer)[1]["by"] == "cost"
 
-                        await until(is_with_store, deadline_s=30, what="a decision with the store again")
-                finally:
-                    await again.close()
+                await until(is_with_store, deadline_s=30, what="a decision with the store again")
         await store.close()
