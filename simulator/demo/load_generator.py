@@ -9,10 +9,14 @@ from typing import Any
 import anyio
 import httpx
 
+from kvatlas.errors import Unreachable
 from kvatlas.predictions.accuracy import Deviation, Prediction, deviation
 from router_client.learning.prediction_accuracy import BY_INDEX
 from router_client.proxy.headers import DECISION_HEADER
 from simulator.workload import Conversation, Session, Turn, Workload
+
+KEEPALIVE_S = 2.0
+"""Below the router's 5 s: a request on a connection that the router is just closing would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +66,18 @@ class _Answer:
 async def send_workload(
     workload: Workload, model: str, router_url: str, speed_up: float, on_outcome: Callable[[Outcome], None]
 ) -> None:
-    """Run every session, each turn after the answer to the last one. Raises httpx's errors."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with (
-        httpx.AsyncClient(base_url=router_url, timeout=60, limits=limits) as client,
-        anyio.create_task_group() as sessions,
-    ):
-        for session in workload.sessions:
-            sessions.start_soon(_run_session, client, session, model, speed_up, on_outcome)
+    """Run every session, each turn after the answer to the last one. Raises Unreachable if a request fails."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
+    try:
+        async with (
+            httpx.AsyncClient(base_url=router_url, timeout=60, limits=limits) as client,
+            anyio.create_task_group() as sessions,
+        ):
+            for session in workload.sessions:
+                sessions.start_soon(_run_session, client, session, model, speed_up, on_outcome)
+    except* httpx.HTTPError as errors:
+        error = errors.exceptions[0]
+        raise Unreachable(f"router at {router_url}: {str(error) or type(error).__name__}") from error
 
 
 async def _run_session(
