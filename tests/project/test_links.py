@@ -45,11 +45,12 @@ FOREIGN_FLAGS = {
 
 
 def project_files() -> Iterator[Path]:
-    for path in sorted(ROOT.rglob("*")):
-        parts = path.relative_to(ROOT).parts
-        hidden = any(part.startswith(".") and part != ".ci" for part in parts)
-        if path.is_file() and not hidden and not {"build", "dist", "__pycache__"} & set(parts):
-            yield path
+    for top in sorted(ROOT.iterdir()):
+        if top.name in {"build", "dist"} or (top.name.startswith(".") and top.name != ".ci"):
+            continue
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield path
 
 
 FILES = list(project_files())
