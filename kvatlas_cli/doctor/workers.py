@@ -90,7 +90,12 @@ def _judge_heartbeats(
         if unknown:
             line = f"workers send heartbeats but have no fleet record: {join_names(unknown)}"
             yield Finding(check, Level.ERROR, line, "is an indexer running on the same NATS and store?")
-    lost = [id for id, record in fleet.items() if record.liveness is Liveness.LOST and id not in silent]
+    drained = [id for id in silent if fleet[id].state is EngineState.DRAINING]
+    silent = [id for id in silent if id not in drained]
+    lost = [id for id, record in fleet.items() if record.liveness is Liveness.LOST and id not in silent + drained]
+    if drained:
+        line = f"workers that drained and stopped: {join_names(drained)}"
+        yield Finding(check, Level.INFO, line, "routers skip them, and indexers retire them after a minute")
     if silent:
         line = f"{len(silent)} of {len(fleet)} workers {how}: {join_names(silent)}"
         advice = "is `kvatlas publish` running there, and does it reach NATS? Indexers retire them after a minute"
@@ -101,7 +106,8 @@ def _judge_heartbeats(
             check, Level.ERROR, line, "does an indexer own their partitions, and does it reach NATS? See its log"
         )
     if not silent and not lost and fleet:
-        yield Finding(check, Level.OK, f"{len(fleet)} of {len(fleet)} workers heard")
+        heard_count = len(fleet) - len(drained)
+        yield Finding(check, Level.OK, f"{heard_count} of {heard_count} workers heard")
 
 
 def _judge_engines(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
