@@ -142,6 +142,7 @@ class EngineSidecar:
             self.worker_id,
             continuity,
             publisher.counters,
+            publisher.diagnoses,
             self._dead_letters,
             context,
             on_batch=publisher.record,

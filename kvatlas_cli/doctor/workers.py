@@ -38,6 +38,7 @@ def judge_workers(
         )
         return
     yield from _judge_heartbeats(fleet, heard, listened_s, now_us)
+    yield from _judge_diagnoses(heard or {})
     yield from _judge_engines(fleet)
     yield from _judge_index_records(fleet, index_records, set(behind))
     yield from _judge_load(fleet)
@@ -108,6 +109,19 @@ def _judge_heartbeats(
     if not silent and not lost and fleet:
         heard_count = len(fleet) - len(drained)
         yield Finding(check, Level.OK, f"{heard_count} of {heard_count} workers heard")
+
+
+def _judge_diagnoses(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
+    """What the publishers themselves see, alike diagnoses of several workers together."""
+    workers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    seen: dict[tuple[str, str], str] = {}
+    for id, one in sorted(heard.items()):
+        for diagnosis in one.heartbeat.diagnoses:
+            alike = diagnosis.name, diagnosis.cure
+            workers[alike].append(id)
+            seen.setdefault(alike, diagnosis.seen)
+    for alike, ids in workers.items():
+        yield Finding("workers.settings", Level.ERROR, f"{join_names(ids)}: {seen[alike]}", alike[1])
 
 
 def _judge_engines(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:

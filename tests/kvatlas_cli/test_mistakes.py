@@ -110,9 +110,10 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "kvatlas publish: --worker-id is 'a/b'; expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
         (
-            (*PUBLISH, "--engine", "vlm"),
+            (*PUBLISH, "--engine", "lmcache"),
             2,
-            "kvatlas publish: --engine is 'vlm'; expected 'vllm', 'sglang', 'tensorrt_llm', 'lmcache' or 'mock'",
+            "kvatlas publish: --engine is 'lmcache'; expected 'vllm', 'sglang' or 'mock', the kinds whose events and metrics "
+            "can be read",
         ),
         (
             (*PUBLISH, "--endpoint", "http://x"),
@@ -134,6 +135,12 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             2,
             "kvatlas up: --engine has 'color=red'; expected KEY=VALUE with a key of engine, endpoint, replay, worker, "
             "model, tokenizer, tenant, advertise",
+        ),
+        (
+            ("up", "--engine", "http://127.0.0.1:1,engine=tensorrt_llm"),
+            2,
+            "kvatlas up: --engine's engine is 'tensorrt_llm'; expected 'vllm', 'sglang' or 'mock', the kinds whose events and "
+            "metrics can be read",
         ),
         (
             ("up", "--engine", "http://127.0.0.1:1,worker=a/b"),
