@@ -5,7 +5,7 @@ the worker's blocks are recounted (the index's own digest is not trusted: it may
 worker that never pauses can't be recounted; for it the checkpoint decides, which the index compared with its digest.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from time import monotonic
@@ -38,10 +38,12 @@ class Verdict(StrEnum):
     """The index has not applied everything that the publisher sent."""
     UNANSWERED = "unanswered"
     """The index holds blocks of the worker, but no publisher answers for it."""
+    DRAINED = "drained"
+    """Its publisher said goodbye; until the worker is retired or published again, nobody answers for its blocks."""
 
     @property
     def good(self) -> bool:
-        return self in (Verdict.EQUAL, Verdict.PROVEN)
+        return self in (Verdict.EQUAL, Verdict.PROVEN, Verdict.DRAINED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,12 @@ class WorkerAudit:
 
 
 async def audit_workers(
-    index: ResidencyIndex, client: Client, worker_ids: Iterable[str], deadline_s: float
+    index: ResidencyIndex, client: Client, worker_ids: Iterable[str], deadline_s: float, drained: Collection[str] = ()
 ) -> list[WorkerAudit]:
-    """One verdict a worker, sorted by worker. Workers without blocks and without answer are left out. Raises Unreachable."""
+    """One verdict a worker, sorted by worker. Workers without blocks and without answer are left out. Raises Unreachable.
+
+    `drained`: workers whose last heartbeat said that they are draining, so that no answer is expected.
+    """
     until_s = monotonic() + deadline_s
     found: dict[str, WorkerAudit] = {}
     pending = sorted(set(worker_ids))
@@ -79,8 +84,11 @@ async def audit_workers(
         counted = {one.worker_id: one for one in await index.recount(caught_up)}
         records = await _read_records(index, pending)
         for worker_id in pending:
-            one = _judge(worker_id, replies.get(worker_id), records.get(worker_id), counted.get(worker_id))
-            if one.verdict is Verdict.EQUAL or last or (one.differences and not one.note):
+            if worker_id in drained and worker_id not in replies:
+                one = WorkerAudit(worker_id, Verdict.DRAINED, None, "its publisher has stopped; routers skip it")
+            else:
+                one = _judge(worker_id, replies.get(worker_id), records.get(worker_id), counted.get(worker_id))
+            if one.verdict in (Verdict.EQUAL, Verdict.DRAINED) or last or (one.differences and not one.note):
                 found[worker_id] = one
         pending = [worker_id for worker_id in pending if worker_id not in found]
         if not pending:
@@ -88,7 +96,7 @@ async def audit_workers(
     return [
         one
         for worker_id, one in sorted(found.items())
-        if one.verdict is not Verdict.UNANSWERED or _holds_blocks(records.get(worker_id))
+        if one.verdict not in (Verdict.UNANSWERED, Verdict.DRAINED) or _holds_blocks(records.get(worker_id))
     ]
 
 

@@ -1,7 +1,10 @@
-"""The store that a command reads, opened and closed."""
+"""The store and the index that a command reads."""
 
 from contextlib import AbstractAsyncContextManager
 
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.settings import Settings
 from kvatlas.store.connection import Store, connected_store
 from kvatlas_cli.output import print_notice
@@ -10,3 +13,15 @@ from kvatlas_cli.output import print_notice
 def connect_store(settings: Settings) -> AbstractAsyncContextManager[Store]:
     """The store of the settings, closed at the end; a notice says why the command waits. Raises Unreachable."""
     return connected_store(settings.redis_url, wait=settings.wait, on_wait=print_notice)
+
+
+async def open_index(store: Store, settings: Settings) -> RedisIndex:
+    """The index in a store, for reading. Raises LayoutMismatch; NoIndexYet unless the command waits."""
+    return await open_redis_index(store, writer=False, wait=settings.wait, on_wait=print_notice)
+
+
+async def check_worker_known(store: Store, index: RedisIndex, worker_id: str) -> None:
+    """Raises InvalidValue if neither the index nor the fleet has the worker."""
+    record = await index.record(worker_id)
+    if (record is None or not record.answering) and worker_id not in await FleetStore(store).all():
+        raise InvalidValue(f"no worker {worker_id!r}: the index holds nothing of it, and the fleet does not have it")

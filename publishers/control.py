@@ -12,8 +12,10 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
 from kvatlas.bus.subjects import control_subject
 from kvatlas.errors import InvalidValue
+from kvatlas.identity import partition_of
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
+from publishers.diagnoses import Diagnoses
 from publishers.ledger.ledger import Ledger
 from publishers.stream.changelog import Changelog
 
@@ -35,6 +37,8 @@ class ControlResponder:
         status: Callable[[], dict[str, Any]],
         on_incarnation_due: Callable[[], None],
         checkpoint: Callable[[], None],
+        partitions: int,
+        diagnoses: Diagnoses,
     ) -> None:
         """`checkpoint` folds and publishes what is pending, and a checkpoint of it all."""
         self._client = client
@@ -45,6 +49,8 @@ class ControlResponder:
         self._status = status
         self._on_incarnation_due = on_incarnation_due
         self._checkpoint = checkpoint
+        self._partitions = partitions
+        self._diagnoses = diagnoses
 
     async def start(self) -> None:
         """Listen. Raises nats errors if the connection is closed."""
@@ -80,6 +86,9 @@ class ControlResponder:
         match request.op:
             case ControlOp.SNAPSHOT:
                 self._counters.snapshot_requests += 1
+                if not self._is_partition_of(request.partitions):
+                    self._counters.snapshot_requests_ignored += 1
+                    return self._make_reply(ok=False, note=f"it publishes to one of {self._partitions} partitions")
                 if not self._changelog.request_snapshot(request.above):
                     self._counters.snapshot_requests_ignored += 1
                     return self._make_reply(
@@ -97,6 +106,17 @@ class ControlResponder:
                 status = {"told_seq": changelog.outbox.next_seq - 1}
                 scopes = digests_by_scope(changelog.ledger)
                 return self._make_reply(digest=changelog.ledger.digest.words, scopes=scopes, status=status)
+
+    def _is_partition_of(self, partitions: int) -> bool:
+        """Does a fleet with so many partitions (0: not told) read the worker's messages where they are published?"""
+        if not partitions or partition_of(self._worker_id, partitions) == partition_of(
+            self._worker_id, self._partitions
+        ):
+            self._diagnoses.clear("partitions")
+            return True
+        seen = f"the indexers have {partitions} partitions, but --partitions is {self._partitions}"
+        self._diagnoses.set("partitions", f"{seen}: they refuse every message", f"set --partitions {partitions}")
+        return False
 
     def _make_reply(self, *, ok: bool = True, **fields: Any) -> ControlReply:
         outbox = self._changelog.outbox

@@ -65,6 +65,8 @@ class PublisherCounters:
     snapshot_requests: int = 0
     snapshot_requests_ignored: int = 0
     heartbeats: int = 0
+    heartbeats_bad: int = 0
+    """heard under this worker's name, and no heartbeats of any publisher"""
     yields: int = 0
     """times that another, newer publisher of this worker was heard"""
     load_samples: int = 0

@@ -16,6 +16,7 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import Heartbeat
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from publishers.counters import PublisherCounters
 from publishers.stream.changelog import Changelog
@@ -35,6 +36,7 @@ class DuplicatePublisherWatch:
         worker_id: str,
         changelog: Changelog,
         counters: PublisherCounters,
+        log_limited: RateLimitedLog,
         *,
         on_incarnation_due: Callable[[], None],
         silent_s: float = SILENT_S,
@@ -43,6 +45,7 @@ class DuplicatePublisherWatch:
         self._worker_id = worker_id
         self._changelog = changelog
         self._counters = counters
+        self._log = log_limited
         self._on_incarnation_due = on_incarnation_due
         self._silent_s = silent_s
         self._heard_s = 0.0
@@ -75,8 +78,10 @@ class DuplicatePublisherWatch:
     async def _on_heartbeat(self, msg: Msg) -> None:
         try:
             heartbeat = Heartbeat.unpack(msg.data)
-        except InvalidValue:
-            return  # not a publisher's: the indexer counts it
+        except InvalidValue as error:
+            self._counters.heartbeats_bad += 1
+            self._log.report("heartbeat", f"invalid heartbeat on {msg.subject}: {error}; what else publishes there?")
+            return
         own = self._changelog.outbox.incarnation
         if not self._changelog.record_heartbeat(heartbeat.incarnation):
             return

@@ -10,6 +10,7 @@ from nats.errors import Error as NatsError
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.fleet.records import EngineEndpoint, EngineState, Heartbeat, WorkerState
 from publishers.counters import PublisherCounters
+from publishers.diagnoses import Diagnoses
 from publishers.stream.outbox import Outbox
 
 HEARTBEAT_S = 1.0
@@ -27,6 +28,7 @@ class HeartbeatSender:
         *,
         state: Callable[[], EngineState],
         load: Callable[[], WorkerState | None],
+        diagnoses: Diagnoses,
         quiet: Callable[[], bool] = lambda: False,
         every_s: float = HEARTBEAT_S,
     ) -> None:
@@ -37,6 +39,7 @@ class HeartbeatSender:
         self._counters = counters
         self._state = state
         self._load = load
+        self._diagnoses = diagnoses
         self._quiet = quiet
         self._every_s = every_s
 
@@ -50,6 +53,7 @@ class HeartbeatSender:
             endpoint=self._endpoint(),
             load=self._load(),
             sent_us=time_us(),
+            diagnoses=tuple(self._diagnoses.current),
         )
 
     async def send(self, state: EngineState | None = None) -> None:

@@ -35,6 +35,7 @@ from kvatlas.telemetry import export_metrics, flush_span, inject_headers
 from publishers.block_names import block_names
 from publishers.control import ControlResponder
 from publishers.counters import PublisherCounters
+from publishers.diagnoses import Diagnoses
 from publishers.duplicate_publisher import DuplicatePublisherWatch
 from publishers.engines.poller import EnginePoller
 from publishers.heartbeat import HeartbeatSender, time_us
@@ -84,6 +85,7 @@ class Publisher:
         self.settings = settings
         self.worker_id = settings.worker_id
         self.counters = PublisherCounters()
+        self.diagnoses = Diagnoses(self.worker_id)
         self.ledger = ledger or Ledger(settings.ledger)
         self.poller: EnginePoller | None = None
         self._draining = False
@@ -114,6 +116,7 @@ class Publisher:
                 settings.engine_url,
                 settings.load_context,
                 self.counters,
+                self.diagnoses,
                 on_change=self._on_engine_state,
                 on_restart=on_engine_restart,
             )
@@ -142,6 +145,7 @@ class Publisher:
                 self.counters,
                 state=lambda: self.engine_state,
                 load=lambda: self.load,
+                diagnoses=self.diagnoses,
                 quiet=lambda: self.changelog.yielded,
             )
             control = ControlResponder(
@@ -153,12 +157,15 @@ class Publisher:
                 status=self.status,
                 on_incarnation_due=self._incarnation_wakeup.wake,
                 checkpoint=self.checkpoint,
+                partitions=self.settings.partitions,
+                diagnoses=self.diagnoses,
             )
             duplicates = DuplicatePublisherWatch(
                 self._client,
                 self.worker_id,
                 self.changelog,
                 self.counters,
+                self._log,
                 on_incarnation_due=self._incarnation_wakeup.wake,
             )
             await self._sender.start()
@@ -289,6 +296,7 @@ class Publisher:
         events = self.changelog.fold()
         if self.block_size != known_size:
             self.beat()  # routers need it to look a prompt up
+        self._diagnose_block_size()
         if events:
             with flush_span(
                 self.worker_id,
@@ -349,6 +357,7 @@ class Publisher:
             "engine_state": self.engine_state.value,
             "announced": self.ledger.digest.blocks,
             "block_size": self.ledger.block_size,
+            "diagnoses": [diagnosis.model_dump() for diagnosis in self.diagnoses.current],
             "counters": self.counters.to_jsonable(),
             "ledger": asdict(self.ledger.counters),
         }
@@ -356,6 +365,14 @@ class Publisher:
     def beat(self) -> None:
         """Send a heartbeat now, out of turn."""
         self._heartbeat_wakeup.wake()
+
+    def _diagnose_block_size(self) -> None:
+        other, own = self.ledger.other_block_size, self.settings.block_size
+        if other is None or self.counters.blocks_stored or self.ledger.digest.blocks:
+            self.diagnoses.clear("block_size")
+        else:
+            seen = f"the engine's blocks have {other} tokens, but --block-size is {own}: none of them is published"
+            self.diagnoses.set("block_size", seen, f"set --block-size {other}, or leave it out")
 
     # ---------------------------------------------------------------- tasks
 

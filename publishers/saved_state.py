@@ -8,11 +8,12 @@ import os
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgpack
 
 from kvatlas.bus.wire import MAX_INCARNATION
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import InvalidValue, SettingsError
 
 _MAGIC = b"kvatlas-publisher-state\x01"
 _CHECKSUM_BYTES = 16
@@ -38,6 +39,17 @@ class StateFile:
         self._worker_id = worker_id
         self.warnings = 0
         self.warning = ""
+
+    def check_writable(self) -> None:
+        """Raises SettingsError if the folder can't be made or written: better now than at the first save."""
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            line = f"--state-dir (or KVATLAS_STATE_DIR) is {folder}, which can't be written: {error.strerror}"
+            raise SettingsError(f"{line}; expected a folder for the saved ledger") from error
 
     def save(self, state: SavedState) -> None:
         """Replace the file. After a crash at any moment it holds the old state or the new one. Raises OSError."""

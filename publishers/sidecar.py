@@ -100,7 +100,8 @@ class EngineSidecar:
     """One engine rank: its feed, its publisher, its saved state."""
 
     def __init__(self, settings: PublishSettings) -> None:
-        """Raises SettingsError without an endpoint, or if a rank's endpoints have no port to add to."""
+        """Raises SettingsError without an endpoint, if a rank's endpoints have no port to add to, and for a folder that can't
+        be written."""
         rank = settings.dp_rank
         self._publisher_settings = PublisherSettings.of(settings)
         self.worker_id = self._publisher_settings.worker_id
@@ -115,6 +116,8 @@ class EngineSidecar:
             distrust_poison=settings.distrust_poison,
         )
         self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
+        if self._state_file is not None:
+            self._state_file.check_writable()
         letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
         self._dead_letters = DeadLetters(letters, self.worker_id)
         self._saved_at = 0
@@ -139,6 +142,7 @@ class EngineSidecar:
             self.worker_id,
             continuity,
             publisher.counters,
+            publisher.diagnoses,
             self._dead_letters,
             context,
             on_batch=publisher.record,

@@ -21,6 +21,7 @@ from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet.records import Heartbeat
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 
 WRITE_EVERY_S = 1.0
@@ -61,6 +62,7 @@ class Heartbeats:
         self._doubt = doubt
         self._counters = counters
         self._clock = clock
+        self._log = RateLimitedLog(log)
         self._wakeup = Wakeup()
         self._adopt_at_s = clock() + ADOPT_EVERY_S
         self._ticked_s = clock()
@@ -169,7 +171,9 @@ class Heartbeats:
                 raise InvalidValue(f"heartbeat of worker {beat.worker_id} on {msg.subject}")
         except InvalidValue as error:
             self._counters.heartbeats_bad += 1
-            log.debug("invalid heartbeat: %s", error)
+            self._log.report(
+                "invalid", f"invalid heartbeat on {msg.subject}: {error}; what publishes there, in which version?"
+            )
             return
         self._counters.heartbeats += 1
         if self._detector.pool_of(worker_id) not in (None, beat.endpoint.pool_id):

@@ -117,7 +117,7 @@ class RepairLoop:
             request.above,
             request.doubt.value,
         )
-        control = ControlRequest(op=ControlOp.SNAPSHOT, above=request.above)
+        control = ControlRequest(op=ControlOp.SNAPSHOT, above=request.above, partitions=self._index.partitions)
         await self._client.publish(control_subject(request.worker_id), control.pack(), reply=self._inbox)
 
     async def _on_reply(self, msg: Msg) -> None:

@@ -37,8 +37,9 @@ async def connect_nats(
 
 
 class _Client(Client):
-    """nats-py without a bug of its version 2.16: a PONG that arrives after its flush has timed out ends the reader, and
-    nothing is received until the connection is found stale."""
+    """nats-py without two bugs of its version 2.16: a PONG that arrives after its flush has timed out ends the reader, and
+    nothing is received until the connection is found stale; and closing while it reconnects writes what waits to the
+    transport of the lost connection, which raises."""
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():
@@ -47,6 +48,12 @@ class _Client(Client):
             self._pings_outstanding = 0
         else:
             await super()._process_pong()
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        if not self.is_connected:
+            self._pending.clear()
+            self._pending_data_size = 0
+        await super()._close(status, do_cbs)
 
 
 async def _connect_once(url: str, name: str) -> Client:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from kvatlas.fleet.records import WireRecord, WorkerId
 from kvatlas.identity import Scope
+from kvatlas.validation import Count
 
 Incarnation = Annotated[int, Field(ge=0, lt=1 << 64)]
 
@@ -21,11 +22,12 @@ class ControlRequest(WireRecord):
     """A request on `kvatlas.control.<worker>`.
 
     For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request,
-    any other starts a new incarnation above it.
+    any other starts a new incarnation above it. `partitions`: those of the requester's layout; 0: not told.
     """
 
     op: ControlOp
     above: Incarnation = 0
+    partitions: Count = 0
 
 
 class ScopeDigest(WireRecord):

@@ -11,6 +11,7 @@ from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
 from kvatlas.validation import Count, Positive, describe_mistake
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
+MAX_DIAGNOSIS_TEXT = 512
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -125,11 +126,19 @@ class WorkerState(WireRecord):
     sampled_us: Count = 0
 
 
+class Diagnosis(WireRecord):
+    """A setting that contradicts what a publisher sees: its stable name, what is seen, and what to do about it."""
+
+    name: Annotated[str, Field(max_length=32)]
+    seen: Annotated[str, Field(max_length=MAX_DIAGNOSIS_TEXT)]
+    cure: Annotated[str, Field(max_length=MAX_DIAGNOSIS_TEXT)]
+
+
 class Heartbeat(WireRecord):
     """Sent each second on `kvatlas.alive.<worker>`.
 
     `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first; it shows if an idle
-    worker's last messages were lost. `load` is None if the engine does not report it.
+    worker's last messages were lost. `load` is None if the engine does not report it. `diagnoses`: for `kvatlas doctor`.
     """
 
     worker_id: WorkerId
@@ -139,6 +148,7 @@ class Heartbeat(WireRecord):
     endpoint: EngineEndpoint
     load: WorkerState | None = None
     sent_us: Count = 0
+    diagnoses: Annotated[tuple[Diagnosis, ...], Field(max_length=16)] = ()
 
 
 class Liveness(StrEnum):

@@ -10,7 +10,7 @@
 The command line makes its flags from these classes (`kvatlas_cli.flags`), so the three spellings can't drift apart.
 """
 
-from kvatlas.settings.commands import DoctorSettings, PromptSettings, UpSettings
+from kvatlas.settings.commands import DoctorSettings, PromptSettings, QuerySettings, UpSettings
 from kvatlas.settings.field_types import (
     CommaList,
     HttpUrl,
@@ -41,6 +41,7 @@ __all__ = [
     "PromptSettings",
     "ProxySettings",
     "PublishSettings",
+    "QuerySettings",
     "RedisUrl",
     "Settings",
     "UpSettings",

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind, Role
@@ -23,10 +23,20 @@ from kvatlas.settings.process import Settings, missing_line
 from kvatlas.validation import Count, Positive
 
 
+def _check_kind(value: Any) -> Any:
+    if value not in get_args(_Kinds):
+        raise ValueError("expected 'vllm', 'sglang' or 'mock', the kinds whose events and metrics can be read")
+    return value
+
+
+_Kinds = Literal[EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK]
+PublishedKind = Annotated[_Kinds, BeforeValidator(_check_kind)]
+
+
 class PublishSettings(Settings):
     """One publisher process: for one engine, or for all ranks of one."""
 
-    engine: EngineKind = Field(description="Kind of engine: vllm, sglang, ...")
+    engine: PublishedKind = Field(description="Kind of engine; mock: a simulated one.")
     events: bool = Field(
         default=True,
         description="The engine publishes KV events. Without them routers predict what it holds from what they send to it.",

@@ -76,6 +76,9 @@ SEND_FAILURES = _counter(
 PUBLISHER_GRANTS = _counter("publisher.grants", "{request}", "Requests for a grant to send a large snapshot, by answer")
 CONTROL_REQUESTS = _counter("publisher.control", "{request}", "Requests received on the control subject, by kind")
 HEARTBEATS_SENT = _counter("publisher.heartbeats", "{heartbeat}", "Heartbeats sent")
+HEARTBEATS_BAD = _counter(
+    "publisher.heartbeats.bad", "{heartbeat}", "Invalid heartbeats heard under this worker's name, from somebody else"
+)
 YIELDS = _counter("publisher.yields", "{yield}", "Times this publisher yielded to a newer publisher of the same worker")
 LOAD_SAMPLES = _counter("publisher.load.samples", "{sample}", "Samples of the engine's health and metrics, by outcome")
 SAVES = _counter("publisher.saves", "{save}", "Saves of the ledger, by outcome")
@@ -132,6 +135,7 @@ PUBLISHER = {
         snapshot_requests_ignored="snapshot_ignored",
     ),
     **_single(HEARTBEATS_SENT, "heartbeats"),
+    **_single(HEARTBEATS_BAD, "heartbeats_bad"),
     **_single(YIELDS, "yields"),
     **_by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
     **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),

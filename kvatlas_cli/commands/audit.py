@@ -6,20 +6,19 @@ from typing import Annotated, Any
 import typer
 
 from kvatlas.bus.connection import connect_nats
-from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import EngineState
 from kvatlas.fleet.store import FleetStore
-from kvatlas.index.redis.index import open_redis_index
-from kvatlas.settings import Settings
+from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.ledger_audit import Difference, WorkerAudit, audit_workers
 from kvatlas_cli.output import count_text, print_json, print_notice, print_table
 from kvatlas_cli.runner import run_query
-from kvatlas_cli.store_connection import connect_store
+from kvatlas_cli.store_connection import check_worker_known, connect_store, open_index
 
 
-@with_settings(Settings)
+@with_settings(QuerySettings)
 def audit(
-    settings: Settings,
+    settings: QuerySettings,
     worker: Annotated[str | None, typer.Option(help="Audit only this worker.")] = None,
     deadline: Annotated[
         float, typer.Option(min=0.0, help="Seconds for the index to catch up with what publishers have sent.")
@@ -37,22 +36,24 @@ def audit(
         raise typer.Exit(1)
 
 
-async def _audit(settings: Settings, worker: str | None, deadline_s: float, found: list[WorkerAudit]) -> None:
+async def _audit(settings: QuerySettings, worker: str | None, deadline_s: float, found: list[WorkerAudit]) -> None:
     async with connect_store(settings) as store:
-        index = await open_redis_index(store, writer=False)
+        index = await open_index(store, settings)
         client = await connect_nats(settings.nats_url, name="kvatlas-audit", wait=settings.wait, on_wait=print_notice)
         try:
+            fleet = await FleetStore(store).all()
             if worker is not None:
                 workers = [worker]
             else:
-                workers = list(await FleetStore(store).all())
+                workers = list(fleet)
                 for shard in range(index.shards):
                     workers += [record.worker_id for record in await index.records(shard) if record.answering]
-            found += await audit_workers(index, client, workers, deadline_s)
+            drained = {name for name, record in fleet.items() if record.state is EngineState.DRAINING}
+            found += await audit_workers(index, client, workers, deadline_s, drained)
+            if worker is not None and not found:
+                await check_worker_known(store, index, worker)
         finally:
             await client.close()
-    if worker is not None and not found:
-        raise InvalidValue(f"worker {worker!r} holds nothing, and no publisher answers for it")
 
 
 def _print(found: Sequence[WorkerAudit]) -> None:

@@ -7,18 +7,16 @@ from typing import Annotated
 import typer
 
 from kvatlas.blocks.residency import Residency
-from kvatlas.index.redis.index import open_redis_index
 from kvatlas.request import hash_text
-from kvatlas.settings import Settings
+from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.output import print_notice
 from kvatlas_cli.runner import run_query
-from kvatlas_cli.store_connection import connect_store
+from kvatlas_cli.store_connection import check_worker_known, connect_store, open_index
 
 
-@with_settings(Settings)
+@with_settings(QuerySettings)
 def export(
-    settings: Settings,
+    settings: QuerySettings,
     worker: Annotated[str | None, typer.Option(help="Export only what this worker holds.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON lines.")] = False,
 ) -> None:
@@ -26,17 +24,17 @@ def export(
     run_query("export", settings, _export(settings, worker))
 
 
-async def _export(settings: Settings, worker: str | None) -> None:
+async def _export(settings: QuerySettings, worker: str | None) -> None:
     async with connect_store(settings) as store:
-        index = await open_redis_index(store, writer=False)
+        index = await open_index(store, settings)
+        if worker is not None:
+            await check_worker_known(store, index, worker)
         lines: list[str] = []
         async for residency in index.snapshot(worker):
             lines.append(_line(residency))
             if len(lines) == 4096:
                 _write(lines)
         _write(lines)
-        if worker is not None and await index.record(worker) is None:
-            print_notice(f"worker {worker!r} is not known to the index")
 
 
 def _line(residency: Residency) -> str:

@@ -9,20 +9,20 @@ from kvatlas.cost.learned_rates import LearnedRates, estimate_of, learned_rates_
 from kvatlas.cost.regression import Evidence
 from kvatlas.fleet.store import FleetStore
 from kvatlas.reservations import RedisReservations
-from kvatlas.settings import Settings
+from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import count_text, print_json, print_table
 from kvatlas_cli.runner import run_query
 from kvatlas_cli.store_connection import connect_store
 
 
-@with_settings(Settings)
-def rates(settings: Settings, as_json: JsonFlag = False) -> None:
+@with_settings(QuerySettings)
+def rates(settings: QuerySettings, as_json: JsonFlag = False) -> None:
     """Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet."""
     run_query("rates", settings, _rates(settings, as_json))
 
 
-async def _rates(settings: Settings, as_json: bool) -> None:
+async def _rates(settings: QuerySettings, as_json: bool) -> None:
     async with connect_store(settings) as store:
         fleet, reservations = FleetStore(store), RedisReservations(store)
         found: dict[str, LearnedRates] = {}

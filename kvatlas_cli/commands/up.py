@@ -1,8 +1,10 @@
 """`kvatlas up`: NATS, Valkey and an indexer on loopback, and sidecars for running engines."""
 
+import fcntl
 import re
 import tempfile
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +25,7 @@ from kvatlas_cli.runner import run_service
 if TYPE_CHECKING:
     from indexer.replica import Replica
 
+LOCK_FILE = "up.lock"
 NOT_IN_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
 
 _FLAG_OF_KEY = {
@@ -101,11 +104,11 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
         else:
             state_dir = settings.state_dir
             state_dir.mkdir(parents=True, exist_ok=True)
-        for name, url in (("nats_url", settings.nats_url), ("redis_url", settings.redis_url)):
+            stack.enter_context(_locked(state_dir))
+        for server, field, url in (("NATS", "nats_url", settings.nats_url), ("Redis", "redis_url", settings.redis_url)):
             if url is not None:
-                print_notice(
-                    f"{flag_of(name)} (or {variable_of(name)}) is {redact_password(url)}: no embedded server is started"
-                )
+                spelled = f"{flag_of(field)} or {variable_of(field)}"
+                print_notice(f"joining the {server} at {redact_password(url)} ({spelled}); starting none here")
         nats_url = settings.nats_url or await _start_nats(stack, settings, state_dir)
         redis_url = settings.redis_url or await _start_valkey(stack, settings, state_dir, keep=not temporary)
         servers = {"nats_url": nats_url, "redis_url": redis_url, "wait": settings.wait}
@@ -124,6 +127,18 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
 
                 group.start_soon(run_sidecar, sidecars)
             _print_addresses(nats_url, redis_url, None if temporary else state_dir, sidecars, as_json)
+
+
+@contextmanager
+def _locked(state_dir: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel drops with the process. Raises SettingsError if another process has it."""
+    with (state_dir / LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            line = f"--state-dir (or KVATLAS_STATE_DIR) is {state_dir}, which another `kvatlas up` uses"
+            raise SettingsError(f"{line}; expected a folder of its own") from None
+        yield
 
 
 async def _start_nats(stack: AsyncExitStack, settings: UpSettings, state_dir: Path) -> str:

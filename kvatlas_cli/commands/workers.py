@@ -6,23 +6,23 @@ from typing import Any
 from kvatlas.blocks.digest import Digest
 from kvatlas.fleet.records import FleetRecord, to_jsonable
 from kvatlas.fleet.store import FleetStore
-from kvatlas.index.redis.index import RedisIndex, open_redis_index
-from kvatlas.settings import Settings
+from kvatlas.index.redis.index import RedisIndex
+from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import age_text, count_text, print_json, print_table
 from kvatlas_cli.runner import run_query
-from kvatlas_cli.store_connection import connect_store
+from kvatlas_cli.store_connection import connect_store, open_index
 
 
-@with_settings(Settings)
-def workers(settings: Settings, as_json: JsonFlag = False) -> None:
+@with_settings(QuerySettings)
+def workers(settings: QuerySettings, as_json: JsonFlag = False) -> None:
     """List the workers: engine, state, blocks held, load, incarnation, age of the last heartbeat."""
     run_query("workers", settings, _workers(settings, as_json))
 
 
-async def _workers(settings: Settings, as_json: bool) -> None:
+async def _workers(settings: QuerySettings, as_json: bool) -> None:
     async with connect_store(settings) as store:
-        index = await open_redis_index(store, writer=False)
+        index = await open_index(store, settings)
         records = await FleetStore(store).all()
         blocks = {worker_id: await _count_blocks(index, worker_id) for worker_id in records}
     now_us = time.time_ns() // 1_000

@@ -38,6 +38,7 @@ def judge_workers(
         )
         return
     yield from _judge_heartbeats(fleet, heard, listened_s, now_us)
+    yield from _judge_diagnoses(heard or {})
     yield from _judge_engines(fleet)
     yield from _judge_index_records(fleet, index_records, set(behind))
     yield from _judge_load(fleet)
@@ -90,7 +91,12 @@ def _judge_heartbeats(
         if unknown:
             line = f"workers send heartbeats but have no fleet record: {join_names(unknown)}"
             yield Finding(check, Level.ERROR, line, "is an indexer running on the same NATS and store?")
-    lost = [id for id, record in fleet.items() if record.liveness is Liveness.LOST and id not in silent]
+    drained = [id for id in silent if fleet[id].state is EngineState.DRAINING]
+    silent = [id for id in silent if id not in drained]
+    lost = [id for id, record in fleet.items() if record.liveness is Liveness.LOST and id not in silent + drained]
+    if drained:
+        line = f"workers that drained and stopped: {join_names(drained)}"
+        yield Finding(check, Level.INFO, line, "routers skip them, and indexers retire them after a minute")
     if silent:
         line = f"{len(silent)} of {len(fleet)} workers {how}: {join_names(silent)}"
         advice = "is `kvatlas publish` running there, and does it reach NATS? Indexers retire them after a minute"
@@ -101,7 +107,21 @@ def _judge_heartbeats(
             check, Level.ERROR, line, "does an indexer own their partitions, and does it reach NATS? See its log"
         )
     if not silent and not lost and fleet:
-        yield Finding(check, Level.OK, f"{len(fleet)} of {len(fleet)} workers heard")
+        heard_count = len(fleet) - len(drained)
+        yield Finding(check, Level.OK, f"{heard_count} of {heard_count} workers heard")
+
+
+def _judge_diagnoses(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
+    """What the publishers themselves see, alike diagnoses of several workers together."""
+    workers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    seen: dict[tuple[str, str], str] = {}
+    for id, one in sorted(heard.items()):
+        for diagnosis in one.heartbeat.diagnoses:
+            alike = diagnosis.name, diagnosis.cure
+            workers[alike].append(id)
+            seen.setdefault(alike, diagnosis.seen)
+    for alike, ids in workers.items():
+        yield Finding("workers.settings", Level.ERROR, f"{join_names(ids)}: {seen[alike]}", alike[1])
 
 
 def _judge_engines(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:

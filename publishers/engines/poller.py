@@ -12,7 +12,9 @@ from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind, EngineState, WorkerState
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
+from publishers.diagnoses import Diagnoses
 from publishers.engines.metrics import LoadContext, read_metrics
+from publishers.engines.recognition import diagnose_kind, kind_of_page
 
 POLL_S = 1.0
 ANSWER_S = 2.0
@@ -30,6 +32,7 @@ class EnginePoller:
         url: str,
         context: LoadContext,
         counters: PublisherCounters,
+        diagnoses: Diagnoses,
         *,
         on_change: Callable[[EngineState], None] = lambda _: None,
         on_restart: Callable[[], None] = lambda: None,
@@ -45,6 +48,8 @@ class EnginePoller:
         self._url = url.rstrip("/")
         self._context = context
         self._counters = counters
+        self._diagnoses = diagnoses
+        self._kind_known = False
         self._poll_s = poll_s
         self._failures = 0.0
         self._asleep = False
@@ -84,6 +89,9 @@ class EnginePoller:
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
 
     def _record_metrics(self, page: str) -> None:
+        if not self._kind_known and (found := kind_of_page(page)) is not None:
+            self._kind_known = True
+            diagnose_kind(self._diagnoses, self._context.kind, found, f"the metrics page at {self._url}")
         try:
             metrics = read_metrics(page, self._context, int(time() * 1_000_000))
         except InvalidValue as error:

@@ -82,6 +82,10 @@ class ConnectionState:
 
     # ---------------------------------------------------------------- what follows
 
+    @property
+    def connected(self) -> bool:
+        return self._connections > 0
+
     def connection(self, now_s: float) -> Connection:
         if self._connections:
             return Connection.CONNECTED

@@ -20,17 +20,22 @@ from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineKind
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
+from publishers.diagnoses import Diagnoses
 from publishers.engines import decode_batch
+from publishers.engines.recognition import diagnose_kind, kind_of_batch
 from publishers.feed.connection_state import FIRST_SILENCE_S, Connection, ConnectionState, Task
 from publishers.feed.continuity import Continuity, Step
 from publishers.feed.dead_letters import DeadLetters
 from publishers.feed.endpoints import to_connect
 from publishers.feed.replay import SEQ_BYTES, Replay, request_replay
+from publishers.feed.socket_watch import SocketWatch
 from publishers.feed.undecodable import RATION_S, Distrust, UndecodableQueue, UndecodableRecorder
 
 POLL_S = 0.5
 """Longest wait for a message before the connection is looked at."""
 QUEUED_MESSAGES = 10_000
+PAYLOADS_TO_RECOGNIZE = 256
+"""So many of the first are looked at for the engine that wrote them."""
 BATCHES_AT_ONCE = 64
 """After so many batches other tasks have their turn."""
 STARTING_OVER = "dropping all known blocks and starting a new incarnation"
@@ -64,6 +69,7 @@ class Feed:
         worker_id: str,
         continuity: Continuity,
         counters: PublisherCounters,
+        diagnoses: Diagnoses,
         dead_letters: DeadLetters,
         context: zmq.asyncio.Context,
         *,
@@ -80,6 +86,7 @@ class Feed:
         self._settings = settings
         self._worker_id = worker_id
         self._counters = counters
+        self._diagnoses = diagnoses
         self._context = context
         self._on_batch = on_batch
         self._on_empty = on_empty
@@ -92,6 +99,10 @@ class Feed:
         self._decoded: tuple[bytes, EngineBatch] | None = None
         self._state = ConnectionState(settings.first_silence_s, monotonic())
         self._connection = Connection.CONNECTING
+        self._socket_watch = SocketWatch(settings.endpoint, settings.replay_endpoint, settings.topic)
+        self._topic = settings.topic.encode()
+        self._all_topics = False
+        self._payloads_to_recognize = PAYLOADS_TO_RECOGNIZE
 
     # ---------------------------------------------------------------- life
 
@@ -105,9 +116,10 @@ class Feed:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
-        self._socket.setsockopt_string(zmq.SUBSCRIBE, settings.topic)
+        self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
+        self._subscribe_to_all(True)
         try:
             if settings.bind:
                 self._socket.bind(settings.endpoint)
@@ -157,6 +169,8 @@ class Feed:
             frames: list[bytes] | None = None
             with anyio.move_on_after(POLL_S):
                 frames = await self._socket.recv_multipart()
+            if frames is not None and not self._is_of_topic(frames[0]):
+                frames = None
             engine_up = frames is None and self._engine_up()
             task = self._state.next_task(monotonic(), message=frames is not None, engine_up=engine_up)
             if task is Task.RESTART:
@@ -168,9 +182,11 @@ class Feed:
             elif task is Task.TAKE and frames is not None:
                 await self._take_message(frames)
             elif task is Task.PROBE:
-                await self._follow(self.continuity.probe())
+                await self._follow(self.continuity.probe(), probes=True)
             self._state.finish(task, monotonic())
             self._report_connection()
+            if frames is None or self._diagnoses.current:
+                self._diagnose(engine_up)
 
     async def _drop_queued(self) -> None:
         """What waits in the socket may be of either engine process: replay brings it again."""
@@ -189,6 +205,10 @@ class Feed:
             self._undecodable.record_payload(seq, payload, error)
             self._aside.put(seq, payload, self.continuity.last_seq)
             return
+        if self._socket_watch.record_message():
+            log.info("worker %s: receiving events from %s, from seq %d", self._worker_id, self._settings.endpoint, seq)
+        if self._payloads_to_recognize:
+            self._recognize_engine(payload)
         for earlier_seq, earlier in self._aside.take_before(seq):
             await self._follow(self.continuity.offer(earlier_seq, earlier))
         try:
@@ -198,8 +218,8 @@ class Feed:
             return
         await self._follow(step)
 
-    async def _follow(self, step: Step) -> None:
-        """Do what the continuity says, until it asks for nothing more."""
+    async def _follow(self, step: Step, *, probes: bool = False) -> None:
+        """Do what the continuity says, until it asks for nothing more. `probes`: nobody told of a batch to ask for."""
         while True:
             if step.why:
                 what_follows = f"; {STARTING_OVER}" if step.empty else ""
@@ -212,6 +232,7 @@ class Feed:
                 return
             replay = await self._replay(step.ask_from)
             step = self.continuity.take_replay(replay.batches, replay.complete)
+            self._socket_watch.record_replay(complete=replay.complete, late_batches=len(step.take) if probes else 0)
 
     async def _take_all(self, batches: Sequence[tuple[int, bytes]]) -> None:
         """The position says already that all of them are taken: so all are, also if this is cancelled."""
@@ -273,15 +294,53 @@ class Feed:
         counters.feed_replays_failed = counted.replays_failed
         counters.feed_started_over = counted.started_over
 
+    # ---------------------------------------------------------------- settings that look wrong
+
+    def _subscribe_to_all(self, wanted: bool) -> None:
+        """Receive messages under other topics too, until ours is heard: else a wrong topic is silence."""
+        if self._topic and wanted is not self._all_topics:
+            self._all_topics = wanted
+            self._socket.setsockopt(zmq.SUBSCRIBE if wanted else zmq.UNSUBSCRIBE, b"")
+
+    def _is_of_topic(self, topic: bytes) -> bool:
+        if not self._all_topics:
+            return True
+        if not topic.startswith(self._topic):
+            self._socket_watch.record_foreign_topic(topic, monotonic())
+            return False
+        self._subscribe_to_all(False)
+        return True
+
+    def _recognize_engine(self, payload: bytes) -> None:
+        found = kind_of_batch(payload)
+        self._payloads_to_recognize = 0 if found is not None else self._payloads_to_recognize - 1
+        if found is not None:
+            diagnose_kind(self._diagnoses, self._settings.engine, found, f"the feed at {self._settings.endpoint}")
+
+    def _diagnose(self, engine_up: bool) -> None:
+        suspicion = self._socket_watch.suspicion(self._connection, engine_up=engine_up, now_s=monotonic())
+        if suspicion is None:
+            self._diagnoses.clear("feed")
+        else:
+            self._diagnoses.set("feed", suspicion.seen, suspicion.cure)
+
     # ---------------------------------------------------------------- connection
 
     async def _watch_connection(self) -> None:
+        # a bound socket may have several connections, of which a handshake does not say which one it is
+        connected = zmq.EVENT_ACCEPTED if self._settings.bind else zmq.EVENT_HANDSHAKE_SUCCEEDED
         while True:
             event = int((await recv_monitor_message(self._monitor))["event"])
-            if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
+            if event == connected:
                 self._state.record_connect()
+                self._socket_watch.record_connect()
+            elif event == zmq.EVENT_DISCONNECTED and not self._state.connected:
+                self._socket_watch.record_refusal()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._state.record_disconnect(monotonic())
+                if not self._state.connected:
+                    self._socket_watch.record_disconnect()
+                    self._subscribe_to_all(True)
             self._report_connection()
 
     def _report_connection(self) -> None:
@@ -293,5 +352,5 @@ class Feed:
         endpoint = self._settings.endpoint
         if self._connection is Connection.AWAY:  # a wrong address looks like an engine that is not there yet
             log.warning("worker %s: event socket %s is not connected; receiving no events", self._worker_id, endpoint)
-        elif before is Connection.AWAY and self._connection.alive:
+        elif self._connection is Connection.CONNECTED and before is not Connection.LOST:
             log.info("worker %s: event socket %s is connected", self._worker_id, endpoint)

@@ -53,6 +53,8 @@ class Ledger:
     def __init__(self, settings: LedgerSettings, *, remembered_evictions: int = REMEMBERED_EVICTIONS) -> None:
         self.settings = settings
         self.counters = LedgerCounters()
+        self.other_block_size: int | None = None
+        """Tokens of the engine's blocks, if they are not those that the settings say."""
         self._remembered_evictions = remembered_evictions
         self.empty()
 
@@ -129,11 +131,14 @@ class Ledger:
 
     def _learn_block_size(self, event: EngineStored) -> bool:
         """Take a larger block for the full one, unless the size is set. True if blocks were resolved by another size."""
-        if self.settings.block_size is not None or not event.indexable or not event.token_ids:
-            return False
-        if self.block_size is not None and event.block_size < self.block_size:
+        if not event.indexable or not event.token_ids:
             return False
         if event.block_size < 1 or len(event.token_ids) != event.block_size * len(event.hashes):
+            return False
+        if self.settings.block_size is not None:
+            self.other_block_size = event.block_size
+            return False
+        if self.block_size is not None and event.block_size < self.block_size:
             return False
         known = self.block_size is not None
         self._resolver.block_size = event.block_size

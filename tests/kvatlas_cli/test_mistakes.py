@@ -110,9 +110,10 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "kvatlas publish: --worker-id is 'a/b'; expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
         (
-            (*PUBLISH, "--engine", "vlm"),
+            (*PUBLISH, "--engine", "lmcache"),
             2,
-            "kvatlas publish: --engine is 'vlm'; expected 'vllm', 'sglang', 'tensorrt_llm', 'lmcache' or 'mock'",
+            "kvatlas publish: --engine is 'lmcache'; expected 'vllm', 'sglang' or 'mock', the kinds whose events and metrics "
+            "can be read",
         ),
         (
             (*PUBLISH, "--endpoint", "http://x"),
@@ -134,6 +135,12 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             2,
             "kvatlas up: --engine has 'color=red'; expected KEY=VALUE with a key of engine, endpoint, replay, worker, "
             "model, tokenizer, tenant, advertise",
+        ),
+        (
+            ("up", "--engine", "http://127.0.0.1:1,engine=tensorrt_llm"),
+            2,
+            "kvatlas up: --engine's engine is 'tensorrt_llm'; expected 'vllm', 'sglang' or 'mock', the kinds whose events and "
+            "metrics can be read",
         ),
         (
             ("up", "--engine", "http://127.0.0.1:1,worker=a/b"),
@@ -185,15 +192,22 @@ def test_a_token_file_that_is_missing_or_not_text_is_named(cli: Cli, tmp_path: P
     assert (done.code, done.err) == (1, "kvatlas: --tokens binary: not text (invalid start byte at byte 0)\n")
 
 
-@pytest.mark.parametrize("words", [("export",), ("workers",), ROUTE, ("overlap", *ROUTE[1:]), ("indexer",)])
+OVERLAP = ("overlap", *ROUTE[1:])
+
+
+@pytest.mark.parametrize(
+    "words", [("export",), ("workers",), ("rates",), ("audit",), ROUTE, OVERLAP, ("indexer", "--no-wait")]
+)
 def test_an_unreachable_store_is_named(cli: Cli, words: tuple[str, ...]) -> None:
-    done = cli(*words, "--no-wait", "--redis-url", f"redis://:secret@{UNUSED_ADDRESS}", stdin="1 2 3")
+    """Questions say so at once; a service only if it is told not to wait."""
+    done = cli(*words, "--redis-url", f"redis://:secret@{UNUSED_ADDRESS}", stdin="1 2 3")
     assert done.code == 1 and done.out == ""
     assert re.fullmatch(r"kvatlas: Redis at redis://:\*\*\*@127\.0\.0\.1:1: .*refused.*\n", done.err)
 
 
-def test_an_unreachable_nats_is_named(cli: Cli, valkey_server: ServerProcess) -> None:
-    done = cli("indexer", "--no-wait", "--redis-url", valkey_server.url, "--nats-url", f"nats://{UNUSED_ADDRESS}")
+@pytest.mark.parametrize("words", [("indexer", "--no-wait"), ("audit",)])
+def test_an_unreachable_nats_is_named(cli: Cli, fleet_store_url: str, words: tuple[str, ...]) -> None:
+    done = cli(*words, "--redis-url", fleet_store_url, "--nats-url", f"nats://{UNUSED_ADDRESS}")
     assert done.code == 1 and done.out == ""
     assert re.fullmatch(r"kvatlas: NATS at nats://127\.0\.0\.1:1: .+\n", done.err)
 
@@ -202,11 +216,26 @@ def test_up_reports_which_server_it_does_not_start(cli: Cli) -> None:
     """Otherwise a second `up` in a shell with the exported addresses would wait for the first one's servers unexplained."""
     done = cli("up", "--no-wait", KVATLAS_REDIS_URL=f"redis://{UNUSED_ADDRESS}")
     notice, failed = done.err.splitlines()
-    assert (
-        notice
-        == f"kvatlas: --redis-url (or KVATLAS_REDIS_URL) is redis://{UNUSED_ADDRESS}: no embedded server is started"
-    )
+    server = f"the Redis at redis://{UNUSED_ADDRESS} (--redis-url or KVATLAS_REDIS_URL)"
+    assert notice == f"kvatlas: joining {server}; starting none here"
     assert done.code == 1 and failed.startswith(f"kvatlas: Redis at redis://{UNUSED_ADDRESS}: ")
+
+
+@pytest.mark.parametrize(("url", "port"), [("nats", "nats"), ("redis", "redis")])
+def test_up_refuses_a_port_for_a_server_that_it_joins(cli: Cli, url: str, port: str) -> None:
+    joined = f"{url}://:secret@{UNUSED_ADDRESS}"
+    done = cli("up", "--no-wait", f"--{port}-port", "4222", **{f"KVATLAS_{url.upper()}_URL": joined})
+    one = f"--{port}-port (or KVATLAS_{port.upper()}_PORT) is 4222"
+    other = f"--{url}-url (or KVATLAS_{url.upper()}_URL) is {joined.replace('secret', '***')}"
+    line = f"{one}, but {other}: that server is joined and none is started; expected only one of the two"
+    assert (done.code, done.out, done.err) == (2, "", f"kvatlas up: {line}\n")
+
+
+def test_a_folder_that_a_publisher_can_not_write_is_refused_at_the_start(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = cli(*PUBLISH, "--no-wait", "--nats-url", f"nats://{UNUSED_ADDRESS}", "--state-dir", str(tmp_path / "file"))
+    line = f"--state-dir (or KVATLAS_STATE_DIR) is {tmp_path}/file, which can't be written: File exists"
+    assert (done.code, done.err) == (2, f"kvatlas publish: {line}; expected a folder for the saved ledger\n")
 
 
 def test_a_publisher_names_an_unreachable_nats(cli: Cli) -> None:
@@ -229,9 +258,12 @@ def test_a_model_without_workers_is_reported(cli: Cli, fleet_store_url: str) -> 
     assert done.err == "kvatlas: no worker serves model 'nobody' with tokenizer 'nobody'\n"
 
 
-def test_an_audit_of_an_unknown_worker_fails(cli: Cli, fleet_store_url: str, nats_server: ServerProcess) -> None:
-    done = cli("audit", "--worker", "nobody", "--redis-url", fleet_store_url, "--nats-url", nats_server.url)
-    line = "kvatlas: worker 'nobody' holds nothing, and no publisher answers for it\n"
+@pytest.mark.parametrize("command", ["audit", "export"])
+def test_a_question_about_an_unknown_worker_fails(
+    cli: Cli, fleet_store_url: str, nats_server: ServerProcess, command: str
+) -> None:
+    done = cli(command, "--worker", "nobody", KVATLAS_REDIS_URL=fleet_store_url, KVATLAS_NATS_URL=nats_server.url)
+    line = "kvatlas: no worker 'nobody': the index holds nothing of it, and the fleet does not have it\n"
     assert (done.code, done.out, done.err) == (1, "", line)
 
 

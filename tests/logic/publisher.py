@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvatlas.bus.subjects import events_subject
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState
 from publishers.counters import PublisherCounters
+from publishers.diagnoses import Diagnoses
 from publishers.feed.continuity import Batch, Continuity, Step
 from publishers.feed.undecodable import Distrust
 from publishers.heartbeat import HeartbeatSender
@@ -66,6 +67,7 @@ class Publisher:
             self.counters,
             state=lambda: EngineState.UP,
             load=lambda: None,
+            diagnoses=Diagnoses(self.worker_id),
         )
         self.catch_up()
 

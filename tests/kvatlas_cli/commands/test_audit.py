@@ -110,12 +110,16 @@ async def test_an_intact_index_is_equal_and_a_damaged_one_differs(installation: 
         assert (await installation.audit("--worker", "w0"))[0] == 1
 
 
-async def test_a_worker_without_a_publisher_is_unanswered(installation: Installation) -> None:
+async def test_a_worker_without_a_publisher_is_unanswered_unless_it_has_drained(installation: Installation) -> None:
     async with installation.running("w0"):
         async with installation.publisher("w1"):
             assert (await installation.audit())[0] == 0
         code, printed, _ = await installation.audit()
         assert (code, verdicts(printed)) == (1, {"w0": "equal", "w1": "unanswered"})
+        async with installation.publisher("w1") as stopped:
+            await stopped.close_gently()
+        code, printed, _ = await installation.audit()
+        assert (code, verdicts(printed)) == (0, {"w0": "equal", "w1": "drained"})
 
 
 async def test_a_busy_worker_gets_a_verdict_too(installation: Installation) -> None:

@@ -3,6 +3,8 @@
 import json
 import signal
 
+import pytest
+
 from kvatlas.blocks.hashing import unpack_hashes
 from tests.kvatlas_cli.conftest import CHAIN, UNUSED_ADDRESS, Cli, start_command
 
@@ -23,16 +25,12 @@ def test_only_one_worker_is_exported_on_request(cli: Cli, fleet_store_url: str) 
     assert [json.loads(line)["worker"] for line in done.out.splitlines()] == ["w2"]
 
 
-def test_an_unknown_worker_is_reported_and_exports_nothing(cli: Cli, fleet_store_url: str) -> None:
-    done = cli("export", "--worker", "w9", "--redis-url", fleet_store_url)
-    assert (done.code, done.out, done.err) == (0, "", "kvatlas: worker 'w9' is not known to the index\n")
-
-
-def test_a_waiting_command_can_be_interrupted() -> None:
-    process = start_command("export", "--redis-url", f"redis://{UNUSED_ADDRESS}")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_waiting_command_can_be_interrupted(number: signal.Signals) -> None:
+    process = start_command("export", "--wait", "--redis-url", f"redis://{UNUSED_ADDRESS}")
     assert process.stderr is not None and process.stdout is not None
     with process.stderr as errors, process.stdout:
         assert "retrying in" in errors.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert "Traceback" not in errors.read()
     assert process.wait(timeout=30) == 130

@@ -9,10 +9,12 @@ import pytest
 from redis import Redis
 
 from kvatlas.embedded import ServerProcess
-from tests.kvatlas_cli.conftest import start_command
+from tests.kvatlas_cli.conftest import Cli, start_command
 
 
-def test_up_prints_its_addresses_and_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_up_prints_its_addresses_shares_its_folder_with_none_and_leaves_no_process_behind(
+    cli: Cli, tmp_path: Path
+) -> None:
     process = start_command("up", "--state-dir", str(tmp_path / "state"))
     assert process.stderr is not None and process.stdout is not None
     with process.stderr as errors, process.stdout as output:
@@ -21,6 +23,9 @@ def test_up_prints_its_addresses_and_leaves_no_process_behind(tmp_path: Path) ->
         with Redis.from_url(exported["KVATLAS_REDIS_URL"]) as store:
             assert store.hgetall("kva:{fleet}:layout")
             server = int(store.info()["process_id"])
+        second = cli("up", "--state-dir", str(tmp_path / "state"))
+        line = f"--state-dir (or KVATLAS_STATE_DIR) is {tmp_path}/state, which another `kvatlas up` uses; expected a folder"
+        assert (second.code, second.out, second.err) == (2, "", f"kvatlas up: {line} of its own\n")
         process.send_signal(signal.SIGINT)
         assert "Traceback" not in errors.read()
     assert process.wait(timeout=30) == 0
@@ -35,6 +40,10 @@ def test_up_prints_one_line_as_json(tmp_path: Path, nats_server: ServerProcess, 
     with process.stderr as errors, process.stdout as output:
         printed = json.loads(output.readline())
         process.terminate()
-        assert "Traceback" not in errors.read()
+        lines = errors.read().splitlines()
+    assert lines[:2] == [
+        f"kvatlas: joining the NATS at {nats_server.url} (--nats-url or KVATLAS_NATS_URL); starting none here",
+        f"kvatlas: joining the Redis at {valkey_server.url} (--redis-url or KVATLAS_REDIS_URL); starting none here",
+    ]
     assert process.wait(timeout=30) == 0
     assert printed == {"nats_url": nats_server.url, "redis_url": valkey_server.url, "state_dir": None, "workers": []}

@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from kvatlas.fleet.records import EngineState, Liveness
+from kvatlas.fleet.records import Diagnosis, EngineState, Liveness
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas_cli.doctor import Level
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation, fleet_record, now_us
@@ -14,7 +14,11 @@ pytestmark = pytest.mark.anyio
 async def test_workers_without_a_heartbeat_or_a_fleet_record_are_found(installation: Installation) -> None:
     await open_redis_index(installation.store, writer=True)
     assert "no worker is known" in (await installation.problem("workers.heartbeats")).line
-    await installation.write_records(fleet_record("silent"), fleet_record("lost", liveness=Liveness.LOST))
+    await installation.write_records(
+        fleet_record("silent"),
+        fleet_record("lost", liveness=Liveness.LOST),
+        fleet_record("gone", liveness=Liveness.LOST, state=EngineState.DRAINING),
+    )
     async with anyio.create_task_group() as tasks:
 
         async def send_heartbeats() -> None:
@@ -24,12 +28,32 @@ async def test_workers_without_a_heartbeat_or_a_fleet_record_are_found(installat
                 await anyio.sleep(0.05)
 
         tasks.start_soon(send_heartbeats)
-        lines = [one.line for one in await installation.findings("workers.heartbeats", listen_s=0.3)]
+        found = await installation.findings("workers.heartbeats", listen_s=0.3)
         tasks.cancel_scope.cancel()
-    assert len(lines) == 3
-    assert "no fleet record: stranger" in lines[0]
-    assert "1 of 2 workers without a heartbeat in 0.3 s: silent" in lines[1]
-    assert "count them as lost: lost" in lines[2]
+    assert [one.level for one in found] == [Level.ERROR, Level.INFO, Level.ERROR, Level.ERROR]
+    assert "no fleet record: stranger" in found[0].line
+    assert found[1].line == "workers that drained and stopped: gone"
+    assert "1 of 3 workers without a heartbeat in 0.3 s: silent" in found[2].line
+    assert "count them as lost: lost" in found[3].line
+
+
+async def test_what_publishers_diagnose_is_reported_with_its_cure(installation: Installation) -> None:
+    await open_redis_index(installation.store, writer=True)
+    topic = Diagnosis(name="feed", seen="the engine publishes under topic 'kv'", cure="set --topic 'kv'")
+    async with anyio.create_task_group() as tasks:
+
+        async def send_heartbeats() -> None:
+            while True:
+                await installation.send_heartbeat("w1", diagnoses=(topic,))
+                await installation.send_heartbeat("w2", diagnoses=(topic,))
+                await installation.send_heartbeat("w3")
+                await anyio.sleep(0.05)
+
+        tasks.start_soon(send_heartbeats)
+        found = await installation.problem("workers.settings", listen_s=0.3)
+        tasks.cancel_scope.cancel()
+    assert (found.level, found.advice) == (Level.ERROR, "set --topic 'kv'")
+    assert found.line == "w1, w2: the engine publishes under topic 'kv'"
 
 
 async def test_workers_that_the_index_is_behind_and_skewed_clocks_are_found(installation: Installation) -> None:

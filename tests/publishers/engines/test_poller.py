@@ -6,6 +6,7 @@ import pytest
 
 from kvatlas.fleet.records import EngineKind, EngineState
 from publishers.counters import PublisherCounters
+from publishers.diagnoses import Diagnoses
 from publishers.engines.metrics import LoadContext
 from publishers.engines.poller import FAILURES_TO_DOWN, EnginePoller
 from tests.publishers.engines.engine_http import EngineHttp, engine_http
@@ -27,7 +28,7 @@ def make_poller(
     on_restart: Callable[[], None] = lambda: None,
 ) -> EnginePoller:
     context, counters = LoadContext("w", kind), PublisherCounters()
-    return EnginePoller(engine.url, context, counters, on_change=on_change, on_restart=on_restart)
+    return EnginePoller(engine.url, context, counters, Diagnoses("w"), on_change=on_change, on_restart=on_restart)
 
 
 async def test_an_engine_is_down_until_it_was_healthy_once(engine: EngineHttp) -> None:
@@ -83,7 +84,7 @@ async def test_an_engine_without_a_metrics_page_is_up(engine: EngineHttp) -> Non
 async def test_a_broken_metrics_page_is_counted_and_the_engine_is_up(engine: EngineHttp) -> None:
     engine.pages = {"/health": (200, ""), "/metrics": (200, "vllm:num_requests_running{model\n")}
     counters = PublisherCounters()
-    poller = EnginePoller(engine.url, LoadContext("w", EngineKind.VLLM), counters)
+    poller = EnginePoller(engine.url, LoadContext("w", EngineKind.VLLM), counters, Diagnoses("w"))
     await poller.poll_once()
     assert poller.state is EngineState.UP
     assert counters.load_failures == 1

@@ -13,6 +13,7 @@ from nats.aio.client import Client
 from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineKind
 from publishers.counters import PublisherCounters
+from publishers.diagnoses import Diagnoses
 from publishers.feed.continuity import Continuity
 from publishers.feed.dead_letters import DeadLetters
 from publishers.feed.subscriber import BATCHES_AT_ONCE, Feed, FeedSettings
@@ -95,6 +96,7 @@ def open_feed(
         "w",
         Continuity(),
         PublisherCounters(),
+        Diagnoses("w"),
         letters,
         context,
         on_batch=on_batch,

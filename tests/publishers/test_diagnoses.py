@@ -1,0 +1,185 @@
+"""Sidecars with a setting that is not the engine's or the fleet's: they say so once, with the cure."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from nats.aio.client import Client
+
+from kvatlas.bus.subjects import alive_subject
+from kvatlas.fleet.records import Diagnosis, EngineKind, Heartbeat
+from publishers.publisher import Publisher
+from publishers.sidecar import run_sidecar
+from tests.eventually import until
+from tests.indexer.running_replica import running_replica
+from tests.publishers.engines.engine_http import engine_http
+from tests.publishers.fake_engine import FakeEngine, recording
+from tests.publishers.sidecars import settings, sidecar
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def running_sidecar(fake: FakeEngine, nats_url: str, **fields: Any) -> AsyncIterator[Publisher]:
+    """A sidecar that may not be connected to the engine."""
+    async with anyio.create_task_group() as tasks:
+        started: list[Publisher] = []
+        tasks.start_soon(run_sidecar, settings(fake, nats_url, **fields), started.extend)
+        await until(lambda: started, what="the sidecar is ready")
+        yield started[0]
+        tasks.cancel_scope.cancel()
+
+
+async def diagnosed(publisher: Publisher) -> Diagnosis:
+    """The one thing that the publisher finds wrong."""
+    [found] = await until(lambda: publisher.diagnoses.current, what="something is wrong")
+    assert publisher.status()["diagnoses"] == [found.model_dump()]
+    return found
+
+
+async def test_a_wrong_topic_is_named_with_or_without_replay(
+    nats_client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with (
+        FakeEngine(topic=b"kv-events") as engine,
+        sidecar(engine, nats_url, topic="kv@w", replay_endpoint=None) as publisher,
+    ):
+        for payload in payloads[:5]:
+            await engine.send(payload)
+        found = await diagnosed(publisher)
+        assert found.seen.startswith("the engine publishes under topic 'kv-events', but --topic is 'kv@w'")
+        assert found.cure == "set --topic 'kv-events'"
+        await engine.send(payloads[5])
+        assert publisher.counters.engine_batches == 0
+        await engine.raw(b"kv@w", (0).to_bytes(8, "big"), payloads[0])
+        await until(lambda: not publisher.diagnoses.current, what="the right topic is heard")
+        await until(lambda: publisher.counters.engine_batches == 1, what="its batch is taken")
+    assert sum("set --topic" in line for line in caplog.messages) == 1
+
+
+async def test_an_event_socket_that_brings_nothing_while_replay_does_is_named(
+    nats_client: Client, nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with (
+        FakeEngine() as engine,
+        FakeEngine() as other,
+        sidecar(other, nats_url, replay_endpoint=engine.replay_endpoint) as publisher,
+    ):
+        await until(lambda: len(engine.replays) >= 2, what="replay is asked when the socket is connected")
+        for payload in payloads[:5]:
+            engine.lose(payload)
+        found = await diagnosed(publisher)
+        assert found.seen.startswith(f"event socket {other.endpoint} brings no events")
+        assert f"replay socket {engine.replay_endpoint} does" in found.seen
+        assert "--endpoint" in found.cure
+        assert publisher.counters.engine_batches == 5
+    assert sum("brings no events" in line for line in caplog.messages) == 1
+
+
+async def test_an_address_where_no_event_socket_listens_is_named(nats_client: Client, nats_url: str) -> None:
+    async with (
+        FakeEngine() as engine,
+        running_sidecar(engine, nats_url, endpoint=engine.replay_endpoint) as publisher,
+    ):
+        found = await diagnosed(publisher)
+        assert found.seen.startswith(f"replay socket {engine.replay_endpoint} answers, but event socket")
+        assert found.seen.endswith("what listens there is no event socket")
+        assert publisher.engine_state.value == "down"
+
+
+async def test_another_block_size_is_named(nats_client: Client, nats_url: str) -> None:
+    head, payloads = recording("vllm-0.33.0")
+    assert head["block_size"] == 16
+    async with FakeEngine() as engine, sidecar(engine, nats_url, block_size=32) as publisher:
+        await engine.send(*payloads[:20])
+        found = await diagnosed(publisher)
+        line = "the engine's blocks have 16 tokens, but --block-size is 32: none of them is published"
+        assert (found.name, found.seen, found.cure) == ("block_size", line, "set --block-size 16, or leave it out")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "right"),
+    [
+        ("vllm-0.22.0-array", EngineKind.SGLANG, "vllm"),
+        ("vllm-0.33.0", EngineKind.SGLANG, "vllm"),
+        ("sglang-0.5.23", EngineKind.VLLM, "sglang"),
+    ],
+)
+async def test_another_engine_is_recognized_by_its_events(
+    nats_client: Client, nats_url: str, name: str, kind: EngineKind, right: str
+) -> None:
+    _, payloads = recording(name)
+    async with FakeEngine() as engine, sidecar(engine, nats_url, engine=kind) as publisher:
+        await engine.send(*payloads)
+        found = await diagnosed(publisher)
+        assert found.seen == f"the feed at {engine.endpoint} is {right}'s, but --engine is {kind.value}"
+        assert found.cure == f"set --engine {right}"
+
+
+async def test_another_engine_is_recognized_by_its_metrics(nats_client: Client, nats_url: str) -> None:
+    with engine_http() as http:
+        http.pages = {"/health": (200, ""), "/metrics": (200, "# HELP\nsglang:num_running_reqs 1\n")}
+        async with FakeEngine() as engine, sidecar(engine, nats_url, engine_url=http.url) as publisher:
+            found = await diagnosed(publisher)
+            assert found.seen == f"the metrics page at {http.url[:-1]} is sglang's, but --engine is vllm"
+
+
+async def test_other_partitions_than_the_indexers_are_named(
+    nats_client: Client, nats_url: str, fresh_valkey: str
+) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    heard: list[Heartbeat] = []
+
+    async def on_heartbeat(msg: Any) -> None:
+        heard.append(Heartbeat.unpack(msg.data))
+
+    await nats_client.subscribe(alive_subject("w"), cb=on_heartbeat)
+    async with (
+        running_replica(nats_url, fresh_valkey),
+        FakeEngine() as engine,
+        sidecar(engine, nats_url, partitions=32) as publisher,
+    ):
+        await engine.send(*payloads[:20])
+        found = await diagnosed(publisher)
+        assert found.seen == "the indexers have 64 partitions, but --partitions is 32: they refuse every message"
+        assert found.cure == "set --partitions 64"
+        await until(lambda: heard and list(heard[-1].diagnoses) == [found], what="heartbeats tell it")
+        assert publisher.counters.snapshots == 1  # another incarnation would be refused as well
+
+
+async def test_nothing_is_wrong_with_the_right_settings_and_the_first_event_is_told(
+    nats_client: Client, nats_url: str, fresh_valkey: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvatlas.publisher")
+    _, payloads = recording("vllm-0.33.0")
+    async with (
+        FakeEngine(topic=b"kv") as engine,
+        sidecar(engine, nats_url, topic="kv", block_size=16) as publisher,
+    ):
+        await engine.send(*payloads)
+        await until(lambda: publisher.counters.engine_batches == len(payloads), what="all batches are taken")
+        await until(lambda: len(engine.replays) >= 3, what="the feed was silent for a while")
+        assert not publisher.diagnoses.current
+        line = f"worker w: receiving events from {engine.endpoint}, from seq 0"
+        assert caplog.messages.count(line) == 1
+
+
+async def test_heartbeats_that_are_none_are_told_once_and_counted(
+    nats_client: Client, nats_url: str, fresh_valkey: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        FakeEngine() as engine,
+        running_replica(nats_url, fresh_valkey) as replica,
+        sidecar(engine, nats_url) as own,
+    ):
+        for _ in range(10_000):
+            await nats_client.publish(alive_subject("w"), b"\x80")
+        await until(lambda: replica.counters.heartbeats_bad == 10_000, what="the indexer counts them")
+        await until(lambda: own.counters.heartbeats_bad == 10_000, what="the sidecar counts them")
+    lines = [line for line in caplog.messages if "invalid heartbeat on kvatlas.alive.w" in line]
+    assert 2 <= len(lines) <= 4
+    assert "what else publishes there?" in lines[0] + lines[1]
