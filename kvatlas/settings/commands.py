@@ -8,11 +8,11 @@ from pydantic import Field
 from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.request import DEFAULT_DECODE_TOKENS
 from kvatlas.settings.field_types import Name, NatsUrl, Port, RedisUrl
-from kvatlas.settings.process import ProcessSettings, Settings
+from kvatlas.settings.process import ServerSettings, Settings
 from kvatlas.validation import OutputTokens
 
 
-class UpSettings(ProcessSettings):
+class UpSettings(ServerSettings):
     """Everything on one machine."""
 
     nats_url: NatsUrl | None = Field(
@@ -32,6 +32,9 @@ class DoctorSettings(Settings):
 
     wait: bool = Field(
         default=False, description="Retry an unreachable server with back-off; with --no-wait report it as a finding."
+    )
+    identities: Path | None = Field(
+        default=None, description="The indexers' file of identities: tells which workers they refuse."
     )
     listen_s: float = Field(
         default=2.5, gt=0, description="Seconds to listen for heartbeats; each worker sends one a second."

@@ -40,7 +40,7 @@ def audit(
 async def _audit(settings: Settings, worker: str | None, deadline_s: float, found: list[WorkerAudit]) -> None:
     async with connect_store(settings) as store:
         index = await open_redis_index(store, writer=False)
-        client = await connect_nats(settings.nats_url, name="kvatlas-audit", wait=settings.wait, on_wait=print_notice)
+        client = await connect_nats(settings.nats, name="kvatlas-audit", wait=settings.wait, on_wait=print_notice)
         try:
             if worker is not None:
                 workers = [worker]

@@ -65,9 +65,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
     """The application with all its parts, for the caller's own server."""
     stack = AsyncExitStack()
     try:
-        store = await stack.enter_async_context(
-            connected_store(settings.redis_url, wait=settings.wait, on_wait=_log_wait)
-        )
+        store = await stack.enter_async_context(connected_store(settings.redis, wait=settings.wait, on_wait=_log_wait))
         engines = await stack.enter_async_context(_engine_client(settings.engine_timeout_s))
         short_calls = await stack.enter_async_context(_engine_client(TOKENIZE_S))
         counters, tokens = ProxyCounters(), TokenCounters()

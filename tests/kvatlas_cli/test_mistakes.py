@@ -63,7 +63,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("workers", "--redis-url", "redis://127.0.0.1:6379/first"),
             2,
-            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/first'; expected a database number or nothing "
+            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/***'; expected a database number or nothing "
             "after the port",
         ),
         (
