@@ -55,7 +55,8 @@ class Replica:
         self._index = index
         self._stream = stream
         self._doubt = DoubtJudge()
-        self._detector = FailureDetector(settings.retire_after_s, vouches=self._identities is not None)
+        vouches = self._identities.vouches if self._identities is not None else None
+        self._detector = FailureDetector(settings.retire_after_s, vouches=vouches)
         self._grants = GrantBudget()
         self._dead_letters = DeadLetters(
             client, counters, replicas=settings.stream_replicas, storage=settings.stream_storage

@@ -2,11 +2,14 @@
 
 import re
 
-_PLAIN = re.compile(
-    r"(?:[a-z][a-z0-9+]*://)?(?:[A-Za-z0-9_.*-]+|\[[0-9A-Fa-f:.]+\])(?::(?:[0-9]{1,5}|\*))?(?:/[0-9]{0,3})?"
-)
+_HOST = r"(?:[A-Za-z0-9_.*-]+|\[[0-9A-Fa-f:.]+\])"
+_PLAIN = re.compile(rf"(?:[a-z][a-z0-9+]*://{_HOST}(?::(?:[0-9]{{1,5}}|\*))?(?:/[0-9]{{0,3}})?|{_HOST}:[0-9]{{1,5}})")
 """Scheme, host, port and a database's number."""
 _LOCAL = re.compile(r"(?:unix|ipc|inproc|file)://[^?@]*")
+_PLACE = re.compile(rf"{_HOST}(?::[0-9]{{1,5}})?(?:/[0-9]{{0,3}})?")
+_WHOLE = re.compile(
+    r"[a-z][a-z0-9+]*://(?:[^\s/@:]*(?::[^\s/@:]*)?@)?(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?/?"
+)
 _SCHEME = re.compile(r"[a-z][a-z0-9+]*://", re.IGNORECASE)
 _USER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -17,18 +20,26 @@ def redact_url(url: str) -> str:
     Passwords, tokens (a user without a password is one to NATS), query strings and whatever has not the form of a URL
     become ***, so mistyped URLs may be shown too.
     """
-    return ",".join(_redact_one(one.strip()) for one in url.split(",")) if _PLAIN.search(url) else "***"
+    several = [one.strip() for one in url.split(",")]
+    # a comma may also be a password's: then the parts are no URLs, or some have a login and some have not
+    if len({"@" in one for one in several}) == 1 and all(_WHOLE.fullmatch(one) for one in several):
+        return ",".join(map(_redact_one, several))
+    return _redact_one(url)
 
 
 def _redact_one(url: str) -> str:
     rest, question, _ = url.partition("?")
     login, at, place = url.rpartition("@")
+    if at and "?" in login:  # a password's or a query's: which of them, nobody knows
+        found = _SCHEME.match(url)
+        return f"{found.group() if found else ''}***"
     if at:
         found = _SCHEME.match(login)
         scheme = found.group() if found else ""
         user, colon, _ = login[len(scheme) :].partition(":")
         shown = f"{user}:***" if colon and _USER.fullmatch(user) else "***"
-        return f"{scheme}{shown}@{_redact_one(place)}"
+        where = place.partition("?")[0] if _PLACE.fullmatch(place.partition("?")[0]) else "***"
+        return f"{scheme}{shown}@{where}"
     if not (_PLAIN.fullmatch(rest) or _LOCAL.fullmatch(rest)):
         place = rest.rpartition("/")[0]
         if _PLAIN.fullmatch(place) and _SCHEME.match(place):

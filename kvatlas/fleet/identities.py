@@ -37,7 +37,8 @@ class Identity(BaseModel):
     """What one publisher's user may speak for.
 
     `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or `*` alone for all that no other publisher names.
-    `tenants`, `models`: names, `*` in them for any text. `addresses`: of its engines (`AddressList`).
+    `tenants`, `models`: names, `*` in them for any text. `addresses`: of its engines (`AddressList`); with none it may
+    advertise any, and routers send requests to private ones only.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,7 +46,7 @@ class Identity(BaseModel):
     workers: tuple[str, ...] = Field(min_length=1)
     tenants: tuple[str, ...] = (ANY,)
     models: tuple[str, ...] = (ANY,)
-    addresses: Annotated[tuple[str, ...], AfterValidator(_check_addresses)] = (ANY,)
+    addresses: Annotated[tuple[str, ...], AfterValidator(_check_addresses)] = ()
 
     @property
     def names_workers(self) -> bool:
@@ -99,10 +100,15 @@ class Identities:
         address = endpoint.advertised_url or endpoint.base_url
         if not address:
             return
-        user, _ = self._of(endpoint.id)
+        user, identity = self._of(endpoint.id)
         host, port = host_and_port(address)
-        if not self._addresses[user].allows(host, port):
+        if identity.addresses and not self._addresses[user].allows(host, port):
             raise InvalidValue(f"worker {endpoint.id}: publisher {user} may not advertise {host}:{port}")
+
+    def vouches(self, worker_id: str) -> bool:
+        """Does an identity name the addresses that the worker may have?"""
+        user = self._user_of.get(worker_id, self._others)
+        return user is not None and bool(self.by_user[user].addresses)
 
     def _of(self, worker_id: str) -> tuple[str, Identity]:
         user = self._user_of.get(worker_id, self._others)

@@ -195,7 +195,7 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
             )
     except InvalidValue:
         raise
-    except (ValueError, TypeError) as error:  # its text may have a part of the password
+    except (ValueError, TypeError, RedisClusterException) as error:  # its text may have a part of the password
         raise InvalidValue(f"{access.name}: the URL is malformed") from error
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -81,7 +82,7 @@ async def test_what_an_identity_does_not_allow_never_reaches_routers(
     line: str,
 ) -> None:
     def beat(worker_id: str, **fields: str) -> bytes:
-        given = {"tenant_id": "acme", "base_url": "http://10.1.2.3:8000", **fields}
+        given: dict[str, Any] = {"tenant_id": "acme", "base_url": "http://10.1.2.3:8000", **fields}
         endpoint = EngineEndpoint(
             id=worker_id, kind=EngineKind.VLLM, model_id="model", tokenizer_id="tokenizer", **given
         )

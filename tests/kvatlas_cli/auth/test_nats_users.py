@@ -14,6 +14,7 @@ from kvatlas.bus.subjects import ALL_ALIVE, alive_subject, control_subject, even
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.errors import AccessDenied, InvalidValue
 from kvatlas.fleet.identities import Identities, Identity, parse_identities
+from kvatlas.identity import Scope
 from kvatlas_cli import main
 from kvatlas_cli.auth.nats_users import nats_permissions
 from tests.eventually import until
@@ -213,8 +214,6 @@ def test_a_wrong_description_of_publishers_is_one_line(
 
 def test_identities_name_what_they_refuse() -> None:
     identities = parse_identities({"publishers": {"a": {"workers": ["w"], "tenants": ["acme"]}}})
-    from kvatlas.identity import Scope
-
     identities.check_scope("w", Scope("m", "m", None, "acme"))
     with pytest.raises(InvalidValue, match="worker w: publisher a may not speak for tenant 'default'"):
         identities.check_scope("w", Scope("m", "m"))
@@ -231,3 +230,7 @@ def test_written_secrets_are_kept_and_read_by_their_owner_alone(tmp_path: Path) 
         login = text.partition("//")[2].partition("@")[0]
         assert (out / name).read_text() == f"tls://{login}@a:4222,tls://{login}@b:4222\n"
     assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o600}
+
+
+def test_a_router_has_no_user_of_nats() -> None:
+    assert set(nats_permissions()) == {"indexer", "auditor", "publisher"}
