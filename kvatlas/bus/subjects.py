@@ -18,8 +18,8 @@ def events_subject(worker_id: str, partitions: int) -> str:
 
 
 def events_of_worker(worker_id: str) -> str:
-    """The filter for all messages of one worker (`*`: of every worker), whatever its partition."""
-    return f"kvatlas.events.*.{_worker_token(worker_id)}"
+    """The filter for all messages of one worker, whatever its partition."""
+    return f"kvatlas.events.*.{check_worker_id(worker_id)}"
 
 
 def partition_events(partition: int) -> str:
@@ -36,13 +36,13 @@ def worker_of(subject: str) -> tuple[int, str]:
 
 
 def alive_subject(worker_id: str) -> str:
-    """Heartbeats of one worker (core NATS); `*`: of every worker."""
-    return f"kvatlas.alive.{_worker_token(worker_id)}"
+    """Heartbeats of one worker (core NATS)."""
+    return f"kvatlas.alive.{check_worker_id(worker_id)}"
 
 
 def control_subject(worker_id: str) -> str:
-    """Requests to a worker's publisher: snapshot, status, digest (core NATS, request and reply). `*`: to every one."""
-    return f"kvatlas.control.{_worker_token(worker_id)}"
+    """Requests to a worker's publisher: snapshot, status, digest (core NATS, request and reply)."""
+    return f"kvatlas.control.{check_worker_id(worker_id)}"
 
 
 def grant_subject(partition: int) -> str:
@@ -58,7 +58,3 @@ def dead_subject(partition: int, worker_token: str) -> str:
 def is_inbox(reply: str) -> bool:
     """May a request be answered there? Who answers may publish wherever a request says, so the place is checked."""
     return reply.startswith("_INBOX.")
-
-
-def _worker_token(worker_id: str) -> str:
-    return worker_id if worker_id == "*" else check_worker_id(worker_id)

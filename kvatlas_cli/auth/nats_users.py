@@ -12,6 +12,7 @@ from kvatlas.bus.subjects import (
     ALL_ALIVE,
     ALL_CONTROL,
     ALL_DEAD,
+    ALL_EVENTS,
     ALL_GRANTS,
     DEAD_STREAM,
     STREAM,
@@ -83,12 +84,15 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER) -> dict[str, Perm
         ),
     }
     for user, identity in identities.by_user.items():
-        workers = identity.worker_ids() or ["*"]
+        workers = identity.worker_ids()
         others = [] if identity.names_workers else identities.named_workers
         users[user] = Permissions(
-            publish=[*_own_subjects(workers, events_of_worker, alive_subject), ALL_GRANTS],
-            subscribe=[*_own_subjects(workers, control_subject, alive_subject), own_inbox[user]],
-            denied=_own_subjects(others, events_of_worker, alive_subject, control_subject),
+            publish=[*(_subjects(workers, events_of_worker, alive_subject) or [ALL_EVENTS, ALL_ALIVE]), ALL_GRANTS],
+            subscribe=[
+                *(_subjects(workers, control_subject, alive_subject) or [ALL_CONTROL, ALL_ALIVE]),
+                own_inbox[user],
+            ],
+            denied=_subjects(others, events_of_worker, alive_subject, control_subject),
             responds=True,
         )
     return users
@@ -107,7 +111,7 @@ def render_nats_users(users: Mapping[str, Permissions], proofs: Mapping[str, str
     return "\n".join([*lines, "  ]", "}", ""])
 
 
-def _own_subjects(workers: Iterable[str], *of: Callable[[str], str]) -> list[str]:
+def _subjects(workers: Iterable[str], *of: Callable[[str], str]) -> list[str]:
     return [subject(worker) for worker in workers for subject in of]
 
 

@@ -43,9 +43,9 @@ async def test_every_part_does_its_work_as_its_own_user(servers: GuardedServers)
             engine_url=engine.base_url,
         )
         tasks.start_soon(run_sidecar, sidecar)
-        async with httpx.AsyncClient(base_url=engine.base_url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=engine.base_url, timeout=20) as http:
             body = {"model": "mock-model", "prompt": TOKENS, "max_tokens": 2}
-            (await client.post("/v1/completions", json=body)).raise_for_status()
+            (await http.post("/v1/completions", json=body)).raise_for_status()
         router_settings = RouterSettings(deadline_ms=None)
         async with RouterClient.open(servers.redis_url("router"), router_settings, wait=False) as router:
 
