@@ -52,6 +52,7 @@ class IndexerCounters:
     poison_scope: int = 0
     poison_wrong_subject: int = 0
     poison_wrong_partition: int = 0
+    poison_identity: int = 0
     dead_letters_dropped: int = 0
     # outcomes of messages in the index
     calls: int = 0
@@ -73,6 +74,7 @@ class IndexerCounters:
     # liveness
     heartbeats: int = 0
     heartbeats_bad: int = 0
+    heartbeats_refused: int = 0
     fleet_writes: int = 0
     workers_lost: int = 0
     workers_retired: int = 0

@@ -31,6 +31,7 @@ from indexer.repair.repair_loop import RepairLoop
 from kvatlas.bus.subjects import events_subject
 from kvatlas.bus.wire import WORKER_ID, RawMessage
 from kvatlas.errors import InvalidValue
+from kvatlas.fleet.identities import load_identities
 from kvatlas.fleet.records import Liveness
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import shard_of
@@ -44,6 +45,8 @@ class Replica:
     def __init__(
         self, settings: IndexerSettings, client: Client, index: ResidencyIndex, fleet: FleetStore, stream: EventStream
     ) -> None:
+        """Raises SettingsError for a file of identities that can't be used."""
+        self._identities = load_identities(settings.identities, "--identities") if settings.identities else None
         self.member_id = settings.member_id or default_member_id()
         self.counters = counters = IndexerCounters()
         self.status_url: str | None = None
@@ -52,7 +55,8 @@ class Replica:
         self._index = index
         self._stream = stream
         self._doubt = DoubtJudge()
-        self._detector = FailureDetector(settings.retire_after_s)
+        vouches = self._identities.vouches if self._identities is not None else None
+        self._detector = FailureDetector(settings.retire_after_s, vouches=vouches)
         self._grants = GrantBudget()
         self._dead_letters = DeadLetters(
             client, counters, replicas=settings.stream_replicas, storage=settings.stream_storage
@@ -70,6 +74,7 @@ class Replica:
             detector=self._detector,
             doubt=self._doubt,
             counters=counters,
+            identities=self._identities,
             delete_record_after_s=2.0 * settings.stream_max_age_s,
         )
         self.owned.on_start(heartbeats.adopt)
@@ -164,6 +169,7 @@ class Replica:
             applier=self._appliers[shard_of(partition, self._index.shards)],
             dead_letters=self._dead_letters,
             counters=self.counters,
+            identities=self._identities,
         )
 
     def _on_applied(self, applied: ApplyResult, traces: Mapping[str, str]) -> None:

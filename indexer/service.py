@@ -40,7 +40,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         listener = None
         if settings.status_port is not None:
             listener = stack.enter_context(closing(listen(settings.status_host, settings.status_port, "status page")))
-        store = await open_store(settings.redis_url, wait=settings.wait, on_wait=log.warning)
+        store = await open_store(settings.redis, wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, store.close)
         index = await open_redis_index(
             store,
@@ -53,7 +53,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         )
         fleet = FleetStore(store)
         await retry_until_reachable(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
-        client = await connect_nats(settings.nats_url, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning)
+        client = await connect_nats(settings.nats, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, client.close)
         stream = EventStream(client, stream_settings(settings))
         await retry_until_reachable(stream.ensure, wait=settings.wait, on_wait=log.warning)

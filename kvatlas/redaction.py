@@ -1,12 +1,49 @@
-"""URLs in log lines and errors, without their passwords."""
+"""Addresses in log lines, errors and status pages, without anything that may be a secret."""
 
-from urllib.parse import urlsplit
+import re
+
+_HOST = r"(?:[A-Za-z0-9_.*-]+|\[[0-9A-Fa-f:.]+\])"
+_PLAIN = re.compile(rf"(?:[a-z][a-z0-9+]*://{_HOST}(?::(?:[0-9]{{1,5}}|\*))?(?:/[0-9]{{0,3}})?|{_HOST}:[0-9]{{1,5}})")
+"""Scheme, host, port and a database's number."""
+_LOCAL = re.compile(r"(?:unix|ipc|inproc|file)://[^?@]*")
+_PLACE = re.compile(rf"{_HOST}(?::[0-9]{{1,5}})?(?:/[0-9]{{0,3}})?")
+_WHOLE = re.compile(
+    r"[a-z][a-z0-9+]*://(?:[^\s/@:]*(?::[^\s/@:]*)?@)?(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?/?"
+)
+_SCHEME = re.compile(r"[a-z][a-z0-9+]*://", re.IGNORECASE)
+_USER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-def redact_password(url: str) -> str:
-    """The URL with its password replaced by ***."""
-    try:
-        password = urlsplit(url).password
-    except ValueError:
-        return url
-    return url.replace(f":{password}@", ":***@") if password else url
+def redact_url(url: str) -> str:
+    """The URL, or several separated by commas, with only what can't be a secret: scheme, user, host and port.
+
+    Passwords, tokens (a user without a password is one to NATS), query strings and whatever has not the form of a URL
+    become ***, so mistyped URLs may be shown too.
+    """
+    several = [one.strip() for one in url.split(",")]
+    # a comma may also be a password's: then the parts are no URLs, or some have a login and some have not
+    if len({"@" in one for one in several}) == 1 and all(_WHOLE.fullmatch(one) for one in several):
+        return ",".join(map(_redact_one, several))
+    return _redact_one(url)
+
+
+def _redact_one(url: str) -> str:
+    rest, question, _ = url.partition("?")
+    login, at, place = url.rpartition("@")
+    if at and "?" in login:  # a password's or a query's: which of them, nobody knows
+        found = _SCHEME.match(url)
+        return f"{found.group() if found else ''}***"
+    if at:
+        found = _SCHEME.match(login)
+        scheme = found.group() if found else ""
+        user, colon, _ = login[len(scheme) :].partition(":")
+        shown = f"{user}:***" if colon and _USER.fullmatch(user) else "***"
+        where = place.partition("?")[0] if _PLACE.fullmatch(place.partition("?")[0]) else "***"
+        return f"{scheme}{shown}@{where}"
+    if not (_PLAIN.fullmatch(rest) or _LOCAL.fullmatch(rest)):
+        place = rest.rpartition("/")[0]
+        if _PLAIN.fullmatch(place) and _SCHEME.match(place):
+            return f"{place}/***"
+        found = _SCHEME.match(rest)
+        return f"{found.group() if found else ''}***"
+    return f"{rest}?***" if question else rest

@@ -21,6 +21,7 @@ COMMANDS = {
     "rates": "kvatlas_cli.commands.rates:rates",
     "audit": "kvatlas_cli.commands.audit:audit",
     "doctor": "kvatlas_cli.commands.doctor:doctor",
+    "auth": "kvatlas_cli.commands.auth:auth",
     "overlap": "kvatlas_cli.commands.overlap:overlap",
     "route": "kvatlas_cli.commands.route:route",
 }
@@ -44,7 +45,10 @@ def application(commands: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
             accept_all = {"allow_extra_args": True, "ignore_unknown_options": True}
             app.command(name, help="(not installed)", context_settings=accept_all)(_raise_missing(error))
         else:
-            app.command(name)(command)
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name)
+            else:
+                app.command(name)(command)
     return app
 
 

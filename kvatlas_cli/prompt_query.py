@@ -28,4 +28,4 @@ def open_router(settings: PromptSettings) -> AbstractAsyncContextManager[RouterC
     """A router client without a deadline for decisions."""
     profile: CostProfile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
     router_settings = RouterSettings(profile=profile, deadline_ms=None)
-    return RouterClient.open(settings.redis_url, router_settings, wait=settings.wait, on_wait=print_notice)
+    return RouterClient.open(settings.redis, router_settings, wait=settings.wait, on_wait=print_notice)

@@ -12,7 +12,7 @@ from kvatlas_cli.output import print_notice
 
 def connect_store(settings: Settings) -> AbstractAsyncContextManager[Store]:
     """The store of the settings, closed at the end; a notice says why the command waits. Raises Unreachable."""
-    return connected_store(settings.redis_url, wait=settings.wait, on_wait=print_notice)
+    return connected_store(settings.redis, wait=settings.wait, on_wait=print_notice)
 
 
 async def open_index(store: Store, settings: Settings) -> RedisIndex:

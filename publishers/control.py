@@ -10,7 +10,7 @@ from nats.errors import ConnectionClosedError
 from kvatlas.blocks.digest import Digest
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
-from kvatlas.bus.subjects import control_subject
+from kvatlas.bus.subjects import control_subject, is_inbox
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import partition_of
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -69,6 +69,10 @@ class ControlResponder:
         self._counters.control_requests += 1
         if self._changelog.yielded:
             return  # the other publisher answers
+        if msg.reply and not is_inbox(msg.reply):
+            self._counters.control_bad += 1
+            self._log.report("control", f"control request refused: its answer would go to {msg.reply[:80]!r}")
+            return
         try:
             reply = self.reply(ControlRequest.unpack(msg.data))
         except InvalidValue as error:

@@ -22,6 +22,7 @@ from nats.aio.client import Client
 
 from kvatlas.blocks.hashing import ExtraKeys
 from kvatlas.blocks.tiers import Tier, parse_tier
+from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.control import UNGRANTED_SNAPSHOT_BYTES, GrantRequest
 from kvatlas.bus.subjects import events_subject
@@ -67,7 +68,7 @@ class Publisher:
         self,
         settings: PublisherSettings,
         *,
-        nats: Client | str,
+        nats: Client | NatsAccess | str,
         ledger: Ledger | None = None,
         saved_incarnation: int = 0,
         begin: bool = True,
@@ -76,7 +77,7 @@ class Publisher:
         on_engine_change: Callable[[EngineState], None] = lambda _: None,
         on_engine_restart: Callable[[], None] = lambda: None,
     ) -> None:
-        """`nats`: a connection, or a URL to connect to (with back-off, for ever). `ledger`: one that was saved.
+        """`nats`: a connection, or where to connect to (with back-off, for ever). `ledger`: one that was saved.
 
         `begin` False: nothing is published before `begin_publishing`. `feed_alive`: is the engine's feed connected? Used
         without an engine URL. `on_engine_change` and `on_engine_restart`, with an engine URL: its state has changed, its
@@ -125,7 +126,7 @@ class Publisher:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            if isinstance(self._nats, str):
+            if isinstance(self._nats, (NatsAccess, str)):
                 self._client = await connect_nats(self._nats, name=f"kvatlas-publisher-{self.worker_id}")
                 stack.push_async_callback(_close, self._client)
             else:

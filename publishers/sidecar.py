@@ -59,7 +59,7 @@ async def run_sidecar(
 
     async with _status_page(every[0], published, len(sidecars)):
         client = await connect_nats(
-            every[0].nats_url,
+            every[0].nats,
             name=f"kvatlas-publisher-{names[0]}",
             wait=every[0].wait,
             on_wait=lambda line: log.warning("%s", line),

@@ -20,6 +20,7 @@ from kvatlas.predictions.store import write_answer_report
 from kvatlas.request import RequestHints, RequestShape, SelectionResult
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
+from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
 from router_client.booking.leases import Leases
@@ -89,7 +90,7 @@ class RouterClient:
     @asynccontextmanager
     async def open(
         cls,
-        redis_url: str,
+        redis: RedisAccess | str,
         settings: RouterSettings | None = None,
         *,
         wait: bool = True,
@@ -97,11 +98,12 @@ class RouterClient:
     ) -> AsyncIterator["RouterClient"]:
         """`async with RouterClient.open(url) as router`: a client over the store that the indexer writes.
 
-        `wait`: try again, with back-off, if the store is unreachable or no indexer has laid it out yet; `on_wait` gets a
+        `redis`: the store's URL, or a `RedisAccess` with certificates. `wait`: try again, with back-off, if the store is
+        unreachable or no indexer has laid it out yet; `on_wait` gets a
         line each time. Raises Unreachable (without `wait`), InvalidValue for the URL, LayoutMismatch if the store was laid
         out by another version, or (without `wait`) not yet.
         """
-        async with connected_store(redis_url, wait=wait, on_wait=on_wait) as store:
+        async with connected_store(redis, wait=wait, on_wait=on_wait) as store:
             index = await open_redis_index(store, writer=False, wait=wait, on_wait=on_wait)
             client = cls(index, FleetStore(store), settings, reservations=RedisReservations(store), store=store)
             async with client:

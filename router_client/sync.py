@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
+from kvatlas.store.access import RedisAccess
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
 from router_client.errors import ClientClosed
@@ -110,14 +111,14 @@ class SyncRouterClient:
     @classmethod
     def open(
         cls,
-        redis_url: str,
+        redis: RedisAccess | str,
         settings: RouterSettings | None = None,
         *,
         wait: bool = True,
         on_wait: Callable[[str], None] | None = None,
     ) -> Self:
         """`with SyncRouterClient.open(url) as router`: see `RouterClient.open`; what that raises, entering raises."""
-        return cls(RouterClient.open(redis_url, settings, wait=wait, on_wait=on_wait))
+        return cls(RouterClient.open(redis, settings, wait=wait, on_wait=on_wait))
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:

@@ -43,7 +43,9 @@ class _Worker:
 class FailureDetector:
     """Judges the workers of the owned partitions, and knows when each worker of the fleet was last heard."""
 
-    def __init__(self, retire_after_s: float = RETIRE_AFTER_S) -> None:
+    def __init__(self, retire_after_s: float = RETIRE_AFTER_S, *, vouches: Callable[[str], bool] | None = None) -> None:
+        """`vouches`: was this worker's address compared with its publisher's identity?"""
+        self._vouches = vouches
         self._retire_after_s = retire_after_s
         self._workers: dict[str, _Worker] = {}
         self._changed: set[str] = set()
@@ -186,6 +188,7 @@ class FailureDetector:
             heard_us=worker.heard_us,
             load_age_us=worker.load_age_us,
             trace=self._traces.get(worker_id),
+            vouched=self._vouches is not None and self._vouches(worker_id),
         )
 
 

@@ -15,10 +15,12 @@ from indexer.counters import IndexerCounters
 from indexer.liveness.failure_detector import FailureDetector, Retirement
 from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.repair.doubt import DoubtJudge
+from kvatlas.addresses import check_origin
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.errors import InvalidValue, KvatlasError
-from kvatlas.fleet.records import Heartbeat
+from kvatlas.fleet.identities import Identities
+from kvatlas.fleet.records import EngineEndpoint, Heartbeat
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -50,10 +52,12 @@ class Heartbeats:
         detector: FailureDetector,
         doubt: DoubtJudge,
         counters: IndexerCounters,
+        identities: Identities | None = None,
         delete_record_after_s: float = DELETE_RECORD_AFTER_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Worker records in the index are deleted when they have been closed for `delete_record_after_s`."""
+        """`identities`: what each worker's publisher may advertise; None: everything. Worker records in the
+        index are deleted when they have been closed for `delete_record_after_s`."""
         self._client = client
         self._index = index
         self._fleet = fleet
@@ -61,6 +65,8 @@ class Heartbeats:
         self._detector = detector
         self._doubt = doubt
         self._counters = counters
+        self._identities = identities
+        self._log = RateLimitedLog(log)
         self._clock = clock
         self._log = RateLimitedLog(log)
         self._wakeup = Wakeup()
@@ -142,7 +148,7 @@ class Heartbeats:
             pool_now = self._detector.pool_of(worker_id)
             if not self._owned.owns(worker_id) or pool_now == pool_id:
                 continue  # its partition was released, or it was heard, meanwhile
-            if pool_now is None and record is not None:
+            if pool_now is None and record is not None and self._refusal(record.endpoint) is None:
                 self._detector.adopt({worker_id: record}, now_s)
             else:
                 log.info("worker %s: removing its record from pool %s", worker_id, pool_id)
@@ -167,13 +173,18 @@ class Heartbeats:
             return
         try:
             beat = Heartbeat.unpack(msg.data)
-            if beat.worker_id != worker_id:
-                raise InvalidValue(f"heartbeat of worker {beat.worker_id} on {msg.subject}")
+            if {beat.worker_id, beat.endpoint.id} != {worker_id}:
+                other = beat.endpoint.id if beat.worker_id == worker_id else beat.worker_id
+                raise InvalidValue(f"heartbeat of worker {other} on {msg.subject}")
         except InvalidValue as error:
             self._counters.heartbeats_bad += 1
             self._log.report(
                 "invalid", f"invalid heartbeat on {msg.subject}: {error}; what publishes there, in which version?"
             )
+            return
+        if (refusal := self._refusal(beat.endpoint)) is not None:
+            self._counters.heartbeats_refused += 1
+            self._log.report(worker_id, f"heartbeat refused: {refusal}")
             return
         self._counters.heartbeats += 1
         if self._detector.pool_of(worker_id) not in (None, beat.endpoint.pool_id):
@@ -181,6 +192,17 @@ class Heartbeats:
         self._doubt.hear(worker_id, beat.incarnation, beat.acked_seq, now_s)
         if self._detector.hear(beat, now_s, time_ns() // 1_000):
             self._wakeup.wake()
+
+    def _refusal(self, endpoint: EngineEndpoint) -> str | None:
+        """Why routers must not hear of this endpoint; None if they may."""
+        try:
+            if self._identities is not None:
+                self._identities.check_endpoint(endpoint)
+            elif address := endpoint.advertised_url or endpoint.base_url:
+                check_origin(address)
+        except InvalidValue as error:
+            return str(error) if endpoint.id in str(error) else f"worker {endpoint.id}: {error}"
+        return None
 
 
 def _unretired(record: WorkerRecord) -> bool:

@@ -1,11 +1,13 @@
 """Which messages of a partition may be applied: well formed, and of the worker whose subject they came on."""
 
 from enum import StrEnum
+from typing import Any
 
 import msgpack
 
 from kvatlas.bus.subjects import worker_of
 from kvatlas.bus.wire import (
+    BLOCK_SIZE,
     MAX_MESSAGE_BYTES,
     MESSAGE_VERSION,
     SCOPES,
@@ -16,7 +18,8 @@ from kvatlas.bus.wire import (
     scope_use,
 )
 from kvatlas.errors import InvalidValue, KvatlasError, WireError
-from kvatlas.identity import partition_of
+from kvatlas.fleet.identities import Identities
+from kvatlas.identity import Scope, partition_of
 
 
 class PoisonReason(StrEnum):
@@ -28,6 +31,7 @@ class PoisonReason(StrEnum):
     SCOPE = "scope"
     WRONG_SUBJECT = "wrong_subject"
     WRONG_PARTITION = "wrong_partition"
+    IDENTITY = "identity"
 
 
 class PoisonMessage(KvatlasError):
@@ -45,9 +49,12 @@ CHECKS_REMEMBERED = 10_000
 class Admission:
     """Decodes and checks messages of one partition. Work is per message and event, never per block."""
 
-    def __init__(self, partition: int, partitions: int) -> None:
+    def __init__(self, partition: int, partitions: int, identities: Identities | None = None) -> None:
+        """`identities`: which scopes each worker's publisher may speak for; None: all."""
         self.partition = partition
         self._partitions = partitions
+        self._identities = identities
+        self._allowed: set[tuple[str, bytes]] = set()
         self._worker_of_subject: dict[str, str] = {}
         self._scopes: dict[bytes, list[object]] = {}
 
@@ -63,6 +70,8 @@ class Admission:
         for scope_id, entry in raw[SCOPES].items():
             if self._scopes.get(scope_id) != entry:
                 self._check_scope(scope_id, entry)
+            if self._identities is not None and (worker_id, scope_id) not in self._allowed:
+                self._check_identity(self._identities, worker_id, scope_id, entry)
         return raw
 
     def _check_worker(self, subject: str, worker_id: str) -> None:
@@ -89,6 +98,16 @@ class Admission:
         if len(self._scopes) >= CHECKS_REMEMBERED:
             self._scopes.clear()
         self._scopes[scope_id] = entry
+
+    def _check_identity(self, identities: Identities, worker_id: str, scope_id: bytes, entry: list[Any]) -> None:
+        model_id, tokenizer_id, adapter_id, tenant_id = entry[:BLOCK_SIZE]
+        try:
+            identities.check_scope(worker_id, Scope(model_id, tokenizer_id, adapter_id, tenant_id))
+        except InvalidValue as error:
+            raise PoisonMessage(PoisonReason.IDENTITY, str(error)) from error
+        if len(self._allowed) >= CHECKS_REMEMBERED:
+            self._allowed.clear()
+        self._allowed.add((worker_id, scope_id))
 
 
 def _reason(payload: bytes) -> PoisonReason:

@@ -26,6 +26,7 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.stream import StreamInfo, stream_info
 from kvatlas.bus.subjects import STREAM, partition_events
 from kvatlas.errors import KvatlasError
+from kvatlas.fleet.identities import Identities
 from kvatlas.index.protocol import Position, ResidencyIndex
 from kvatlas.runtime.backoff import Backoff
 
@@ -63,7 +64,9 @@ class PartitionReader:
         applier: Applier,
         dead_letters: DeadLetters,
         counters: IndexerCounters,
+        identities: Identities | None = None,
     ) -> None:
+        """`identities`: what each worker's publisher may speak for; None: everything."""
         self.partition = partition
         self._client = client
         self._stream = stream
@@ -71,7 +74,7 @@ class PartitionReader:
         self._applier = applier
         self._dead_letters = dead_letters
         self._counters = counters
-        self._admission = Admission(partition, index.partitions)
+        self._admission = Admission(partition, index.partitions, identities)
         self._consumer: PullConsumer | None = None
         """None between two consumers."""
 

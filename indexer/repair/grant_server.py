@@ -13,7 +13,7 @@ from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.repair.grants import GrantBudget
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import GrantRequest
-from kvatlas.bus.subjects import ALL_GRANTS
+from kvatlas.bus.subjects import ALL_GRANTS, is_inbox
 from kvatlas.errors import InvalidValue
 
 log = logging.getLogger("kvatlas.indexer")
@@ -44,7 +44,7 @@ class GrantServer:
 
     async def _on_request(self, msg: Msg) -> None:
         token = msg.subject.rsplit(".", 1)[-1]
-        if not msg.reply or not token.isdigit() or (partition := int(token)) not in self._owned.partitions:
+        if not is_inbox(msg.reply) or not token.isdigit() or (partition := int(token)) not in self._owned.partitions:
             return
         try:
             request = GrantRequest.unpack(msg.data)

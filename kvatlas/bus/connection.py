@@ -1,6 +1,8 @@
 """Connects to NATS, with errors that name the address and the reason, and ends subscriptions."""
 
-from collections.abc import Callable
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import anyio
 from nats.aio.client import Client
@@ -9,29 +11,37 @@ from nats.errors import BadSubscriptionError, ConnectionClosedError, ConnectionD
 from nats.errors import Error as NatsError
 from nats.js.errors import APIError, ServiceUnavailableError
 
+from kvatlas.bus.access import NatsAccess
 from kvatlas.errors import AccessDenied, Unreachable
-from kvatlas.redaction import redact_password
 from kvatlas.runtime.retry import retry_until_reachable
 
 UNSUBSCRIBE_S = 1.0
 
 
 async def connect_nats(
-    url: str, *, name: str, wait: bool = True, on_wait: Callable[[str], None] | None = None
+    access: NatsAccess | str, *, name: str, wait: bool = True, on_wait: Callable[[str], None] | None = None
 ) -> Client:
-    """Return a connected client that reconnects for ever.
+    """Return a connected client that reconnects for ever; `access` may be the URL alone.
 
     With `wait` an unreachable server is retried with back-off, and `on_wait` gets a line for the user before each pause.
-    Raises Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials or a wrong URL.
+    Raises Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials, a wrong URL, or a
+    file that can't be used.
     """
+    access = NatsAccess(access) if isinstance(access, str) else access
+    try:
+        options = access.options()
+    except ValueError as error:  # its text may have a part of the password
+        raise AccessDenied(f"{access.name}: the URL is malformed") from error
+    except OSError as error:
+        raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error
 
     async def attempt() -> Client:
         try:
-            return await _connect_once(url, name)
+            return await _connect_once(options, name)
         except (NatsError, OSError, TimeoutError, ValueError) as error:
-            denied = isinstance(error, ValueError) or "authorization" in str(error).lower()
+            denied = isinstance(error, (ValueError, ssl.SSLError)) or "authorization" in str(error).lower()
             kind = AccessDenied if denied else Unreachable
-            raise kind(f"NATS at {redact_password(url)}: {reason(error)}") from error
+            raise kind(f"{access.name}: {reason(error)}") from error
 
     return await retry_until_reachable(attempt, wait=wait, on_wait=on_wait)
 
@@ -56,7 +66,7 @@ class _Client(Client):
         await super()._close(status, do_cbs)
 
 
-async def _connect_once(url: str, name: str) -> Client:
+async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
     client = _Client()
     failures: list[Exception] = []
 
@@ -68,7 +78,7 @@ async def _connect_once(url: str, name: str) -> Client:
         # reconnection is switched on only after the first connection: with it nats-py would try for ever in silence, and
         # with the default number of attempts 60 times
         await client.connect(
-            url,
+            **options,
             name=name,
             allow_reconnect=False,
             max_reconnect_attempts=1,
@@ -107,6 +117,8 @@ def reason(error: BaseException) -> str:
     """One line of what nats-py says."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    if isinstance(error, ValueError):
+        return "the URL or the credentials are malformed"
     if isinstance(error, ServiceUnavailableError) and error.err_code is None:  # no responder on its API
         return "JetStream is not enabled there (nats-server -js)"
     if isinstance(error, APIError) and error.description:

@@ -6,6 +6,7 @@ from kvatlas.identity import check_worker_id, partition_of
 STREAM = "KVATLAS_EVENTS"
 ALL_EVENTS = "kvatlas.events.*.*"
 ALL_ALIVE = "kvatlas.alive.*"
+ALL_CONTROL = "kvatlas.control.*"
 ALL_GRANTS = "kvatlas.grant.*"
 DEAD_STREAM = "KVATLAS_DEAD"
 ALL_DEAD = "kvatlas.dead.*.*"
@@ -14,6 +15,11 @@ ALL_DEAD = "kvatlas.dead.*.*"
 def events_subject(worker_id: str, partitions: int) -> str:
     """Messages of one worker; its publisher may write no other events subject."""
     return f"kvatlas.events.{partition_of(worker_id, partitions)}.{check_worker_id(worker_id)}"
+
+
+def events_of_worker(worker_id: str) -> str:
+    """The filter for all messages of one worker, whatever its partition."""
+    return f"kvatlas.events.*.{check_worker_id(worker_id)}"
 
 
 def partition_events(partition: int) -> str:
@@ -47,3 +53,8 @@ def grant_subject(partition: int) -> str:
 def dead_subject(partition: int, worker_token: str) -> str:
     """Messages that an indexer must not apply; `worker_token` is the last token of the subject a message came on."""
     return f"kvatlas.dead.{partition}.{worker_token}"
+
+
+def is_inbox(reply: str) -> bool:
+    """May a request be answered there? Who answers may publish wherever a request says, so the place is checked."""
+    return reply.startswith("_INBOX.")

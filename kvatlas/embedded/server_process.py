@@ -209,7 +209,8 @@ class ServerProcess(StartedProcesses):
 
     def _start_once(self, while_waiting: Callable[[], object]) -> None:
         log = self.data_dir / LOG_FILE
-        command = [str(self._binary.resolve()), *self._command()]
+        # a program may be a link that says what the program is (Debian's redis-server): so it is not resolved
+        command = [str(self._binary.absolute()), *self._command()]
         self._paused = False
         with log.open("ab") as output:
             self._log_offset = output.tell()

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
 from kvatlas.validation import Count, Positive, describe_mistake
@@ -91,8 +92,12 @@ class EngineEndpoint(WireRecord):
 
     @property
     def url(self) -> str:
-        """The address at which routers reach the engine."""
-        return self.advertised_url or self.base_url
+        """The address at which routers reach the engine: scheme, host and port. Empty without one, or if what was
+        advertised is anything else."""
+        try:
+            return check_origin(self.advertised_url or self.base_url)
+        except InvalidValue:
+            return ""
 
     @property
     def pool_id(self) -> str:
@@ -163,7 +168,8 @@ class FleetRecord(WireRecord):
 
     `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
     clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
-    publisher and indexer both trace (`kvatlas.telemetry`).
+    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the worker's
+    publisher may advertise.
     """
 
     endpoint: EngineEndpoint
@@ -174,6 +180,7 @@ class FleetRecord(WireRecord):
     heard_us: Count = 0
     load_age_us: Count | None = None
     trace: str | None = None
+    vouched: bool = False
 
     @property
     def routable(self) -> bool:

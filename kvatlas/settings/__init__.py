@@ -23,7 +23,7 @@ from kvatlas.settings.field_types import (
     ZmqEndpoint,
 )
 from kvatlas.settings.indexer import IndexerSettings
-from kvatlas.settings.process import ENV_PREFIX, ProcessSettings, Settings, flag_of, variable_of
+from kvatlas.settings.process import ENV_PREFIX, ProcessSettings, ServerSettings, Settings, flag_of, variable_of
 from kvatlas.settings.proxy import ProxySettings
 from kvatlas.settings.publisher import PublishSettings
 
@@ -43,6 +43,7 @@ __all__ = [
     "PublishSettings",
     "QuerySettings",
     "RedisUrl",
+    "ServerSettings",
     "Settings",
     "UpSettings",
     "WorkerId",

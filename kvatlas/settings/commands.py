@@ -7,14 +7,14 @@ from pydantic import Field
 
 from kvatlas.errors import SettingsError
 from kvatlas.identity import DEFAULT_TENANT, Scope
-from kvatlas.redaction import redact_password
+from kvatlas.redaction import redact_url
 from kvatlas.request import DEFAULT_DECODE_TOKENS
 from kvatlas.settings.field_types import Name, NatsUrl, Port, RedisUrl
-from kvatlas.settings.process import ProcessSettings, Settings, flag_of, variable_of
+from kvatlas.settings.process import ServerSettings, Settings, flag_of, variable_of
 from kvatlas.validation import OutputTokens
 
 
-class UpSettings(ProcessSettings):
+class UpSettings(ServerSettings):
     """Everything on one machine."""
 
     nats_url: NatsUrl | None = Field(
@@ -36,7 +36,7 @@ class UpSettings(ProcessSettings):
             joined = getattr(settings, url)
             if joined is not None and port in settings.model_fields_set:
                 raise SettingsError(
-                    f"{_spelled(port)} is {getattr(settings, port)}, but {_spelled(url)} is {redact_password(joined)}: "
+                    f"{_spelled(port)} is {getattr(settings, port)}, but {_spelled(url)} is {redact_url(joined)}: "
                     "that server is joined and none is started; expected only one of the two"
                 )
         return settings
@@ -53,6 +53,9 @@ class QuerySettings(Settings):
 class DoctorSettings(QuerySettings):
     """One examination."""
 
+    identities: Path | None = Field(
+        default=None, description="The indexers' file of identities: tells which workers they refuse."
+    )
     listen_s: float = Field(
         default=2.5, gt=0, description="Seconds to listen for heartbeats; each worker sends one a second."
     )

@@ -1,12 +1,14 @@
 """Types of settings fields. Values arrive as text; a wrong one is refused with a phrase that begins with `expected`."""
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
+from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
 
@@ -21,6 +23,10 @@ MAX_SECONDS = 10 * 365 * 86_400
 
 def _url(*schemes: str, port: bool = False) -> AfterValidator:
     """`port`: a tcp:// URL must have one."""
+    return AfterValidator(_url_check(*schemes, port=port))
+
+
+def _url_check(*schemes: str, port: bool = False) -> Callable[[str], str]:
     expected = f"expected a URL that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}"
 
     def check(value: str) -> str:
@@ -35,7 +41,30 @@ def _url(*schemes: str, port: bool = False) -> AfterValidator:
             raise ValueError(f"{expected}, and a port")
         return value
 
-    return AfterValidator(check)
+    return check
+
+
+_check_nats_url = _url_check(*NATS_SCHEMES)
+
+
+def _check_nats_urls(value: str) -> str:
+    for one in value.split(","):
+        _check_nats_url(one.strip())
+    return value
+
+
+def _check_engine_url(value: str) -> str:
+    """Routers send requests to it: what else a URL may have would be a publisher's choice of the request."""
+    try:
+        return check_origin(value)
+    except InvalidValue as error:
+        raise ValueError("expected http:// or https://, a host and a port, and nothing else") from error
+
+
+def _check_inbox(value: str) -> str:
+    if not re.fullmatch(r"_INBOX(\.[A-Za-z0-9_-]{1,64}){0,4}", value):
+        raise ValueError("expected _INBOX, or _INBOX. and a name")
+    return value
 
 
 def _check_redis_database(value: str) -> str:
@@ -67,10 +96,12 @@ def _split_labels(value: Any) -> Any:
     return {name.strip(): text.strip() for name, _, text in pairs}
 
 
-NatsUrl = Annotated[str, _url(*NATS_SCHEMES)]
+NatsUrl = Annotated[str, AfterValidator(_check_nats_urls)]
 RedisUrl = Annotated[str, _url(*REDIS_SCHEMES), AfterValidator(_check_redis_database)]
 ZmqEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, port=True)]
 HttpUrl = Annotated[str, _url(*HTTP_SCHEMES)]
+EngineUrl = Annotated[str, AfterValidator(_check_engine_url)]
+Inbox = Annotated[str, AfterValidator(_check_inbox)]
 WorkerId = Annotated[str, AfterValidator(_check_worker_id)]
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 Labels = Annotated[dict[str, str], NoDecode, BeforeValidator(_split_labels)]

@@ -1,5 +1,6 @@
 """Settings of `kvatlas indexer`."""
 
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field
@@ -26,6 +27,11 @@ class IndexerSettings(Settings):
     )
     side_index: bool = Field(
         default=False, description="Store each block's parent too, so that the children of a prefix can be listed."
+    )
+    identities: Path | None = Field(
+        default=None,
+        description="File that says for which workers, tenants, models and addresses each publisher may speak "
+        "(`kvatlas auth nats` writes it); default: all may speak for all.",
     )
     status_host: Name = Field(default="127.0.0.1", description="Address of the status page.")
     status_port: Port | None = Field(

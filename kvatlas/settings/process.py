@@ -1,13 +1,16 @@
 """What every process takes, and how flags and environment variables become settings."""
 
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from kvatlas.bus.access import NatsAccess
 from kvatlas.errors import SettingsError
-from kvatlas.redaction import redact_password
-from kvatlas.settings.field_types import NatsUrl, RedisUrl
+from kvatlas.redaction import redact_url
+from kvatlas.settings.field_types import Inbox, NatsUrl, RedisUrl
+from kvatlas.store.access import RedisAccess
 from kvatlas.validation import describe_expected
 
 ENV_PREFIX = "KVATLAS_"
@@ -42,14 +45,90 @@ class ProcessSettings(BaseSettings):
             raise SettingsError(_describe_first(error, given)) from None
 
 
-class Settings(ProcessSettings):
+class ServerSettings(ProcessSettings):
+    """Who connects to which servers. A URL with a password belongs in a file or a variable: flags are in the process list."""
+
+    nats_url: NatsUrl | None = Field(default=None, description="NATS servers, separated by commas.")
+    nats_url_file: Path | None = Field(default=None, description="File that holds the URL of NATS.")
+    nats_creds_file: Path | None = Field(default=None, description="Credentials for NATS: a JWT and its seed.")
+    nats_nkey_file: Path | None = Field(default=None, description="Credentials for NATS: the seed of an NKey.")
+    nats_ca_file: Path | None = Field(default=None, description="Certificates that NATS' own is checked against.")
+    nats_cert_file: Path | None = Field(default=None, description="Certificate to show to NATS.")
+    nats_key_file: Path | None = Field(default=None, description="Key of the certificate shown to NATS.")
+    nats_inbox: Inbox | None = Field(
+        default=None, description="Prefix of this user's inboxes in NATS; default: _INBOX.USER for a user in the URL."
+    )
+    redis_url: RedisUrl | None = Field(default=None, description="Redis or Valkey.")
+    redis_url_file: Path | None = Field(default=None, description="File that holds the URL of Redis.")
+    redis_ca_file: Path | None = Field(default=None, description="Certificates that Redis' own is checked against.")
+    redis_cert_file: Path | None = Field(default=None, description="Certificate to show to Redis.")
+    redis_key_file: Path | None = Field(default=None, description="Key of the certificate shown to Redis.")
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """See `ProcessSettings.load`. A URL and its file exclude each other (a flag wins over a variable), and a file must
+        be readable."""
+        given = {name for name, value in flags.items() if value is not None}
+        settings = super().load(**flags)
+        read: dict[str, str] = {}
+        for name in ("nats_url", "redis_url"):
+            file, same_source = getattr(settings, f"{name}_file"), (name in given) == (f"{name}_file" in given)
+            if file is None or (name in given and not same_source):
+                continue
+            if name in settings.model_fields_set and same_source:
+                raise SettingsError(f"{flag_of(name)} and {flag_of(name)}-file are both given; expected one of them")
+            read[name] = read_secret(file, f"{flag_of(name)}-file")
+        for kind in ("nats", "redis"):
+            if (getattr(settings, f"{kind}_cert_file") is None) != (getattr(settings, f"{kind}_key_file") is None):
+                raise SettingsError(f"--{kind}-cert-file and --{kind}-key-file belong together; expected both")
+        if not read:
+            return settings
+        return super().load(**{**flags, **read})
+
+    @property
+    def nats(self) -> NatsAccess:
+        """How to connect to NATS."""
+        return NatsAccess(
+            self.nats_url or DEFAULT_NATS_URL,
+            self.nats_creds_file,
+            self.nats_nkey_file,
+            self.nats_ca_file,
+            self.nats_cert_file,
+            self.nats_key_file,
+            self.nats_inbox,
+        )
+
+    @property
+    def redis(self) -> RedisAccess:
+        """How to connect to the store."""
+        return RedisAccess(
+            self.redis_url or DEFAULT_REDIS_URL, self.redis_ca_file, self.redis_cert_file, self.redis_key_file
+        )
+
+
+class Settings(ServerSettings):
     """What every command takes that uses running servers."""
 
-    nats_url: NatsUrl = Field(default=DEFAULT_NATS_URL, description="NATS server: nats://, tls://, ws:// or wss://.")
+    nats_url: NatsUrl = Field(
+        default=DEFAULT_NATS_URL,
+        description="NATS servers of one cluster, separated by commas: nats://, tls://, ws:// or wss://.",
+    )
     redis_url: RedisUrl = Field(
         default=DEFAULT_REDIS_URL,
         description="Redis or Valkey: redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://.",
     )
+
+
+def read_secret(file: Path, flag: str) -> str:
+    """The text of a file without the white space around it. Raises SettingsError if it can't be read or is empty."""
+    try:
+        text = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise SettingsError(f"{flag} is {str(file)!r}, which can't be read: {cause}") from None
+    if not text:
+        raise SettingsError(f"{flag} is {str(file)!r}, which is empty")
+    return text
 
 
 def flag_of(field: str) -> str:
@@ -75,5 +154,6 @@ def _describe_first(error: ValidationError, flags: dict[str, Any]) -> str:
         return missing_line(field, "it has no default")
     name = flag_of(field) if field in flags else variable_of(field)
     value = first["input"]
-    shown = redact_password(value) if isinstance(value, str) else value
+    secret = isinstance(value, str) and (field.endswith("_url") or "@" in value or "://" in value)
+    shown = redact_url(value) if secret else value
     return f"{name} is {shown!r:.200}; {describe_expected(first)}"

@@ -68,6 +68,16 @@ class ProxySettings(Settings):
         ge=0,
         description="0: always pick the cheapest worker; higher: pick costlier ones too, with higher probability.",
     )
+    engine_addresses: CommaList = Field(
+        default=(),
+        description="Networks and names of engines, separated by commas (10.1.0.0/16, *.engines.svc:8000); default: what "
+        "publishers' identities allow, and private addresses (loopback ones if this router is on loopback).",
+    )
+    credentials_to: CommaList = Field(
+        default=(),
+        description="Networks and names of engines that get clients' Authorization, Cookie and API keys, separated by commas; "
+        "* for all; default: none.",
+    )
     max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
     ask_usage: bool = Field(
         default=True, description="Request usage for streams too, and strip it if the client did not ask for it."

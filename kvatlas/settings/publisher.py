@@ -11,7 +11,7 @@ from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.settings.field_types import (
     CommaList,
-    HttpUrl,
+    EngineUrl,
     Labels,
     Name,
     PartitionCount,
@@ -79,8 +79,8 @@ class PublishSettings(Settings):
     eagle: bool = Field(
         default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."
     )
-    engine_url: HttpUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
-    advertise_url: HttpUrl | None = Field(default=None, description="Address at which routers reach the engine.")
+    engine_url: EngineUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
+    advertise_url: EngineUrl | None = Field(default=None, description="Address at which routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
     locality_domain: str = Field(default="", description="Where the worker runs: rack, zone, node.")
     labels: Labels = Field(

@@ -25,8 +25,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
-from kvatlas.redaction import redact_password
 from kvatlas.runtime.retry import retry_until_reachable
+from kvatlas.store.access import RedisAccess
 from kvatlas.store.redis_connections import RedisConnections
 
 T = TypeVar("T")
@@ -50,10 +50,10 @@ UNREACHABLE = (
 class Store:
     """A connection pool to one store, standalone or cluster; safe to share between tasks of one event loop."""
 
-    def __init__(self, client: "redis.Redis | RedisCluster", url: str) -> None:
+    def __init__(self, client: "redis.Redis | RedisCluster", access: RedisAccess) -> None:
         self.client: Any = client  # redis-py types answers as unions of sync and async
-        self.url = url
-        self.name = f"Redis at {redact_password(url)}"
+        self.url = access.url
+        self.name = access.name
         self._connections = None if isinstance(client, RedisCluster) else RedisConnections(client)
 
     @property
@@ -129,31 +129,34 @@ class Store:
         await self.client.aclose()
 
 
-async def open_store(url: str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None) -> Store:
-    """A store that has answered once.
+async def open_store(
+    access: RedisAccess | str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None
+) -> Store:
+    """A store that has answered once; `access` may be the URL alone.
 
-    `url`: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` and `rediss+cluster://` (any node of a cluster). With
+    URLs: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` and `rediss+cluster://` (any node of a cluster). With
     `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises
-    Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials; InvalidValue for any
-    other URL.
+    Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials, or a file of certificates
+    that can't be used; InvalidValue for any other URL.
     """
-    return await retry_until_reachable(lambda: _open(url), wait=wait, on_wait=on_wait)
+    whole = RedisAccess(access) if isinstance(access, str) else access
+    return await retry_until_reachable(lambda: _open(whole), wait=wait, on_wait=on_wait)
 
 
 @asynccontextmanager
 async def connected_store(
-    url: str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None
+    access: RedisAccess | str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None
 ) -> AsyncIterator[Store]:
     """`open_store` for a block, closed at its end."""
-    store = await open_store(url, wait=wait, on_wait=on_wait)
+    store = await open_store(access, wait=wait, on_wait=on_wait)
     try:
         yield store
     finally:
         await store.close()
 
 
-async def _open(url: str) -> Store:
-    store = Store(_client(url), url)
+async def _open(access: RedisAccess) -> Store:
+    store = Store(_client(access), access)
     try:
         await store.client.ping()
         return store
@@ -174,19 +177,26 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def _client(url: str) -> "redis.Redis | RedisCluster":
-    scheme = urlsplit(url).scheme
+def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
     # no hidden retries: the caller knows whether a second call is right
     retry = Retry(NoBackoff(), 0)
     try:
+        scheme, options = urlsplit(access.url).scheme, access.options()
         if scheme in CLUSTER_SCHEMES:
             return RedisCluster.from_url(
-                url.replace("+cluster", "", 1), socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2
+                access.url.replace("+cluster", "", 1),
+                socket_timeout=CALL_TIMEOUT_S,
+                socket_connect_timeout=2,
+                **options,
             )
         if scheme in ("redis", "rediss", "unix"):
-            return redis.Redis.from_url(url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=retry)
-    except ValueError as error:
-        raise InvalidValue(f"Redis URL {redact_password(url)!r}: {error}") from error
-    raise InvalidValue(
-        f"Redis URL {redact_password(url)!r}; expected redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://"
-    )
+            return redis.Redis.from_url(
+                access.url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=retry, **options
+            )
+    except InvalidValue:
+        raise
+    except (ValueError, TypeError, RedisClusterException) as error:  # its text may have a part of the password
+        raise InvalidValue(f"{access.name}: the URL is malformed") from error
+    except OSError as error:
+        raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error
+    raise InvalidValue(f"{access.name}; expected redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://")

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from kvatlas.errors import Unreachable
 from kvatlas.store.connection import Store
@@ -18,8 +18,8 @@ class FunctionLibrary:
     others, one command a file.
 
     If the server does not have the function (it was never loaded, or flushed), a call loads the library, which is always
-    right, and tries once more. With `load` False it raises Unreachable instead: another process has to load it. All calls
-    raise what `Store.fcall` raises.
+    right, and tries once more. With `load` False, or if this user may not load functions, it raises
+    Unreachable instead: another process has to load it. All calls raise what `Store.fcall` raises.
     """
 
     def __init__(self, name: str, folder: Path, shared: Sequence[str]) -> None:
@@ -65,7 +65,11 @@ class FunctionLibrary:
         except ResponseError as error:
             if _MISSING not in str(error):
                 raise
-        if not load:
-            raise Unreachable(f"{store.name}: its functions are gone; the next indexer that looks loads them again")
-        await self.load(store)
+        try:
+            if not load:
+                raise NoPermissionError
+            await self.load(store)
+        except NoPermissionError:
+            line = f"{store.name}: its functions are gone; the next indexer that looks loads them again"
+            raise Unreachable(line) from None
         return await call(*what)

@@ -223,6 +223,7 @@ INDEXER = {
         poison_scope="scope",
         poison_wrong_subject="wrong_subject",
         poison_wrong_partition="wrong_partition",
+        poison_identity="identity",
     ),
     **_single(DEAD_LETTERS_DROPPED, "dead_letters_dropped"),
     **_single(STORE_CALLS, "calls"),

@@ -39,7 +39,7 @@ def audit(
 async def _audit(settings: QuerySettings, worker: str | None, deadline_s: float, found: list[WorkerAudit]) -> None:
     async with connect_store(settings) as store:
         index = await open_index(store, settings)
-        client = await connect_nats(settings.nats_url, name="kvatlas-audit", wait=settings.wait, on_wait=print_notice)
+        client = await connect_nats(settings.nats, name="kvatlas-audit", wait=settings.wait, on_wait=print_notice)
         try:
             fleet = await FleetStore(store).all()
             if worker is not None:

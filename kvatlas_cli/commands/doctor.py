@@ -4,6 +4,7 @@ from collections import Counter
 
 import typer
 
+from kvatlas.fleet.identities import load_identities
 from kvatlas.settings import DoctorSettings
 from kvatlas_cli.doctor import Finding, Level, examine
 from kvatlas_cli.flags import JsonFlag, with_settings
@@ -27,8 +28,15 @@ def doctor(settings: DoctorSettings, as_json: JsonFlag = False) -> None:
 
 
 async def _examine(settings: DoctorSettings, found: list[Finding]) -> None:
-    servers = settings.nats_url, settings.redis_url
-    found += await examine(*servers, listen_s=settings.listen_s, wait=settings.wait, on_wait=print_notice)
+    identities = load_identities(settings.identities, "--identities") if settings.identities else None
+    found += await examine(
+        settings.nats,
+        settings.redis,
+        identities=identities,
+        listen_s=settings.listen_s,
+        wait=settings.wait,
+        on_wait=print_notice,
+    )
 
 
 def _print(found: list[Finding]) -> None:

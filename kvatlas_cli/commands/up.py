@@ -16,8 +16,8 @@ import typer
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import rank_worker_id
-from kvatlas.redaction import redact_password
-from kvatlas.settings import IndexerSettings, PublishSettings, UpSettings, flag_of, variable_of
+from kvatlas.redaction import redact_url
+from kvatlas.settings import IndexerSettings, PublishSettings, ServerSettings, UpSettings, flag_of, variable_of
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json_line, print_notice
 from kvatlas_cli.runner import run_service
@@ -108,10 +108,13 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
         for server, field, url in (("NATS", "nats_url", settings.nats_url), ("Redis", "redis_url", settings.redis_url)):
             if url is not None:
                 spelled = f"{flag_of(field)} or {variable_of(field)}"
-                print_notice(f"joining the {server} at {redact_password(url)} ({spelled}); starting none here")
+                print_notice(f"joining the {server} at {redact_url(url)} ({spelled}); starting none here")
         nats_url = settings.nats_url or await _start_nats(stack, settings, state_dir)
         redis_url = settings.redis_url or await _start_valkey(stack, settings, state_dir, keep=not temporary)
-        servers = {"nats_url": nats_url, "redis_url": redis_url, "wait": settings.wait}
+        access = {
+            name: getattr(settings, name) for name in ServerSettings.model_fields if not name.endswith("_url_file")
+        }
+        servers = {**access, "nats_url": nats_url, "redis_url": redis_url}
         sidecars = [one for flags in engines for one in await _discover_sidecars(flags, servers, state_dir)]
         indexer_settings = IndexerSettings.load(**servers, status_port=settings.status_port)
         ready = anyio.Event()
@@ -201,8 +204,8 @@ def _print_addresses(
     if as_json:
         print_json_line(
             {
-                "nats_url": nats_url,
-                "redis_url": redis_url,
+                "nats_url": redact_url(nats_url),
+                "redis_url": redact_url(redis_url),
                 "state_dir": None if state_dir is None else str(state_dir),
                 "workers": [_worker_id(sidecar) for sidecar in sidecars],
             }
@@ -210,10 +213,12 @@ def _print_addresses(
         return
     print_notice(f"up: state in {state_dir if state_dir is not None else 'a temporary folder'}; stop with Ctrl-C")
     for sidecar in sidecars:
-        engine_url = redact_password(sidecar.engine_url or "")
+        engine_url = redact_url(sidecar.engine_url or "")
         events = f"events from {sidecar.endpoint}" if sidecar.events else "no events"
         print_notice(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, {events}")
-    print(f"export KVATLAS_NATS_URL={nats_url}\nexport KVATLAS_REDIS_URL={redis_url}", flush=True)
+    print(
+        f"export KVATLAS_NATS_URL={redact_url(nats_url)}\nexport KVATLAS_REDIS_URL={redact_url(redis_url)}", flush=True
+    )
 
 
 def _worker_id(sidecar: PublishSettings) -> str:

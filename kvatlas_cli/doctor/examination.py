@@ -10,15 +10,17 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from redis.exceptions import RedisError
 
+from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
+from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Heartbeat
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.store import read_answer_reports
-from kvatlas.redaction import redact_password
+from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import clocks, indexers, routers, store_facts, workers
 from kvatlas_cli.doctor import store as store_checks
@@ -46,6 +48,11 @@ class _HeartbeatListener:
         except InvalidValue as error:
             self.malformed = f"{msg.subject}: {error}"
             return
+        if not heartbeat.worker_id == heartbeat.endpoint.id == msg.subject.rpartition(".")[2]:
+            self.malformed = (
+                f"{msg.subject}: heartbeat of worker {heartbeat.worker_id}, endpoint {heartbeat.endpoint.id}"
+            )
+            return
         now_us = _now_us()
         self.heard[heartbeat.worker_id] = workers.ReceivedHeartbeat(heartbeat, now_us)
         if heartbeat.sent_us:
@@ -54,9 +61,10 @@ class _HeartbeatListener:
 
 
 async def examine(
-    nats_url: str,
-    redis_url: str,
+    nats: NatsAccess | str,
+    redis: RedisAccess | str,
     *,
+    identities: Identities | None = None,
     listen_s: float,
     wait: bool = False,
     on_wait: Callable[[str], None] | None = None,
@@ -67,17 +75,20 @@ async def examine(
     for the index to catch up, otherwise for nothing.
     """
     found: list[Finding] = []
-    client = await _connect_nats(nats_url, found, wait, on_wait)
+    nats = NatsAccess(nats) if isinstance(nats, str) else nats
+    client = await _connect_nats(nats, found, wait, on_wait)
     try:
         listener = await _listen(client, listen_s) if client is not None else None
         try:
-            store = await open_store(redis_url, wait=wait, on_wait=on_wait)
+            store = await open_store(redis, wait=wait, on_wait=on_wait)
         except Unreachable as error:
             found.insert(0, Finding("store.reachable", Level.ERROR, str(error), "is it running, at this --redis-url?"))
         else:
             try:
                 found[:0] = await _examine_store(store)
                 found += await _examine_fleet(store, listener, listen_s)
+                if identities is not None and listener is not None:
+                    found += workers.judge_identities(listener.heard.values(), identities)
             except (Unreachable, RedisError) as error:
                 found.append(Finding("store.reachable", Level.ERROR, str(error), "see the store's log"))
             finally:
@@ -89,14 +100,14 @@ async def examine(
 
 
 async def _connect_nats(
-    nats_url: str, found: list[Finding], wait: bool, on_wait: Callable[[str], None] | None
+    nats: NatsAccess, found: list[Finding], wait: bool, on_wait: Callable[[str], None] | None
 ) -> Client | None:
     try:
-        client = await connect_nats(nats_url, name="kvatlas-doctor", wait=wait, on_wait=on_wait)
+        client = await connect_nats(nats, name="kvatlas-doctor", wait=wait, on_wait=on_wait)
     except Unreachable as error:
         found.append(Finding("nats.reachable", Level.ERROR, str(error), "is it running, at this --nats-url?"))
         return None
-    found.append(Finding("nats.reachable", Level.OK, f"NATS at {redact_password(nats_url)} answers"))
+    found.append(Finding("nats.reachable", Level.OK, f"{nats.name} answers"))
     try:
         found += await examine_stream(client)
     except (NatsError, TimeoutError) as error:

@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import EngineState, FleetRecord, Heartbeat, Liveness, Role
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
@@ -49,6 +51,16 @@ def is_behind(heartbeat: Heartbeat, record: WorkerRecord | None) -> bool:
     """True if the index has not applied all messages of the worker that are in the stream."""
     applied = (-1, -1) if record is None else (record.incarnation, record.seq)
     return heartbeat.acked_seq >= 0 and (heartbeat.incarnation, heartbeat.acked_seq) > applied
+
+
+def judge_identities(heard: Iterable[ReceivedHeartbeat], identities: Identities) -> Iterator[Finding]:
+    """Workers that the indexers refuse."""
+    for one in heard:
+        try:
+            identities.check_endpoint(one.heartbeat.endpoint)
+        except InvalidValue as error:
+            advice = "change what its publisher advertises, or the identities (`kvatlas auth nats`)"
+            yield Finding("workers.identity", Level.ERROR, f"the indexers refuse it: {error}", advice)
 
 
 def judge_pools(pools: Mapping[str, Sequence[FleetRecord]]) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from kvatlas.errors import Unreachable
 from router_client.learning.timings import Timings
 from router_client.proxy.client_request import ClientRequest, error_body, send_answer
 from router_client.proxy.counters import ProxyCounters
+from router_client.proxy.engine_addresses import AddressPolicy
 from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import decision_header, for_client, for_engine
 from router_client.proxy.tracing import trace_headers
@@ -36,10 +37,13 @@ _ASK_USAGE = b'{"stream_options":{"include_usage":true},'
 class AnswerRelay:
     """Relays answers and reports them to the router client; safe to share between tasks of one event loop."""
 
-    def __init__(self, engines: httpx.AsyncClient, counters: ProxyCounters, *, ask_usage: bool) -> None:
+    def __init__(
+        self, engines: httpx.AsyncClient, counters: ProxyCounters, addresses: AddressPolicy, *, ask_usage: bool
+    ) -> None:
         """`ask_usage`: let streams report their usage to the proxy. The caller keeps `engines`, and closes it."""
         self._engines = engines
         self._counters = counters
+        self._addresses = addresses
         self._ask_usage = ask_usage
 
     @asynccontextmanager
@@ -49,7 +53,8 @@ class AnswerRelay:
         if self._hides_usage(request.text):
             body = _body_with_usage(request.text, to_engine.body)
             to_engine = EngineRequest(to_engine.path, to_engine.query, body)
-        headers = for_engine(request.headers, {**trace_headers(), **choice.headers})
+        credentials = self._addresses.sends_credentials(choice.url)
+        headers = for_engine(request.headers, {**trace_headers(), **choice.headers}, credentials=credentials)
         self._counters.sent += 1
         self._counters.wait_us += (time.perf_counter_ns() - request.began_ns) // 1_000
         async with send_to_engine(self._engines, choice.url, to_engine, headers) as answer:

@@ -22,14 +22,18 @@ _OWN = {
     b"upgrade",
 }
 _REQUEST_OWN = {*_OWN, b"host", b"content-length", b"accept-encoding", b"expect"}
+_CREDENTIALS = {b"authorization", b"cookie", b"x-api-key", b"api-key"}
 _ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
 
 
-def for_engine(headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """A request's headers as an engine gets them. `added` replace those of the same name."""
+def for_engine(
+    headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str], *, credentials: bool
+) -> list[tuple[bytes, bytes]]:
+    """A request's headers as an engine gets them. `added` replace those of the same name. `credentials`: the client's too."""
     extra = {name.lower().encode(): value.encode() for name, value in added.items()}
     listed = list(headers)
-    left_out = _REQUEST_OWN | extra.keys() | _named_by_connection(listed)
+    secret = set() if credentials else _CREDENTIALS
+    left_out = _REQUEST_OWN | secret | extra.keys() | _named_by_connection(listed)
     kept = [(name, value) for name, value in listed if name.lower() not in left_out]
     # answers are read on their way, so they must not be compressed
     return [*kept, (b"accept-encoding", b"identity"), *extra.items()]

@@ -1,14 +1,17 @@
 """The proxy as a process: connections to the store and the engines, a tokenizer, a server; until it is cancelled."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import anyio
 import httpx
 
+from kvatlas.addresses import parse_ip
 from kvatlas.cost import EngineProfile, QuillcacheProfile
+from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.request import Slo
@@ -25,6 +28,7 @@ from router_client.proxy.answer_relay import AnswerRelay
 from router_client.proxy.application import ProxyApplication
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
+from router_client.proxy.engine_addresses import AddressPolicy, CheckedTransport
 from router_client.proxy.exchange import Exchange, ExchangeSettings
 from router_client.proxy.request_reader import RequestReader
 from router_client.settings import LearningSettings, LimitSettings, RoundRobin, RouterSettings, SloMode
@@ -65,20 +69,25 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
     """The application with all its parts, for the caller's own server."""
     stack = AsyncExitStack()
     try:
-        store = await stack.enter_async_context(
-            connected_store(settings.redis_url, wait=settings.wait, on_wait=_log_wait)
-        )
-        engines = await stack.enter_async_context(_engine_client(settings.engine_timeout_s))
-        short_calls = await stack.enter_async_context(_engine_client(TOKENIZE_S))
+        store = await stack.enter_async_context(connected_store(settings.redis, wait=settings.wait, on_wait=_log_wait))
+        addresses = _address_policy(settings)
+        engines = await stack.enter_async_context(_engine_client(settings.engine_timeout_s, addresses))
+        short_calls = await stack.enter_async_context(_engine_client(TOKENIZE_S, addresses))
         counters, tokens = ProxyCounters(), TokenCounters()
         fleet = FleetStore(store)
-        catalogue = Catalogue(fleet.all, short_calls, tenant_id=settings.tenant_id)
+
+        async def read_fleet() -> Mapping[str, FleetRecord]:
+            records = await fleet.all()
+            addresses.update(records.values())
+            return records
+
+        catalogue = Catalogue(read_fleet, short_calls, tenant_id=settings.tenant_id)
         tokenizer = await _open_tokenizer(settings, stack, catalogue, short_calls, tokens)
         slo = Slo(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
         prompts = PromptSettings(settings.output_tokens, settings.salt_is_tenant, slo)
         reader = RequestReader(catalogue, tokenizer, ChainCache(), prompts)
         router = await stack.enter_async_context(await _open_router(settings, store))
-        relay = AnswerRelay(engines, counters, ask_usage=settings.ask_usage)
+        relay = AnswerRelay(engines, counters, addresses, ask_usage=settings.ask_usage)
         attempts = ExchangeSettings(settings.max_attempts, settings.shed)
         exchange = Exchange(router, reader, relay, counters, attempts)
         held = HeldBookings(router, counters, held_s=settings.held_s)
@@ -143,11 +152,22 @@ async def _open_tokenizer(
     return budgeted
 
 
-def _engine_client(timeout_s: float) -> httpx.AsyncClient:
-    """Any number of connections, kept open. Proxies from the environment are ignored: engines are near."""
+def _address_policy(settings: ProxySettings) -> AddressPolicy:
+    own = parse_ip(settings.host)
+    near = own.is_loopback if own is not None else settings.host == "localhost"
+    try:
+        return AddressPolicy(settings.engine_addresses, settings.credentials_to, near=near)
+    except InvalidValue as error:
+        raise SettingsError(f"--engine-addresses or --credentials-to: {error}") from error
+
+
+def _engine_client(timeout_s: float, addresses: AddressPolicy) -> httpx.AsyncClient:
+    """Any number of connections, kept open, to addresses that the policy allows. Proxies from the environment are
+    ignored: engines are near."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=1_024, keepalive_expiry=4.0)
     timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
-    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
+    transport = CheckedTransport(addresses, httpx.AsyncHTTPTransport(limits=limits, trust_env=False))
+    return httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False, follow_redirects=False)
 
 
 def _log_wait(line: str) -> None:

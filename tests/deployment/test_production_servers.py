@@ -17,6 +17,8 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas_cli.auth.nats_users import nats_permissions
+from kvatlas_cli.auth.redis_users import redis_users
 from tests.deployment.production_servers import at, made_whole, nats_cluster, secrets
 from tests.end_to_end.processes import query, service
 from tests.eventually import until
@@ -133,3 +135,15 @@ def test_a_router_may_not_change_the_index(valkeys: list[ValkeyProcess], words: 
     url = at(secrets()["kvatlas-router"]["KVATLAS_REDIS_URL"], "redis", valkeys[0].port)
     with Redis.from_url(url) as router, pytest.raises(NoPermissionError):
         router.execute_command(*words)
+
+
+def test_the_overlay_gives_each_user_what_kvatlas_auth_gives_it() -> None:
+    conf = secrets()["kvatlas-nats-users"]["users.conf"]
+    conf = "\n".join(line.strip() for line in conf.splitlines())
+    for user, permissions in nats_permissions().items():
+        after = conf.partition(f'user: {user}, password: "')[2]
+        assert after.partition("permissions: {\n")[2].startswith(permissions.render()), user
+    acl = secrets()["kvatlas-valkey-users"]["users.acl"]
+    for user, rules in redis_users().items():
+        (line,) = [line for line in acl.splitlines() if line.startswith(f"user {user} ")]
+        assert line.split(" ", 4)[4] == rules, user

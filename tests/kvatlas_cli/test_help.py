@@ -21,11 +21,12 @@ EXPECTED_COMMANDS = {
     "workers",
     "rates",
     "audit",
+    "auth",
     "doctor",
     "overlap",
     "route",
 }
-WITHOUT_SERVERS = {"demo"}
+WITHOUT_SERVERS = {"demo", "auth"}
 
 
 def test_all_commands_exist() -> None:

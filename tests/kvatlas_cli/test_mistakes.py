@@ -63,7 +63,7 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("workers", "--redis-url", "redis://127.0.0.1:6379/first"),
             2,
-            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/first'; expected a database number or nothing "
+            "kvatlas workers: --redis-url is 'redis://127.0.0.1:6379/***'; expected a database number or nothing "
             "after the port",
         ),
         (
@@ -156,7 +156,7 @@ def test_a_wrong_command_line_is_reported_in_one_line(cli: Cli, words: tuple[str
 
 def test_a_wrong_variable_is_named_and_a_flag_overrides_it(cli: Cli) -> None:
     done = cli("workers", KVATLAS_REDIS_URL="x")
-    assert done.code == 2 and done.err.startswith("kvatlas workers: KVATLAS_REDIS_URL is 'x'; expected")
+    assert done.code == 2 and done.err.startswith("kvatlas workers: KVATLAS_REDIS_URL is '***'; expected")
     done = cli("workers", "--no-wait", "--redis-url", f"redis://{UNUSED_ADDRESS}", KVATLAS_REDIS_URL="x")
     assert done.code == 1 and "KVATLAS_REDIS_URL" not in done.err
 

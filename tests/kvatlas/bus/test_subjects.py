@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from kvatlas.bus.subjects import alive_subject, control_subject, events_subject, partition_events, worker_of
+from kvatlas.bus.subjects import alive_subject, control_subject, events_subject, is_inbox, partition_events, worker_of
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import partition_of
 from tests.kvatlas.strategies import worker_ids
@@ -27,3 +27,9 @@ def test_no_worker_id_can_widen_a_subject(worker_id: str) -> None:
     for subject in (alive_subject, control_subject, lambda w: events_subject(w, 64)):
         with pytest.raises(InvalidValue):
             subject(worker_id)
+
+
+def test_answers_go_to_inboxes_alone() -> None:
+    assert is_inbox("_INBOX.chat.x1")
+    for subject in ("", "$JS.API.STREAM.DELETE.KVATLAS_EVENTS", "kvatlas.events.1.w", "_INBOXES.x", "x._INBOX.y"):
+        assert not is_inbox(subject)

@@ -59,7 +59,7 @@ async def test_the_callers_trace_continues_to_the_engine_through_the_proxys_span
     async with (
         raw_engine(HEAD + chunk(EVENT) + b"0\r\n\r\n") as rude,
         running_fleet(store, {}) as fleet,
-        running_proxy(valkey_url) as client,
+        running_proxy(valkey_url, credentials_to="127.0.0.1") as client,
     ):
         await fleet.report("w1", rude.url)
         headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "r1", "authorization": "Bearer key"}

@@ -1,0 +1,77 @@
+"""Where NATS is and who connects to it: addresses, credentials, certificates, and the user's inbox."""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvatlas.errors import AccessDenied
+from kvatlas.redaction import redact_url
+from kvatlas.store.access import tls_context
+
+DEFAULT_INBOX = "_INBOX"
+
+
+@dataclass(frozen=True, slots=True)
+class NatsAccess:
+    """`url`: one server, or several of one cluster separated by commas; a user and password, or a token, in the first one
+    is used for all. `creds_file`: a JWT and its seed (`nsc`); `nkey_file`: the seed of an NKey. `ca_file` is trusted instead
+    of the system's authorities; `cert_file` and `key_file` are this client's. `inbox`: the prefix of this user's inboxes,
+    as in its permissions; default `_INBOX.<user of the URL>`, without one `_INBOX`.
+    """
+
+    url: str
+    creds_file: Path | None = None
+    nkey_file: Path | None = None
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    inbox: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The servers as they may be shown."""
+        return f"NATS at {redact_url(self.url)}"
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of nats-py's `connect`. Raises ValueError for a malformed URL, OSError for a file that can't be read,
+        ssl.SSLError for one without a certificate, AccessDenied for one without credentials."""
+        urls = [urlsplit(one.strip()) for one in self.url.split(",")]
+        login, _, _ = urls[0].netloc.rpartition("@")
+        user, colon, password = (unquote(part) for part in login.partition(":"))
+        options: dict[str, Any] = {
+            "servers": [one._replace(netloc=one.netloc.rpartition("@")[2]).geturl() for one in urls],
+            "inbox_prefix": self.inbox or (f"{DEFAULT_INBOX}.{user}" if colon and user else DEFAULT_INBOX),
+        }
+        if colon:
+            options |= {"user": user, "password": password}
+        elif user:
+            options["token"] = user
+        if self.creds_file is not None:
+            text = self.creds_file.read_text()
+            if "BEGIN NATS USER JWT" not in text or "BEGIN USER NKEY SEED" not in text:
+                raise AccessDenied(f"{self.creds_file}: expected a file of credentials, a JWT and its seed")
+            options["user_credentials"] = str(self.creds_file)
+        if self.nkey_file is not None:
+            _check_seed(self.nkey_file)
+            options["nkeys_seed"] = str(self.nkey_file)
+        if self._has_tls(urls[0].scheme):
+            options["tls"] = self._context()
+        return options
+
+    def _has_tls(self, scheme: str) -> bool:
+        return scheme in ("tls", "wss") or self.ca_file is not None or self.cert_file is not None
+
+    def _context(self) -> ssl.SSLContext:
+        return tls_context(self.ca_file, self.cert_file, self.key_file)
+
+
+def _check_seed(file: Path) -> None:
+    """Raises OSError, and AccessDenied for a file that holds something else."""
+    import nkeys  # comes with the extras that have nats-py
+
+    try:
+        nkeys.from_seed(bytearray(file.read_bytes().strip())).wipe()
+    except (nkeys.NkeysError, ValueError) as error:
+        raise AccessDenied(f"{file}: expected the seed of an NKey") from error

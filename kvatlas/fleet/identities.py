@@ -1,0 +1,166 @@
+"""What each publisher may speak for: workers, tenants, models, addresses. Read by indexers, written by `kvatlas auth nats`.
+
+NATS proves who speaks: a publisher's user may write the subjects of its own workers only. So a worker's id, the last word
+of the subject, leads to the identity that holds for it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from kvatlas.addresses import AddressList, host_and_port
+from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.fleet.records import EngineEndpoint
+from kvatlas.identity import Scope, check_worker_id
+from kvatlas.validation import describe_mistake
+
+ANY = "*"
+MAX_WORKERS = 4_096
+"""Of one publisher: each is three subjects in the permissions."""
+_RANGE = re.compile(r"\{(\d{1,6})\.\.(\d{1,6})\}")
+_USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def _check_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
+    AddressList.parse(value)
+    return value
+
+
+class Identity(BaseModel):
+    """What one publisher's user may speak for.
+
+    `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or `*` alone for all that no other publisher names.
+    `tenants`, `models`: names, `*` in them for any text. `addresses`: of its engines (`AddressList`); with none it may
+    advertise any, and routers send requests to private ones only.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workers: tuple[str, ...] = Field(min_length=1)
+    tenants: tuple[str, ...] = (ANY,)
+    models: tuple[str, ...] = (ANY,)
+    addresses: Annotated[tuple[str, ...], AfterValidator(_check_addresses)] = ()
+
+    @property
+    def names_workers(self) -> bool:
+        return self.workers != (ANY,)
+
+    def worker_ids(self) -> list[str]:
+        """Every worker that it names; none for `*`. Raises InvalidValue."""
+        if not self.names_workers:
+            return []
+        found = list(islice((name for text in self.workers for name in _expand(text)), MAX_WORKERS + 1))
+        if len(found) > MAX_WORKERS:
+            raise InvalidValue(f"more than {MAX_WORKERS} workers; expected several publishers")
+        return [check_worker_id(name) for name in found]
+
+
+class Identities:
+    """The identities of a fleet's publishers, by user. A worker that no publisher names is refused."""
+
+    def __init__(self, by_user: Mapping[str, Identity]) -> None:
+        """Raises InvalidValue for a worker that two publishers name, and for a name that can't be a user's."""
+        self.by_user = dict(by_user)
+        self._user_of: dict[str, str] = {}
+        self._others: str | None = None
+        for user, identity in self.by_user.items():
+            if not _USER.fullmatch(user):
+                raise InvalidValue(f"publisher {user!r:.80}; expected 1 to 64 of A-Z a-z 0-9 _ -")
+            if not identity.names_workers:
+                if self._others is not None:
+                    raise InvalidValue(f"publishers {self._others} and {user} both speak for all workers; expected one")
+                self._others = user
+            for worker_id in identity.worker_ids():
+                other = self._user_of.setdefault(worker_id, user)
+                if other != user:
+                    raise InvalidValue(f"worker {worker_id} belongs to {other} and to {user}; expected one of them")
+        self._addresses = {user: AddressList.parse(one.addresses) for user, one in self.by_user.items()}
+
+    @property
+    def named_workers(self) -> list[str]:
+        """Workers that a publisher names, sorted."""
+        return sorted(self._user_of)
+
+    def check_scope(self, worker_id: str, scope: Scope) -> None:
+        """Raises InvalidValue, one line, if the worker's publisher may not speak for the scope."""
+        user, identity = self._of(worker_id)
+        _check(scope.model_id, identity.models, f"worker {worker_id}: publisher {user} may not speak for model")
+        _check(scope.tenant_id, identity.tenants, f"worker {worker_id}: publisher {user} may not speak for tenant")
+
+    def check_endpoint(self, endpoint: EngineEndpoint) -> None:
+        """Raises InvalidValue, one line, if the worker's publisher may not advertise the model, the tenant or the address."""
+        self.check_scope(endpoint.id, Scope(endpoint.model_id, endpoint.tokenizer_id, None, endpoint.tenant_id))
+        address = endpoint.advertised_url or endpoint.base_url
+        if not address:
+            return
+        user, identity = self._of(endpoint.id)
+        host, port = host_and_port(address)
+        if identity.addresses and not self._addresses[user].allows(host, port):
+            raise InvalidValue(f"worker {endpoint.id}: publisher {user} may not advertise {host}:{port}")
+
+    def vouches(self, worker_id: str) -> bool:
+        """Does an identity name the addresses that the worker may have?"""
+        user = self._user_of.get(worker_id, self._others)
+        return user is not None and bool(self.by_user[user].addresses)
+
+    def _of(self, worker_id: str) -> tuple[str, Identity]:
+        user = self._user_of.get(worker_id, self._others)
+        if user is None:
+            raise InvalidValue(f"worker {worker_id}: no publisher may speak for it")
+        return user, self.by_user[user]
+
+
+def load_identities(file: Path, flag: str) -> Identities:
+    """The identities in a file that `kvatlas auth nats` wrote. Raises SettingsError, naming `flag`."""
+    try:
+        return parse_identities(json.loads(file.read_text()))
+    except OSError as error:
+        raise SettingsError(f"{flag} is {str(file)!r}, which can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"{flag} is {str(file)!r}: {error}") from error
+
+
+def parse_identities(found: object) -> Identities:
+    """From `{"publishers": {user: {"workers": [...], ...}}}`. Raises InvalidValue, naming the field."""
+    publishers = found.get("publishers") if isinstance(found, dict) else None
+    if not isinstance(publishers, dict) or not publishers:
+        raise InvalidValue("publishers is missing; expected a table with one entry for each publisher")
+    by_user: dict[str, Identity] = {}
+    for user, fields in publishers.items():
+        try:
+            by_user[str(user)] = Identity.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in ("publishers", user, *first["loc"]))
+            raise InvalidValue(describe_mistake(where, first)) from error
+    return Identities(by_user)
+
+
+def _check(value: str, patterns: tuple[str, ...], refusal: str) -> None:
+    if not _matches(value, patterns):
+        raise InvalidValue(f"{refusal} {value!r:.80}")
+
+
+@lru_cache(maxsize=16_384)
+def _matches(value: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(value, pattern) for pattern in patterns)
+
+
+def _expand(text: str) -> Iterator[str]:
+    """The names of one entry: those of its ranges, or itself."""
+    found = _RANGE.search(text)
+    if found is None:
+        yield text
+        return
+    first, last = int(found[1]), int(found[2])
+    if first > last:
+        raise InvalidValue(f"workers {text!r:.80}: the range is empty")
+    for number in range(first, last + 1):
+        yield from _expand(f"{text[: found.start()]}{number}{text[found.end() :]}")

@@ -1,0 +1,45 @@
+"""Where the store is and who connects to it: address, credentials, certificates."""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvatlas.errors import InvalidValue
+from kvatlas.redaction import redact_url
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAccess:
+    """`url`: with user and password, if the store asks for them. `ca_file` is trusted instead of the system's authorities;
+    `cert_file` and `key_file` are this client's, for a store that asks for certificates. They need `rediss://` or
+    `rediss+cluster://`."""
+
+    url: str
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The store as it may be shown."""
+        return f"Redis at {redact_url(self.url)}"
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of redis-py's `from_url`. Raises InvalidValue for certificates without TLS, OSError for a file that
+        can't be read, ssl.SSLError for one without a certificate."""
+        given = {"ssl_ca_certs": self.ca_file, "ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
+        options = {name: str(file) for name, file in given.items() if file is not None}
+        if options:
+            if not self.url.startswith("rediss"):
+                raise InvalidValue(f"{self.name} has no TLS; expected rediss:// with a file of certificates")
+            tls_context(self.ca_file, self.cert_file, self.key_file)
+        return options
+
+
+def tls_context(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> ssl.SSLContext:
+    """A client's context. Raises OSError for a file that can't be read, ssl.SSLError for one without a certificate."""
+    context = ssl.create_default_context(cafile=ca_file)
+    if cert_file is not None:
+        context.load_cert_chain(cert_file, key_file)
+    return context

@@ -1,0 +1,119 @@
+"""Users of NATS: each publisher, the indexers and the auditor (`doctor`, `audit`), with the subjects that each may use.
+
+A router does not use NATS. Every user has inboxes of its own: nobody reads another's answers.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvatlas.bus.access import DEFAULT_INBOX
+from kvatlas.bus.subjects import (
+    ALL_ALIVE,
+    ALL_CONTROL,
+    ALL_DEAD,
+    ALL_EVENTS,
+    ALL_GRANTS,
+    DEAD_STREAM,
+    STREAM,
+    alive_subject,
+    control_subject,
+    events_of_worker,
+)
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.identities import Identities, Identity
+
+INDEXER, AUDITOR = "indexer", "auditor"
+EVERY_PUBLISHER = Identities({"publisher": Identity(workers=("*",))})
+"""One user for all publishers: each may speak for every worker."""
+
+
+class Method(StrEnum):
+    """How a user proves who it is: a password (the server has its bcrypt hash), an NKey (the server has the public half), or
+    a certificate (the server has `verify_and_map`; a name in the certificate is the user's)."""
+
+    PASSWORD = "password"  # noqa: S105  # the name of a method
+    NKEY = "nkey"
+    CERTIFICATE = "certificate"
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """Subjects that a user may publish to and subscribe to. `denied`: exceptions to both. `responds`: it may answer requests,
+    once each."""
+
+    publish: Sequence[str]
+    subscribe: Sequence[str]
+    denied: Sequence[str] = ()
+    responds: bool = False
+
+    def render(self) -> str:
+        """As nats-server's configuration has it."""
+        denied = f" deny: {_list(self.denied)}" if self.denied else ""
+        lines = [
+            f"publish: {{ allow: {_list(self.publish)}{denied} }}",
+            f"subscribe: {{ allow: {_list(self.subscribe)}{denied} }}",
+            *(["allow_responses: true"] if self.responds else []),
+        ]
+        return "\n".join(lines)
+
+
+def inbox_of(user: str) -> str:
+    """The prefix of a user's inboxes."""
+    return f"{DEFAULT_INBOX}.{user}"
+
+
+def nats_permissions(identities: Identities = EVERY_PUBLISHER) -> dict[str, Permissions]:
+    """What each user may do, by name. Raises InvalidValue for a publisher named as another user."""
+    for taken in (INDEXER, AUDITOR):
+        if taken in identities.by_user:
+            raise InvalidValue(f"publisher {taken}: that is another user's name; expected a different one")
+    api = "$JS.API"
+    streams = [f"{api}.STREAM.{call}.{name}" for name in (STREAM, DEAD_STREAM) for call in ("INFO", "CREATE")]
+    consumers = [f"{api}.CONSUMER.{call}.{STREAM}.>" for call in ("CREATE", "DELETE", "MSG.NEXT")]
+    own_inbox = {user: f"{inbox_of(user)}.>" for user in (*identities.by_user, INDEXER, AUDITOR)}
+    users = {
+        INDEXER: Permissions(
+            publish=[ALL_CONTROL, ALL_DEAD, *streams, *consumers, own_inbox[INDEXER]],
+            subscribe=[ALL_ALIVE, ALL_GRANTS, own_inbox[INDEXER]],
+            responds=True,
+        ),
+        AUDITOR: Permissions(
+            publish=[ALL_CONTROL, f"{api}.STREAM.INFO.{STREAM}"],
+            subscribe=[ALL_ALIVE, own_inbox[AUDITOR]],
+        ),
+    }
+    for user, identity in identities.by_user.items():
+        workers = identity.worker_ids()
+        others = [] if identity.names_workers else identities.named_workers
+        users[user] = Permissions(
+            publish=[*(_subjects(workers, events_of_worker, alive_subject) or [ALL_EVENTS, ALL_ALIVE]), ALL_GRANTS],
+            subscribe=[
+                *(_subjects(workers, control_subject, alive_subject) or [ALL_CONTROL, ALL_ALIVE]),
+                own_inbox[user],
+            ],
+            denied=_subjects(others, events_of_worker, alive_subject, control_subject),
+            responds=True,
+        )
+    return users
+
+
+def render_nats_users(users: Mapping[str, Permissions], proofs: Mapping[str, str]) -> str:
+    """The `authorization` block. `proofs`: what goes before each user's permissions, its name or key among it."""
+    lines = [
+        "# Written by `kvatlas auth nats`; include it in nats-server's configuration.",
+        "authorization {",
+        "  users = [",
+    ]
+    for user, permissions in users.items():
+        indented = "\n".join(f"        {line}" for line in permissions.render().splitlines())
+        lines += [f"    {{ {proofs[user]}", "      permissions: {", indented, "      }", "    }"]
+    return "\n".join([*lines, "  ]", "}", ""])
+
+
+def _subjects(workers: Iterable[str], *of: Callable[[str], str]) -> list[str]:
+    return [subject(worker) for worker in workers for subject in of]
+
+
+def _list(subjects: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{subject}"' for subject in subjects) + "]"

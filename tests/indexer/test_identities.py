@@ -1,0 +1,128 @@
+"""An indexer with identities believes a publisher only what its own identity names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from nats.aio.client import Client
+
+from kvatlas.bus.subjects import alive_subject
+from kvatlas.embedded import EmbeddedServer
+from kvatlas.errors import SettingsError
+from kvatlas.fleet.identities import load_identities
+from kvatlas.fleet.records import EngineEndpoint, EngineKind
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import open_store
+from kvatlas_cli.doctor import examine
+from tests.eventually import until
+from tests.indexer.bus_publisher import BusPublisher, heartbeat
+from tests.indexer.running_replica import running_replica
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Path:
+    file = tmp_path / "identities.json"
+    publishers = {
+        "chat": {"workers": ["good"], "addresses": ["10.0.0.0/8"]},
+        "rogue": {"workers": ["rogue"], "tenants": ["acme"], "addresses": ["10.1.0.0/16"]},
+    }
+    file.write_text(json.dumps({"publishers": publishers}))
+    return file
+
+
+async def test_messages_in_another_tenant_are_refused_counted_and_named(
+    nats_client: Client,
+    nats: EmbeddedServer,
+    valkey: EmbeddedServer,
+    identities: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good, rogue, unknown = (BusPublisher(nats_client, name) for name in ("good", "rogue", "unknown"))
+    async with running_replica(nats.url, valkey.url, identities=identities) as replica:
+        for publisher in (rogue, unknown, good):
+            await publisher.start()
+            await publisher.store_more()
+        await until(lambda: replica.counters.poison_identity >= 2, what="both refused")
+        store = await open_store(valkey.url, wait=False)
+        index = await open_redis_index(store, writer=False)
+        await until(lambda: replica.counters.applied >= 2, what="the good one's messages are applied")
+        assert await index.digest("good")
+        for worker in ("rogue", "unknown"):
+            digest = await index.digest(worker)
+            assert digest is None or not any(digest)
+        await store.close()
+    assert "worker rogue: publisher rogue may not speak for tenant 'default'" in caplog.text or (
+        "worker unknown: no publisher may speak for it" in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("worker", "changed", "line"),
+    [
+        ("rogue", {"tenant_id": "other"}, "publisher rogue may not speak for tenant 'other'"),
+        ("rogue", {"advertised_url": "http://10.2.0.1:8000"}, "may not advertise 10.2.0.1:8000"),
+        ("rogue", {"base_url": "http://evil.example:8000"}, "may not advertise evil.example:8000"),
+        ("rogue", {"advertised_url": "http://10.1.0.1:8000/?next="}, "no URL of scheme, host and port alone"),
+        ("unknown", {}, "no publisher may speak for it"),
+    ],
+)
+async def test_what_an_identity_does_not_allow_never_reaches_routers(
+    nats_client: Client,
+    nats: EmbeddedServer,
+    valkey: EmbeddedServer,
+    identities: Path,
+    caplog: pytest.LogCaptureFixture,
+    worker: str,
+    changed: dict[str, str],
+    line: str,
+) -> None:
+    def beat(worker_id: str, **fields: str) -> bytes:
+        given: dict[str, Any] = {"tenant_id": "acme", "base_url": "http://10.1.2.3:8000", **fields}
+        endpoint = EngineEndpoint(
+            id=worker_id, kind=EngineKind.VLLM, model_id="model", tokenizer_id="tokenizer", **given
+        )
+        record = heartbeat(BusPublisher(nats_client, worker_id)).model_copy(update={"endpoint": endpoint})
+        return record.pack()
+
+    async with running_replica(nats.url, valkey.url, identities=identities) as replica:
+        await nats_client.publish(alive_subject(worker), beat(worker, **changed))
+        await nats_client.publish(alive_subject("good"), beat("good"))
+        await until(lambda: replica.counters.heartbeats_refused, what="the heartbeat is refused")
+        store = await open_store(valkey.url, wait=False)
+        fleet = await until(lambda: FleetStore(store).all(), what="the good worker is known")
+        assert set(fleet) == {"good"} and fleet["good"].vouched
+        await store.close()
+    assert line in caplog.text
+
+
+async def test_the_doctor_knows_whom_the_indexers_refuse(
+    nats_client: Client, nats: EmbeddedServer, valkey: EmbeddedServer, identities: Path
+) -> None:
+    beat = heartbeat(BusPublisher(nats_client, "rogue"))
+    async with running_replica(nats.url, valkey.url, identities=identities):
+
+        async def send() -> None:
+            while True:
+                await nats_client.publish(alive_subject("rogue"), beat.pack())
+                await anyio.sleep(0.02)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            found = await examine(nats.url, valkey.url, identities=load_identities(identities, "x"), listen_s=0.2)
+            tasks.cancel_scope.cancel()
+    (finding,) = [one for one in found if one.check == "workers.identity"]
+    assert "publisher rogue may not speak for tenant 'default'" in finding.line
+
+
+async def test_a_file_of_identities_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "identities.json"
+    for text in (None, "{", '{"publishers": {}}', '{"publishers": {"a": {"workers": 1}}}'):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(SettingsError, match="--identities is"):
+            load_identities(file, "--identities")

@@ -1,0 +1,3 @@
+from tests.kvatlas_cli.auth.guarded_servers import servers
+
+__all__ = ["servers"]

@@ -1,0 +1,196 @@
+"""Each user of the store in real servers: what it may call, and what it may not, inside functions too."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+from redis import Redis
+from redis.exceptions import NoPermissionError, ResponseError
+
+from kvatlas.embedded.free_port import free_port
+from kvatlas.embedded.valkey import ValkeyProcess
+from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
+from kvatlas.store.access import RedisAccess
+from kvatlas.store.connection import open_store
+from tests.kvatlas_cli.auth.guarded_servers import GuardedServers, write
+
+pytestmark = pytest.mark.anyio
+
+POOL = pool_keys("p")
+DEBIAN = Path("/usr/bin/redis-server")
+
+
+@pytest.fixture(scope="module", params=["valkey", "redis8", "debian"])
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ValkeyProcess, Path]]:
+    """A server with the users, and the folder with their URLs."""
+    binary = {"valkey": None, "debian": DEBIAN}.get(request.param) if request.param != "redis8" else None
+    if request.param == "redis8":
+        binary = request.getfixturevalue("redis8_binary")
+    if request.param == "debian" and not DEBIAN.exists():
+        pytest.skip("Debian's redis-server is not installed; apt-get install redis-server")
+    out = tmp_path_factory.mktemp("acl")
+    write("redis", "--out", str(out))
+    acl = out / "server.acl"
+    acl.write_text((out / "users.acl").read_text().replace("default off", "default on nopass ~* &* +@all"))
+    with ValkeyProcess(binary=binary, settings={"aclfile": str(acl)}) as server:
+        write("redis", "--out", str(out), "--redis-url", server.url)
+        yield server, out
+
+
+def url_of(store: tuple[ValkeyProcess, Path], user: str) -> str:
+    return (store[1] / f"{user}.redis-url").read_text().strip()
+
+
+@pytest.mark.parametrize("user", ["router", "auditor"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["FLUSHALL"],
+        ["FLUSHDB"],
+        ["SET", "kva:x", "1"],
+        ["DEL", "kva:{s0}:workers"],
+        ["HSET", "kva:{s0}:workers", "w", "x"],
+        ["HDEL", "kva:{fleet}:layout", "version"],
+        ["HSET", POOL[0], "w", "a fleet record of one's own"],
+        ["UNLINK", POOL[0]],
+        ["FUNCTION", "FLUSH"],
+        ["FUNCTION", "DELETE", "kvatlas"],
+        ["FUNCTION", "LOAD", "REPLACE", "#!lua name=kvatlas\n"],
+        ["EVAL", "return redis.call('FLUSHALL')", "0"],
+        ["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"],
+        ["ACL", "LIST"],
+        ["SHUTDOWN"],
+        ["REPLICAOF", "NO", "ONE"],
+        ["CLIENT", "KILL", "TYPE", "normal"],
+        ["MONITOR"],
+        ["KEYS", "*"],
+        ["SCAN", "0"],
+        ["GET", "other"],
+        ["SUBSCRIBE", "x"],
+    ],
+    ids=" ".join,
+)
+def test_routers_and_auditors_may_neither_flush_nor_write_the_index(
+    store: tuple[ValkeyProcess, Path], user: str, words: list[str]
+) -> None:
+    with Redis.from_url(url_of(store, user)) as client, pytest.raises(NoPermissionError):
+        client.execute_command(*words)
+
+
+async def test_commands_inside_functions_are_checked(store: tuple[ValkeyProcess, Path]) -> None:
+    """A router may call the functions of pools, but none that writes a fleet record or the index."""
+    indexer = await open_store(url_of(store, "indexer"), wait=False)
+    router = await open_store(url_of(store, "router"), wait=False)
+    try:
+        await open_redis_index(indexer, writer=True)
+        await FleetStore(indexer).load_functions()
+        await POOL_LIBRARY.call(router, "kvatlas_pool_beat", POOL, ["r", 5_000_000])
+        with pytest.raises(ResponseError, match=r"(?i)permission|can't (run|access)"):
+            await router.fcall("kvatlas_pool_forget", POOL, ["w"])
+        with pytest.raises(NoPermissionError):
+            await router.fcall("kvatlas_retire", ["kva:{s0}:workers"], [])
+        with pytest.raises(NoPermissionError):
+            await router.fcall("kvatlas_fleet_beat", ["kva:{fleet}:members"], ["rogue", 10_000])
+    finally:
+        await router.close()
+        await indexer.close()
+
+
+async def test_a_router_waits_for_an_indexer_if_the_functions_are_gone(store: tuple[ValkeyProcess, Path]) -> None:
+    store[0].command("FUNCTION", "FLUSH")
+    router = await open_store(url_of(store, "router"), wait=False)
+    try:
+        with pytest.raises(Unreachable, match="its functions are gone; the next indexer"):
+            await POOL_LIBRARY.call(router, "kvatlas_pool_beat", POOL, ["r", 5_000_000])
+    finally:
+        await router.close()
+
+
+async def test_an_indexer_may_not_flush_or_read_anything_else(store: tuple[ValkeyProcess, Path]) -> None:
+    with Redis.from_url(url_of(store, "indexer")) as client:
+        for words in (
+            ["FLUSHALL"],
+            ["GET", "other"],
+            ["CONFIG", "SET", "maxmemory", "1"],
+            ["ACL", "LIST"],
+            ["SHUTDOWN"],
+        ):
+            with pytest.raises(NoPermissionError):
+                client.execute_command(*words)
+
+
+def test_the_acl_file_has_no_password(servers: GuardedServers) -> None:
+    text = (servers.folder / "users.acl").read_text()
+    for user in ("indexer", "router", "auditor"):
+        password = servers.redis_url(user).partition("//")[2].partition("@")[0].partition(":")[2]
+        assert password and password not in text
+
+
+# ------------------------------------------------------------ TLS
+
+
+@pytest.fixture(scope="module")
+def tls_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, Path]]]:
+    """The port of Debian's redis-server with TLS that asks for certificates, and the files."""
+    if (
+        not DEBIAN.exists()
+        or b"BUILD_TLS" in subprocess.run([DEBIAN, "--version"], capture_output=True, check=True).stdout
+    ):
+        pytest.skip("Debian's redis-server, which has TLS, is not installed; apt-get install redis-server")
+    folder, authority, other = tmp_path_factory.mktemp("tls"), trustme.CA(), trustme.CA()
+    files = {name: folder / f"{name}.pem" for name in ("ca", "other-ca", "server", "client", "stranger")}
+    authority.cert_pem.write_to_path(files["ca"])
+    other.cert_pem.write_to_path(files["other-ca"])
+    authority.issue_cert("localhost", "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(files["server"])
+    authority.issue_cert("client").private_key_and_cert_chain_pem.write_to_path(files["client"])
+    other.issue_cert("client").private_key_and_cert_chain_pem.write_to_path(files["stranger"])
+    port = free_port()
+    tls = {
+        "tls-port": port,
+        "tls-cert-file": files["server"],
+        "tls-key-file": files["server"],
+        "tls-ca-cert-file": files["ca"],
+    }
+    with ValkeyProcess(
+        binary=DEBIAN, settings={key: str(value) for key, value in tls.items()} | {"tls-auth-clients": "yes"}
+    ):
+        yield port, files
+
+
+async def test_mutual_tls_connects_with_the_right_certificates_alone(tls_store: tuple[int, dict[str, Path]]) -> None:
+    port, files = tls_store
+    url = f"rediss://127.0.0.1:{port}"
+
+    def access(ca: str, client: str | None) -> RedisAccess:
+        file = files[client] if client else None
+        return RedisAccess(url, files[ca], file, file)
+
+    store = await open_store(access("ca", "client"), wait=False)
+    assert await store.client.ping()
+    await store.close()
+    for ca, client in (("ca", None), ("ca", "stranger"), ("other-ca", "client")):
+        with pytest.raises(Unreachable):
+            await open_store(access(ca, client), wait=False)
+
+
+async def test_mistakes_with_certificates_are_told_at_once(tls_store: tuple[int, dict[str, Path]]) -> None:
+    port, files = tls_store
+    cases: list[tuple[RedisAccess, type[Exception], str]] = [
+        (RedisAccess(f"redis://127.0.0.1:{port}", files["ca"]), InvalidValue, "expected rediss://"),
+        (RedisAccess(f"rediss://127.0.0.1:{port}", Path("/none.pem")), AccessDenied, "No such file"),
+    ]
+    for access, kind, line in cases:
+        with pytest.raises(kind, match=line):
+            await open_store(access, wait=True)
+
+
+def test_ci_says_how_to_get_the_server_with_tls() -> None:
+    assert shutil.which("redis-server") or "redis-server" in (Path(__file__).parents[3] / ".ci/run").read_text()
