@@ -1,6 +1,7 @@
 """Answers requests on a publisher's control subject: for a snapshot, its status, its digest (thin)."""
 
 from collections.abc import Callable
+from time import time_ns
 from typing import Any
 
 from nats.aio.client import Client
@@ -11,7 +12,8 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
 from kvatlas.bus.subjects import control_subject
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import DATA_ERRORS
+from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
 from publishers.ledger.ledger import Ledger
@@ -65,7 +67,7 @@ class ControlResponder:
             return  # the other publisher answers
         try:
             reply = self.reply(ControlRequest.unpack(msg.data))
-        except InvalidValue as error:
+        except DATA_ERRORS as error:
             self._counters.control_bad += 1
             self._log.report("control", f"control request refused: {error}")
             reply = self._make_reply(ok=False, note=str(error))
@@ -79,6 +81,7 @@ class ControlResponder:
         """Carry a request out, and the reply to it. Raises InvalidValue for an impossible `above`."""
         match request.op:
             case ControlOp.SNAPSHOT:
+                check_incarnation(request.above, time_ns() // 1_000)
                 self._counters.snapshot_requests += 1
                 if not self._changelog.request_snapshot(request.above):
                     self._counters.snapshot_requests_ignored += 1

@@ -29,6 +29,8 @@ class PublisherCounters:
     """times that everything held was dropped after a gap or a restart"""
     feed_lost: int = 0
     """batches that could not be decoded, fully or in part, and may have removed blocks"""
+    folds_failed: int = 0
+    """batches that the ledger could not take in: everything held was dropped"""
     feed_unheard: int = 0
     """batches ignored because too many were lost like that"""
     # published to the index
@@ -65,6 +67,8 @@ class PublisherCounters:
     snapshot_requests: int = 0
     snapshot_requests_ignored: int = 0
     heartbeats: int = 0
+    heartbeats_bad: int = 0
+    """heard on the worker's subject, and of no publisher of it"""
     yields: int = 0
     """times that another, newer publisher of this worker was heard"""
     load_samples: int = 0

@@ -1,11 +1,11 @@
 """Which messages of a partition may be applied: well formed, and of the worker whose subject they came on."""
 
 from enum import StrEnum
-
-import msgpack
+from time import time_ns
 
 from kvatlas.bus.subjects import worker_of
 from kvatlas.bus.wire import (
+    INCARNATION,
     MAX_MESSAGE_BYTES,
     MESSAGE_VERSION,
     SCOPES,
@@ -17,6 +17,8 @@ from kvatlas.bus.wire import (
 )
 from kvatlas.errors import InvalidValue, KvatlasError, WireError
 from kvatlas.identity import partition_of
+from kvatlas.incarnation import check_incarnation
+from kvatlas.msgpack_input import unpack
 
 
 class PoisonReason(StrEnum):
@@ -26,6 +28,8 @@ class PoisonReason(StrEnum):
     VERSION = "version"
     OVERSIZED = "oversized"
     SCOPE = "scope"
+    INCARNATION = "incarnation"
+    REFUSED = "refused"
     WRONG_SUBJECT = "wrong_subject"
     WRONG_PARTITION = "wrong_partition"
 
@@ -57,6 +61,10 @@ class Admission:
             raw = decode_raw(payload)
         except WireError as error:
             raise PoisonMessage(_reason(payload), str(error)) from error
+        try:
+            check_incarnation(raw[INCARNATION], time_ns() // 1_000)
+        except InvalidValue as error:
+            raise PoisonMessage(PoisonReason.INCARNATION, str(error)) from error
         worker_id: str = raw[WORKER_ID]
         if self._worker_of_subject.get(subject) != worker_id:
             self._check_worker(subject, worker_id)
@@ -96,8 +104,8 @@ def _reason(payload: bytes) -> PoisonReason:
     if len(payload) > MAX_MESSAGE_BYTES:
         return PoisonReason.OVERSIZED
     try:
-        raw = msgpack.unpackb(payload, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException):
+        raw = unpack(payload, max_bytes=MAX_MESSAGE_BYTES, strict_map_key=False)
+    except InvalidValue:
         return PoisonReason.MALFORMED
     if isinstance(raw, list) and raw and type(raw[MESSAGE_VERSION]) is int and raw[MESSAGE_VERSION] != VERSION:
         return PoisonReason.VERSION

@@ -76,6 +76,9 @@ SEND_FAILURES = _counter(
 PUBLISHER_GRANTS = _counter("publisher.grants", "{request}", "Requests for a grant to send a large snapshot, by answer")
 CONTROL_REQUESTS = _counter("publisher.control", "{request}", "Requests received on the control subject, by kind")
 HEARTBEATS_SENT = _counter("publisher.heartbeats", "{heartbeat}", "Heartbeats sent")
+HEARTBEATS_REFUSED = _counter(
+    "publisher.heartbeats.refused", "{heartbeat}", "Heartbeats of its worker that no publisher sends"
+)
 YIELDS = _counter("publisher.yields", "{yield}", "Times this publisher yielded to a newer publisher of the same worker")
 LOAD_SAMPLES = _counter("publisher.load.samples", "{sample}", "Samples of the engine's health and metrics, by outcome")
 SAVES = _counter("publisher.saves", "{save}", "Saves of the ledger, by outcome")
@@ -104,6 +107,7 @@ PUBLISHER = {
         feed_started_over="started_over",
         feed_lost="lost",
         feed_unheard="unheard",
+        folds_failed="not_taken_in",
     ),
     **_single(PUBLISHED_EVENTS, "events"),
     **_by(PUBLISHED_BLOCKS, "change", blocks_stored="stored", blocks_removed="removed", snapshot_blocks="in_snapshot"),
@@ -132,6 +136,7 @@ PUBLISHER = {
         snapshot_requests_ignored="snapshot_ignored",
     ),
     **_single(HEARTBEATS_SENT, "heartbeats"),
+    **_single(HEARTBEATS_REFUSED, "heartbeats_bad"),
     **_single(YIELDS, "yields"),
     **_by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
     **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),
@@ -197,6 +202,7 @@ SNAPSHOT_REQUESTS = _counter(
 )
 GRANTS = _counter("indexer.grants", "{request}", "Publishers' requests to send a large snapshot, by answer")
 HEARTBEATS = _counter("indexer.heartbeats", "{heartbeat}", "Heartbeats received, by validity")
+RECORDS_REFUSED = _counter("indexer.records.refused", "{record}", "Fleet records that could not be written")
 FLEET_WRITES = _counter("indexer.fleet.writes", "{write}", "Fleet records written")
 LIVENESS = _counter("indexer.liveness", "{worker}", "Workers whose liveness changed, by change")
 PARTITION_MOVES = _counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
@@ -217,6 +223,8 @@ INDEXER = {
         poison_version="version",
         poison_oversized="oversized",
         poison_scope="scope",
+        poison_incarnation="incarnation",
+        poison_refused="refused",
         poison_wrong_subject="wrong_subject",
         poison_wrong_partition="wrong_partition",
     ),
@@ -244,9 +252,10 @@ INDEXER = {
         snapshots_unanswered="unanswered",
         snapshots_refused="refused",
     ),
-    **_by(GRANTS, "answer", grants_given="given", grants_refused="refused"),
+    **_by(GRANTS, "answer", grants_given="given", grants_refused="refused", grants_bad="bad"),
     **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad"),
     **_single(FLEET_WRITES, "fleet_writes"),
+    **_single(RECORDS_REFUSED, "records_bad"),
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
     **_single(SWEEPS, "sweeps"),

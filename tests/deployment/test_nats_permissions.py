@@ -8,7 +8,7 @@ import pytest
 from nats.aio.client import Client
 
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
-from kvatlas.bus.subjects import ALL_ALIVE, alive_subject, control_subject, events_subject, grant_subject
+from kvatlas.bus.subjects import ALL_ALIVE, ALL_GRANTS, alive_subject, control_subject, events_subject, grant_subject
 from kvatlas.embedded import EmbeddedServer, nats_server
 from tests.deployment.tools import ROOT
 
@@ -69,7 +69,7 @@ async def test_indexer_and_publisher_may_send_each_other_requests(nats_with_perm
         connect_as(nats_with_permissions, "worker-w1", "change-me-w1") as (publisher, refused),
     ):
         alive = await indexer.subscribe(ALL_ALIVE)
-        grants = await indexer.subscribe("kvatlas.grant.*")
+        grants = await indexer.subscribe(ALL_GRANTS)
         control = await publisher.subscribe(control_subject("w1"))
         for client in (indexer, publisher):
             await client.flush(5)
@@ -78,7 +78,7 @@ async def test_indexer_and_publisher_may_send_each_other_requests(nats_with_perm
         assert (await alive.next_msg(5)).data == b"beat"
         for asker, subject, answers in (
             (indexer, control_subject("w1"), control),
-            (publisher, grant_subject(3), grants),
+            (publisher, grant_subject("w1", 64), grants),
         ):
             question = asyncio.ensure_future(asker.request(subject, b"?", timeout=5))
             await (await answers.next_msg(5)).respond(b"!")
