@@ -173,14 +173,15 @@ async def http_bodies(targets: Targets, rng: Random) -> int:
         for _ in range(6):
             method, path = rng.choice(requests)
             body = _json(mutated(rng, mutated(rng, hints))) if rng.random() < 0.8 else rng.randbytes(100)
+            url = rng.choice(targets.urls) + path
             headers = {"content-type": rng.choice(["application/json", "text/plain", "x"]), "x-request-id": "a" * 100}
             try:
-                answer = await client.request(method, rng.choice(targets.urls) + path, content=body, headers=headers)
+                answer = await client.request(method, url, content=body, headers=headers)
             except httpx.TimeoutException:
-                raise AssertionError(f"{method} {path} is not answered: {body[:300]!r}") from None
+                raise AssertionError(f"{method} {url} is not answered: {body[:300]!r}") from None
             except httpx.HTTPError:
                 continue  # it may close a connection
-            assert answer.status_code != 500, f"{method} {path} answers 500: {body[:300]!r} {answer.text[:300]}"
+            assert answer.status_code != 500, f"{method} {url} answers 500: {body[:300]!r} {answer.text[:300]}"
     return 6
 
 
