@@ -27,6 +27,8 @@ class EngineStored:
     form: `kvatlas.blocks.hashing`). `indexable` is False for a group that does not determine how long a prefix can be reused
     (anything but full attention): its copies are counted, never published. `salt_inherited`: an event with a parent and
     without a salt has its parent's salt (vLLM sends the salt with the first block only; SGLang with every event of a chain).
+    `offloaded`: told by a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event may leave
+    them out: a hash that is known keeps its block.
     """
 
     hashes: Sequence[EngineHash]
@@ -40,6 +42,7 @@ class EngineStored:
     extra_keys: Sequence[ExtraKeys] | None = None
     indexable: bool = True
     salt_inherited: bool = True
+    offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Answers requests on a publisher's control subject: for a snapshot, its status, its digest (thin)."""
 
 from collections.abc import Callable
+from time import time_ns
 from typing import Any
 
 from nats.aio.client import Client
@@ -11,8 +12,9 @@ from kvatlas.blocks.digest import Digest
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
 from kvatlas.bus.subjects import control_subject, is_inbox
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import DATA_ERRORS
 from kvatlas.identity import partition_of
+from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
@@ -75,7 +77,7 @@ class ControlResponder:
             return
         try:
             reply = self.reply(ControlRequest.unpack(msg.data))
-        except InvalidValue as error:
+        except DATA_ERRORS as error:
             self._counters.control_bad += 1
             self._log.report("control", f"control request refused: {error}")
             reply = self._make_reply(ok=False, note=str(error))
@@ -89,6 +91,7 @@ class ControlResponder:
         """Carry a request out, and the reply to it. Raises InvalidValue for an impossible `above`."""
         match request.op:
             case ControlOp.SNAPSHOT:
+                check_incarnation(request.above, time_ns() // 1_000)
                 self._counters.snapshot_requests += 1
                 if not self._is_partition_of(request.partitions):
                     self._counters.snapshot_requests_ignored += 1

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from time import monotonic, time_ns
 from types import TracebackType
 from typing import Any, Self
@@ -26,10 +27,10 @@ from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.control import UNGRANTED_SNAPSHOT_BYTES, GrantRequest
 from kvatlas.bus.subjects import events_subject
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
 from kvatlas.fleet.records import EngineState, WorkerState
-from kvatlas.identity import partition_of
+from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
@@ -103,6 +104,11 @@ class Publisher:
         self._first_pending_ns = 0
         self._stack = AsyncExitStack()
         self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
+        try:
+            check_incarnation(saved_incarnation, time_us())
+        except InvalidValue as error:
+            log.warning("worker %s: saved incarnation ignored: %s", self.worker_id, error)
+            saved_incarnation = 0
         self.changelog = Changelog(
             self.worker_id,
             self.ledger,
@@ -138,6 +144,7 @@ class Publisher:
                 events_subject(self.worker_id, self.settings.partitions),
                 self.counters,
                 on_progress=self._on_progress,
+                on_too_large=self._on_too_large,
             )
             self._heartbeats = HeartbeatSender(
                 self._client,
@@ -276,7 +283,8 @@ class Publisher:
 
     def start_over(self) -> None:
         """What the engine holds is not known any more: drop everything, and begin an empty incarnation."""
-        self.changelog.start_over()
+        self.changelog.start_over(time_us())
+        self._sender.wake()
         self._incarnation_wakeup.wake()
 
     def begin_publishing(self) -> None:
@@ -294,7 +302,14 @@ class Publisher:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
         known_size = self.block_size
-        events = self.changelog.fold()
+        try:
+            events = self.changelog.fold()
+        except DATA_ERRORS as error:
+            self.counters.folds_failed += 1
+            line = f"{pending} events of the engine not taken in ({type(error).__name__} {error}); dropping all known blocks"
+            self._log.report("fold", line, logging.ERROR)
+            self.start_over()
+            return
         if self.block_size != known_size:
             self.beat()  # routers need it to look a prompt up
         self._diagnose_block_size()
@@ -405,11 +420,13 @@ class Publisher:
                     self._log.report("incarnation", str(error))
                     await anyio.sleep(1.0)
                     continue
-                size = self.changelog.snapshot_bytes
-                if size > UNGRANTED_SNAPSHOT_BYTES:
-                    request = GrantRequest(worker_id=self.worker_id, incarnation=incarnation, snapshot_bytes=size)
-                    partition = partition_of(self.worker_id, self.settings.partitions)
-                    await await_grant(self._client, partition, request, self.counters, self._rng)
+                await await_grant(
+                    self._client,
+                    self.settings.partitions,
+                    partial(self._grant_request, incarnation),
+                    self.counters,
+                    self._rng,
+                )
                 reason = self.changelog.incarnation_due
                 if self._sender.ready and self.changelog.begin_incarnation(incarnation, time_us()):
                     log.info(
@@ -422,6 +439,13 @@ class Publisher:
                     self._sender.wake()
                     self._heartbeat_wakeup.wake()
 
+    def _grant_request(self, incarnation: int) -> GrantRequest | None:
+        """For a snapshot as large as it would be now; None if that needs no grant."""
+        size = self.changelog.snapshot_bytes
+        if size <= UNGRANTED_SNAPSHOT_BYTES or self.changelog.yielded:
+            return None
+        return GrantRequest(worker_id=self.worker_id, incarnation=incarnation, snapshot_bytes=size)
+
     async def _send_extra_heartbeats(self) -> None:
         while True:
             await self._heartbeat_wakeup.wait()
@@ -430,6 +454,12 @@ class Publisher:
     def _on_engine_state(self, state: EngineState) -> None:
         self._on_engine_change(state)
         self.beat()
+
+    def _on_too_large(self, seq: int) -> bool:
+        if not self.changelog.split_smaller(seq):
+            return False
+        self._incarnation_wakeup.wake()
+        return True
 
     def _on_progress(self) -> None:
         if self.changelog.incarnation_due is not None:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role, WorkerId
 from kvatlas.identity import DEFAULT_TENANT, rank_worker_id
 from kvatlas.settings import PublishSettings
-from kvatlas.validation import Count
+from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Granularity, Name, Rank, Text, Url
 from publishers.engines.metrics import LoadContext
 from publishers.ledger.ledger import LedgerSettings
 from publishers.stream.checkpoints import CheckpointSettings
@@ -21,23 +21,23 @@ class PublisherSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     worker_id: WorkerId
-    model_id: str
-    tokenizer_id: str | None = None
-    tenant_id: str = DEFAULT_TENANT
+    model_id: Name
+    tokenizer_id: Name | None = None
+    tenant_id: Name = DEFAULT_TENANT
     engine: EngineKind = EngineKind.VLLM
-    block_size: int | None = Field(default=None, ge=1)
-    block_bytes: Count = 0
-    granularity: int = Field(default=1, ge=1)
+    block_size: BlockTokens | None = None
+    block_bytes: BlockBytes = 0
+    granularity: Granularity = 1
     set_semantics: bool = False
     salt_is_tenant: bool = False
     eagle: bool = False
-    dp_rank: int | None = Field(default=None, ge=0)
-    engine_url: str | None = None
-    advertise_url: str | None = None
+    dp_rank: Rank | None = None
+    engine_url: Url | None = None
+    advertise_url: Url | None = None
     role: Role = Role.BOTH
-    labels: dict[str, str] = Field(default_factory=dict)
-    locality_domain: str = ""
-    transfer_groups: tuple[str, ...] = ()
+    labels: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
+    locality_domain: Text = ""
+    transfer_groups: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
     partitions: int = Field(default=64, ge=1)
     checkpoint_s: float = Field(default=30.0, gt=0)
     checkpoint_messages: int = Field(default=1000, ge=1)

@@ -107,6 +107,7 @@ PUBLISHER = {
         feed_started_over="started_over",
         feed_lost="lost",
         feed_unheard="unheard",
+        folds_failed="not_taken_in",
     ),
     **_single(PUBLISHED_EVENTS, "events"),
     **_by(PUBLISHED_BLOCKS, "change", blocks_stored="stored", blocks_removed="removed", snapshot_blocks="in_snapshot"),
@@ -201,6 +202,7 @@ SNAPSHOT_REQUESTS = _counter(
 )
 GRANTS = _counter("indexer.grants", "{request}", "Publishers' requests to send a large snapshot, by answer")
 HEARTBEATS = _counter("indexer.heartbeats", "{heartbeat}", "Heartbeats received, by validity")
+RECORDS_REFUSED = _counter("indexer.records.refused", "{record}", "Fleet records that could not be written")
 FLEET_WRITES = _counter("indexer.fleet.writes", "{write}", "Fleet records written")
 LIVENESS = _counter("indexer.liveness", "{worker}", "Workers whose liveness changed, by change")
 PARTITION_MOVES = _counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
@@ -221,6 +223,8 @@ INDEXER = {
         poison_version="version",
         poison_oversized="oversized",
         poison_scope="scope",
+        poison_incarnation="incarnation",
+        poison_refused="refused",
         poison_wrong_subject="wrong_subject",
         poison_wrong_partition="wrong_partition",
         poison_identity="identity",
@@ -249,9 +253,10 @@ INDEXER = {
         snapshots_unanswered="unanswered",
         snapshots_refused="refused",
     ),
-    **_by(GRANTS, "answer", grants_given="given", grants_refused="refused"),
+    **_by(GRANTS, "answer", grants_given="given", grants_refused="refused", grants_bad="bad"),
     **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad"),
     **_single(FLEET_WRITES, "fleet_writes"),
+    **_single(RECORDS_REFUSED, "records_bad"),
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
     **_single(SWEEPS, "sweeps"),

@@ -4,6 +4,8 @@ Decisions that the wire leaves open:
 - A group is indexable if its spec kind is one of full attention; with the kind absent (0.20, 0.21 and before) group 0 is.
 - `locality` REMOTE (0.26 and later) says that the copy is not in this worker's own memory: GPU is then remote_hbm; FS and
   OBJ and STORAGE are shared storage, so object_store; CPU of another host has no tier here and is skipped by name.
+- Events of other tiers than the device's are a KV connector's (offloading, Mooncake, LMCache): with tokens, but without salt
+  and extra keys, although the hash covers them.
 - `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
 """
@@ -17,6 +19,7 @@ from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from publishers.engines import payload as wire
 
+MAX_GROUPS = 1_024
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 # The order of an array event's fields; in brackets the first version that writes them.
@@ -80,6 +83,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         salt=salt,
         extra_keys=keys,
         indexable=group == 0 if kind is None else kind in FULL_ATTENTION_KINDS,
+        offloaded=tier is not Tier.HBM,
     )
 
 
@@ -102,8 +106,8 @@ def _group(tag: str, fields: wire.Fields) -> int:
     group = fields.get("group_idx")
     if group is None:
         return 0
-    if type(group) is not int or group < 0:
-        raise EngineEventError(f"{tag} with group_idx {group!r:.60}; expected an integer or nil")
+    if type(group) is not int or not 0 <= group < MAX_GROUPS:
+        raise EngineEventError(f"{tag} with group_idx {group!r:.60}; expected 0 to {MAX_GROUPS - 1} or nil")
     return group
 
 

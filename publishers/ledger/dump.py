@@ -1,12 +1,12 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
-    [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting]
+    [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
 salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root]. `owners`: for each name the
 position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names, counts]. `shared`:
 [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens, adapter, salt, extra
-keys]. Usable residency is not saved: it is computed from the rest.
+keys]. `variants`: [hash, the parent's hash that it hangs on]. Usable residency is not saved: it is computed from the rest.
 """
 
 import sys
@@ -27,7 +27,9 @@ from publishers.ledger.lineage import Lineage
 from publishers.ledger.residency import Residency
 from publishers.ledger.shared_hashes import CertainCopies
 
-VERSION = 2
+VERSION = 3
+WITHOUT_VARIANTS = 2
+"""The version before; the rest is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class SavedLedger:
     holdings: list[SavedHolding]
     shared: list[tuple[EngineHash, list[SavedCopies]]]
     awaiting: list[EngineStored]
+    variants: list[tuple[EngineHash, EngineHash]]
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
         """Fill the empty parts of a ledger. Raises InvalidValue, LookupError, TypeError or ValueError if it contradicts
@@ -94,6 +97,8 @@ class SavedLedger:
             blocks += mine
         for name, position in zip(self.names, self.owners, strict=True):
             lineage.add_name(name, blocks[position])
+        for name, parent_name in self.variants:
+            lineage.variants.hang(name, parent_name)
         lineage.mark_evicted(self.evicted)
         return blocks
 
@@ -123,7 +128,8 @@ def pack(
         ]
         for name, by_block in residency.shared.by_hash.items()
     ]
-    owners = array("I", [position_of[block] for block in lineage.known.values()])
+    names = {**lineage.known, **lineage.variants.detached}
+    owners = array("I", [position_of[block] for block in names.values()])
     return bytes(
         msgpack.packb(
             [
@@ -131,7 +137,7 @@ def pack(
                 identity,
                 block_size,
                 namespaces,
-                list(lineage.known),
+                list(names),
                 _little_endian(owners),
                 list(lineage.evicted),
                 [
@@ -143,6 +149,7 @@ def pack(
                     [list(one.hashes), one.parent, pack_tokens(one.token_ids), one.adapter, one.salt, one.extra_keys]
                     for one in awaiting
                 ],
+                list(lineage.variants.parent_of.items()),
             ]
         )
     )
@@ -152,9 +159,11 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
     """The inverse of `pack`. Raises InvalidValue for other bytes, another version, or other settings."""
     try:
         raw = msgpack.unpackb(dumped)
+        if isinstance(raw, list) and raw and raw[0] == WITHOUT_VARIANTS:
+            raw = [VERSION, *raw[1:], []]
         if not isinstance(raw, list) or not raw or raw[0] != VERSION:
             raise InvalidValue(f"saved ledger of version {raw[0] if isinstance(raw, list) and raw else raw!r:.40}")
-        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting = raw
+        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants = raw
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
@@ -175,6 +184,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
                 EngineStored(hashes, parent, _integers(tokens), block_size, adapter=adapter, salt=salt, extra_keys=keys)
                 for hashes, parent, tokens, adapter, salt, keys in awaiting
             ],
+            variants=[(name, parent_name) for name, parent_name in variants],
         )
     except InvalidValue:
         raise

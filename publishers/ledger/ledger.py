@@ -10,7 +10,8 @@ Left out, counted, and still referenced, so that a later removal finds its count
 - blocks whose parent is unknown, or known only in another scope: never re-rooted, and resolved once it is known;
 - blocks that can't be hashed: token ids beyond 32 bits, tokens that are not a full block each;
 - blocks of another size than the engine's (partial blocks);
-- offload placeholders of an unknown hash. Those of a known one are copies of its block, in any scope.
+- offload placeholders of an unknown hash. Those of a known one are copies of its block, in any scope. So are a connector's
+  events with tokens; those of an unknown hash are left out if the engine uses adapters, salts or extra keys at all.
 A block left out is taken in if the engine stores it again in a way that can be understood.
 
 In doubt everything here under-reports: a count never exceeds the engine's own.
@@ -38,7 +39,7 @@ from publishers.ledger.index_events import IndexEvents
 from publishers.ledger.lineage import Lineage
 from publishers.ledger.prefix_closure import PrefixClosure
 from publishers.ledger.residency import Residency
-from publishers.ledger.resolver import BlockResolver
+from publishers.ledger.resolver import BlockResolver, has_keys
 from publishers.ledger.settings import LedgerSettings
 
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
@@ -104,10 +105,14 @@ class Ledger:
         """Take one batch in. Returns the net change of what is announced, in the order in which it must be published."""
         self.lineage.forget_unused_scopes()  # what was folded before is published by now
         residency = self._residency
+        residency.drop_unnamed()
         cleared = False
         forgot_all = False
         for event in batch.events:
             if isinstance(event, EngineStored):
+                if not self._resolver.uses_keys and has_keys(event):
+                    self._resolver.uses_keys = True
+                    residency.forget_unproven()
                 if event.block_size != self._resolver.block_size and self._learn_block_size(event):
                     forgot_all = self._forget_blocks() or forgot_all
                     residency = self._residency
@@ -126,12 +131,13 @@ class Ledger:
         if len(self.lineage.evicted) > self._remembered_evictions:
             forgotten = self.lineage.trim(self._remembered_evictions)
             residency.shared.forget(forgotten)
+            residency.unproven.difference_update(forgotten)
             self.counters.forgotten += len(forgotten)
         return events
 
     def _learn_block_size(self, event: EngineStored) -> bool:
         """Take a larger block for the full one, unless the size is set. True if blocks were resolved by another size."""
-        if not event.indexable or not event.token_ids:
+        if not event.indexable or not event.token_ids or event.offloaded:
             return False
         if event.block_size < 1 or len(event.token_ids) != event.block_size * len(event.hashes):
             return False
@@ -148,8 +154,10 @@ class Ledger:
     def _forget_blocks(self) -> bool:
         """Blocks were resolved by the size of a partial one: all are out, until they are stored again. Were some announced?"""
         announced = self.announced_blocks > 0
+        uses_keys = self._resolver.uses_keys
         self._residency.end_removals()
         self._begin(self._residency.holdings, self.block_size)
+        self._resolver.uses_keys = uses_keys
         return announced
 
     # ---------------------------------------------------------------- what is known
@@ -206,6 +214,7 @@ class Ledger:
 
     def _restore(self, saved: ledger_dump.SavedLedger) -> None:
         self._resolver.block_size = saved.block_size
+        self._resolver.uses_keys = True  # it is not saved; perhaps less is claimed than is held
         saved.restore(self.lineage, self._residency, self._resolver.awaiting)
         changed = sorted(self._residency.take_changed(), key=lambda block: block.index)
         self._index_events.make(self._closure.settle(changed), cleared=False)

@@ -4,13 +4,17 @@ Counts are references, since engines announce each physical copy: a block is hel
 has a copy in every indexable group of that tier.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineCleared, EngineHash, EngineRemoved, EngineStored
 from publishers.ledger.block import COPIES_BITS, Block
 from publishers.ledger.counters import LedgerCounters
 from publishers.ledger.holdings import Holding, Holdings
 from publishers.ledger.lineage import Lineage
-from publishers.ledger.resolver import BlockResolver
+from publishers.ledger.resolver import BlockResolver, has_keys
 from publishers.ledger.shared_hashes import SharedHashes
 
 
@@ -35,6 +39,9 @@ class Residency:
         self._resolver = resolver
         self._counters = counters
         self._counting = not set_semantics
+        self.unproven: set[EngineHash] = set()
+        """Hashes whose block an offloaded event's tokens alone say: it is another one if the engine has keys for it."""
+        self._unnamed: list[Block] = []
         self._changed: list[Block] = []
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
@@ -43,6 +50,7 @@ class Residency:
         """The blocks whose copies changed since the last call; some may come twice."""
         if self._evicted or self._shared_removals:
             self.end_removals()
+        self._lineage.variants.settle(self.holdings.is_held, self._detach, self._attach)
         changed = self._changed
         if changed:
             self._changed = []
@@ -52,6 +60,31 @@ class Residency:
 
     def store(self, event: EngineStored) -> None:
         """One more copy of each hash."""
+        if event.offloaded and event.token_ids:
+            for part in self._split_by_knowledge(event):
+                self._store(part)
+        else:
+            self._store(event)
+
+    def _split_by_knowledge(self, event: EngineStored) -> Iterator[EngineStored]:
+        """An offloaded event, its known hashes as a placeholder has them: they keep their blocks."""
+        hashes, size, known = event.hashes, event.block_size, self._lineage.known
+        if len(event.token_ids) != len(hashes) * size:
+            yield event
+            return
+        first = 0
+        for is_known, run in groupby(hashes, key=known.__contains__):
+            last = first + len(list(run))
+            yield replace(
+                event,
+                hashes=hashes[first:last],
+                parent=hashes[first - 1] if first else event.parent,
+                token_ids=() if is_known else event.token_ids[first * size : last * size],
+                extra_keys=event.extra_keys[first:last] if event.extra_keys and not is_known else None,
+            )
+            first = last
+
+    def _store(self, event: EngineStored) -> None:
         if self._evicted or self._shared_removals:
             self.end_removals()
         hashes, resolver = event.hashes, self._resolver
@@ -66,12 +99,16 @@ class Residency:
         counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self._shared_hashes
         block_of, count_of, counting = self._block_of, counts.get, self._counting
         alone = len(self._indexed) == 1
+        if self.unproven and not event.offloaded:
+            self.unproven.difference_update(hashes)
         for name, block in zip(hashes, blocks, strict=True):
             count = count_of(name, 0)
             counts[name] = count + 1 if counting else 1
             owner = block_of(name)
             if owner is None:
                 self._lineage.add_name(name, block)
+                if event.offloaded and not has_keys(event):
+                    self.unproven.add(name)
                 if count and not event.salt_inherited:  # the copies left out before may be another salt's
                     self.shared.add(name, block)
                     self.shared.store(name, block, holding, counting)
@@ -92,9 +129,42 @@ class Residency:
                 self._lineage.mark_held(name)
             block.copies += unit
             changed.append(block)
+        if self._lineage.variants.names:
+            self._hang(event, blocks)
         if resolver.awaiting:
             for name, block in resolver.resolve_awaiting(hashes):
                 self.enter_tiers(name, block)
+
+    def _hang(self, event: EngineStored, blocks: Sequence[Block]) -> None:
+        """Note which hash of its parent's block each of these blocks is found behind, where there are several."""
+        variants, parent_name = self._lineage.variants, event.parent
+        for name, block in zip(event.hashes, blocks, strict=True):
+            if parent_name is not None and block.parent in variants.names and name not in self._shared_hashes:
+                variants.hang(name, parent_name)
+            parent_name = name
+
+    def _detach(self, name: EngineHash) -> bool:
+        """The hash stands for no block for now. False if it is none that can be detached."""
+        if name in self._shared_hashes or (block := self._lineage.known.pop(name, None)) is None:
+            return False
+        self._lineage.evicted.pop(name, None)
+        self._lineage.variants.detached[name] = block
+        self._leave_tiers(name, block)
+        return True
+
+    def _attach(self, name: EngineHash) -> None:
+        """The hash stands for its block again."""
+        block = self._lineage.variants.detached[name]
+        self._lineage.add_name(name, block)
+        self.enter_tiers(name, block)
+        for child, child_block in self._resolver.resolve_awaiting([name]):
+            self.enter_tiers(child, child_block)
+
+    def _leave_tiers(self, name: EngineHash, block: Block) -> None:
+        """The block is no longer held by this hash, whatever is held of the hash."""
+        for holding in {holding.tier: holding for holding in self._indexed if holding.in_all(name)}.values():
+            block.copies -= holding.unit
+        self._changed.append(block)
 
     def _store_by_hash(self, event: EngineStored, holding: Holding) -> None:
         """Count copies of hashes that the event resolves to no blocks; those known by their hash are held then: a
@@ -188,6 +258,28 @@ class Residency:
             holding.counts.clear()
         self.shared.clear(cleared)
         self._lineage.mark_evicted([name for name in removed if not self.holdings.is_held(name)])
+
+    def forget_unproven(self) -> None:
+        """The engine uses keys: which blocks these hashes stand for is not known."""
+        self.end_removals()
+        lineage = self._lineage
+        for name in self.unproven:
+            block = lineage.known.pop(name, None) or lineage.variants.detached.get(name)
+            if block is None:
+                continue
+            if lineage.variants.detached.pop(name, None) is None:
+                self._leave_tiers(name, block)
+            lineage.mark_held(name)  # it is forgotten here
+            for lost in (block, *lineage.variants.forget(name, block)):
+                lost.names -= 1
+                self._unnamed.append(lost)
+        self.unproven.clear()
+
+    def drop_unnamed(self) -> None:
+        """Drop the blocks of forgotten hashes; called after their change was published."""
+        for block in self._unnamed:
+            self._lineage.drop(block)
+        self._unnamed.clear()
 
     # ---------------------------------------------------------------- tiers and groups
 

@@ -1,8 +1,9 @@
 """One worker's residency as a change log: engine events go into the ledger, its changes into the outbox (pure).
 
 Invariants:
-- what was put in the outbox of an incarnation, snapshot first, adds up to what the ledger announces, unless a new
-  incarnation is due; then nothing more is put in until that has begun;
+- what was put in the outbox of an incarnation, snapshot first, adds up to what the ledger announces, unless the outbox
+  takes nothing more; then a new incarnation is due. One that is due for another reason may wait for a grant, and the index
+  is told of every change until it begins;
 - a new incarnation is above every one before it, the saved one and every requested one.
 """
 
@@ -25,6 +26,7 @@ class IncarnationReason(StrEnum):
     START = "publisher start"
     STARTED_OVER = "all known blocks were dropped"
     OVERFLOW = "the outbox was full"
+    TOO_LARGE = "the stream takes smaller messages only"
     REQUESTED = "a snapshot was requested"
     TAKEN_OVER = "the other publisher is silent"
 
@@ -77,9 +79,9 @@ class Changelog:
         return self.ledger.fold(EngineBatch(events))
 
     def publish(self, events: Sequence[IndexEvent], now_us: int, now_s: float, headers: Headers = None) -> int:
-        """Put a change in the outbox. Returns how many messages it takes; 0 also while a new incarnation is due, whose snapshot
-        will have it all."""
-        if not events or self.incarnation_due is not None or not self.outbox.incarnation:
+        """Put a change in the outbox. Returns how many messages it takes; 0 also if the outbox takes nothing more before the
+        new incarnation that is due, whose snapshot will have it all."""
+        if not events or self.outbox.overflowed or not self.outbox.incarnation:
             return 0
         messages = self.outbox.put(events, self.ledger.uses, now_us, headers)
         if not messages:
@@ -90,14 +92,26 @@ class Changelog:
         self._checkpoints.record_messages(messages, now_s)
         return messages
 
-    def start_over(self) -> None:
-        """What the engine holds is not known any more: the ledger is empty, and a new incarnation says so."""
+    def start_over(self, now_us: int) -> None:
+        """What the engine holds is not known any more: the ledger is empty, and a new incarnation says so; the one before says
+        it at once."""
         self._pending.clear()
+        announced = self.ledger.announced_blocks > 0
         self.ledger.empty()
+        if announced:
+            self.publish([Cleared()], now_us, 0.0)
         if self.outbox.incarnation or self.incarnation_due is not None:
             self.require_incarnation(IncarnationReason.STARTED_OVER)
 
     # ---------------------------------------------------------------- incarnations
+
+    def split_smaller(self, seq: int) -> bool:
+        """The stream refused this message for its size: a new incarnation is due, in messages of at most half of that. False if
+        they can't be any smaller."""
+        if not self.outbox.halve_messages(seq):
+            return False
+        self.require_incarnation(IncarnationReason.TOO_LARGE)
+        return True
 
     def require_incarnation(self, reason: IncarnationReason) -> None:
         """A new incarnation is due. The first reason stands."""
@@ -172,11 +186,11 @@ class Changelog:
 
     def checkpoint_in(self, now_s: float) -> float | None:
         """Seconds until a checkpoint is due; None if none will be."""
-        return self._checkpoints.due_in(now_s) if self.incarnation_due is None else None
+        return self._checkpoints.due_in(now_s) if not self.outbox.overflowed else None
 
     def checkpoint(self, now_us: int) -> None:
         """Put a checkpoint of all that was published. Pending events were folded and published before, or wait."""
-        if self.incarnation_due is not None or not self.outbox.incarnation:
+        if self.outbox.overflowed or not self.outbox.incarnation:
             return
         self._checkpoints.reset()
         if self.outbox.checkpoint(self.ledger.digest.words, now_us):

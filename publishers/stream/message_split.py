@@ -6,6 +6,7 @@ tiers, removals child first, stores parent first) guarantees that wherever the e
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from kvatlas.blocks.digest import WORDS
 from kvatlas.blocks.hashing import HASH_BYTES
@@ -19,7 +20,12 @@ _REMOVED_BYTES = 1 + 1 + 10 + 1 + 5
 _OTHER_BYTES = 1 + 1 + 9 + 3 + WORDS * 9
 _LARGEST_SCOPE_BYTES = 10 + 1 + 4 * (3 + MAX_NAME_BYTES) + 9 + 9
 
+SMALLEST_MESSAGE_BYTES = 4096
+"""A limit that every event fits, cut between its hashes, with the longest names."""
+
 _SCOPED = (Stored, SnapshotChunk, Removed)
+
+_Event = TypeVar("_Event", bound=IndexEvent)
 
 Part = tuple[list[IndexEvent], dict[bytes, ScopeUse]]
 """One message's events, and the scopes they use."""
@@ -83,8 +89,22 @@ def _split(
     return parts
 
 
-def _split_event(event: IndexEvent, largest_bytes: int, granularity: int) -> Iterator[IndexEvent]:
-    if not isinstance(event, (Stored, Removed)):
+def split_chunks(
+    chunks: Sequence[SnapshotChunk], uses: Mapping[bytes, ScopeUse], limit_bytes: int, granularity: int = 1
+) -> Sequence[SnapshotChunk]:
+    """The chunks, cut so that each fits a message of `limit_bytes`: a snapshot's end counts them."""
+    pieces: list[SnapshotChunk] = []
+    for chunk in chunks:
+        largest = limit_bytes - _ENVELOPE_BYTES - scope_bytes(uses[chunk.scope_id])
+        if event_bytes(chunk) <= largest:
+            pieces.append(chunk)
+        else:
+            pieces += _split_event(chunk, largest, granularity)
+    return pieces
+
+
+def _split_event(event: _Event, largest_bytes: int, granularity: int) -> Iterator[_Event]:
+    if not isinstance(event, _SCOPED):
         raise ValueError(f"event {type(event).__name__} of {event_bytes(event)} bytes can't be split")
     fixed = event_bytes(event) - len(event.hashes)
     step = (largest_bytes - fixed) // HASH_BYTES * HASH_BYTES

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvatlas.bus import wire
 from kvatlas.events import Checkpoint, IndexEvent, Message, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd
-from publishers.stream.message_split import split_into_messages
+from publishers.stream.message_split import SMALLEST_MESSAGE_BYTES, split_chunks, split_into_messages
 
 Headers = Mapping[str, str] | None
 
@@ -134,8 +134,10 @@ class Outbox:
         self.round += 1
         self._base = self._sent = self._sent_bytes = self._position = 0
         self._counted_messages = self._counted_bytes = 0
-        events: list[IndexEvent] = [SnapshotBegin(), *chunks, SnapshotEnd(len(chunks), digest)]
-        payloads = self._encode(events, uses, ts_us)
+        largest = min(self.limits.message_bytes, wire.MAX_SNAPSHOT_MESSAGE_BYTES)
+        pieces = split_chunks(chunks, uses, largest, self._granularity)
+        events: list[IndexEvent] = [SnapshotBegin(), *pieces, SnapshotEnd(len(pieces), digest)]
+        payloads = self._encode(events, uses, ts_us, largest)
         self._kept.extend(_Kept(payload, headers, 0) for payload in payloads)
         return len(payloads)
 
@@ -151,7 +153,7 @@ class Outbox:
         if self.overflowed or not self.incarnation:
             self.overflowed = True
             return 0
-        payloads = self._encode(events, uses, ts_us)
+        payloads = self._encode(events, uses, ts_us, self.limits.message_bytes)
         total = sum(map(len, payloads))
         if (
             self._counted_messages + len(payloads) > self.limits.outbox_messages
@@ -163,6 +165,16 @@ class Outbox:
         self._counted_bytes += total
         self._kept.extend(_Kept(payload, headers, len(payload)) for payload in payloads)
         return len(payloads)
+
+    def halve_messages(self, seq: int) -> bool:
+        """This message is too large for the stream: from the next `begin` on none is larger than half of it; what is kept is
+        dropped. False, and nothing is changed, if messages can't be that small."""
+        largest_bytes = len(self._kept[seq - self._base].payload) // 2
+        if largest_bytes < SMALLEST_MESSAGE_BYTES:
+            return False
+        self.limit_message_bytes(largest_bytes)
+        self.drop()
+        return True
 
     def drop(self) -> None:
         """Nothing more of this incarnation is sent; nothing is taken until the next `begin`."""
@@ -179,13 +191,13 @@ class Outbox:
         """Put a checkpoint: `digest` (`Digest.words`) is of everything put in so far."""
         return self.put([Checkpoint(digest)], {}, ts_us)
 
-    def _encode(self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int) -> list[bytes]:
+    def _encode(
+        self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int, largest_bytes: int
+    ) -> list[bytes]:
         seq = self.next_seq
         return [
             wire.encode(Message(self.worker_id, self.incarnation, seq + i, part, scopes, ts_us))
-            for i, (part, scopes) in enumerate(
-                split_into_messages(events, uses, self.limits.message_bytes, self._granularity)
-            )
+            for i, (part, scopes) in enumerate(split_into_messages(events, uses, largest_bytes, self._granularity))
         ]
 
     # ---------------------------------------------------------------- sending

@@ -19,6 +19,7 @@ from kvatlas.events import (
     Stored,
 )
 from kvatlas.identity import Scope
+from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 
 token_ids = st.integers(0, (1 << 32) - 1)
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
@@ -32,12 +33,18 @@ parents = st.none() | st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
 block_flags = st.sampled_from([0, FLAG_PINNED, FLAG_RESUMABLE, FLAG_PINNED | FLAG_RESUMABLE])
 
 
+def _once(event: IndexEvent) -> object:
+    """A message has at most one of these; it may have any number of others."""
+    return type(event) if isinstance(event, (Cleared, SnapshotBegin, SnapshotEnd)) else repr(event)
+
+
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
     """A message whose events name scopes that it describes."""
     used = draw(st.lists(scopes, min_size=1, max_size=3, unique=True))
     uses = {
-        scope.scope_id: ScopeUse(scope, draw(st.integers(1, 4096)), draw(st.integers(0, 1 << 40))) for scope in used
+        scope.scope_id: ScopeUse(scope, draw(st.integers(1, MAX_BLOCK_TOKENS)), draw(st.integers(0, MAX_BLOCK_BYTES)))
+        for scope in used
     }
     ids = st.sampled_from(sorted(uses))
     fields = (ids, tiers, packed_hashes, parents, st.integers(0, 1 << 40), block_flags)
@@ -54,7 +61,7 @@ def messages(draw: st.DrawFn) -> Message:
         draw(worker_ids),
         draw(st.integers(1, MAX_INCARNATION)),
         draw(st.integers(0, MAX_SEQ)),
-        draw(st.lists(events, max_size=6)),
+        draw(st.lists(events, max_size=6, unique_by=_once)),
         uses,
-        draw(st.integers(0, 1 << 60)),
+        draw(st.integers(0, MAX_SEQ)),
     )

@@ -5,12 +5,12 @@ Each write is one server-side function (`functions/*.lua`); this file only names
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency, ShardRuns
 from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
-from kvatlas.errors import NoIndexYet, NotSupported
+from kvatlas.errors import InvalidValue, NoIndexYet, NotSupported
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
@@ -124,6 +124,10 @@ class RedisIndex(DirectWrites):
             # closes the workers whose stores can't be applied: that gives memory back, and removals go on
             answer = await self._functions.call("kvatlas_apply_oom", keys, [argument])
             no_room = True
+        except ResponseError as error:
+            if "@user_function" in str(error):  # not the store's trouble: what it holds of a worker can't be read
+                raise InvalidValue(f"the store's function failed: {error}") from error
+            raise
         records, counts, moved = unpack_answer(answer)
         self._counts += counts
         return ApplyResult.of(records, counts, moved, no_room=no_room)
@@ -221,7 +225,7 @@ class RedisIndex(DirectWrites):
         return record.of_worker(worker_id) if record is not None else None
 
     async def records(self, shard: int) -> Sequence[WorkerRecord]:
-        found = await self._readers[shard].records()
+        found = await self._readers[shard].records(repair=self._writer)
         return [record.of_worker(worker_id) for worker_id, record in found.items()]
 
     async def position(self, partition: int) -> Position | None:

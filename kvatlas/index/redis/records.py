@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 import msgpack
 
 from kvatlas.blocks.digest import FLAG_WORDS, WORDS
+from kvatlas.errors import InvalidValue
 from kvatlas.index.protocol import Position, WorkerRecord
 
 _TOUCHED = ">8sII"
@@ -29,7 +30,14 @@ class StoredRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
-        return cls(*msgpack.unpackb(packed, raw=True))
+        """Raises InvalidValue for bytes that are no record."""
+        try:
+            record = cls(*msgpack.unpackb(packed, raw=True))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise InvalidValue(f"not a worker's record: {packed[:40]!r}") from error
+        if [(type(value), len(value) if type(value) is bytes else 0) for value in record] not in _FORMS:
+            raise InvalidValue(f"not a worker's record: {packed[:40]!r}")
+        return record
 
     def of_worker(self, worker_id: str) -> WorkerRecord:
         """The fence that it is."""
@@ -45,6 +53,14 @@ class StoredRecord(NamedTuple):
             answering=self.active != b"",
             loading=self.loading != b"",
         )
+
+
+_FORMS = [
+    [(bytes, 8), (int, 0), active, loading, (int, 0), (int, 0), (int, 0), (bytes, 8), (int, 0), (int, 0), (int, 0)]
+    for active in ((bytes, 0), (bytes, 3))
+    for loading in ((bytes, 0), (bytes, 3))
+]
+"""Type and length of a record's fields."""
 
 
 class HolderState(NamedTuple):

@@ -1,14 +1,20 @@
 """Reading what the store keeps of one shard, without functions."""
 
+import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.errors import InvalidValue
 from kvatlas.index.protocol import Position
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import StoredRecord, unpack_digest, unpack_position, unpack_touched
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 
 SCAN_COUNT = 1_000
+
+_log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 
 
 class ShardReader:
@@ -20,12 +26,26 @@ class ShardReader:
 
     async def record(self, worker_id: str) -> StoredRecord | None:
         packed = await self._store.ask(self._store.client.hget(self.keys.workers, worker_id))
-        return StoredRecord.unpack(packed) if packed is not None else None
+        if packed is None:
+            return None
+        with suppress(InvalidValue):  # `records` deletes it
+            return StoredRecord.unpack(packed)
+        return None
 
-    async def records(self) -> dict[str, StoredRecord]:
-        """Of all workers, by id."""
+    async def records(self, *, repair: bool = False) -> dict[str, StoredRecord]:
+        """Of all workers, by id, but those that can't be read. With `repair` these are deleted: their workers are unknown then,
+        and asked for a snapshot."""
         found = await self._store.ask(self._store.client.hgetall(self.keys.workers))
-        return {worker_id.decode(): StoredRecord.unpack(packed) for worker_id, packed in found.items()}
+        records: dict[str, StoredRecord] = {}
+        for worker_id, packed in found.items():
+            try:
+                records[worker_id.decode()] = StoredRecord.unpack(packed)
+            except (InvalidValue, UnicodeDecodeError) as error:
+                what = "deleting it" if repair else "ignored"
+                _log.report("record", f"worker {worker_id.decode(errors='backslashreplace'):.64}: {error}; {what}")
+                if repair:
+                    await self._store.ask(self._store.client.hdel(self.keys.workers, worker_id))
+        return records
 
     async def active(self) -> dict[bytes, str]:
         """The worker of each active holder."""

@@ -198,6 +198,16 @@ SCOPE_ENTRIES: dict[str, tuple[Any, str]] = {
     "too short": (["model", "tokenizer", None, "tenant"], "expected four names"),
     "block size 0": (["model", "tokenizer", "adapter", "tenant", 0, 0], "block size 0"),
     "block size text": (["model", "tokenizer", "adapter", "tenant", "16", 0], "block size '16'"),
+    "block size as a float": (["model", "tokenizer", "adapter", "tenant", 16.0, 0], r"block size 16\.0"),
+    "block size true": (["model", "tokenizer", "adapter", "tenant", True, 0], "block size True"),
+    "block size beyond 20 bits": (
+        ["model", "tokenizer", "adapter", "tenant", (1 << 20) + 1, 0],
+        "expected 1 to 1048576",
+    ),
+    "block bytes beyond 32 bits": (
+        ["model", "tokenizer", "adapter", "tenant", 16, 1 << 32],
+        "expected 0 to 4294967295",
+    ),
     "negative bytes": (["model", "tokenizer", "adapter", "tenant", 16, -1], "block bytes -1"),
     "empty model": (["", "tokenizer", "adapter", "tenant", 16, 0], "scope field model_id"),
     "no tenant": (["model", "tokenizer", "adapter", None, 16, 0], "scope field tenant_id"),
@@ -212,6 +222,13 @@ def test_the_error_names_what_is_wrong_with_a_scope_entry(name: str) -> None:
     message[SCOPES][ID] = entry
     with pytest.raises(WireError, match=text):
         decode(msgpack.packb(message))
+
+
+@pytest.mark.parametrize("code", [3, 4])
+def test_a_message_has_at_most_one_event_that_takes_a_holder(code: int) -> None:
+    assert len(decode(msgpack.packb(raw([code], STORED))).events) == 2
+    with pytest.raises(WireError, match=f"2 events with code {code}; expected at most one"):
+        decode_raw(msgpack.packb(raw([code], STORED, [code])))
 
 
 @pytest.mark.parametrize("event", [Checkpoint([0] * 14), SnapshotEnd(-1, DIGEST), Stored(ID, Tier.HBM, b"")])

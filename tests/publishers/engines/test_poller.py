@@ -81,6 +81,18 @@ async def test_an_engine_without_a_metrics_page_is_up(engine: EngineHttp) -> Non
     assert poller.load is None
 
 
+@pytest.mark.parametrize("page", ["vllm:num_requests_running +Inf\n", "#" * (9 << 20)], ids=["infinite", "9 MiB"])
+async def test_an_impossible_metrics_page_is_counted_and_polling_goes_on(engine: EngineHttp, page: str) -> None:
+    engine.pages = {"/health": (200, ""), "/metrics": (200, page)}
+    counters = PublisherCounters()
+    poller = EnginePoller(engine.url, LoadContext("w", EngineKind.VLLM), counters, Diagnoses("w"))
+    await poller.poll_once()
+    assert counters.load_failures == 1 and poller.load is None
+    engine.pages["/metrics"] = (200, "vllm:num_requests_running 3\n")
+    await poller.poll_once()
+    assert poller.load is not None and poller.state is EngineState.UP
+
+
 async def test_a_broken_metrics_page_is_counted_and_the_engine_is_up(engine: EngineHttp) -> None:
     engine.pages = {"/health": (200, ""), "/metrics": (200, "vllm:num_requests_running{model\n")}
     counters = PublisherCounters()

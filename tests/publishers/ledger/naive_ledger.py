@@ -36,6 +36,7 @@ class NaiveLedger:
     chains: dict[EngineHash, tuple[bytes, list[bytes]]] = field(
         default_factory=dict
     )  # scope id, hashes from the root on
+    parents: dict[EngineHash, EngineHash | None] = field(default_factory=dict)
     unresolved: list[EngineStored] = field(default_factory=list)
     indexable: dict[tuple[Tier, int], bool] = field(default_factory=dict)
 
@@ -74,16 +75,26 @@ class NaiveLedger:
         for i, name in enumerate(event.hashes):
             above = [*above, packed[8 * i : 8 * i + 8]]
             self.chains[name] = (scope_id, above)
+            self.parents.setdefault(name, event.hashes[i - 1] if i else event.parent)
         return True
 
     def resident(self) -> set[tuple[Tier, int, EngineHash]]:
         return {(tier, group, name) for (name, tier, group), count in self.counts.items() if count}
+
+    def is_reachable(self, name: EngineHash) -> bool:
+        """Is the hash held in some tier, and every hash that leads to it?"""
+        groups = {tier: [g for (t, g), indexable in self.indexable.items() if t is tier and indexable] for tier in Tier}
+        held = any(groups[tier] and all(self.counts[name, tier, group] for group in groups[tier]) for tier in Tier)
+        parent = self.parents[name]
+        return held and (parent is None or self.is_reachable(parent))
 
     def usable(self) -> dict[Key, set[Tier]]:
         """Every block that is held with all its ancestors, with the tiers it is held in, thinned."""
         held: dict[Key, set[Tier]] = {}
         path: dict[Key, list[bytes]] = {}
         for name, (scope_id, chain) in self.chains.items():
+            if not self.is_reachable(name):
+                continue
             key = (scope_id, chain[-1])
             for tier in Tier:
                 groups = [group for (t, group), indexable in self.indexable.items() if t is tier and indexable]
