@@ -1,6 +1,7 @@
 """The router client: looks up which workers hold a prompt, prices every worker of the pool, books the cheapest."""
 
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,8 +19,9 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.store import write_answer_report
 from kvatlas.request import RequestHints, RequestShape, SelectionResult
-from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
+from kvatlas.reservations import MemoryReservations, Outcome, RedisReservations, Reservations
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
@@ -37,8 +39,18 @@ from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, OverlapIndex
 from router_client.pricing.pool import Pool
 from router_client.pricing.ranking import RankedResults
 from router_client.prompt import Prompt
-from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_for, list_left_out
+from router_client.results import (
+    Choice,
+    PromptOverlap,
+    Ranking,
+    WorkerOverlap,
+    fell_open_for_want_of,
+    headers_for,
+    list_left_out,
+)
 from router_client.settings import RouterSettings
+
+_log = logging.getLogger("router_client")
 
 Request = Prompt | RequestHints | RequestShape
 
@@ -76,10 +88,16 @@ class RouterClient:
         self.settings = settings or RouterSettings()
         self.counters = RouterCounters()
         self.answers = PredictionAccuracy()
+        self._log = RateLimitedLog(_log)
         shared = reservations or MemoryReservations(now_us)
+        self._reservations = shared
         self._learner = RateLearner(shared, self.settings, self.counters)
         self._fleet = FleetCache(
-            fleet, self.settings.fleet_max_age_ms, self.settings.rules, profile=self._learner.profile
+            fleet,
+            self.settings.fleet_max_age_ms,
+            self.settings.rules,
+            profile=self._learner.profile,
+            on_failure=self._count_fleet_failure,
         )
         self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
         report = None if store is None else partial(write_answer_report, store, self._leases.router_id)
@@ -128,6 +146,11 @@ class RouterClient:
         await self._fleet.close()
 
     @property
+    def router_id(self) -> str:
+        """The name of this router's lease."""
+        return self._leases.router_id
+
+    @property
     def load_only(self) -> bool:
         """The kill switch: if True, load alone decides, without the index. May be set at any time."""
         return self._decider.index.load_only
@@ -140,6 +163,13 @@ class RouterClient:
         """Every worker of the scope's pool by id, also those that get no requests now; as last read if the store does not
         answer within the deadline. Raises Unreachable if it was never read."""
         return (await self._decider.read_pool(scope.pool_id)).records
+
+    async def report(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
+        """Report how a reservation of any router of the pool ended, or (None) that its first token is there. False if there is
+        none (any more). Raises Unreachable."""
+        if outcome is None:
+            return await self._reservations.record_first_token(pool_id, id)
+        return await self._reservations.release(pool_id, id, outcome)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
         """The learned rates of the scope's workers, by worker; a worker without evidence has the configured ones."""
@@ -297,6 +327,7 @@ class RouterClient:
     def _count_choice(self, choice: Choice, started_ns: int) -> None:
         counters, result = self.counters, choice.result
         counters.routed += 1
+        self._count_fall(choice)
         counters.by_load += choice.basis is Basis.LOAD
         counters.by_prefix_hash += choice.basis is Basis.PREFIX_HASH
         counters.followed += choice.would_be is not None
@@ -307,6 +338,18 @@ class RouterClient:
         counters.no_room += bool(result.over & NO_ROOM)
         counters.over_slo += bool(result.over & MISSES_SLO)
         counters.decision_time_us += (time.perf_counter_ns() - started_ns) // 1_000
+
+    def _count_fleet_failure(self) -> None:
+        self.counters.fleet_failures += 1
+
+    def _count_fall(self, choice: Choice) -> None:
+        """A choice that fell open is counted by its cause, and logged now and then."""
+        if (cause := fell_open_for_want_of(choice)) is None:
+            return
+        self.counters.open_connections += cause == "connections"
+        self.counters.open_index += cause == "index"
+        self.counters.open_booking += cause == "booking"
+        self._log.report(cause, f"chosen without the store's help: {choice.why}; choices go on by what is known here")
 
     def _prompt(self, request: Request) -> Prompt:
         if isinstance(request, Prompt):

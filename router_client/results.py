@@ -256,6 +256,16 @@ class Choice(ChoiceData):
             await self.reservation.end(Outcome.FAILED)
 
 
+def fell_open_for_want_of(choice: ChoiceData) -> str | None:
+    """What a choice that fell open lacked: `index`, `booking` or `connections`; None for one that did not."""
+    part = choice.why.partition(":")[0]
+    if part not in ("index", "reservations"):
+        return None
+    if "connections" in choice.why.lower():
+        return "connections"
+    return "booking" if part == "reservations" else part
+
+
 def list_left_out(left_out: Mapping[str, str], most: int) -> str:
     """Up to `most` workers with the reason for each, and how many more there are."""
     named = ", ".join(f"{id} ({why})" for id, why in islice(left_out.items(), most))

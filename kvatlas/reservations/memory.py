@@ -171,9 +171,11 @@ class MemoryReservations:
             if worker.sampled_us > now + CLOCK_SLACK_US:
                 self._pools[pool_id] = pool = _Pool(rates=pool.rates)
                 worker = pool.workers.setdefault(worker_id, _Worker())
+            if worker.incarnation is not None and report.incarnation < worker.incarnation:
+                continue
             if worker.incarnation != report.incarnation:
                 if worker.incarnation is not None:
-                    self._drop_worker(pool, worker_id, now)
+                    self._drop_settled_predictions(pool, worker_id)
                 worker.incarnation = report.incarnation
             sample = report.sample
             if sample is not None and now - sample.age_us >= worker.sampled_us:
@@ -289,6 +291,13 @@ class MemoryReservations:
             self._drop_reservation(pool, id, False, now)
         for id in [id for id, p in pool.predictions.items() if p.worker_id == worker_id]:
             del pool.predictions[id]
+
+    def _drop_settled_predictions(self, pool: _Pool, worker_id: str) -> None:
+        """Except of prompts that it is still computing."""
+        for id in [id for id, p in pool.predictions.items() if p.worker_id == worker_id]:
+            reservation = pool.reservations.get(id)
+            if reservation is None or not reservation.prefilling:
+                del pool.predictions[id]
 
     def _pool(self, pool_id: str) -> _Pool:
         return self._pools.setdefault(pool_id, _Pool())

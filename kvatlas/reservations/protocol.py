@@ -213,9 +213,9 @@ class Reservations(Protocol):
     """The bookings of every router on every pool. All calls raise Unreachable; times are those of the store's clock.
 
     Promises: `book` chooses and reserves in one step, so that all routers see each other's bookings. A reservation ends
-    with its release, its router's lease, its worker's incarnation, or its longest time, whichever is first; ending it again
-    changes nothing. No prediction outlives the time for which it is believed, a failure of its request, or its worker's
-    incarnation.
+    with its release, its router's lease, its worker's retirement, or its longest time, whichever is first; ending it again
+    changes nothing. No prediction outlives the time for which it is believed, or a failure of its request; a settled one does
+    not outlive its worker's incarnation.
 
     If that clock goes back (another server's, or stepped), all that is booked and predicted ends with the next report: it
     would count until the clock is where it was.
@@ -244,7 +244,9 @@ class Reservations(Protocol):
         """End a router's lease, and with it its reservations."""
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
-        """Report workers by id. Another incarnation ends a worker's bookings and predictions; older samples are ignored."""
+        """Report workers by id. A lower incarnation than the last one is late, and ignored, as are older samples. A higher one
+        ends the worker's predictions, except of prompts that are being computed; bookings stay, because every snapshot begins
+        an incarnation while the engine's requests go on."""
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
         """Forget a worker that is gone, with all that was booked, predicted and learned there."""

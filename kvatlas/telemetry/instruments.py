@@ -320,6 +320,7 @@ OVERLAP_BLOCKS = _counter(
 WITHOUT_INDEX = _counter(
     "router.decisions.without_index", "{decision}", "Decisions made without the index, by what replaced it"
 )
+FELL_OPEN = _counter("router.decisions.open", "{decision}", "Decisions that fell open, by what did not answer in time")
 SHADOWED = _counter(
     "router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many of them agreed"
 )
@@ -345,7 +346,8 @@ ROUTER = {
     **_by(DECISIONS, "outcome", routed="routed", no_workers="no_workers"),
     **_by(WITHOUT_INDEX, "instead", by_load="load", by_prefix_hash="prefix_hash"),
     **_by(SHADOWED, "outcome", followed="followed", agreed="agreed"),
-    **_by(ROUTER_FAILURES, "part", index_failures="index", booking_failures="reservations"),
+    **_by(ROUTER_FAILURES, "part", index_failures="index", booking_failures="reservations", fleet_failures="fleet"),
+    **_by(FELL_OPEN, "cause", open_index="index", open_booking="booking", open_connections="connections"),
     **_by(RESERVATIONS, "change", booked="booked", released="released"),
     **_single(LEASES_LAPSED, "lapsed"),
     **_single(IN_FLIGHT_TOKENS, "predicted_tokens"),
@@ -386,22 +388,41 @@ PROXY_SENT = _counter("proxy.sent", "{try}", "Requests sent to engines, each att
 PROXY_WAIT = _counter("proxy.wait.time", "us", "Time from a request's arrival until it is sent, summed over attempts")
 PROXY_HELD = _counter("proxy.held", "{booking}", "Bookings made over HTTP, by change")
 
+PROXY_BUDGET = _counter("proxy.retries.budget", "{try}", "Further tries, by whether the retry budget allowed them")
+PROXY_QUEUED = _counter("proxy.queued", "{request}", "Requests for which every engine was full, by outcome")
+
 PROXY = {
     **_single(PROXY_REQUESTS, "requests"),
+    **_single(PROXY_UNTOKENIZED, "untokenized"),
     **_by(
         PROXY_ENDS,
         "end",
         answered="answered",
+        refused_by_engine="refused",
         gave_up="gave_up",
-        shed="shed",
         gone="client_gone",
         broken="engine_gone",
+        cut="stopped",
+        shed="shed",
     ),
     **_by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
-    **_single(PROXY_UNTOKENIZED, "untokenized"),
+    **_by(PROXY_BUDGET, "outcome", retried="allowed", retries_denied="denied"),
     **_single(PROXY_SENT, "sent"),
     **_single(PROXY_WAIT, "wait_us"),
-    **_by(PROXY_HELD, "change", held="booked", held_done="done", held_expired="expired"),
+    **_by(PROXY_QUEUED, "outcome", queued="served", queue_full="refused"),
+    **_by(
+        PROXY_HELD, "change", held="booked", held_done="done", held_expired="expired", done_elsewhere="done_elsewhere"
+    ),
+}
+
+# ---------------------------------------------------------------- outliers: router_client.outliers.monitor.OutlierCounters
+
+ENGINE_ANSWERS = _counter("outliers.answers", "{answer}", "Engines' answers, by what they say about their worker")
+EJECTIONS = _counter("outliers.changes", "{worker}", "Workers ejected because they fail, and readmitted")
+
+OUTLIERS = {
+    **_by(ENGINE_ANSWERS, "verdict", good="good", bad="bad"),
+    **_by(EJECTIONS, "change", ejections="ejected", readmissions="readmitted"),
 }
 
 # ---------------------------------------------------------------- tokens: router_client.tokens.counters.TokenCounters
@@ -460,6 +481,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "router": ROUTER,
     "rates": RATES,
     "proxy": PROXY,
+    "outliers": OUTLIERS,
     "tokens": TOKENS,
     "answers": ANSWERS,
 }

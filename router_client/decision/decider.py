@@ -127,12 +127,13 @@ class Decider:
             return Decision(situation.pool, ())
         if not self._settings.booking.reservations:
             return self._decide(case, evaluate_without_bookings(case.ask, case.quotes))
+        failure = "reservations: no answer lately"
         if call_store:
             call = self._decide_in_store(case, deadline, book=book)
             decision, failure = await self._booker.try_store(call, deadline)
             if decision is not None:
                 return decision
-            case = replace(case, situation=replace(situation, why=situation.why or failure))
+        case = replace(case, situation=replace(situation, why=situation.why or failure))
         return self._decide_alone(case, book=book)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairDecision:
@@ -160,7 +161,10 @@ class Decider:
     # ------------------------------------------------------------ steps
 
     def _start_deadline(self) -> Deadline:
-        return Deadline(self._settings.deadline_ms, self.late_calls)
+        least_ms, most_ms = self._settings.deadline_ms, self._settings.most_deadline_ms
+        if least_ms is None:
+            return Deadline(None, self.late_calls)
+        return Deadline(self.late_calls.latency.deadline_ms(least_ms, most_ms), self.late_calls)
 
     async def _read_situation(
         self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool

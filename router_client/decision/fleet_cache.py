@@ -63,8 +63,11 @@ class FleetCache:
         rules: ReuseRules | None = None,
         clock: Callable[[], float] = time.monotonic,
         profile: Callable[[str], Awaitable[CostProfile]] | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`profile`: the prices of a pool's workers; called while the records are read."""
+        """`profile`: the prices of a pool's workers; called while the records are read. `on_failure`: called for a read that
+        was not done in time."""
+        self._on_failure = on_failure
         self._reader = reader
         self._rules = rules
         self._max_age_s = max_age_ms / 1_000
@@ -98,6 +101,7 @@ class FleetCache:
         try:
             return await deadline.wait_for(self.read_pool(pool_id), READ_SHARE)
         except STORE_FAILURES:
+            self._on_failure()
             return self.last_known(pool_id) or known
 
     def last_known(self, pool_id: str) -> Pool | None:
@@ -114,9 +118,11 @@ class FleetCache:
 
     async def _read(self, pool_id: str) -> Pool:
         began = self._clock()
-        read, profile = await asyncio.gather(self._reader.pool(pool_id), self._profile(pool_id))
+        read = await self._reader.pool(pool_id)
+        if not read and pool_id not in self._last:
+            return Pool.of({}, self._rules)  # of a pool that does not exist nothing is kept, learned or read again
         records = self._last.setdefault(pool_id, LastKnownRecords(self._clock)).update(read)
-        pool = Pool.of(records, self._rules, profile)
+        pool = Pool.of(records, self._rules, await self._profile(pool_id))
         self._kept[pool_id] = (began, pool)
         return pool
 

@@ -173,6 +173,18 @@ local function drop_worker(keys, worker, now)
   end
 end
 
+-- Ends what a worker was predicted to hold, except of prompts that it is still computing.
+local function drop_settled_predictions(keys, worker)
+  local low, high = '[' .. worker .. '\0', '(' .. worker .. '\1'
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[PREDICTED], low, high)) do
+    local id = string.sub(member, -ID_BYTES)
+    local packed = redis.call('HGET', keys[RESERVATIONS], id)
+    if not packed or cmsgpack.unpack(packed)[R_PREFILLING] ~= 1 then
+      drop_prediction(keys, id, get_prediction(keys, id))
+    end
+  end
+end
+
 -- Ends what is over: reservations and predictions by their own deadlines, and all reservations of routers whose lease is over.
 local function purge(keys, now)
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', keys[DEADLINES], '-inf', string.format('%d', now))) do

@@ -1,13 +1,20 @@
 -- Workers as the owner of their partition reports them.
 
 -- report: fleet records and load samples. Bookings made before a sample (by the time that a request may travel) are in it.
--- Another incarnation ends all that was booked on a worker and all that it was predicted to hold.
+-- A report of a lower incarnation than the last one is late, and ignored. A higher one ends what the worker was predicted to
+-- hold; what is booked there stays: a snapshot begins an incarnation too, and the engine's requests go on.
 --
 -- KEYS see _pool.lua
 -- ARGV 1 cmsgpack { { worker, fleet record ('': leave it as it is), incarnation (text), has a sample (1 or 0), age of the
 --        sample us, age of the last booking that is in it us (-1: none is), queued tokens, running requests, waiting requests,
 --        KV tokens }... }
 -- returns 0
+
+-- Incarnations are 64-bit numbers as text without leading zeros: a double would not hold them.
+local function is_lower(one, other)
+  return #one < #other or (#one == #other and one < other)
+end
+
 register('kvatlas_pool_report', function(keys, args)
   local now = now_us()
   purge(keys, now)
@@ -26,14 +33,15 @@ register('kvatlas_pool_report', function(keys, args)
       reset(keys)
       record = get_worker(keys, worker)
     end
-    if record[INCARNATION] ~= incarnation then
+    local late = is_lower(incarnation, record[INCARNATION])
+    if not late and record[INCARNATION] ~= incarnation then
       if record[INCARNATION] ~= '' then
-        drop_worker(keys, worker, now)
+        drop_settled_predictions(keys, worker)
       end
       record = get_worker(keys, worker)
       record[INCARNATION] = incarnation
     end
-    if has_sample == 1 and now - age_us >= record[SAMPLED] then
+    if not late and has_sample == 1 and now - age_us >= record[SAMPLED] then
       record[SAMPLED] = now - age_us
       record[QUEUED], record[RUNNING], record[WAITING], record[KV] = queued, running, waiting, kv
       local covered = now - covered_age_us

@@ -85,4 +85,5 @@ async def test_route_returns_both_workers_of_a_pair(store: Store, valkey_url: st
                 done = await client.post("/v1/done", json={"id": answer["id"], "phase": phase})
                 assert done.json() == {"known": True}
             wrong = await client.post("/v1/route", json={"token_ids": [1], "pd": "yes"})
-            assert (wrong.status_code, wrong.json()) == (400, {"error": "pd is 'yes'; expected true or false"})
+            assert wrong.status_code == 400
+            assert wrong.json()["error"]["message"] == "pd is 'yes'; expected true or false"
