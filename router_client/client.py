@@ -164,8 +164,8 @@ class RouterClient:
         answer within the deadline. Raises Unreachable if it was never read."""
         return (await self._decider.read_pool(scope.pool_id)).records
 
-    async def report(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
-        """Report how a reservation of any router of the pool ended, or (None) that its first token is there. False if there is
+    async def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
+        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if there is
         none (any more). Raises Unreachable."""
         if outcome is None:
             return await self._reservations.record_first_token(pool_id, id)

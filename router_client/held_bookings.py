@@ -155,7 +155,7 @@ class HeldBookings:
         booking = BookingId.parse(held_id)
         if booking is None or not booking.pool_id:
             return False
-        known = [await self._client.report(booking.pool_id, id, outcome) for id in booking.reservations]
+        known = [await self._client.record_end(booking.pool_id, id, outcome) for id in booking.reservations]
         return any(known)
 
     async def close(self) -> None:
