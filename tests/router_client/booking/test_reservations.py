@@ -298,22 +298,24 @@ async def _booked_in_store(router: RouterClient) -> Choice:
         await choice.fail()
 
 
-async def test_bookings_end_with_the_engines_life(store: Store, valkey_url: str) -> None:
+async def test_bookings_outlive_a_snapshot_and_late_reports_change_nothing(store: Store, valkey_url: str) -> None:
     index = await open_redis_index(store, writer=True)
     fleet = FleetStore(store)
 
-    def life(number: int) -> dict[str, FleetRecord]:
+    def told(number: int) -> dict[str, FleetRecord]:
         return {"a": worker("a").model_copy(update={"incarnation": number})}
 
-    await fleet.write(life(1))
+    await fleet.write(told(5))
     router = RouterClient(index, fleet, SETTINGS, reservations=RedisReservations(store))
     choice = await router.book(Prompt.of_tokens(SCOPE, LONG))
-    await fleet.write(life(1))
+    await fleet.write(told(5))
     assert (await booked(router))["a"].running_decodes == 1
-    await fleet.write(life(2))
-    assert await booked(router) == {"a": Load()}
-    assert not (await router.rank(Prompt.of_tokens(SCOPE, LONG))).results[0].predicted_tokens
+    for incarnation in (6, 4):
+        await fleet.write(told(incarnation))
+        assert (await booked(router))["a"].running_decodes == 1
+        assert (await router.rank(Prompt.of_tokens(SCOPE, LONG))).results[0].predicted_tokens
     await choice.finish()
+    assert await booked(router) == {"a": Load()}
 
 
 async def test_the_worked_example_of_the_documentation() -> None:
