@@ -250,12 +250,12 @@ class RouterClient:
         prompt = self._prompt(request)
         started_ns = time.perf_counter_ns()
         with decision_span("route", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            decision = await self._decider.decide(prompt, avoid, book=book)
+            decision = await self._decider.decide(prompt, avoid, book=book, explain_all=span.is_recording())
             if not decision.results:
                 self.counters.no_workers += 1
                 raise NoWorkers(_explain_no_workers(prompt, decision.pool.left_out))
             pool = decision.pool
-            ranking = self._ranking(prompt, decision.results, pool.left_out)
+            ranking = self._ranking(prompt, decision.results, pool.left_out, decision.unread)
             choice = self._build_choice(
                 prompt, pool, decision.result, ranking, decision, decision.reservation, learns=True
             )
@@ -321,8 +321,10 @@ class RouterClient:
             partial(self.answers.record, prompt, result, decision.basis) if learns else None,
         )
 
-    def _ranking(self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str]) -> Ranking:
-        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self.settings.limits.shed_factor)
+    def _ranking(
+        self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str], unread: int = 0
+    ) -> Ranking:
+        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self.settings.limits.shed_factor, unread)
 
     def _count_choice(self, choice: Choice, started_ns: int) -> None:
         counters, result = self.counters, choice.result
@@ -390,7 +392,7 @@ def _describe(span: Span, choice: Choice, pool: Pool) -> None:
         worker_id=result.worker_id,
         required_blocks=result.required_blocks,
         overlap_blocks=result.overlap_blocks,
-        candidates=len(choice.ranking),
+        candidates=len(choice.ranking) + choice.ranking.unread,
         applied=[pool.records[result.worker_id].trace],
     )
     if span.is_recording():

@@ -85,6 +85,7 @@ class PromptOverlap:
 class Ranking:
     """Every candidate with its cost, cheapest first, those without room last; empty without a candidate.
 
+    `unread`: how many candidates a choice did not have to read, because none of them costs less than the chosen one.
     `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's.
     """
 
@@ -93,6 +94,7 @@ class Ranking:
     left_out: Mapping[str, str] = field(default_factory=dict)
     slo: Slo = DEFAULT_SLO
     shed_factor: float = LimitSettings().shed_factor
+    unread: int = 0
 
     def __iter__(self) -> Iterator[SelectionResult]:
         return iter(self.results)
@@ -118,8 +120,11 @@ class Ranking:
         return "\n  ".join(lines)
 
     def notes(self) -> list[str]:
-        """The advice, if it is not to send the request, and the workers that are left out; up to two lines."""
+        """The candidates that were not read, the advice, if it is not to send the request, and the workers that are left out;
+        a line each."""
         notes = []
+        if self.unread:
+            notes.append(f"{self.unread} more candidates were not read; none of them costs less")
         if self.results and self.advice is not Advice.GO:
             notes.append(f"advice: {self.advice.value}; every candidate has no room or misses the SLO")
         if self.left_out:
@@ -132,6 +137,7 @@ class Ranking:
             "input_tokens": self.input_tokens,
             "advice": self.advice.value,
             "slo": {"ttft_ms": self.slo.ttft_ms, "tpot_ms": self.slo.tpot_ms},
+            "unread": self.unread,
             "candidates": [result.explanation() for result in self.results[:most]],
             "left_out": dict(self.left_out),
         }

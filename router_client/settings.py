@@ -99,7 +99,8 @@ class RouterSettings:
     `limits`: which workers are left out for lack of room or time. `pairs`: when a prefill worker computes the prompt.
     `select`: which workers may get requests at all; a request may narrow it further (`Prompt.select`). `session_us`: the cost
     of leaving a session's worker; 0: sessions have none. `temperature`: 0 chooses the cheapest; above 0, dearer workers get
-    requests too (`router_client.pricing.surcharges`).
+    requests too (`router_client.pricing.surcharges`). `explain_all`: every choice reads the load of every candidate, so that
+    it can be explained in full; otherwise a choice among more than 16 candidates reads those that it needs.
     """
 
     profile: CostProfile = field(default_factory=EngineProfile)
@@ -119,6 +120,7 @@ class RouterSettings:
     select: Selector | None = None
     session_us: float = 0.0
     temperature: float = 0.0
+    explain_all: bool = False
 
     def __post_init__(self) -> None:
         for name in ("session_us", "temperature"):

@@ -88,6 +88,13 @@ class FleetCache:
             read.add_done_callback(lambda done: self._discard(pool_id, done))
         return await asyncio.shield(read)
 
+    async def read_again(self, pool_id: str) -> Pool:
+        """The pool as it is now. Raises Unreachable."""
+        kept = self._kept.get(pool_id)
+        if kept is not None:
+            self._kept[pool_id] = (float("-inf"), kept[1])
+        return await self.read_pool(pool_id)
+
     async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> Pool:
         """The pool within READ_SHARE of the deadline; as last known if that fails, or if `call_store` is False.
 

@@ -180,20 +180,33 @@ def quote_candidates(
     candidates: Sequence[Candidate] | None = None,
 ) -> list[Quote]:
     """A quote for every candidate (`candidates` absent: the pool's), in the order in which ties are broken."""
-    sources = _CopySources(pool, held) if pool.sources else None
-    some = pool.candidates if candidates is None else candidates
-    weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in some]
-    kinds: dict[int, KindQuote] = {}
-    quotes = []
-    for i in sorted(range(len(some)), key=weights.__getitem__, reverse=True):
-        candidate = some[i]
-        for_kind = kinds.get(candidate.kind)
+    desk = QuoteDesk(prompt, pool, held)
+    return desk.quote_all(pool.candidates if candidates is None else candidates, fingerprint)
+
+
+class QuoteDesk:
+    """Quotes workers of a pool for one prompt, with what they have in common worked out once."""
+
+    def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
+        self._prompt = prompt
+        self._profile = pool.profile
+        self._held = held
+        self._sources = _CopySources(pool, held) if pool.sources else None
+        self._kinds: dict[int, KindQuote] = {}
+
+    def quote(self, candidate: Candidate, prefix: HeldPrefix) -> Quote:
+        """For a candidate that holds this."""
+        for_kind = self._kinds.get(candidate.kind)
         if for_kind is None:
-            for_kind = kinds[candidate.kind] = KindQuote.of(prompt, candidate, pool.profile)
-        prefix = held.get(candidate.id, NOTHING_HELD)
+            for_kind = self._kinds[candidate.kind] = KindQuote.of(self._prompt, candidate, self._profile)
         quote = Quote(candidate, for_kind, prefix, *for_kind.price_prefix(prefix))
-        quotes.append(quote if sources is None else sources.add_best(quote))
-    return quotes
+        return quote if self._sources is None else self._sources.add_best(quote)
+
+    def quote_all(self, candidates: Sequence[Candidate], fingerprint: bytes) -> list[Quote]:
+        """In the order in which ties are broken."""
+        weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in candidates]
+        order = sorted(range(len(candidates)), key=weights.__getitem__, reverse=True)
+        return [self.quote(candidates[i], self._held.get(candidates[i].id, NOTHING_HELD)) for i in order]
 
 
 def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:

@@ -86,12 +86,12 @@ async def test_of_hundreds_the_cheapest_is_found(store: Store, clock: Clock, spr
                 running, kv_tokens = rng.randrange(32), rng.randrange(60_000)
                 return Load(running, max(0, 20_000 - 128 * running - kv_tokens // 7), 0, kv_tokens)
 
-    loads = [load() for _ in range(300)]
+    loads = [load() for _ in range(150)]
     stores = await prepared(store, clock)
     for reservations in stores:
-        await report(reservations, *loads[:200])
-        await report(reservations, *loads[200:], likeness=OTHERS, first=200)
-    for number in range(60):
+        await report(reservations, *loads[:100])
+        await report(reservations, *loads[100:], likeness=OTHERS, first=100)
+    for number in range(30):
         prices = rng.choice(MANY_PRICES)
         crowds = [Crowd(ALIKE, offer("", prices=prices)), Crowd(OTHERS, offer("", prices=prices, extra_us=20_000.0))]
         asked = Ask([offer("w0007", prices=prices, extra_us=-5_000.0)], crowds=crowds, ring=rng.randrange(RING))
@@ -105,9 +105,9 @@ async def test_of_hundreds_the_cheapest_is_found(store: Store, clock: Clock, spr
 
 async def test_few_of_many_are_read(store: Store, clock: Clock) -> None:
     reservations = RedisReservations(store)
-    await report(reservations, *(Load(n % 31, 37 * n % 4_001, 0, 911 * n % 90_000) for n in range(500)))
+    await report(reservations, *(Load(n % 31, 37 * n % 4_001, 0, 911 * n % 90_000) for n in range(300)))
     prices = prices_of(128)
-    for number in range(50):
+    for number in range(30):
         asked = crowd_ask(prices, ring=number << 26)
         found = await reservations.book(POOL, Booking(id_of(number), "r", 900, asked, LEASE_US, LONGEST_US))
         assert found is not None

@@ -255,18 +255,19 @@ async def test_leases_are_renewed_while_the_client_is_entered(store: Store, valk
     reservations = RedisReservations(store)
     async with RouterClient.open(valkey_url, settings, wait=False) as router:
         await router.book(short(1))
-        lease = f"kva:{{pool:{SCOPE.pool_id}}}:routers"
-        first = int(await store.client.hget(lease, "r"))
+        deadlines = f"kva:{{pool:{SCOPE.pool_id}}}:deadlines.2"
+        first = await store.client.zscore(deadlines, "lr")
 
         async def renewed() -> bool:
             await reservations.renew_lease(SCOPE.pool_id, "other", 60_000_000)  # would end what is over
-            return int(await store.client.hget(lease, "r")) > first + 600_000
+            return float(await store.client.zscore(deadlines, "lr")) > first + 600_000
 
         await until(renewed, what="the lease is renewed again and again")
         assert router.counters.lapsed == 0
         assert await booked(router) == {"a": Load(1, 100, 0, 100)}
-    assert await store.client.hgetall(lease) != {}
-    assert await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations") == 0
+    assert await store.client.zscore(deadlines, "lother") is not None
+    assert await store.client.zscore(deadlines, "lr") is None
+    assert await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations.2") == 0
 
 
 async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_back() -> None:
@@ -284,7 +285,7 @@ async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_b
                     server.resume()
 
                 async def released() -> bool:
-                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
+                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked.2")) == 0
 
                 await until(released, what="the release is repeated")
 

@@ -173,7 +173,7 @@ async def test_a_store_that_hangs_delays_no_choice(server: ValkeyProcess) -> Non
         async with connected_store(server.url, wait=False) as reader:
 
             async def nothing_booked() -> bool:
-                key = f"kva:{{pool:{SCOPE.pool_id}}}:booked"
+                key = f"kva:{{pool:{SCOPE.pool_id}}}:booked.2"
                 return int(await reader.client.zcard(key)) == 0
 
             await until(nothing_booked, what="bookings made in spite of the time-out are called off")

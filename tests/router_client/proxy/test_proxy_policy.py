@@ -36,7 +36,7 @@ async def test_advice_is_given_always_and_followed_only_if_configured(store: Sto
             assert (counted["proxy"]["shed"], counted["proxy"]["sent"], counted["proxy"]["gave_up"]) == (2, 0, 0)
 
             async def released() -> bool:
-                return not await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations")
+                return not await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations.2")
 
             await until(released, what="bookings of refused requests are released")
         async with running_proxy(valkey_url, shed=True, slo_ttft_ms=2_000) as client:
