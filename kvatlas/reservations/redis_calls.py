@@ -39,9 +39,7 @@ _PARTS = (
             "order_queued",
             "order_running",
             "order_kv",
-            "order_32",
-            "order_128",
-            "order_512",
+            "order_mix",
         )
     ),
     "rates",

@@ -6,7 +6,7 @@
 -- the offer and, in each order, the weight times the last sum read there. When the best so far costs no more, it is the best.
 -- Members that have a prediction, or whose sample has just become too old, cost something else and are weighed one by one.
 
-local FIRST_READ, MOST_READ = 8, 512
+local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ by so much in cost
 local MOST_TOLD = 32
 
@@ -50,31 +50,26 @@ local function weigh_member(state, at, worker, packed, place)
       slots, kv_tokens = select(SLOTS, struct.unpack(WORKER, packed))
     end
   end
-  local score, level = weigh(state, state.ask.crowds, at, worker, packed, slots, kv_tokens, decode_us)
-  prefer(state, score, level, (place - state.ask.ring) % 4294967296)
+  state.count = state.count + 1
+  local score, level = weigh(state, state.count, state.ask.crowds, at, worker, packed, slots, kv_tokens, decode_us)
+  prefer(state, state.count, score, level, (place - state.ask.ring) % 4294967296)
 end
 
 -- Returns a reader of the orders by weights that cover the prices of a kind: { order, weight, last = the last sum read }...
 local function cursors_for(kinds, k, family)
   local queued_us, running_us, kv_us = kinds[k + QUEUED_US], kinds[k + RUNNING_US], kinds[k + KV_US]
-  local waiting_us, best, weight, covered = queued_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING, nil, 0, 0
-  for order, tokens in pairs(MIXES) do
-    local mine = math.min(queued_us, waiting_us, running_us / tokens, kv_us / (tokens * KV_PER_RUNNING))
-    if mine * (1 + tokens) > covered then
-      best, weight, covered = order, mine, mine * (1 + tokens)
-    end
-  end
+  local waiting_us = queued_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING
+  local mix = math.min(queued_us, waiting_us, running_us / MIX_TOKENS, kv_us / (MIX_TOKENS * KV_PER_RUNNING))
   local cursors = {}
   local function add(order, left, whole)
     if left > whole * 1e-9 then
       cursors[#cursors + 1] = { order = order, weight = left, last = 0, at = 0, family = family * FAMILY }
     end
   end
-  local tokens = best and MIXES[best] or 0
-  add(best, weight, 0)
-  add(ORDER_QUEUED, queued_us - weight, queued_us)
-  add(ORDER_RUNNING, running_us - weight * tokens, running_us)
-  add(ORDER_KV, kv_us - weight * tokens * KV_PER_RUNNING, kv_us)
+  add(ORDER_MIX, mix, 0)
+  add(ORDER_QUEUED, queued_us - mix, queued_us)
+  add(ORDER_RUNNING, running_us - mix * MIX_TOKENS, running_us)
+  add(ORDER_KV, kv_us - mix * MIX_TOKENS * KV_PER_RUNNING, kv_us)
   if #cursors == 0 then
     cursors[1] = { order = ORDER_QUEUED, weight = 0, last = 0, at = 0, family = family * FAMILY }
   end

@@ -222,10 +222,10 @@ local function find_predictions(state)
   end
 end
 
--- Evaluates an offer to a worker: the row behind `at` of `rows`. It becomes the next number; returns its score and its level.
-local function weigh(state, rows, at, worker, packed, slots, kv_tokens, decode_us)
-  local ask, limits, i = state.ask, state.ask.limits, state.count + 1
-  state.count, state.rows[i], state.at[i], state.workers[i], state.records[i] = i, rows, at, worker, packed
+-- Evaluates the i-th offer, to a worker: the row behind `at` of `rows`. Returns its score and its level.
+local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decode_us)
+  local ask, limits = state.ask, state.ask.limits
+  state.rows[i], state.at[i], state.workers[i], state.records[i] = rows, at, worker, packed
   local kinds, k = ask.kinds, rows[at + KIND] * KIND_FIELDS
   local sampled, _, queued, running, waiting, reported_kv, more, more_running, more_kv = struct.unpack(WORKER, packed)
   local known, kv = sampled > state.fresh, reported_kv
@@ -263,32 +263,44 @@ local function weigh(state, rows, at, worker, packed, slots, kv_tokens, decode_u
   return score, level
 end
 
--- Chooses the number that was weighed last, if it is the best so far.
-local function prefer(state, score, level, ring)
+-- Chooses the i-th offer, if it is the best so far.
+local function prefer(state, i, score, level, ring)
   local least, lowest = state.least, state.lowest
   if level < lowest or (level == lowest and (score < least or (score == least and ring < state.ring))) then
-    state.chosen, state.least, state.lowest, state.ring = state.count, score, level, ring
+    state.chosen, state.least, state.lowest, state.ring = i, score, level, ring
   end
 end
 
--- Weighs the offers that name their worker.
+-- Weighs the offers that name their worker, the cheapest without load first: when one is found that costs less with its load
+-- than the next ones without, these need not be weighed, unless they have a prediction. All of a pair's are.
 local function weigh_offers(state)
   local ask, offers = state.ask, state.ask.offers
-  local rows, scores, levels = ask.limits and ask.limits.rows, {}, {}
+  local rows, scores, levels, order = ask.limits and ask.limits.rows, {}, {}, {}
   for i = 1, #state.offered do
+    order[i] = i
+  end
+  if not ask.pair_layout then
+    table.sort(order, function(a, b)
+      local base_a, base_b = offers[(a - 1) * OFFER_FIELDS + BASE], offers[(b - 1) * OFFER_FIELDS + BASE]
+      return base_a < base_b or (base_a == base_b and a < b)
+    end)
+  end
+  for _, i in ipairs(order) do
     local at, l = (i - 1) * OFFER_FIELDS, (i - 1) * LIMIT_FIELDS
-    local slots, kv_tokens, decode_us = 0, 0, 0
-    if rows then
-      slots, kv_tokens, decode_us = rows[l + ROW_SLOTS], rows[l + ROW_KV_TOKENS], rows[l + ROW_DECODE_US]
-    end
-    scores[i], levels[i] = weigh(
-      state, offers, at, offers[at + OFFER_WORKER], state.offered[i], slots, kv_tokens, decode_us
-    )
-    if not ask.pair_layout then
-      prefer(state, scores[i], levels[i], -1)
+    local worker = offers[at + OFFER_WORKER]
+    if ask.pair_layout or state.lowest > 0 or offers[at + BASE] <= state.least or state.best[worker] then
+      local slots, kv_tokens, decode_us = 0, 0, 0
+      if rows then
+        slots, kv_tokens, decode_us = rows[l + ROW_SLOTS], rows[l + ROW_KV_TOKENS], rows[l + ROW_DECODE_US]
+      end
+      scores[i], levels[i] = weigh(state, i, offers, at, worker, state.offered[i], slots, kv_tokens, decode_us)
+      if not ask.pair_layout then
+        prefer(state, i, scores[i], levels[i], i - #order - 1)
+      end
     end
   end
   if ask.pair_layout then
     state.prefill, state.chosen = choose_pair(ask.pair_layout, scores, levels)
   end
+  state.count = #state.offered
 end

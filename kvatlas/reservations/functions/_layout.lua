@@ -16,8 +16,8 @@
 --  11 groups        HASH  likeness (8 bytes) -> number of its group; 's' <number> -> packed sums of the known loads of a group;
 --                         'next' -> the last number of a lease or a generation, 'last' -> of a group
 --  12 samples       ZSET  worker id, scored with the us of its load sample; those that are believed
---  13 order_queued, order_running, order_kv, order_32, order_128, order_512: the workers of all groups by load, see _orders.lua
---  19 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
+--  13 order_queued, order_running, order_kv, order_mix: the workers of all groups by load, see _orders.lua
+--  17 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
 --
 -- worker: fifteen big-endian doubles, because those are read ten times as fast as cmsgpack:
 -- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
@@ -32,7 +32,7 @@
 
 local WORKERS, LOAD, RESERVATIONS, BOOKED, OWNED, ROUTERS = 1, 2, 3, 4, 5, 6
 local PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, GROUPS, SAMPLES = 7, 8, 9, 10, 11, 12
-local ORDER_QUEUED, ORDER_RUNNING, ORDER_KV, ORDER_32, ORDER_128, ORDER_512, RATES = 13, 14, 15, 16, 17, 18, 19
+local ORDER_QUEUED, ORDER_RUNNING, ORDER_KV, ORDER_MIX, RATES = 13, 14, 15, 16, 17
 local SAMPLED, COVERED, QUEUED, RUNNING, WAITING, KV = 1, 2, 3, 4, 5, 6
 local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS = 7, 8, 9, 10
 local SLOTS, KV_LIMIT, GROUP, BELIEVED, GENERATION, INCARNATION = 11, 12, 13, 14, 15, 16

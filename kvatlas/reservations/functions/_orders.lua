@@ -1,16 +1,17 @@
 -- The workers of a pool by load, so that the cheapest of a group is found by reading a few.
 --
 -- A group is a likeness; its workers whose load is known form one family, all others another. In each ORDER a worker stands
--- with its family and, rounded down to 1/64, a sum of its load: queued tokens, running requests, KV tokens, or the tokens that pass
--- before an answer of so many tokens, at the ratios of the default rates (kvatlas/cost/engine.py), so that for usual prices one
--- order says nearly all. Of an unknown load only what is booked counts; what stands in for the rest is equal for all of them.
+-- with its family and, rounded down to 1/64, a sum of its load: queued tokens, running requests, KV tokens, or a mix of them at
+-- the ratios of the default rates (kvatlas/cost/engine.py) for an answer of 128 tokens, so that for usual prices one order says
+-- nearly all. Of an unknown load only what is booked counts; what stands in for the rest is equal for all of them.
 -- Workers that are equal in an order stand in the order of the ring.
 
 local FAMILY = 68719476736 -- scores of one family; 65,536 of them are exact in a double
 local GROUPS_MOST = 32767
-local MIXES = { [ORDER_32] = 32, [ORDER_128] = 128, [ORDER_512] = 512 } -- output tokens
+local MIX_TOKENS = 128 -- of output
 local KV_PER_RUNNING, TOKENS_PER_WAITING, STEPS_PER_TOKEN = 0.001125, 1024, 64
 local SUMS = '>ddddd'
+local LOAD_BYTES, GROUP_BYTES = { 1, 72 }, { 97, 112 } -- of a packed worker: what decides its places
 
 -- Returns a worker's member in the orders: its place on the ring, then its id.
 local function member_of(worker)
@@ -21,7 +22,7 @@ local function score_in(family, sum)
   return family * FAMILY + math.min(math.max(0, math.floor(sum * STEPS_PER_TOKEN)), FAMILY - 1)
 end
 
--- Returns a worker's score in each order, from its record; none without a group.
+-- Returns a worker's score in each order, from its record, in the orders' own order; none without a group.
 local function scores_of(record)
   if record[GROUP] == 0 then
     return {}
@@ -31,15 +32,8 @@ local function scores_of(record)
   if record[BELIEVED] == 1 then
     queued, running, kv, waiting = queued + record[QUEUED], running + record[RUNNING], kv + record[KV], record[WAITING]
   end
-  local scores = {
-    [ORDER_QUEUED] = score_in(family, queued), [ORDER_RUNNING] = score_in(family, running),
-    [ORDER_KV] = score_in(family, kv),
-  }
-  for order, tokens in pairs(MIXES) do
-    local sum = queued + TOKENS_PER_WAITING * waiting + tokens * (running + KV_PER_RUNNING * kv)
-    scores[order] = score_in(family, sum)
-  end
-  return scores
+  local mix = queued + TOKENS_PER_WAITING * waiting + MIX_TOKENS * (running + KV_PER_RUNNING * kv)
+  return { score_in(family, queued), score_in(family, running), score_in(family, kv), score_in(family, mix) }
 end
 
 -- Adds a believed sample to the sums of its group, or subtracts it (sign -1).
@@ -59,17 +53,22 @@ local function add_to_sums(keys, record, sign)
   ))
 end
 
--- Brings the orders, the samples and the sums up to date. `packed`: the worker's record before.
-local function update_orders(keys, worker, packed, record)
+-- Brings the orders, the samples and the sums up to date. `packed` and `after`: the worker's record
+-- before, and now.
+local function update_orders(keys, worker, packed, after, record)
+  if string.sub(packed, LOAD_BYTES[1], LOAD_BYTES[2]) == string.sub(after, LOAD_BYTES[1], LOAD_BYTES[2])
+    and string.sub(packed, GROUP_BYTES[1], GROUP_BYTES[2]) == string.sub(after, GROUP_BYTES[1], GROUP_BYTES[2]) then
+    return
+  end
   local before, member = { struct.unpack(WORKER, packed) }, nil
   local old, new = scores_of(before), scores_of(record)
-  for order = ORDER_QUEUED, ORDER_512 do
-    if old[order] ~= new[order] then
+  for i = 1, ORDER_MIX - ORDER_QUEUED + 1 do
+    if old[i] ~= new[i] then
       member = member or member_of(worker)
-      if new[order] then
-        redis.call('ZADD', keys[order], string.format('%d', new[order]), member)
+      if new[i] then
+        redis.call('ZADD', keys[ORDER_QUEUED + i - 1], string.format('%d', new[i]), member)
       else
-        redis.call('ZREM', keys[order], member)
+        redis.call('ZREM', keys[ORDER_QUEUED + i - 1], member)
       end
     end
   end

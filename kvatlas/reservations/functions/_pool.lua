@@ -14,7 +14,7 @@ local function put_worker(keys, worker, record)
   local packed = struct.pack(WORKER, unpack(record, SAMPLED, GENERATION)) .. record[INCARNATION]
   if packed ~= record.packed then
     redis.call('HSET', keys[LOAD], worker, packed)
-    update_orders(keys, worker, record.packed, record)
+    update_orders(keys, worker, record.packed, packed, record)
     record.packed = packed
   end
 end
@@ -40,7 +40,7 @@ end
 -- Forgets all that was booked and reported: the store's clock went back (another server's, or stepped), and what is there
 -- would count as fresh until the clock is where it was.
 local function reset(keys)
-  for i = LOAD, ORDER_512 do
+  for i = LOAD, ORDER_MIX do
     redis.call('UNLINK', keys[i])
   end
 end

@@ -11,21 +11,19 @@
 -- returns cmsgpack, see evaluate in _choice.lua: the chosen offers are reserved; { 0 } if the booking was called off before,
 -- { -1 } if the ask's crowds have too few members, so that nothing is reserved
 
--- Updates the predictions that a reservation on this worker uses. If its events confirm nothing, they are remembered longer;
+-- Updates the predictions of this worker that a reservation uses. If its events confirm nothing, they are remembered longer;
 -- otherwise those that are confirmed are dropped.
 local function use_predictions(keys, worker, held_steps, matches, now)
   for _, match in ipairs(matches) do
     local id, prediction = match.id, match.prediction
-    if prediction[P_WORKER] == worker then
-      if prediction[P_CAPACITY] > 0 then
-        redis.call('ZREM', keys[PREDICTED], place(worker, prediction[P_USED_US], id))
-        prediction[P_USED_US] = now
-        prediction[P_ENDS_US] = math.max(prediction[P_ENDS_US], now + prediction[P_BELIEVED_US])
-        redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
-        put_prediction(keys, id, prediction)
-      elseif match.whole and held_steps >= match.steps then
-        drop_prediction(keys, id, prediction)
-      end
+    if prediction[P_CAPACITY] > 0 then
+      redis.call('ZREM', keys[PREDICTED], place(worker, prediction[P_USED_US], id))
+      prediction[P_USED_US] = now
+      prediction[P_ENDS_US] = math.max(prediction[P_ENDS_US], now + prediction[P_BELIEVED_US])
+      redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
+      put_prediction(keys, id, prediction)
+    elseif match.whole and held_steps >= match.steps then
+      drop_prediction(keys, id, prediction)
     end
   end
 end
@@ -40,12 +38,13 @@ local function predict(keys, id, worker, record, chain, first, ready_us, believe
   redis.call('HSET', keys[ANCHORS], anchor, (redis.call('HGET', keys[ANCHORS], anchor) or '') .. id)
   redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
   record[STEPS] = record[STEPS] + #hashes / HASH_BYTES
-  put_worker(keys, worker, record)
   local most = SLICE -- what is left is dropped by the next booking
-  while capacity > 0 and most > 0 and get_worker(keys, worker)[STEPS] > capacity do
-    most = most - 1
+  while capacity > 0 and most > 0 and record[STEPS] > capacity do
+    put_worker(keys, worker, record)
     local oldest = string.sub(first_of(keys[PREDICTED], worker, 1)[1], -ID_BYTES)
     drop_prediction(keys, oldest, get_prediction(keys, oldest))
+    local after = find_worker(keys, worker)
+    record[STEPS], record.packed, most = after[STEPS], after.packed, most - 1
   end
 end
 
@@ -79,25 +78,28 @@ local function reserve(keys, id, owner, longest_us, input_tokens, state, number,
   redis.call('ZADD', keys[OWNED], 0, owner .. '\0' .. id)
   redis.call('ZADD', keys[DEADLINES], string.format('%d', now + longest_us), 'r' .. id)
   count(record, reservation, 1)
-  put_worker(keys, worker, record)
 
   local chain = ask.chains[kinds[k + CHAIN]]
   if chain then
     local held_steps, matches = offers[at + HELD_STEPS], state.matches[kinds[k + CHAIN]] or {}
-    local steps = held_steps
+    local steps, mine = held_steps, {}
     for _, match in ipairs(matches) do
       if match.prediction[P_WORKER] == worker then
-        steps = math.max(steps, match.steps)
+        steps, mine[#mine + 1] = math.max(steps, match.steps), match
       end
     end
-    use_predictions(keys, worker, held_steps, matches, now)
+    if mine[1] then
+      put_worker(keys, worker, record)
+      use_predictions(keys, worker, held_steps, mine, now)
+      record = get_worker(keys, worker)
+    end
     if steps * HASH_BYTES < #chain.hashes then
       local work_us = offers[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, held))
       local ready_us = now + math.ceil(state.backlog_us[number] + (state.wait_us[number] or 0) + math.max(0, work_us))
-      local after = get_worker(keys, worker) -- without the predictions that are confirmed
-      predict(keys, id, worker, after, chain.hashes, steps, ready_us, kinds[k + BELIEVED_US], kinds[k + CAPACITY], now)
+      predict(keys, id, worker, record, chain.hashes, steps, ready_us, kinds[k + BELIEVED_US], kinds[k + CAPACITY], now)
     end
   end
+  put_worker(keys, worker, record)
 end
 
 register('kvatlas_pool_book', function(keys, args)
