@@ -41,6 +41,7 @@ from router_client.pricing.ranking import RankedResults
 from router_client.prompt import Prompt
 from router_client.results import (
     Choice,
+    LazySequence,
     PromptOverlap,
     Ranking,
     WorkerOverlap,
@@ -183,10 +184,13 @@ class RouterClient:
             lookup = await self._decider.index.look_up(prompt, pool)
             eventless = not all(record.endpoint.events for record in pool.records.values())
             predicted = await self._decider.predict_tokens(prompt, pool, lookup) if eventless else {}
-            workers = [self._worker_overlap(prompt, record, lookup.held, predicted) for record in pool.records.values()]
-            workers.sort(key=_overlap_order)
-            describe_decision(span, candidates=len(workers))
-        return PromptOverlap(prompt.input_tokens, tuple(workers))
+            describe_decision(span, candidates=len(pool.records))
+
+        def list_workers() -> tuple[WorkerOverlap, ...]:
+            each = (self._worker_overlap(prompt, record, lookup.held, predicted) for record in pool.records.values())
+            return tuple(sorted(each, key=_overlap_order))
+
+        return PromptOverlap(prompt.input_tokens, LazySequence(list_workers))
 
     async def rank(self, request: Request) -> Ranking:
         """Every candidate with every term of its cost, cheapest first; empty without a candidate."""

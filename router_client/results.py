@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost
@@ -18,6 +18,8 @@ from router_client.learning.timings import Timings
 from router_client.pricing.slo import Advice, advise, earliest_ttft_us
 from router_client.settings import LimitSettings
 from router_client.tokens.usage import Usage
+
+T = TypeVar("T")
 
 RANK_HEADER = "X-Data-Parallel-Rank"
 MOST_NAMED = 16
@@ -59,6 +61,43 @@ class WorkerOverlap:
         if not self.events:
             text += f", {self.predicted_tokens} tokens predicted (its engine publishes no events)"
         return text if self.routable else text + " (gets no requests now)"
+
+
+class LazySequence(Sequence[T]):
+    """Made when it is first read: a router that only asked to know the best of hundreds does not read all."""
+
+    __slots__ = ("_items", "_make")
+
+    def __init__(self, make: Callable[[], tuple[T, ...]]) -> None:
+        self._make = make
+        self._items: tuple[T, ...] | None = None
+
+    @property
+    def items(self) -> tuple[T, ...]:
+        if self._items is None:
+            self._items = self._make()
+        return self._items
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.items)
+
+    def __eq__(self, other: object) -> bool:
+        return self.items == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.items)
 
 
 @dataclass(frozen=True, slots=True)

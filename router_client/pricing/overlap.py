@@ -6,11 +6,11 @@ Each block shape of the pool (block size and granularity) is looked up with its 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from kvatlas.blocks.hashing import HASH_BYTES, thin
-from kvatlas.blocks.residency import Overlap
+from kvatlas.blocks.residency import Overlap, WorkerRuns
 from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS
@@ -108,7 +108,7 @@ class _ShapeLookup(NamedTuple):
 async def _look_up_shape(
     index: OverlapIndex, scope: Scope, chain: PromptChain, shape: BlockShape, workers: Set[str]
 ) -> _ShapeLookup:
-    runs: dict[str, list[tuple[int, int]]] = {}
+    runs: dict[str, WorkerRuns] = {}
     first_index = number = round_trips = 0
     while chunk := chain.chunk(number):
         hashes = thin(chunk, shape.granularity, first_index)
@@ -121,12 +121,12 @@ async def _look_up_shape(
                 if worker_id in workers:
                     reached_end = reached_end or _length(found) == whole
                     if before:
-                        known = runs.setdefault(worker_id, [])
+                        known = runs.get(worker_id, ())
                         # residency is prefix-closed: what an earlier chunk's result did not show is held now
                         if missing := before - _length(known):
                             _, first_flags = found[0]
-                            known.append((missing, first_flags))
-                        known.extend(found)
+                            known = (*known, (missing, first_flags))
+                        runs[worker_id] = (*known, *found)
                     else:
                         runs[worker_id] = found
             if not reached_end:
@@ -134,14 +134,7 @@ async def _look_up_shape(
         first_index += len(chunk) // HASH_BYTES
         number += 1
     step_tokens = shape.block_size * shape.granularity
-    equal: dict[tuple[Any, ...], HeldPrefix] = {}  # many workers hold the same part of a shared prompt
-    held: dict[str, HeldPrefix] = {}
-    for worker_id, found in runs.items():
-        key = found[0] if len(found) == 1 else tuple(found)
-        if (prefix := equal.get(key)) is None:
-            prefix = equal[key] = HeldPrefix.of(_merge_runs(found, step_tokens))
-        held[worker_id] = prefix
-    return _ShapeLookup(held, round_trips)
+    return _ShapeLookup({id: _prefix_of(found, step_tokens) for id, found in runs.items()}, round_trips)
 
 
 async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[_ShapeLookup]:
@@ -158,6 +151,12 @@ async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[
 
 def _length(found: Sequence[tuple[int, int]]) -> int:
     return sum(length for length, _ in found)
+
+
+@lru_cache(maxsize=16_384)
+def _prefix_of(found: WorkerRuns, step_tokens: int) -> HeldPrefix:
+    """Many workers, and many prompts, have the same; equal ones are one object."""
+    return HeldPrefix.of(_merge_runs(found, step_tokens))
 
 
 def _merge_runs(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:

@@ -46,7 +46,7 @@ local CHUNK = 3500 -- unpack fails from 8,000 values up
 local CLOCK_SLACK_US = 1000000
 local STALE_US = 5000000 -- an older load sample is ignored
 local UNUSED_MS = 3600000
-local SLICE = 64 -- reservations and predictions that one call removes because they are over
+local SLICE = 32 -- reservations and predictions that one call removes because they are over
 
 -- Returns the packed record of a worker of which nothing is known.
 local function no_worker()

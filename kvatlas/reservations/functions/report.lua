@@ -1,6 +1,6 @@
 -- Workers as the owner of their partition reports them.
 
-local COVERED_MOST = 500 -- bookings that one call takes to be in samples
+local COVERED_MOST = 250 -- bookings that one call takes to be in samples
 
 -- Takes bookings up to a time to be in a worker's sample, the first `most` of them. Returns how many.
 local function cover(keys, worker, record, covered, most)

@@ -260,7 +260,7 @@ async def test_leases_are_renewed_while_the_client_is_entered(store: Store, valk
 
         async def renewed() -> bool:
             await reservations.renew_lease(SCOPE.pool_id, "other", 60_000_000)  # would end what is over
-            return float(await store.client.zscore(deadlines, "lr")) > first + 600_000
+            return bool(await store.client.zscore(deadlines, "lr") > first + 600_000)
 
         await until(renewed, what="the lease is renewed again and again")
         assert router.counters.lapsed == 0

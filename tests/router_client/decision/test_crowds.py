@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ TOKENS = [5] * 2_000
 COUNT = 60
 
 
-def busy(rng: random.Random, number: int, **other: object) -> FleetRecord:
+def busy(rng: random.Random, number: int, **other: Any) -> FleetRecord:
     metrics = {"total_request_slots": 24, "active_kv_blocks": rng.randrange(3_000), "total_kv_blocks": 4_000}
     load = {
         "running_decodes": rng.randrange(1, 25),
@@ -59,7 +60,7 @@ async def test_the_choice_is_the_cheapest_of_all(store: Store, index: RedisIndex
     read, workers of unknown load, full ones."""
     await Clock(store).prepare()  # rank and book find the same predictions
     rng = random.Random(seed)
-    groups = {"transfer_groups": ("g",)} if seed == 1 else {}
+    groups: dict[str, Any] = {"transfer_groups": ("g",)} if seed == 1 else {}
     records = pool(
         *(busy(rng, n, kind="sglang" if seed == 2 and n % 3 else "vllm", **groups) for n in range(COUNT)),
         worker("down", state=EngineState.DOWN),
