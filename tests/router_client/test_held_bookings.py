@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvatlas.identity import pool_id
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from simulator.http.chat_template import render
@@ -19,6 +20,9 @@ PROMPT = list(range(1_000, 3_000))
 
 
 async def test_a_worker_is_chosen_booked_and_released(store: Store, valkey_url: str) -> None:
+    async def released() -> bool:
+        return not await store.client.zcard(pool_keys(pool_id(MODEL, MODEL))[3])
+
     async with (
         running_fleet(store, {"w1": {}, "w2": {}}) as fleet,
         running_proxy(valkey_url, learn=False) as client,
@@ -41,6 +45,7 @@ async def test_a_worker_is_chosen_booked_and_released(store: Store, valkey_url: 
             assert (await client.post("/v1/done", json=done)).json() == {"known": True}
             assert (await client.post("/v1/done", json=done)).json() == {"known": False}
             assert (await client.post("/v1/done", json=first)).json() == {"known": False}
+            await until(released, what="the store has heard of the end")
         counted = (await client.get("/status")).json()
         assert counted["held"] == 0 and counted["proxy"]["held"] == 3
 
