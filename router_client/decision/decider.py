@@ -5,6 +5,7 @@ one deadline. If the store is slow or away, the step goes on without it.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import Unreachable
@@ -14,7 +15,7 @@ from router_client.booking.booker import Booker, BookingResult, evaluate_without
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import Basis, Deadline, LateCalls
+from router_client.decision.fail_open import STORE_FAILURES, Basis, Deadline, LateCalls
 from router_client.decision.fleet_cache import FleetCache
 from router_client.decision.index_lookup import IndexLookup, Situation
 from router_client.decision.policy import RoutingPolicy
@@ -228,9 +229,10 @@ class Decider:
         matched, by_offer, chosen = quotes.match(evaluation)
         if chosen is None:
             # the worker is newer than the pool as read here
-            pool = await self._fleet.read_again(prompt.scope.pool_id)
-            quotes = replace(quotes, pool=pool)
-            matched, by_offer, chosen = quotes.match(evaluation)
+            with suppress(*STORE_FAILURES):  # without a new reading, the choice fails below
+                pool = await deadline.wait_for(self._fleet.read_again(prompt.scope.pool_id))
+                quotes = replace(quotes, pool=pool)
+                matched, by_offer, chosen = quotes.match(evaluation)
         if chosen is None:
             for reservation in reservations:
                 await reservation.end(Outcome.FAILED)
