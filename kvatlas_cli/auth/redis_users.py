@@ -29,6 +29,7 @@ _NO_WRITES = frozenset(
             "sscan",
             "time",
             "zcard",
+            "zcount",
             "zrange",
             "zrangebylex",
             "zrangebyscore",
