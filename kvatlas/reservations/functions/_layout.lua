@@ -12,7 +12,8 @@
 --   9 predicted     ZSET  <worker> \0 <used us, 16 digits> <id>, by bytes: the predictions of a worker in order of use
 --  10 deadlines     ZSET  scored with the us at which it is over: 'r' <id> reservation, 'p' <id> prediction, 'l' <router> lease;
 --                         scored 0, to be removed in slices: 'o' <owner> its reservations, 'w' <worker> what its former
---                         generations left
+--                         generations left, 's' <worker> \0 <us, 16 digits> <place> what it was predicted to hold then, from
+--                         this place in `predicted` on
 --  11 groups        HASH  likeness (8 bytes) -> number of its group; 's' <number> -> packed sums of the known loads of a group;
 --                         'next' -> the last number of a lease or a generation, 'last' -> of a group
 --  12 samples       ZSET  worker id, scored with the us of its load sample; those that are believed
@@ -23,12 +24,13 @@
 -- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
 -- requests, KV tokens; then the sums over bookings that are not in it: queued tokens, running requests, KV tokens; predicted
 -- steps; request slots, KV tokens of its cache (0: unknown), number of its group (0: none), is its sample believed (1 or 0),
--- number of its generation. Then its incarnation as text. With the incarnation the generation changes, and reservations and
--- predictions of another generation count for nothing, whether they are removed already or not.
+-- number of its generation. Then its incarnation as text. A worker that was forgotten and comes back is another generation, and
+-- reservations and predictions of another generation count for nothing, whether they are removed already or not.
 -- reservation: worker ('': the booking was called off before it came), owner, booked us, queued tokens, KV tokens, prefilling
 -- (1 or 0), generation of its worker.
 -- prediction: worker, ready us, used us, ends us, us for which it is believed once it is ready, number of its first step,
--- capacity of its worker in steps (0: its events will confirm it), packed hashes of its steps, generation of its worker.
+-- capacity of its worker in steps (0: its events will confirm it), packed hashes of its steps, generation of its worker, us at
+-- which it was made.
 
 local WORKERS, LOAD, RESERVATIONS, BOOKED, OWNED, ROUTERS = 1, 2, 3, 4, 5, 6
 local PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, GROUPS, SAMPLES = 7, 8, 9, 10, 11, 12
@@ -38,7 +40,7 @@ local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS = 7, 8, 9, 10
 local SLOTS, KV_LIMIT, GROUP, BELIEVED, GENERATION, INCARNATION = 11, 12, 13, 14, 15, 16
 local R_WORKER, R_OWNER, R_BOOKED_US, R_QUEUED, R_KV, R_PREFILLING, R_GENERATION = 1, 2, 3, 4, 5, 6, 7
 local P_WORKER, P_READY_US, P_USED_US, P_ENDS_US, P_BELIEVED_US = 1, 2, 3, 4, 5
-local P_FIRST_STEP, P_CAPACITY, P_HASHES, P_GENERATION = 6, 7, 8, 9
+local P_FIRST_STEP, P_CAPACITY, P_HASHES, P_GENERATION, P_MADE_US = 6, 7, 8, 9, 10
 local OUTCOME = { finished = 'finished', failed = 'failed', called_off = 'called_off' } -- of a reservation
 local WORKER = '>ddddddddddddddd'
 local ID_BYTES, HASH_BYTES = 16, 8

@@ -157,14 +157,6 @@ local function renew_lease(keys, router, lease_us, now)
   return router .. '\0' .. redis.call('HGET', keys[ROUTERS], router), lived
 end
 
--- Begins another generation of a worker, for which nothing is booked or predicted yet; what former ones left is removed by
--- `purge`.
-local function begin_generation(keys, worker, record)
-  record[GENERATION] = next_number(keys)
-  record[BOOKED_QUEUED], record[BOOKED_RUNNING], record[BOOKED_KV], record[STEPS] = 0, 0, 0, 0
-  redis.call('ZADD', keys[DEADLINES], 0, 'w' .. worker)
-end
-
 -- Removes up to `most` reservations or predictions of a worker's former generations: the first ones of a ZSET. Returns how many.
 local function drop_former(keys, set, hash, generation_at, worker, kind, most, now)
   local record, dropped = find_worker(keys, worker), 0
@@ -178,6 +170,26 @@ local function drop_former(keys, set, hash, generation_at, worker, kind, most, n
     dropped = dropped + 1
   end
   return dropped
+end
+
+-- Ends what a worker was predicted to hold at a time, except of prompts that it is still computing: looks at up to `most`
+-- predictions, those behind a place in their order, and leaves the rest to `purge`. Returns how many it looked at.
+local function drop_settled(keys, worker, then_us, after, most, now)
+  local low = after == '' and '[' .. worker .. '\0' or '(' .. after
+  local members = redis.call('ZRANGEBYLEX', keys[PREDICTED], low, '(' .. worker .. '\1', 'LIMIT', 0, most)
+  for _, member in ipairs(members) do
+    local id = string.sub(member, -ID_BYTES)
+    local packed, prediction = redis.call('HGET', keys[RESERVATIONS], id), get_prediction(keys, id)
+    local computing = packed and cmsgpack.unpack(packed)[R_PREFILLING] == 1
+    if prediction and prediction[P_MADE_US] <= then_us and not computing then
+      drop_prediction(keys, id, prediction)
+    end
+  end
+  if #members == most then
+    local place = most > 0 and members[most] or after
+    redis.call('ZADD', keys[DEADLINES], 0, 's' .. worker .. '\0' .. string.format('%016d', then_us) .. place)
+  end
+  return #members
 end
 
 -- Moves up to `most` workers whose sample is too old to the family of unknown loads. Returns how many.
@@ -207,6 +219,10 @@ local function end_one(keys, member, most, now)
     if dropped < most then
       dropped = dropped + drop_former(keys, PREDICTED, PREDICTIONS, P_GENERATION, name, 'p', most - dropped, now)
     end
+  elseif kind == 's' then
+    local worker, then_us, after = string.match(name, '^([^%z]+)%z(%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d)(.*)$')
+    redis.call('ZREM', keys[DEADLINES], member) -- what is left becomes another one
+    return math.max(1, drop_settled(keys, worker, tonumber(then_us), after, most, now))
   else
     drop_if_there(keys, name, kind, now)
   end

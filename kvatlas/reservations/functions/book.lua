@@ -32,7 +32,8 @@ end
 local function predict(keys, id, worker, record, chain, first, ready_us, believed_us, capacity, now)
   local hashes = string.sub(chain, first * HASH_BYTES + 1)
   put_prediction(
-    keys, id, { worker, ready_us, now, ready_us + believed_us, believed_us, first, capacity, hashes, record[GENERATION] }
+    keys, id,
+    { worker, ready_us, now, ready_us + believed_us, believed_us, first, capacity, hashes, record[GENERATION], now }
   )
   local anchor = string.sub(hashes, 1, HASH_BYTES)
   redis.call('HSET', keys[ANCHORS], anchor, (redis.call('HGET', keys[ANCHORS], anchor) or '') .. id)

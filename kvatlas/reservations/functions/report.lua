@@ -2,6 +2,11 @@
 
 local COVERED_MOST = 250 -- bookings that one call takes to be in samples
 
+-- Incarnations are 64-bit numbers as text without leading zeros: a double would not hold them.
+local function is_lower(one, other)
+  return #one < #other or (#one == #other and one < other)
+end
+
 -- Takes bookings up to a time to be in a worker's sample, the first `most` of them. Returns how many.
 local function cover(keys, worker, record, covered, most)
   local name = worker .. '\0'
@@ -21,7 +26,8 @@ local function cover(keys, worker, record, covered, most)
 end
 
 -- report: fleet records and load samples. Bookings made before a sample (by the time that a request may travel) are in it.
--- Another incarnation ends all that was booked on a worker and all that it was predicted to hold.
+-- A report of a lower incarnation than the last one is late, and ignored. A higher one ends what the worker was predicted to
+-- hold; what is booked there stays: a snapshot begins an incarnation too, and the engine's requests go on.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 cmsgpack { { worker, fleet record ('': leave it as it is), incarnation (text), has a sample (1 or 0), age of the
@@ -29,7 +35,7 @@ end
 --        KV tokens, likeness ('': it gets no requests), request slots, KV tokens of its cache (0: unknown) }... }
 -- returns 0
 register('kvatlas_pool_report', function(keys, args)
-  local now, left = now_us(), COVERED_MOST
+  local now, left, left_drops = now_us(), COVERED_MOST, SLICE
   purge(keys, now)
   for _, report in ipairs(cmsgpack.unpack(args[1])) do
     local worker, fleet_record, incarnation, has_sample, age_us, covered_age_us, queued, running, waiting, kv,
@@ -47,19 +53,22 @@ register('kvatlas_pool_report', function(keys, args)
       reset(keys)
       record = get_worker(keys, worker)
     end
-    if record[INCARNATION] ~= incarnation then
-      if record[INCARNATION] ~= '' then
-        begin_generation(keys, worker, record)
+    if not is_lower(incarnation, record[INCARNATION]) then
+      if record[INCARNATION] ~= incarnation then
+        if record[INCARNATION] ~= '' then
+          left_drops = left_drops - drop_settled(keys, worker, now, '', left_drops, now)
+          record = get_worker(keys, worker)
+        end
+        record[INCARNATION] = incarnation
       end
-      record[INCARNATION] = incarnation
-    end
-    record[GROUP], record[SLOTS], record[KV_LIMIT] = group_of(keys, likeness), slots, kv_limit
-    if has_sample == 1 and now - age_us >= record[SAMPLED] then
-      record[SAMPLED], record[BELIEVED] = now - age_us, 1
-      record[QUEUED], record[RUNNING], record[WAITING], record[KV] = queued, running, waiting, kv
-      local covered = now - covered_age_us
-      if covered_age_us >= 0 and covered > record[COVERED] and left > 0 then
-        left = left - cover(keys, worker, record, covered, left)
+      record[GROUP], record[SLOTS], record[KV_LIMIT] = group_of(keys, likeness), slots, kv_limit
+      if has_sample == 1 and now - age_us >= record[SAMPLED] then
+        record[SAMPLED], record[BELIEVED] = now - age_us, 1
+        record[QUEUED], record[RUNNING], record[WAITING], record[KV] = queued, running, waiting, kv
+        local covered = now - covered_age_us
+        if covered_age_us >= 0 and covered > record[COVERED] and left > 0 then
+          left = left - cover(keys, worker, record, covered, left)
+        end
       end
     end
     put_worker(keys, worker, record)

@@ -70,16 +70,14 @@ async def test_a_router_that_comes_back_while_its_reservations_are_removed_keeps
     assert await reservations.renew_lease(POOL, "r", LEASE_US)
 
 
-@pytest.mark.parametrize("ends", ["incarnation", "forgotten"])
-async def test_a_workers_bookings_and_predictions_count_for_nothing_as_soon_as_its_life_is_over(
-    reservations: RedisReservations, store: Store, ends: str
+async def test_a_forgotten_workers_bookings_and_predictions_count_for_nothing_when_it_is_back(
+    reservations: RedisReservations, store: Store
 ) -> None:
     await reservations.report(POOL, {"a": WorkerReport(1, LoadReport(Load(), covers=False))})
     await book_many(reservations)
     asked = ask([offer("a", chain=0)], steps(MANY - 1, 1, 2))
     assert (await reservations.evaluate(POOL, asked)).by_offer[0].predicted_tokens
-    if ends == "forgotten":
-        await reservations.forget(POOL, "a")
+    await reservations.forget(POOL, "a")
     await reservations.report(POOL, {"a": WorkerReport(2, LoadReport(Load(7), covers=False))})
     found = (await reservations.evaluate(POOL, asked)).by_offer[0]
     assert (found.load, found.predicted_tokens) == (Load(7), 0)
@@ -90,6 +88,27 @@ async def test_a_workers_bookings_and_predictions_count_for_nothing_as_soon_as_i
     await purge(store)
     assert await load(reservations) == Load(8, 70, 0, 70)
     assert await left(store) == {"reservations": 1, "booked": 1, "owned": 1, "predictions": 1}
+
+
+async def test_another_incarnation_ends_settled_predictions_in_slices_and_no_others(
+    reservations: RedisReservations, store: Store, clock: Clock
+) -> None:
+    await reservations.report(POOL, {"a": WorkerReport(1)})
+    await book_many(reservations)
+    for number in range(0, MANY, 2):
+        await reservations.record_first_token(POOL, id_of(number))
+    await clock.pass_us(1)
+    await reservations.report(POOL, {"a": WorkerReport(2)})
+    await clock.pass_us(1)
+    later = Booking(id_of(MANY), "r", 70, ask([offer("a", chain=0)], steps(MANY, 1, 2)), LEASE_US, LONGEST_US)
+    await reservations.book(POOL, later)
+    await purge(store)
+    assert await left(store) == {
+        "reservations": MANY + 1,
+        "booked": MANY + 1,
+        "owned": MANY + 1,
+        "predictions": MANY // 2 + 1,
+    }
 
 
 async def test_bookings_that_a_sample_has_are_taken_off_in_slices_and_once(
