@@ -81,6 +81,7 @@ class IndexerCounters:
     heartbeats: int = 0
     heartbeats_bad: int = 0
     heartbeats_refused: int = 0
+    """of workers or addresses that the publisher's identity does not allow"""
     fleet_writes: int = 0
     workers_lost: int = 0
     workers_retired: int = 0

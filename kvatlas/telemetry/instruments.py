@@ -254,7 +254,7 @@ INDEXER = {
         snapshots_refused="refused",
     ),
     **_by(GRANTS, "answer", grants_given="given", grants_refused="refused", grants_bad="bad"),
-    **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad"),
+    **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad", heartbeats_refused="refused"),
     **_single(FLEET_WRITES, "fleet_writes"),
     **_single(RECORDS_REFUSED, "records_bad"),
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),

@@ -122,7 +122,7 @@ async def test_a_heartbeat_with_impossible_values_is_refused_by_name(
         await nats_client.publish(alive_subject("w1"), msgpack.packb(wrong))
         await until(lambda: replica.counters.heartbeats_bad > before, what="the heartbeat is refused")  # noqa: B023
         await subscription.unsubscribe()
-    assert "worker w1: heartbeat ignored: Heartbeat field endpoint.block_size is" in caplog.text
+    assert "invalid heartbeat on kvatlas.alive.w1: Heartbeat field endpoint.block_size is" in caplog.text
     await replica.hear(nats_client, good)
     await replica.heartbeats.tick()
     assert set(await fleet.all()) == {"w0"}
