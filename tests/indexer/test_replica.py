@@ -223,7 +223,7 @@ async def test_a_snapshot_of_an_unknown_worker_is_requested(servers: Servers, na
             return bool(requests)
 
         await until(beat_until_requested, deadline_s=15, what="a snapshot is requested")
-        assert requests[0] == ControlRequest(op=ControlOp.SNAPSHOT, above=41)
+        assert requests[0] == ControlRequest(op=ControlOp.SNAPSHOT, above=41, partitions=64)
         assert a.doubts == {"w0": "unknown"}
         await worker.start(incarnation=42)
 
