@@ -126,6 +126,7 @@ class Publisher:
                 self.diagnoses,
                 on_change=self._on_engine_state,
                 on_restart=on_engine_restart,
+                on_adapter_moved=self.forget_adapter,
             )
 
     # ---------------------------------------------------------------- life
@@ -148,7 +149,7 @@ class Publisher:
             )
             self._heartbeats = HeartbeatSender(
                 self._client,
-                lambda: self.settings.endpoint(self.block_size),
+                lambda: self.settings.endpoint(self.block_size, self.ledger.reuse),
                 self.changelog.outbox,
                 self.counters,
                 state=lambda: self.engine_state,
@@ -272,6 +273,9 @@ class Publisher:
     def record(self, batch: EngineBatch) -> None:
         """Record an engine's batch. It is folded with what comes within the next 5 ms, at once if nothing is in flight."""
         before = self.changelog.pending_events
+        rank = self.settings.dp_rank
+        if rank is not None and batch.dp_rank not in (None, rank):
+            self._log.report("rank", f"a batch of data-parallel rank {batch.dp_rank} came from the feed of rank {rank}")
         self.changelog.record(batch)
         for line in batch.skipped:
             self._log.report(f"skipped {line[:24]}", f"skipped event: {line}")
@@ -298,10 +302,20 @@ class Publisher:
             self._fold_wakeup.wake()
             await self._progress.wait()
 
+    def forget_adapter(self, adapter: str) -> None:
+        """The engine has loaded the adapter again from elsewhere: drop the blocks that it computed before."""
+        self.settle()
+        log.info("worker %s: adapter %s was loaded from elsewhere; dropping its blocks", self.worker_id, adapter)
+        events = self.changelog.forget_adapter(adapter)
+        if self.changelog.incarnation_due is not None:
+            self._incarnation_wakeup.wake()
+        elif self.changelog.publish(events, time_us(), monotonic()):
+            self._sender.wake()
+
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        known_size = self.block_size
+        known = self.block_size, self.ledger.reuse
         try:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
@@ -310,9 +324,13 @@ class Publisher:
             self._log.report("fold", line, logging.ERROR)
             self.start_over()
             return
-        if self.block_size != known_size:
+        if (self.block_size, self.ledger.reuse) != known:
             self.beat()  # routers need it to look a prompt up
         self._diagnose_block_size()
+        if (why := self.ledger.reuse.upper_bound) != known[1].upper_bound and why:
+            log.warning("worker %s: %s; what it reuses is published as an upper bound", self.worker_id, why)
+        if self.changelog.incarnation_due is not None:
+            self._incarnation_wakeup.wake()
         if events:
             with flush_span(
                 self.worker_id,
@@ -372,6 +390,9 @@ class Publisher:
             "trouble": self._sender.trouble,
             "engine_state": self.engine_state.value,
             "announced": self.ledger.digest.blocks,
+            "marked": self.ledger.marked_blocks,
+            "groups": {index: group.kind.value for index, group in sorted(self.ledger.groups.told.items())},
+            "upper_bound": self.ledger.reuse.upper_bound,
             "block_size": self.ledger.block_size,
             "diagnoses": [diagnosis.model_dump() for diagnosis in self.diagnoses.current],
             "counters": self.counters.to_jsonable(),
@@ -453,6 +474,8 @@ class Publisher:
 
     def _on_engine_state(self, state: EngineState) -> None:
         self._on_engine_change(state)
+        if state is EngineState.ASLEEP:  # its cache is gone, and it says so only with the first batch after it woke up
+            self.record(EngineBatch([EngineCleared()]))
         self.beat()
 
     def _on_too_large(self, seq: int) -> bool:

@@ -7,8 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role, WorkerId
 from kvatlas.identity import DEFAULT_TENANT, rank_worker_id
 from kvatlas.settings import PublishSettings
-from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Granularity, Name, Rank, Text, Url
+from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Count, Granularity, Name, Rank, Text, Url
 from publishers.engines.metrics import LoadContext
+from publishers.ledger.engine_groups import ReuseOfGroups
 from publishers.ledger.ledger import LedgerSettings
 from publishers.stream.checkpoints import CheckpointSettings
 from publishers.stream.outbox import OutboxLimits
@@ -31,6 +32,10 @@ class PublisherSettings(BaseModel):
     set_semantics: bool = False
     salt_is_tenant: bool = False
     eagle: bool = False
+    eagle_groups: tuple[int, ...] = Field(default=(), max_length=MAX_ITEMS)
+    chunk_size: Count = 0
+    scheduler_block_size: Count = 0
+    hybrid: bool = False
     dp_rank: Rank | None = None
     engine_url: Url | None = None
     advertise_url: Url | None = None
@@ -61,6 +66,10 @@ class PublisherSettings(BaseModel):
             set_semantics=settings.set_semantics,
             salt_is_tenant=settings.salt_is_tenant,
             eagle=settings.eagle,
+            eagle_groups=settings.eagle_groups,
+            chunk_size=settings.chunk_size,
+            scheduler_block_size=settings.scheduler_block_size,
+            hybrid=settings.hybrid,
             dp_rank=rank,
             engine_url=settings.engine_url,
             advertise_url=settings.advertise_url,
@@ -85,6 +94,11 @@ class PublisherSettings(BaseModel):
             granularity=self.granularity,
             set_semantics=self.set_semantics,
             salt_is_tenant=self.salt_is_tenant,
+            chunk_tokens=self.chunk_size,
+            alignment_tokens=self.scheduler_block_size,
+            eagle=self.eagle,
+            eagle_groups=frozenset(self.eagle_groups),
+            hybrid=self.hybrid,
         )
 
     @property
@@ -106,8 +120,8 @@ class PublisherSettings(BaseModel):
             block_bytes=self.block_bytes,
         )
 
-    def endpoint(self, block_size: int | None) -> EngineEndpoint:
-        """What routers need to know of the worker; `block_size` is the ledger's."""
+    def endpoint(self, block_size: int | None, reuse: ReuseOfGroups) -> EngineEndpoint:
+        """What routers need to know of the worker; `block_size` and `reuse` are the ledger's."""
         return EngineEndpoint(
             id=self.worker_id,
             kind=self.engine,
@@ -124,6 +138,10 @@ class PublisherSettings(BaseModel):
             block_size=block_size,
             block_bytes=self.block_bytes,
             granularity=self.granularity,
-            eagle=self.eagle,
+            eagle=reuse.eagle,
+            groups=reuse.groups,
+            alignment_tokens=reuse.alignment_tokens,
+            marks=reuse.rule is not None,
+            upper_bound=reuse.upper_bound,
             events=self.events,
         )

@@ -38,6 +38,7 @@ from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, OverlapIndex
 from router_client.pricing.pool import Pool
 from router_client.pricing.ranking import RankedResults
+from router_client.pricing.usable_end import why_usable_ends
 from router_client.prompt import Prompt
 from router_client.results import (
     Choice,
@@ -340,6 +341,8 @@ class RouterClient:
         counters.agreed += choice.would_be == choice.worker_id
         counters.required_blocks += result.required_blocks
         counters.overlap_blocks += result.overlap_blocks
+        counters.resident_tokens += result.resident_tokens
+        counters.usable_tokens += result.usable_tokens
         counters.predicted_tokens += result.predicted_tokens
         counters.no_room += bool(result.over & NO_ROOM)
         counters.over_slo += bool(result.over & MISSES_SLO)
@@ -370,7 +373,8 @@ class RouterClient:
         endpoint = record.endpoint
         mine = held.get(endpoint.id, NOTHING_HELD)
         size = endpoint.block_size or 0
-        usable = self.settings.rules.of(endpoint).usable_tokens(mine.tokens, prompt.input_tokens, size or 1)
+        rule = self.settings.rules.of(endpoint)
+        usable = mine.usable_tokens(rule, prompt, endpoint.kind, size or 1)
         by_tier: dict[Tier, int] = {}
         for run in mine.runs:
             by_tier[run.tiers[0]] = by_tier.get(run.tiers[0], 0) + run.tokens
@@ -386,6 +390,9 @@ class RouterClient:
             routable=record.routable,
             events=endpoint.events,
             predicted_tokens=0 if endpoint.events else predicted.get(endpoint.id, 0),
+            marks=endpoint.marks,
+            upper_bound=endpoint.upper_bound,
+            why=why_usable_ends(mine, usable, rule, prompt, endpoint),
         )
 
 

@@ -13,7 +13,8 @@ class RouterCounters:
     `open_index`, `open_booking`, `open_connections`: choices that fell open, by what they lacked. `booked`, `released`:
     reservations in the store; `lapsed`: times that this router's lease had expired when it was renewed. `decision_time_us`:
     summed over choices. `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those that the chosen worker
-    held; `predicted_tokens`: tokens that it was predicted to hold. `learned`: finished requests that taught rates;
+    held; `resident_tokens`: tokens in these, of which its engine would reuse `usable_tokens`. `predicted_tokens`: tokens that
+    it was predicted to hold. `learned`: finished requests that taught rates;
     `said_nothing`: those that did not. `pairs`: choices with a prefill worker. `no_room`, `over_slo`: choices of a worker
     that had no room, or would miss the SLO.
     """
@@ -37,6 +38,8 @@ class RouterCounters:
     decision_time_us: int = 0
     required_blocks: int = 0
     overlap_blocks: int = 0
+    resident_tokens: int = 0
+    usable_tokens: int = 0
     predicted_tokens: int = 0
     learned: int = 0
     said_nothing: int = 0

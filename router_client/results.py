@@ -38,7 +38,9 @@ class WorkerOverlap:
     `resident_tokens` is a lower bound if the worker announces only every g-th block; its engine will really reuse
     `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests
     now. `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them
-    because they were computed there; they are never counted as resident.
+    because they were computed there; they are never counted as resident. `marks`: where the prompt can be resumed is told by
+    the worker's marks. `upper_bound`: why `usable_tokens` is only an upper bound. `why`: why the usable tokens end where they
+    do, empty if all resident ones are usable.
     """
 
     worker_id: str
@@ -52,12 +54,19 @@ class WorkerOverlap:
     routable: bool = True
     events: bool = True
     predicted_tokens: int = 0
+    marks: bool = False
+    upper_bound: str = ""
+    why: str = ""
 
     def explain(self) -> str:
         """One line."""
         tiers = ", ".join(f"{tokens} in {tier.label}" for tier, tokens in self.tokens_by_tier.items())
         text = f"{self.worker_id}: {self.resident_blocks} of {self.required_blocks} blocks"
-        text += f", {self.resident_tokens} tokens resident ({tiers}), {self.usable_tokens} usable" if tiers else ""
+        if tiers:
+            at_most = "at most " if self.upper_bound else ""
+            text += f", {self.resident_tokens} tokens resident ({tiers}), {at_most}{self.usable_tokens} usable"
+            notes = [note for note in (self.why, self.upper_bound and f"upper bound: {self.upper_bound}") if note]
+            text += f" ({'; '.join(notes)})" if notes else ""
         if not self.events:
             text += f", {self.predicted_tokens} tokens predicted (its engine publishes no events)"
         return text if self.routable else text + " (gets no requests now)"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import unpack
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvatlas.blocks.tiers import Tier
@@ -68,11 +69,19 @@ class ShardRuns(NamedTuple):
     """One shard's part of an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
 
     `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) are ignored.
+    `positions`: where marked holders can resume the chain, by number, in blocks from the chain's start.
     """
 
     values: Sequence[bytes]
     lengths: Sequence[int]
     names: Mapping[int, str]
+    positions: Mapping[int, int] = MappingProxyType({})
+
+    def reach(self) -> dict[str, int]:
+        """See `Overlap.reach`."""
+        if not self.positions:
+            return {}
+        return {self.names[holder]: at for holder, at in self.positions.items() if holder in self.names}
 
     def depths(self) -> dict[str, int]:
         """Leading blocks that each active worker holds. The work is per run and per change between runs."""
@@ -205,6 +214,15 @@ class Overlap(NamedTuple):
         for shard in self.shards:
             depths.update(shard.depths())  # a worker lives in one shard
         return depths
+
+    def reach(self) -> dict[str, int]:
+        """How many of the chain's first blocks each worker with marks can reuse, within the lookup's limit (0: none). Of
+        workers that are absent residency says it."""
+        reach: dict[str, int] = {}
+        for shard in self.shards:
+            if shard.positions:
+                reach.update(shard.reach())
+        return reach
 
     def runs_by_worker(self) -> dict[str, WorkerRuns]:
         """Each worker's (length, flags byte) runs from the prompt's start (flags: `kvatlas.blocks.tiers`)."""

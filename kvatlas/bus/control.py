@@ -53,8 +53,9 @@ class ScopeDigest(WireRecord):
 class ControlReply(WireRecord):
     """A publisher's reply; `note` says why it is not `ok`. A status request is answered in `status`.
 
-    A digest request is answered with `digest` (`Digest.words`) and with `scopes`, the same by scope (None: too many scopes),
-    as of `status["told_seq"]`, a checkpoint that the publisher sends to the stream for the requester.
+    A digest request is answered with `digest` (`Digest.words`), with `scopes`, the same by scope (None: too many scopes), and
+    with `marks` (`MarkDigest.words` of a worker with marks), as of `status["told_seq"]`, a checkpoint that the publisher sends
+    to the stream for the requester.
     """
 
     max_bytes: ClassVar[int] = 4 << 20
@@ -65,6 +66,7 @@ class ControlReply(WireRecord):
     acked_seq: AckedSeq
     note: str = ""
     digest: DigestWords | None = None
+    marks: DigestWords = Field(default_factory=list)
     scopes: list[ScopeDigest] | None = None
     status: dict[str, Any] | None = None
 

@@ -88,8 +88,11 @@ class EngineEndpoint(WireRecord):
 
     The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups`
     are the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use
-    to it. `granularity`: every g-th block of a chain is published. `events` False: the engine publishes no KV events, so
-    what it holds can only be predicted from the requests it gets.
+    to it. `granularity`: every g-th block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache
+    groups the model has; `alignment_tokens`: hits are multiples of this (0: of blocks). `marks`: residency does not say where a
+    prompt can be resumed, the worker's marks do. `upper_bound`: why what is published is only an upper bound of what the engine
+    reuses; empty if it is not. `events` False: the engine publishes no KV events, so what it holds can only be predicted from
+    the requests it gets.
     """
 
     id: WorkerId
@@ -108,6 +111,10 @@ class EngineEndpoint(WireRecord):
     block_bytes: BlockBytes = 0
     granularity: Granularity = 1
     eagle: bool = False
+    groups: Count = 1
+    alignment_tokens: Count = 0
+    marks: bool = False
+    upper_bound: Text = ""
     events: bool = True
 
     @property

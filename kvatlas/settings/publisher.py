@@ -12,6 +12,7 @@ from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.settings.field_types import (
     CommaList,
     EngineUrl,
+    GroupList,
     Labels,
     Name,
     PartitionCount,
@@ -20,7 +21,7 @@ from kvatlas.settings.field_types import (
     ZmqEndpoint,
 )
 from kvatlas.settings.process import Settings, missing_line
-from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Granularity, Positive, Rank, Text
+from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Count, Granularity, Positive, Rank, Text
 
 
 def _check_kind(value: Any) -> Any:
@@ -78,6 +79,22 @@ class PublishSettings(Settings):
     )
     eagle: bool = Field(
         default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."
+    )
+    eagle_groups: GroupList = Field(
+        default=(),
+        description="KV cache groups with EAGLE's layers, separated by commas; default: those of full attention.",
+    )
+    chunk_size: Count = Field(
+        default=0,
+        description="Tokens in a chunk of chunked local attention (Llama 4: 8192); no event tells it. 0: unknown.",
+    )
+    hybrid: bool = Field(
+        default=False,
+        description="The model has other attention than full, of which the engine's events say nothing (SGLang's hybrids).",
+    )
+    scheduler_block_size: Count = Field(
+        default=0,
+        description="Reuse is cut to multiples of this many tokens; 0: the smallest that fits the blocks of all groups.",
     )
     engine_url: EngineUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
     advertise_url: EngineUrl | None = Field(default=None, description="Address at which routers reach the engine.")

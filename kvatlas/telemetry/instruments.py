@@ -158,6 +158,14 @@ LEDGER_CLEARED = _counter("ledger.cleared", "{event}", "Times the engine cleared
 LEDGER_FORGOTTEN = _counter(
     "ledger.forgotten", "{lineage}", "Lineages of evicted blocks forgotten because the memory of evictions is bounded"
 )
+LEDGER_MARKS = _counter(
+    "ledger.marks", "{block}", "Blocks marked, and unmarked, as ones at which a prompt can be resumed"
+)
+LEDGER_REGROUPED = _counter(
+    "ledger.regrouped",
+    "{event}",
+    "Times that the engine's KV cache groups turned out to be others, for a new incarnation",
+)
 LEDGER_LEARNED = _counter("ledger.block_size.learned", "{event}", "Times the block size was learned from an event")
 
 LEDGER = {
@@ -176,6 +184,8 @@ LEDGER = {
     **_by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored"),
     **_single(LEDGER_FORGOTTEN, "forgotten"),
     **_single(LEDGER_LEARNED, "block_size_learned"),
+    **_by(LEDGER_MARKS, "change", marked="marked", unmarked="unmarked"),
+    **_single(LEDGER_REGROUPED, "regrouped"),
 }
 
 # ---------------------------------------------------------------- indexer: indexer.counters.IndexerCounters
@@ -314,6 +324,11 @@ DECISIONS = _counter("router.decisions", "{decision}", "Routing decisions, by ou
 LOOKUPS = _counter("router.lookups", "{call}", "Overlap lookups sent to the index")
 DECISION_TIME = _counter("router.decision.time", "us", "Time spent on decisions, summed over decisions")
 PROMPT_BLOCKS = _counter("router.blocks.required", "{block}", "Blocks of the routed prompts")
+HELD_TOKENS = _counter(
+    "router.held.tokens",
+    "{token}",
+    "Tokens of routed prompts that the chosen worker held, and those its engine would reuse",
+)
 OVERLAP_BLOCKS = _counter(
     "router.blocks.overlap", "{block}", "Blocks of the routed prompts that the picked worker held"
 )
@@ -358,6 +373,7 @@ ROUTER = {
     **_single(DECISION_TIME, "decision_time_us"),
     **_single(PROMPT_BLOCKS, "required_blocks"),
     **_single(OVERLAP_BLOCKS, "overlap_blocks"),
+    **_by(HELD_TOKENS, "what", resident_tokens="resident", usable_tokens="usable"),
 }
 
 # ---------------------------------------------------------------- rates: kvatlas.cost.learned_rates.LearnedRates

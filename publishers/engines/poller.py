@@ -20,6 +20,8 @@ from publishers.engines.metrics import LoadContext, read_metrics
 from publishers.engines.recognition import diagnose_kind, kind_of_page
 
 POLL_S = 1.0
+POLLS_A_LISTING = 5
+"""vLLM's models are listed at every fifth poll: an adapter may have been loaded again from another path."""
 ANSWER_S = 2.0
 MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
@@ -40,15 +42,20 @@ class EnginePoller:
         *,
         on_change: Callable[[EngineState], None] = lambda _: None,
         on_restart: Callable[[], None] = lambda: None,
+        on_adapter_moved: Callable[[str], None] = lambda _: None,
         poll_s: float = POLL_S,
     ) -> None:
-        """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now."""
+        """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
+        `on_adapter_moved(name)`: the adapter is loaded from another path now."""
         self.state = EngineState.DOWN
         self.load: WorkerState | None = None
         self.block_size: int | None = None
         self.process_start_s: float | None = None
         self._on_change = on_change
         self._on_restart = on_restart
+        self._on_adapter_moved = on_adapter_moved
+        self._adapter_roots: dict[str, str] = {}
+        self._polls = 0
         self._url = url.rstrip("/")
         self._context = context
         self._counters = counters
@@ -90,6 +97,9 @@ class EnginePoller:
             self._record_metrics(page.decode(errors="replace"))
         elif status != 404:  # SGLang has the page only with --enable-metrics
             self._counters.load_failures += 1
+        if self._context.kind is EngineKind.VLLM and self._polls % POLLS_A_LISTING == 0:
+            await self._list_adapters(client)
+        self._polls += 1
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
 
     async def _get(self, client: httpx.AsyncClient, path: str) -> tuple[int, bytes]:
@@ -103,6 +113,24 @@ class EnginePoller:
                     if len(body) > MAX_PAGE_BYTES:
                         raise InvalidValue(f"page {path} of more than {MAX_PAGE_BYTES} bytes")
         return answer.status_code, bytes(body)
+
+    async def _list_adapters(self, client: httpx.AsyncClient) -> None:
+        """vLLM lists adapters as models with a parent; `root` is where one was loaded from."""
+        try:
+            status, body = await self._get(client, "/v1/models")
+            listed: Any = loads(body) if status == 200 else None
+        except (httpx.HTTPError, TimeoutError, *DATA_ERRORS):
+            return
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        for card in cards if isinstance(cards, list) else ():
+            if not isinstance(card, dict) or not card.get("parent"):
+                continue
+            name, root = card.get("id"), card.get("root")
+            if isinstance(name, str) and isinstance(root, str):
+                before = self._adapter_roots.get(name)
+                self._adapter_roots[name] = root
+                if before not in (None, root):
+                    self._on_adapter_moved(name)
 
     def _record_metrics(self, page: str) -> None:
         if not self._kind_known and (found := kind_of_page(page)) is not None:

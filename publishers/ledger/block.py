@@ -3,6 +3,8 @@
 names, children            lineage
 copies                     residency, shared_hashes
 usable                     prefix_closure
+held_by                    sparse_holdings
+runs                       marks
 """
 
 from collections.abc import Iterator

@@ -149,15 +149,14 @@ class Lineage:
         if self.variants.children_of:
             self.variants.touch((name,))
 
-    def trim(self, capacity: int) -> list[EngineHash]:
-        """Forget the hashes evicted first, down to `capacity`; returns them."""
-        forgotten: list[EngineHash] = []
+    def trim(self, capacity: int) -> dict[EngineHash, Block]:
+        """Forget the hashes evicted first, down to `capacity`; returns them with the blocks that they were known for."""
+        forgotten: dict[EngineHash, Block] = {}
         while len(self.evicted) > capacity:
             name, _ = self.evicted.popitem(last=False)
-            block = self.known.pop(name)
+            block = forgotten[name] = self.known.pop(name)
             lost = self.variants.forget(name, block)
             self._remove_name((block, *self._others.pop(name, ()), *lost))
-            forgotten.append(name)
         return forgotten
 
     def _remove_name(self, blocks: Iterable[Block]) -> None:

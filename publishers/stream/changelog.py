@@ -27,6 +27,7 @@ class IncarnationReason(StrEnum):
     STARTED_OVER = "all known blocks were dropped"
     OVERFLOW = "the outbox was full"
     TOO_LARGE = "the stream takes smaller messages only"
+    REGROUPED = "the engine's KV cache groups became known"
     REQUESTED = "a snapshot was requested"
     TAKEN_OVER = "the other publisher is silent"
 
@@ -56,6 +57,8 @@ class Changelog:
         self._rng = rng or random.Random()
         self._requested = 0
         self._pending: list[EngineEvent] = []
+        self._sealed = False
+        """The next change is the last one of this incarnation."""
 
     # ---------------------------------------------------------------- from the engine
 
@@ -76,7 +79,21 @@ class Changelog:
         if not self._pending:
             return []
         events, self._pending = self._pending, []
-        return self.ledger.fold(EngineBatch(events))
+        return self._unless_regrouped(self.ledger.fold(EngineBatch(events)), IncarnationReason.REGROUPED)
+
+    def forget_adapter(self, adapter: str) -> list[IndexEvent]:
+        """See `Ledger.forget_adapter`. Pending events were folded before."""
+        return self._unless_regrouped(self.ledger.forget_adapter(adapter), IncarnationReason.STARTED_OVER)
+
+    def _unless_regrouped(self, change: list[IndexEvent], reason: IncarnationReason) -> list[IndexEvent]:
+        """The ledger's change; if the engine's groups turned out to be others, that all is gone, then nothing more until the
+        new incarnation, which says where the worker can resume."""
+        if not self.ledger.take_regrouped():
+            return change
+        if self.outbox.incarnation or self.incarnation_due is not None:
+            self.require_incarnation(reason)
+        self._sealed = True
+        return [Cleared()]
 
     def publish(self, events: Sequence[IndexEvent], now_us: int, now_s: float, headers: Headers = None) -> int:
         """Put a change in the outbox. Returns how many messages it takes; 0 also if the outbox takes nothing more before the
@@ -88,6 +105,8 @@ class Changelog:
             self._counters.overflows += 1
             self.require_incarnation(IncarnationReason.OVERFLOW)
             return 0
+        if self._sealed:
+            self.outbox.overflowed, self._sealed = True, False
         self._count(events, messages)
         self._checkpoints.record_messages(messages, now_s)
         return messages
@@ -144,7 +163,7 @@ class Changelog:
     @property
     def snapshot_bytes(self) -> int:
         """About how large a snapshot would be now."""
-        return self.ledger.digest.blocks * HASH_BYTES
+        return (self.ledger.digest.blocks + 3 * self.ledger.marked_blocks) * HASH_BYTES
 
     def begin_incarnation(self, incarnation: int, now_us: int) -> bool:
         """Begin the incarnation that is due with a snapshot of all that is announced, pending events folded in.
@@ -154,8 +173,18 @@ class Changelog:
         if self.yielded or incarnation <= max(self.outbox.incarnation, self.saved_incarnation, self._requested):
             return False
         self.fold()
+        self._sealed = False
         chunks = self.ledger.snapshot()
-        messages = self.outbox.begin(incarnation, chunks, self.ledger.digest.words, self.ledger.uses, now_us)
+        ledger = self.ledger
+        messages = self.outbox.begin(
+            incarnation,
+            chunks,
+            ledger.digest_words,
+            ledger.uses,
+            now_us,
+            dropped=ledger.dropped,
+            marks=ledger.mark_snapshot(),
+        )
         self.incarnation_due = None
         self._checkpoints.reset()
         self._counters.snapshots += 1
@@ -193,7 +222,7 @@ class Changelog:
         if self.outbox.overflowed or not self.outbox.incarnation:
             return
         self._checkpoints.reset()
-        if self.outbox.checkpoint(self.ledger.digest.words, now_us):
+        if self.outbox.checkpoint(self.ledger.digest_words, now_us):
             self._counters.checkpoints += 1
             self._counters.messages += 1
         else:

@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvatlas.bus import wire
-from kvatlas.events import Checkpoint, IndexEvent, Message, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd
+from kvatlas.events import (
+    Checkpoint,
+    Heads,
+    IndexEvent,
+    Marked,
+    Message,
+    ScopeUse,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+)
 from publishers.stream.message_split import SMALLEST_MESSAGE_BYTES, split_chunks, split_into_messages
 
 Headers = Mapping[str, str] | None
@@ -120,10 +130,14 @@ class Outbox:
         uses: Mapping[bytes, ScopeUse],
         ts_us: int,
         headers: Headers = None,
+        *,
+        dropped: int | None = None,
+        marks: Sequence[Marked | Heads] = (),
     ) -> int:
         """Start an incarnation with a snapshot; what was left of the one before is dropped. Returns its number of messages.
 
-        `digest`: `Digest.words` of all the chunks. `incarnation` is above the one before.
+        `digest`: as in `SnapshotEnd`, of all the chunks and marks. `incarnation` is above the one before. `dropped`: see
+        `SnapshotBegin`; `marks` only with it.
         """
         if incarnation <= self.incarnation:
             raise ValueError(f"incarnation {incarnation} after {self.incarnation}; expected a higher one")
@@ -136,7 +150,7 @@ class Outbox:
         self._counted_messages = self._counted_bytes = 0
         largest = min(self.limits.message_bytes, wire.MAX_SNAPSHOT_MESSAGE_BYTES)
         pieces = split_chunks(chunks, uses, largest, self._granularity)
-        events: list[IndexEvent] = [SnapshotBegin(), *pieces, SnapshotEnd(len(pieces), digest)]
+        events: list[IndexEvent] = [SnapshotBegin(dropped), *pieces, *marks, SnapshotEnd(len(pieces), digest)]
         payloads = self._encode(events, uses, ts_us, largest)
         self._kept.extend(_Kept(payload, headers, 0) for payload in payloads)
         return len(payloads)
@@ -188,7 +202,7 @@ class Outbox:
         self.overflowed = True
 
     def checkpoint(self, digest: Sequence[int], ts_us: int) -> int:
-        """Put a checkpoint: `digest` (`Digest.words`) is of everything put in so far."""
+        """Put a checkpoint: `digest` (see `Checkpoint`) is of everything put in so far."""
         return self.put([Checkpoint(digest)], {}, ts_us)
 
     def _encode(

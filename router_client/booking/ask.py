@@ -62,11 +62,13 @@ def build_ask(
 
 def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, settings: BookingSettings) -> OfferKind:
     rule, eventless = for_kind.example.rule, not for_kind.example.endpoint.events
-    limit = for_kind.prompt.input_tokens - rule.recomputed_tokens
+    readable = for_kind.prompt.reading.readable_tokens(for_kind.example.endpoint.kind)
+    limit = rule.limit_tokens(for_kind.prompt.input_tokens, readable)
     if rule.block_aligned:
         limit -= limit % block_size
     return OfferKind(
-        chain=chain,
+        # where a prompt that is being computed will be resumable is not known with marks: such a worker is predicted nothing
+        chain=None if for_kind.example.endpoint.marks else chain,
         limit_tokens=max(0, limit),
         lost_tokens=rule.dropped_blocks * block_size,
         prices=for_kind.prices,

@@ -210,7 +210,8 @@ def _build_candidates(
         size, blocks = endpoint.block_size or 0, metrics.total_kv_blocks
         limit = limit_of(record)
         rule, id, cache_blocks = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
-        alike = (size, rule, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
+        engine = (endpoint.kind, endpoint.marks, endpoint.upper_bound)
+        alike = (size, rule, engine, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
         known, likeness = load is not None, likeness_of(record)
         candidates.append(Candidate(id, kind, endpoint, size, rule, load or mean, known, blocks, limit, likeness))

@@ -52,7 +52,8 @@ class PromptReader:
         expected = min(request.output_tokens or self.settings.output_tokens, self.settings.output_tokens)
         if tokens is None:
             guess = self.guess(scope, _letters(request), request_id, expected)
-            return replace(guess, prompt=replace(guess.prompt, session_id=request.session_id), untokenized=why)
+            said = replace(guess.prompt, session_id=request.session_id, reading=request.cache_reading)
+            return replace(guess, prompt=said, untokenized=why)
         salt = request.cache_salt
         keys = ((salt,),) if salt is not None and not self.settings.salt_is_tenant else None
         prompt = Prompt.of_tokens(
@@ -64,6 +65,7 @@ class PromptReader:
             id=request_id,
             memory=self._memory,
             session_id=request.session_id,
+            reading=request.cache_reading,
         )
         return RequestPrompt(prompt, len(tokens))
 

@@ -2,14 +2,16 @@
 
 from hypothesis import strategies as st
 
-from kvatlas.blocks.digest import WORDS
+from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
 from kvatlas.blocks.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
 from kvatlas.bus.wire import MAX_INCARNATION, MAX_SEQ
 from kvatlas.events import (
     Checkpoint,
     Cleared,
+    Heads,
     IndexEvent,
+    Marked,
     Message,
     Removed,
     ScopeUse,
@@ -17,6 +19,7 @@ from kvatlas.events import (
     SnapshotChunk,
     SnapshotEnd,
     Stored,
+    Unmarked,
 )
 from kvatlas.identity import Scope
 from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
@@ -28,7 +31,12 @@ worker_ids = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 hash_values = st.integers(0, (1 << 64) - 1)
 packed_hashes = st.lists(hash_values, min_size=1, max_size=8).map(pack_hashes)
 tiers = st.sampled_from(Tier)
-digests = st.lists(st.integers(0, MAX_SEQ), min_size=WORDS, max_size=WORDS)
+digests = st.sampled_from([WORDS, WORDS + MARK_WORDS]).flatmap(
+    lambda words: st.lists(st.integers(0, MAX_SEQ), min_size=words, max_size=words)
+)
+heads = st.dictionaries(hash_values, st.integers(0, (1 << 64) - 1), min_size=1, max_size=8).map(
+    lambda bits: (pack_hashes(list(bits)), b"".join(one.to_bytes(8, "big") for one in bits.values()))
+)
 parents = st.none() | st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
 block_flags = st.sampled_from([0, FLAG_PINNED, FLAG_RESUMABLE, FLAG_PINNED | FLAG_RESUMABLE])
 
@@ -55,7 +63,10 @@ def messages(draw: st.DrawFn) -> Message:
         st.builds(SnapshotEnd, st.integers(0, MAX_SEQ), digests),
         st.builds(Checkpoint, digests),
         st.just(Cleared()),
-        st.just(SnapshotBegin()),
+        st.builds(SnapshotBegin, st.none() | st.integers(0, 255)),
+        st.builds(Marked, ids, packed_hashes),
+        st.builds(Unmarked, ids, packed_hashes),
+        st.builds(lambda scope_id, drawn: Heads(scope_id, *drawn), ids, heads),
     )
     return Message(
         draw(worker_ids),

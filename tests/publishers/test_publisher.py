@@ -24,6 +24,7 @@ from kvatlas.identity import Scope
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
 from tests.eventually import until
+from tests.publishers.engines.engine_http import engine_http
 from tests.publishers.published_stream import PARTITIONS, read_stream
 
 pytestmark = pytest.mark.anyio
@@ -493,3 +494,19 @@ async def test_a_gentle_close_says_draining_after_everything_is_published(nats_c
         beats.append(Heartbeat.unpack((await subscription.next_msg(timeout=1)).data))
     assert (beats[-1].state, beats[-1].acked_seq) == (EngineState.DRAINING, last)
     assert all(a.sent_us <= b.sent_us for a, b in pairwise(beats))
+
+
+async def test_an_engine_that_fell_asleep_holds_nothing_in_hbm_before_it_says_so(nats_client: Client) -> None:
+    with engine_http() as engine:
+        engine.pages = {"/health": (200, ""), "/metrics": (200, "")}
+        settings = SETTINGS.model_copy(update={"engine_url": engine.url})
+        async with Publisher(settings, nats=nats_client) as publisher:
+            assert publisher.poller is not None
+            await publisher.poller.poll_once()
+            await publisher.stored(tokens(64))
+            await publisher.stored(tokens(32), tier="cpu")
+            await flushed(publisher)
+            engine.pages["/metrics"] = (200, 'vllm:engine_sleep_state{sleep_state="awake"} 0\n')
+            await publisher.poller.poll_once()
+            await flushed(publisher)
+            assert [publisher.ledger.digest.count(tier) for tier in (Tier.HBM, Tier.CPU_DRAM)] == [0, 2]

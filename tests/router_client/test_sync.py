@@ -86,7 +86,9 @@ class Silent:
         self.asked = threading.Event()
         self.given_up = threading.Event()
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
         self.asked.set()
         try:
             await asyncio.Event().wait()

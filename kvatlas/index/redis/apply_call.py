@@ -10,12 +10,27 @@ import msgpack
 
 from kvatlas.blocks.digest import sums_of
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.bus.wire import BLOCK_BYTES, BLOCK_SIZE, CHUNK, CODE, FLAGS, HASHES, REMOVED, SCOPE_ID, STORED, TIER
+from kvatlas.bus.wire import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    CHUNK,
+    CODE,
+    FLAGS,
+    HASHES,
+    HEADS,
+    MARKED,
+    REMOVED,
+    SCOPE_ID,
+    STORED,
+    TIER,
+    UNMARKED,
+)
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.protocol import PartitionBatch, WorkerRecord
 from kvatlas.index.redis.records import StoredRecord, pack_incarnation, pairs
 
 _WITH_HASHES = (STORED, REMOVED, CHUNK)
+_OF_MARKS = (MARKED, UNMARKED, HEADS)
 
 MAX_JOINT_BLOCKS = 1_024
 """If a call changes more blocks of one scope, the store changes each worker's in commands of its own."""
@@ -89,9 +104,11 @@ class _WorkerMessages:
     groups: list[_Group]
 
 
-def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool = False) -> tuple[list[bytes], bytes]:
-    """(scope ids whose keys the call needs, in order; the packed argument). Work is per message: a block costs an entry of a
-    set and two additions.
+def pack_call(
+    reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool = False
+) -> tuple[list[bytes], list[bytes], bytes]:
+    """(scope ids whose blocks the call needs, in order; those of them whose marks it needs; the packed argument). Work is per
+    message: a block costs an entry of a set and two additions.
 
     A worker's consecutive messages with the same kind of event, scope, tier and flags travel as one group. If the worker's
     seq is inside a group, its first messages are applied again, which changes nothing: all are stores, or all removals.
@@ -128,8 +145,12 @@ def pack_call(reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool
         for worker_id, worker in workers.items()
     ]
     scopes = [(scope_id, int(scope_id in repeating)) for scope_id in scope_ids]
+    marked = {event[SCOPE_ID] for group in groups for event in group.events if event[CODE] in _OF_MARKS}
+    with_marks = [scope_id for scope_id in scope_ids if scope_id in marked] if marked else []
+    numbers = [number for number, scope_id in enumerate(scope_ids, 1) if scope_id in marked]
     # the store's Lua reads byte strings only in msgpack's older form, where text and bytes are one type
-    return list(scope_ids), msgpack.packb((reuse_ms, scopes, positions, by_worker), use_bin_type=False)
+    argument = msgpack.packb((reuse_ms, scopes, positions, by_worker, numbers), use_bin_type=False)
+    return list(scope_ids), with_marks, argument
 
 
 def unpack_answer(answer: bytes) -> tuple[list[WorkerRecord], ApplyCounts, list[int]]:

@@ -4,6 +4,7 @@ Each write is one server-side function (`functions/*.lua`); this file only names
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
@@ -15,7 +16,8 @@ from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
-from kvatlas.index.holder_entries import entries_of
+from kvatlas.index.holder_entries import depths_by_number, entries_of
+from kvatlas.index.mark_lookup import MarkedHolder, check_reach, walk_positions
 from kvatlas.index.protocol import (
     ApplyResult,
     PartitionBatch,
@@ -30,7 +32,13 @@ from kvatlas.index.redis.holder_names import HolderNames
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.layout import check_suitable, layout_errors, make_layout, read_layout
-from kvatlas.index.redis.records import pack_incarnation, pack_position, unpack_incarnation, unpack_position
+from kvatlas.index.redis.records import (
+    pack_incarnation,
+    pack_position,
+    unpack_incarnation,
+    unpack_position,
+    unpack_reach,
+)
 from kvatlas.index.redis.recount import WORKERS_A_PASS, Recount
 from kvatlas.index.redis.scope_registry import ScopeRegistry
 from kvatlas.index.redis.scrub import Scrub
@@ -111,12 +119,13 @@ class RedisIndex(DirectWrites):
         await self._recovery.check()
         await self._registry.register(batches)
         self._scrubs[shard].note(batches)
-        scope_ids, argument = pack_call(self._reuse_ms, batches, parents=self._side_index)
+        scope_ids, with_marks, argument = pack_call(self._reuse_ms, batches, parents=self._side_index)
         k = self._keys[shard]
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta]
         keys += [k.blocks(scope_id) for scope_id in scope_ids]
         if self._side_index:
             keys += [key for scope_id in scope_ids for key in (k.children(scope_id), k.parents(scope_id))]
+        keys += [k.marked, *(k.marks(scope_id) for scope_id in with_marks)]
         no_room = False
         try:
             answer = await self._functions.call("kvatlas_apply", keys, [argument])
@@ -173,27 +182,56 @@ class RedisIndex(DirectWrites):
 
     # ------------------------------------------------------------ questions
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
         self._prefix_scans += 1
-        found = await self._overlap(scope.scope_id, hashes, STRIDE)
+        reach = check_reach(first_index, limit)
+        found = await self._overlap(scope.scope_id, hashes, STRIDE, reach)
         if not verify:
             return found
-        walked = await self._overlap(scope.scope_id, hashes, 0)
-        return Overlap(found.shards, found.looked_up, differences(found, walked))
+        walked = await self._overlap(scope.scope_id, hashes, 0, reach)
+        shards = [
+            await self._walk_marks(reader, scope.scope_id, hashes, reach, shard) if shard.positions else shard
+            for reader, shard in zip(self._readers, walked.shards, strict=True)
+        ]
+        return Overlap(found.shards, found.looked_up, differences(found, Overlap(shards, walked.looked_up)))
 
-    async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int) -> Overlap:
-        calls = [([k.blocks(scope_id), k.meta], [hashes, stride]) for k in self._keys]
+    async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int, reach: tuple[int, int]) -> Overlap:
+        args = [hashes, stride, *reach]
+        calls = [([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], [*args, b""]) for k in self._keys]
         for attempt in range(_NAME_TRIES):
             answers = await self._functions.call_ro_many("kvatlas_overlap", calls)
             shards = []
-            for names, (version, values, lengths) in zip(self._names, answers, strict=True):
+            for names, (keys, _), answer in zip(self._names, calls, answers, strict=True):
+                version, values, lengths, *marked = answer  # functions of a version without marks answer three fields
                 if names.version != version:
                     await names.read(self._functions)
                 if names.version == version or attempt == _NAME_TRIES - 1:
-                    shards.append(ShardRuns(values, lengths, names.at(version)))
+                    found = await self._reach(keys, args, *marked) if marked and any(marked) else {}
+                    shards.append(ShardRuns(values, lengths, names.at(version), found))
             if len(shards) == self.shards:
                 break
         return Overlap(shards, len(hashes) // HASH_BYTES)
+
+    async def _walk_marks(
+        self, reader: ShardReader, scope_id: bytes, hashes: bytes, reach: tuple[int, int], runs: ShardRuns
+    ) -> ShardRuns:
+        """The runs with the marked holders' positions from a look at every block's marks."""
+        first_index, limit = reach
+        dropped, depths = await reader.dropped(), depths_by_number(runs.values, runs.lengths)
+        holders = {number: MarkedHolder(depths[number], dropped[number]) for number in depths if number in dropped}
+        marks = await reader.marks(scope_id, hashes)
+        found = walk_positions(marks.get, hashes, holders, limit, first_index)
+        return runs._replace(positions={int.from_bytes(n, "big"): found.get(n, 0) for n in holders})
+
+    async def _reach(self, keys: Sequence[str], args: Sequence[Any], packed: bytes, cursor: bytes) -> dict[int, int]:
+        """Position by the number of each marked holder; one call does bounded work and may leave some for the next."""
+        found = unpack_reach(packed)
+        while cursor:
+            *_, packed, cursor = await self._functions.call_ro("kvatlas_overlap", keys, [*args, cursor])
+            found = unpack_reach(packed) | found
+        return found
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         found: list[Residency] = []
@@ -250,7 +288,9 @@ class RedisIndex(DirectWrites):
     async def digest(self, worker_id: str) -> Sequence[int] | None:
         reader = self._reader_of(worker_id)
         record = await reader.record(worker_id)
-        return await reader.digest(record.active) if record is not None and record.active else None
+        if record is None or not record.active:
+            return None
+        return await reader.digest(record.active) + await reader.mark_digest(record.active)
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
         scope_ids = await self._registry.ids()
@@ -266,7 +306,15 @@ class RedisIndex(DirectWrites):
                         scopes = {await self._registry.scope(id): digest.words for id, digest in one.by_scope.items()}
                         incarnation = unpack_incarnation(one.state.incarnation)
                         found.append(
-                            RecountResult(one.worker_id, incarnation, one.state.seq, one.moved, scopes, one.sound)
+                            RecountResult(
+                                one.worker_id,
+                                incarnation,
+                                one.state.seq,
+                                one.moved,
+                                scopes,
+                                one.sound,
+                                one.marks.words if one.stored_marks else (),
+                            )
                         )
         return found
 

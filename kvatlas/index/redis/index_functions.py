@@ -8,7 +8,7 @@ from kvatlas.store.connection import Store
 from kvatlas.store.function_library import FunctionLibrary
 
 INDEX_LIBRARY = FunctionLibrary(
-    "kvatlas", Path(__file__).parent / "functions", ("_slot", "_holders", "_blocks", "_fold")
+    "kvatlas", Path(__file__).parent / "functions", ("_slot", "_holders", "_blocks", "_marks", "_resume", "_fold")
 )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from struct import iter_unpack
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgpack
 
@@ -11,6 +11,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.index.protocol import Position, WorkerRecord
 
 _TOUCHED = ">8sII"
+_REACH = ">3sI"
 
 
 class StoredRecord(NamedTuple):
@@ -66,7 +67,8 @@ _FORMS = [
 class HolderState(NamedTuple):
     """A worker's active holder as of (incarnation, seq). `registered`: the holder's own entries name this worker.
 
-    `words`: the holder's digest (`Digest.words`), then its digest of flags if it ever had flags besides tiers.
+    `words`: the holder's digest (`Digest.words`), then its digest of flags if it ever had flags besides tiers. `marked`: it
+    has marks (said by a scan only).
     """
 
     incarnation: bytes
@@ -74,6 +76,7 @@ class HolderState(NamedTuple):
     holder: bytes
     words: Sequence[int]
     registered: int
+    marked: int = 0
 
     @classmethod
     def of(cls, fields: Sequence[Any] | None) -> Self | None:
@@ -89,6 +92,20 @@ class HolderState(NamedTuple):
     def flag_digest(self) -> Sequence[int]:
         """By flag."""
         return self.words[WORDS:] or [0] * FLAG_WORDS
+
+
+class MarksState(NamedTuple):
+    """A worker's active holder as of (incarnation, seq). `words`: `MarkDigest.words`; False of a holder without marks."""
+
+    incarnation: bytes
+    seq: int
+    holder: bytes
+    words: Sequence[int] | Literal[False]
+
+    @classmethod
+    def of(cls, fields: Sequence[Any] | None) -> Self | None:
+        """From a function's answer; None for a worker without an active holder."""
+        return cls(*fields) if fields else None
 
 
 def pack_incarnation(incarnation: int) -> bytes:
@@ -107,6 +124,22 @@ def unpack_touched(packed: bytes | None) -> dict[bytes, tuple[int, int]]:
 def unpack_digest(packed: bytes | None) -> list[int]:
     """`Digest.words` of a holder, without its digest of flags; zeros if nothing is stored."""
     return msgpack.unpackb(packed)[:WORDS] if packed is not None else [0] * WORDS
+
+
+class StoredMarks(NamedTuple):
+    """What is stored of a holder with marks. `words`: `MarkDigest.words`."""
+
+    dropped: int
+    words: list[int]
+
+
+def unpack_marks(packed: bytes) -> StoredMarks:
+    return StoredMarks(packed[0], msgpack.unpackb(packed[1:]))
+
+
+def unpack_reach(packed: bytes) -> dict[int, int]:
+    """Position by holder's number, of marked holders (see `functions/overlap.lua`)."""
+    return {int.from_bytes(number, "big"): position for number, position in iter_unpack(_REACH, packed)}
 
 
 def pack_position(position: Position | None) -> str:

@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from struct import iter_unpack
+from typing import NamedTuple
 
 import msgpack
 
-from kvatlas.blocks.digest import Digest, FlagDigest
+from kvatlas.blocks.digest import Digest, FlagDigest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
 from kvatlas.bus import wire
+from kvatlas.index.mark_lookup import HEAD_SUFFIX
 from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.records import HolderState, unpack_incarnation
+from kvatlas.index.redis.records import HolderState, MarksState, unpack_incarnation
 
 ENTRIES_A_CALL = 500
 WORKERS_A_PASS = 16
@@ -23,6 +25,14 @@ MAX_TOUCHED_BLOCKS = 20_000
 """A worker whose messages touch more blocks during a pass is not followed: they are read again in one call."""
 
 _FOUND = "8sBB"
+
+
+class Strays(NamedTuple):
+    """Blocks of a scope, or fields of its marks, that have an entry of an unknown number."""
+
+    scope_id: bytes
+    fields: Sequence[bytes]
+    of_marks: bool = False
 
 
 @dataclass(slots=True)
@@ -46,6 +56,13 @@ class WorkerCount:
     messages: set[tuple[int, int]] = field(default_factory=set)
     touched: dict[bytes, set[bytes]] = field(default_factory=dict)
     """(incarnation, seq) and blocks by scope of the messages that were noted since the pass began."""
+    touched_marks: dict[bytes, set[bytes]] = field(default_factory=dict)
+    """The same of marks: fields by scope."""
+    found_marks: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
+    """By scope: field -> bits of a head, or nothing of a mark."""
+    stored_marks: Sequence[int] = ()
+    """Digest of the marks, read last."""
+    marks: MarkDigest = field(default_factory=MarkDigest)
 
     @property
     def wrong(self) -> bool:
@@ -56,6 +73,8 @@ class WorkerCount:
     def sound(self) -> bool:
         """See `RecountResult`."""
         if self.stored is None or not self.stored.registered or self.untiered:
+            return False
+        if self.marks.words != list(self.stored_marks or MarkDigest().words):
             return False
         return self.total_flags.words == list(self.stored.flag_digest)
 
@@ -70,6 +89,20 @@ class WorkerCount:
             self.went_on = self.went_on or state.seq != before.seq
             self.stored = state
 
+    @property
+    def scopes(self) -> set[bytes]:
+        """Those in which something was found."""
+        return self.by_scope.keys() | {scope_id for scope_id, found in self.found_marks.items() if found}
+
+    def observe_marks(self, state: MarksState | None) -> None:
+        """Take in the state of the worker's marks of this moment."""
+        before = self.state
+        if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
+            self.moved = True
+        else:
+            self.went_on = self.went_on or state.seq != before.seq
+            self.stored_marks = state.words or ()
+
     def note(self, raw: wire.RawMessage) -> None:
         """The message is about to be applied."""
         self.messages.add((raw[wire.INCARNATION], raw[wire.SEQ]))
@@ -78,7 +111,12 @@ class WorkerCount:
                 hashes = event[wire.HASHES]
                 keys = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
                 self.touched.setdefault(event[wire.SCOPE_ID], set()).update(keys)
-        if sum(map(len, self.touched.values())) > MAX_TOUCHED_BLOCKS:
+            elif event[wire.CODE] in (wire.MARKED, wire.UNMARKED, wire.HEADS):
+                hashes = event[wire.MARK_HASHES]
+                suffix = HEAD_SUFFIX if event[wire.CODE] == wire.HEADS else b""
+                fields = (hashes[at : at + HASH_BYTES] + suffix for at in range(0, len(hashes), HASH_BYTES))
+                self.touched_marks.setdefault(event[wire.SCOPE_ID], set()).update(fields)
+        if sum(map(len, [*self.touched.values(), *self.touched_marks.values()])) > MAX_TOUCHED_BLOCKS:
             self.moved = True
 
     async def catch_up(self, keys: ShardKeys, functions: IndexFunctions) -> None:
@@ -107,6 +145,28 @@ class WorkerCount:
                 else:
                     found.pop(key, None)
         self.state = state
+        if self.stored_marks or self.touched_marks:
+            await self._catch_up_marks(keys, functions)
+
+    async def _catch_up_marks(self, keys: ShardKeys, functions: IndexFunctions) -> None:
+        """The same of the marks, in the state that the blocks were read in."""
+        assert self.state is not None
+        touched = {scope_id: sorted(fields) for scope_id, fields in self.touched_marks.items()}
+        k = [keys.workers, keys.marked, *(keys.marks(scope_id) for scope_id in touched)]
+        args = [self.worker_id, *(msgpack.packb(fields, use_bin_type=False) for fields in touched.values())]
+        fields_, entries_by_scope = msgpack.unpackb(await functions.call_ro("kvatlas_look_marks", k, args), raw=True)
+        state = MarksState.of(fields_)
+        self.observe_marks(state)
+        if state is None or state.seq != self.state.seq:
+            self.moved = True
+            return
+        for (scope_id, fields), entries in zip(touched.items(), entries_by_scope, strict=True):
+            found = self.found_marks.setdefault(scope_id, {})
+            for name, bits in zip(fields, entries, strict=True):
+                if bits is False:
+                    found.pop(name, None)
+                else:
+                    found[name] = bits
 
     def add_up(self) -> None:
         """Make digests of what was found."""
@@ -121,6 +181,11 @@ class WorkerCount:
                 self.total.add(scope_id, tier, b"".join(hashes))
                 self.by_scope.setdefault(scope_id, Digest()).add(scope_id, tier, b"".join(hashes))
         self.found = {}
+        for scope_id, found_marks in self.found_marks.items():
+            self.marks.add_marks(scope_id, b"".join(name for name in found_marks if len(name) == HASH_BYTES))
+            for name, bits in found_marks.items():
+                if len(name) > HASH_BYTES:
+                    self.marks.add_head(scope_id, name[:HASH_BYTES], int.from_bytes(bits, "big"))
 
 
 class Recount:
@@ -135,12 +200,14 @@ class Recount:
         self._counts = {worker_id: WorkerCount(worker_id) for worker_id in worker_ids}
         self._keys = keys
         self._scope_ids = sorted(scope_ids)
+        self._marks_of = list(self._scope_ids)
+        """Scopes whose marks are not read yet; that begins after all blocks."""
         self._cursor: int | bytes = 0
         self._first = True
 
     @property
     def ended(self) -> bool:
-        return not self._scope_ids
+        return not self._scope_ids and not self._marks_of
 
     def note(self, batches: Sequence[PartitionBatch]) -> None:
         """These messages are about to be applied."""
@@ -150,10 +217,12 @@ class Recount:
                 if one is not None and not one.moved:
                     one.note(raw)
 
-    async def part(self, functions: IndexFunctions) -> tuple[bytes, list[bytes]]:
-        """Count a part of one scope. Returns that scope, and its blocks that have an entry of an unknown number."""
+    async def part(self, functions: IndexFunctions) -> Strays:
+        """Count a part of one scope. Returns what has an entry of an unknown number there."""
+        if not self._scope_ids:
+            return await self._part_of_marks(functions)
         k, scope_id = self._keys, self._scope_ids[-1]
-        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests]
+        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests, k.marked]
         counts = list(self._counts.values())
         packed = await functions.call_ro("kvatlas_scrub", keys, [self._cursor, ENTRIES_A_CALL, *self._counts])
         self._cursor, states, found, strays = msgpack.unpackb(packed, raw=True)
@@ -164,7 +233,24 @@ class Recount:
             counts[at].found.setdefault(scope_id, {})[key] = flags
         if int(self._cursor) == 0:
             self._scope_ids.pop()
-        return scope_id, strays
+            if not self._scope_ids and not any(one.state is not None and one.state.marked for one in counts):
+                self._marks_of.clear()
+        return Strays(scope_id, strays)
+
+    async def _part_of_marks(self, functions: IndexFunctions) -> Strays:
+        k, scope_id = self._keys, self._marks_of[-1]
+        keys = [k.marks(scope_id), k.workers, k.holders, k.marked]
+        counts = list(self._counts.values())
+        packed = await functions.call_ro("kvatlas_scrub_marks", keys, [self._cursor, ENTRIES_A_CALL, *self._counts])
+        self._cursor, states, found, strays = msgpack.unpackb(packed, raw=True)
+        for one, state in zip(counts, states, strict=True):
+            if one.state is not None:
+                one.observe_marks(MarksState.of(state))
+        for name, at, bits in zip(found[::3], found[1::3], found[2::3], strict=True):
+            counts[at].found_marks.setdefault(scope_id, {})[name] = bits
+        if int(self._cursor) == 0:
+            self._marks_of.pop()
+        return Strays(scope_id, strays, of_marks=True)
 
     async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
         """Follow the workers that went on, and return every worker's count."""

@@ -107,7 +107,7 @@ class ScopeRegistry:
         held: set[bytes] = set()
         for k in shards:
             cursor: int | bytes = 0
-            keys = [k.touched, *(k.blocks(scope_id) for scope_id in idle)]
+            keys = [k.touched, *(k.blocks(scope_id) for scope_id in idle), *(k.marks(scope_id) for scope_id in idle)]
             while True:
                 cursor, *used = await self._functions.call("kvatlas_untouch", keys, [cursor, HOLDERS_A_CALL, *idle])
                 held.update(used)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvatlas.index.protocol import PartitionBatch, ScrubResult
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.recount import BLOCKS_A_PASS, ENTRIES_A_CALL, WORKERS_A_PASS, Recount, WorkerCount
+from kvatlas.index.redis.recount import BLOCKS_A_PASS, ENTRIES_A_CALL, WORKERS_A_PASS, Recount, Strays, WorkerCount
 
 TRIES = 3
 
@@ -47,7 +47,7 @@ class Scrub:
             if self._pass is None:
                 self._pass = self._next_pass(await list_scopes())
             while not self._pass.ended:
-                strays += await self._take_out(functions, *await self._pass.part(functions))
+                strays += await self._take_out(functions, await self._pass.part(functions))
                 budget_entries -= ENTRIES_A_CALL
                 if budget_entries <= 0 and not self._tries:
                     return ScrubResult(checked, damaged, strays, given_up, False)
@@ -83,17 +83,19 @@ class Scrub:
                 break
         return Recount(self._keys, workers, scope_ids)
 
-    async def _take_out(self, functions: IndexFunctions, scope_id: bytes, strays: Sequence[bytes]) -> int:
-        if not strays:
+    async def _take_out(self, functions: IndexFunctions, strays: Strays) -> int:
+        if not strays.fields:
             return 0
-        k = self._keys
+        k, scope_id = self._keys, strays.scope_id
+        if strays.of_marks:
+            return int(await functions.call("kvatlas_stray_marks", [k.marks(scope_id), k.holders], strays.fields))
         keys = [k.blocks(scope_id), k.holders]
         if self._side_index:
             keys += [k.children(scope_id), k.parents(scope_id)]
-        return int(await functions.call("kvatlas_strays", keys, strays))
+        return int(await functions.call("kvatlas_strays", keys, strays.fields))
 
     async def _doubt(self, functions: IndexFunctions, one: WorkerCount) -> bool:
         """Mark the worker `bad`; False if it began another incarnation or was cleared meanwhile."""
         assert one.state is not None
-        args = [one.worker_id, one.state.incarnation, one.state.holder, *one.by_scope]
+        args = [one.worker_id, one.state.incarnation, one.state.holder, *one.scopes]
         return bool(await functions.call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))

@@ -8,7 +8,13 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.errors import InvalidValue
 from kvatlas.index.protocol import Position
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.records import StoredRecord, unpack_digest, unpack_position, unpack_touched
+from kvatlas.index.redis.records import (
+    StoredRecord,
+    unpack_digest,
+    unpack_marks,
+    unpack_position,
+    unpack_touched,
+)
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 
@@ -60,6 +66,22 @@ class ShardReader:
         """In the order of `holders`, of which there is at least one."""
         found = await self._store.ask(self._store.client.hmget(self.keys.digests, holders))
         return list(map(unpack_digest, found))
+
+    async def mark_digest(self, holder: bytes) -> list[int]:
+        """`MarkDigest.words` of a holder with marks; none of another."""
+        packed = await self._store.ask(self._store.client.hget(self.keys.marked, holder))
+        return unpack_marks(packed).words if packed is not None else []
+
+    async def dropped(self) -> dict[bytes, int]:
+        """Of each holder with marks, how many blocks a position lies before its mark."""
+        found = await self._store.ask(self._store.client.hgetall(self.keys.marked))
+        return {holder: unpack_marks(packed).dropped for holder, packed in found.items()}
+
+    async def marks(self, scope_id: bytes, hashes: bytes) -> dict[bytes, bytes]:
+        """The values of the marked blocks among these packed hashes."""
+        some = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        found = await self._store.ask(self._store.client.hmget(self.keys.marks(scope_id), some))
+        return {key: value for key, value in zip(some, found, strict=True) if value is not None}
 
     async def touched(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
         """See `unpack_touched`."""

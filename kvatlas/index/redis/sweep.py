@@ -23,6 +23,8 @@ class Sweep:
         self._scopes: list[bytes] = []
         self._cursor: int | bytes = 0
         self._taken = 0
+        self._any_marked = self._in_marks = False
+        """Do some of the holders have marks, so that these are scanned too, after a scope's blocks? Is that going on?"""
         self._servers: set[bytes] = set()
 
     async def run(self, client: Any, functions: IndexFunctions, budget_entries: int) -> int:
@@ -37,7 +39,9 @@ class Sweep:
                 touched = await client.hmget(k.touched, numbers)
                 self._holders = {number: entry or b"" for number, entry in zip(numbers, entries, strict=True)}
                 self._scopes = sorted({scope_id for packed in touched for scope_id in unpack_touched(packed)})
+                self._any_marked = any(await client.hmget(k.marked, numbers))
                 self._cursor = self._taken = 0
+                self._in_marks = False
                 self._servers.clear()
             while self._scopes:
                 scope_id = self._scopes[-1]
@@ -45,16 +49,21 @@ class Sweep:
                 if self._side_index:
                     keys += [k.children(scope_id), k.parents(scope_id)]
                 args = [scope_id, self._cursor, ENTRIES_A_CALL, *self._holders]
-                self._cursor, taken, server = await functions.call("kvatlas_sweep", keys, args)
+                function = "kvatlas_sweep"
+                if self._in_marks:
+                    function, keys = "kvatlas_sweep_marks", [k.marks(scope_id), k.retired, k.marked]
+                self._cursor, taken, server = await functions.call(function, keys, args)
                 self._taken += taken
                 self._servers.add(server)
                 if int(self._cursor) == 0:
-                    self._scopes.pop()
+                    self._in_marks = self._any_marked and not self._in_marks
+                    if not self._in_marks:
+                        self._scopes.pop()
                 budget_entries -= ENTRIES_A_CALL
                 if budget_entries <= 0:
                     return int(await client.scard(k.retired))
             proven = int(not self._taken and len(self._servers) <= 1)
-            keys = [k.holders, k.retired, k.digests, k.touched, k.free]
+            keys = [k.holders, k.retired, k.digests, k.touched, k.free, k.marked]
             args = [proven, *chain.from_iterable(self._holders.items())]
             left = int(await functions.call("kvatlas_release", keys, args))
             self._holders = {}

@@ -44,13 +44,15 @@ class BreakableIndex:
         self.broken: str | None = None
         self.asked = 0
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
         self.asked += 1
         if self.broken == "slow":
             await asyncio.Event().wait()
         if self.broken == "away":
             raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
-        return await self.index.overlap(scope, hashes, verify=verify)
+        return await self.index.overlap(scope, hashes, first_index=first_index, limit=limit, verify=verify)
 
 
 class BreakableFleet(StaticFleet):

@@ -6,6 +6,9 @@
 --   active              HASH  3-byte number -> worker id, of the active holders
 --   retired             SET   3-byte numbers of the retired holders
 --   free                LIST  3-byte number and freed ms of numbers to use again, first freed first
+--   marked              HASH  3-byte number -> dropped (a byte), cmsgpack digest of marks; of the holders with marks
+--   marks:<scope id>    HASH  8-byte sequence hash of a marked block -> 3-byte numbers, sorted; 9 bytes, sequence hash of a head
+--                             and 'h' -> entries of 11 bytes, sorted by holder: number, 64 bits (big-endian, offset 0 lowest)
 --   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat; then by flag, if its
 --                             blocks ever had flags besides the tiers
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)

@@ -5,6 +5,7 @@
 --      3 digests
 --      4 touched
 --      5 free
+--      6 marked
 -- ARGV 1 proven: 1 if one server's whole scan found no entry of these numbers. A count that is not zero is then itself wrong
 --        (damage that no message did), unless the number was freed and given out again meanwhile.
 --      2... for each number: it, and its entry in holders as it was before the scan
@@ -12,17 +13,22 @@
 redis.register_function({
   function_name = 'kvatlas_release',
   callback = function(keys, args)
-    local holders, retired, digests, touched, free = unpack(keys)
+    local holders, retired, digests, touched, free, marked = unpack(keys)
     local proven, now = args[1] == '1', now_ms()
     for i = 2, #args, 2 do
       local holder, entry_before = args[i], args[i + 1]
       local scanned = proven and (redis.call('HGET', holders, holder) or '') == entry_before
-      local empty = scanned or digest_blocks(read_digest(digests, holder)) == 0
+      local marks = marked and redis.call('HGET', marked, holder)
+      local unmarked = not marks or holds_no_marks(unpack_marks(marks))
+      local empty = scanned or (unmarked and digest_blocks(read_digest(digests, holder)) == 0)
       if empty and redis.call('SISMEMBER', retired, holder) == 1 then
         redis.call('SREM', retired, holder)
         redis.call('HDEL', holders, holder)
         redis.call('HDEL', digests, holder)
         redis.call('HDEL', touched, holder)
+        if marks then
+          redis.call('HDEL', marked, holder)
+        end
         redis.call('RPUSH', free, holder .. string.format('%d', now))
       end
     end

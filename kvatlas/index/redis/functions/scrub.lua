@@ -2,7 +2,7 @@
 
 -- Returns a worker's state at this moment: {incarnation, seq, active holder, the holder's digest, 1 if the holder's own entries
 -- name this worker, otherwise 0} (HolderState in kvatlas/index/redis/records.py), and the active holder; false without one.
--- k: {workers, holders, active, digests = keys}
+-- With k.marked it ends with 1 if the holder has marks, otherwise 0. k: {workers, holders, active, digests = keys}
 local function state_of(k, worker)
   local packed = redis.call('HGET', k.workers, worker)
   local record = packed and cmsgpack.unpack(packed)
@@ -18,7 +18,11 @@ local function state_of(k, worker)
       registered = 1
     end
   end
-  return { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered }, holder
+  local state = { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered }
+  if k.marked then
+    state[6] = redis.call('HEXISTS', k.marked, holder)
+  end
+  return state, holder
 end
 
 -- Is this a holders value: entries of 4 bytes, sorted, none twice?
@@ -41,6 +45,7 @@ end
 --      3 holders
 --      4 active
 --      5 digests
+--      6 marked
 -- ARGV 1 cursor
 --      2 count
 --      3... workers
@@ -52,7 +57,7 @@ redis.register_function({
   function_name = 'kvatlas_scrub',
   callback = function(keys, args)
     local blocks, cursor, count = keys[1], args[1], args[2]
-    local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5] }
+    local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5], marked = keys[6] }
     local states, mine = {}, {} -- mine: {active holder -> its worker's index, a byte}
     for i = 3, #args do
       local state, holder = state_of(k, args[i])

@@ -2,19 +2,19 @@
 -- call: a sweep has nothing to do there.
 --
 -- KEYS 1 touched
---      2... blocks of each scope
+--      2... blocks of each scope, then marks of each
 -- ARGV 1 cursor
 --      2 count
 --      3... scope ids
--- returns {next cursor, scope ids with blocks...}
+-- returns {next cursor, scope ids with blocks or marks...}
 redis.register_function({
   function_name = 'kvatlas_untouch',
   callback = function(keys, args)
     local touched, cursor, count = keys[1], args[1], args[2]
     local empty, any_empty, held = {}, false, {}
     for i = 3, #args do
-      local scope_id, blocks = args[i], keys[i - 1]
-      if redis.call('EXISTS', blocks) == 1 then
+      local scope_id, blocks, marks = args[i], keys[i - 1], keys[#args - 3 + i]
+      if redis.call('EXISTS', blocks) == 1 or (marks and redis.call('EXISTS', marks) == 1) then
         held[#held + 1] = scope_id
       else
         empty[scope_id] = true
