@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
+from kvatlas.reservations import Outcome
 from kvatlas.store.access import RedisAccess
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
@@ -155,10 +156,20 @@ class SyncRouterClient:
     def load_only(self, on: bool) -> None:
         self._client.load_only = on
 
+    @property
+    def router_id(self) -> str:
+        """The name of this router's lease."""
+        return self._client.router_id
+
     def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
         """Every worker of the scope's pool by id, also those that get no requests now; as last read if the store does not
         answer within the deadline. Raises Unreachable if it was never read."""
         return self._thread.run(self._client.workers, scope)
+
+    def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
+        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if there is
+        none (any more). Raises Unreachable."""
+        return self._thread.run(self._client.record_end, pool_id, id, outcome)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
         """See `RouterClient.rates`."""
