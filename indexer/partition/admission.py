@@ -8,10 +8,10 @@ from kvatlas.bus.subjects import worker_of
 from kvatlas.bus.wire import (
     BLOCK_SIZE,
     INCARNATION,
+    LAST_CODE,
     MAX_MESSAGE_BYTES,
     MESSAGE_VERSION,
     SCOPES,
-    VERSION,
     WORKER_ID,
     RawMessage,
     decode_raw,
@@ -126,6 +126,6 @@ def _reason(payload: bytes) -> PoisonReason:
         raw = unpack(payload, max_bytes=MAX_MESSAGE_BYTES, strict_map_key=False)
     except InvalidValue:
         return PoisonReason.MALFORMED
-    if isinstance(raw, list) and raw and type(raw[MESSAGE_VERSION]) is int and raw[MESSAGE_VERSION] != VERSION:
+    if isinstance(raw, list) and raw and type(raw[MESSAGE_VERSION]) is int and raw[MESSAGE_VERSION] not in LAST_CODE:
         return PoisonReason.VERSION
     return PoisonReason.MALFORMED

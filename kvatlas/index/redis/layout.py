@@ -10,7 +10,7 @@ from kvatlas.errors import LayoutMismatch, Unreachable, UnsuitableStore
 from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION, READABLE_VERSIONS
 from kvatlas.store.connection import UNREACHABLE, Store
 
-_ID = "id"
+_ID, _VERSION = "id", "version"
 
 DEFAULT_PARTITIONS = 64
 DEFAULT_SHARDS = 1
@@ -33,7 +33,7 @@ async def read_layout(store: Store) -> tuple[int, int] | None:
     found = {key.decode(): value.decode() for key, value in (await store.client.hgetall(LAYOUT)).items()}
     if not found:
         return None
-    if found.get("version") not in {str(version) for version in READABLE_VERSIONS}:
+    if found.get(_VERSION) not in {str(version) for version in READABLE_VERSIONS}:
         raise LayoutMismatch(
             f"{store.name}: layout version {found.get('version')}; this kvatlas expects {LAYOUT_VERSION}"
         )
@@ -61,7 +61,7 @@ async def make_layout(store: Store, partitions: int | None, shards: int | None) 
         if wanted[0] % wanted[1]:
             raise LayoutMismatch(f"{wanted[1]} shards; expected a divisor of {wanted[0]} partitions")
         async with store.client.pipeline(transaction=True) as pipeline:
-            fields = {"version": LAYOUT_VERSION, "partitions": wanted[0], "shards": wanted[1], _ID: token_hex(8)}
+            fields = {_VERSION: LAYOUT_VERSION, "partitions": wanted[0], "shards": wanted[1], _ID: token_hex(8)}
             for field, value in fields.items():
                 pipeline.hsetnx(LAYOUT, field, value)
             await pipeline.execute()
@@ -71,7 +71,8 @@ async def make_layout(store: Store, partitions: int | None, shards: int | None) 
         raise LayoutMismatch(
             f"{store.name}: laid out with {found[0]} partitions and {found[1]} shards; asked for {wanted[0]} and {wanted[1]}"
         )
-    await store.client.hset(LAYOUT, "version", str(LAYOUT_VERSION))
+    if await store.client.hget(LAYOUT, _VERSION) != str(LAYOUT_VERSION).encode():  # a write needs memory
+        await store.client.hset(LAYOUT, _VERSION, str(LAYOUT_VERSION))
     return found
 
 
