@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from simulator.cache.block_hash import Namespace, SeededBlockHasher
-from simulator.cache.eviction import EvictionPolicy
+from simulator.cache.eviction import BuiltInPolicy
 from simulator.cache.kv_cache import KVCache
 from simulator.cache.kv_events import BlockRemoved, BlocksStored, KVEvent
 from simulator.engine.core import EngineCore, StepResult
@@ -77,14 +77,14 @@ def event_fields(event: KVEvent) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     ("eviction", "num_cpu_blocks", "report_hits", "recorded"),
     [
-        (EvictionPolicy.LRU, 0, False, "778c25c129fefb1b5cf585e2c5b07f30"),
-        (EvictionPolicy.LRU, 12, True, "f1d04d8662c2ac762f5236f714301518"),
-        (EvictionPolicy.FIFO, 12, False, "5b96aae9aaa1e8e59d8e7de1396e163a"),
-        (EvictionPolicy.FREQUENCY, 12, False, "535b58536848bc5a0c59a45cbd95b218"),
+        (BuiltInPolicy.LRU, 0, False, "778c25c129fefb1b5cf585e2c5b07f30"),
+        (BuiltInPolicy.LRU, 12, True, "f1d04d8662c2ac762f5236f714301518"),
+        (BuiltInPolicy.FIFO, 12, False, "5b96aae9aaa1e8e59d8e7de1396e163a"),
+        (BuiltInPolicy.FREQUENCY, 12, False, "535b58536848bc5a0c59a45cbd95b218"),
     ],
 )
 def test_an_engine_behaves_as_recorded(
-    eviction: EvictionPolicy, num_cpu_blocks: int, report_hits: bool, recorded: str
+    eviction: BuiltInPolicy, num_cpu_blocks: int, report_hits: bool, recorded: str
 ) -> None:
     cache = KVCache(
         num_blocks=14,
