@@ -126,18 +126,22 @@ class PrefixCache:
 
     def store(self, parent: PrefixNode | None, blocks: Sequence[Block], namespace: Namespace) -> list[PrefixNode]:
         """Cache full blocks that follow `parent`, head first; their nodes, fewer than blocks after a hash collision."""
+        nodes: list[PrefixNode] = []
         stored: list[PrefixNode] = []
         for block in blocks:
-            node = self._tree.find_or_add(parent, tuple(block.token_ids), namespace)
+            node = block.node  # a fork that shares the block may have cached it
             if node is None:
-                break
-            self._add_copy(block, node)
-            stored.append(node)
+                node = self._tree.find_or_add(parent, tuple(block.token_ids), namespace)
+                if node is None:
+                    break
+                self._add_copy(block, node)
+                stored.append(node)
+            nodes.append(node)
             parent = node
         if stored:
             self._events.append(_stored(stored, Medium.GPU))
             self.limit_prefixes()
-        return stored
+        return nodes
 
     def release(self, block: Block) -> None:
         """Drop one sequence's reference. After the last one a cached block may be evicted; any other is free."""
@@ -175,7 +179,7 @@ class PrefixCache:
         """Drop prefixes until they are as many as the settings allow. Costs a walk over all prefixes for each one dropped."""
         limit = self._settings.max_prefixes
         while limit is not None and len(self._tree.leaves) > limit:
-            droppable = [leaf for leaf in self._tree.leaves if not self._held(leaf)]
+            droppable = [leaf for leaf in self._tree.leaves if self._removable(leaf)]
             if not droppable:
                 return
             blocks, cpu_blocks = self.cached_blocks, self.cpu_blocks
@@ -346,6 +350,15 @@ class PrefixCache:
         if not leaf.gpu_block_ids:
             return self._cpu_tier.key(leaf)
         return max(self._key(self._pool[block_id], leaf) for block_id in leaf.gpu_block_ids)
+
+    def _removable(self, leaf: PrefixNode) -> bool:
+        """Whether no sequence holds what only this prefix has: else dropping its end would not make prefixes fewer."""
+        node: PrefixNode | None = leaf
+        while node is not None and not self._held(node):
+            if node.parent is not None and len(node.parent.children) > 1:
+                return True
+            node = node.parent
+        return node is None
 
     def _held(self, node: PrefixNode) -> bool:
         return any(self._pool[block_id].references for block_id in node.gpu_block_ids)
