@@ -5,7 +5,7 @@ from itertools import takewhile
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from simulator.cache import (
     AllocationRequest,
@@ -26,7 +26,10 @@ from tests.simulator.cache.naive_cache import NaiveCache, Prefix
 SIZE = 2
 GEOMETRY = KVGeometry(layers=3, heads=2, head_size=4)
 NAMESPACES = st.sampled_from([Namespace(), Namespace(adapter="a")])
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+TOKENS = st.integers(1, 9).flatmap(lambda length: st.sampled_from([[0] * length, [0, 0, 0, 1, 1, 1, 0, 0, 1][:length]]))
+"""Few texts of any length, so that most prompts meet others."""
+PICK = st.integers(0, 5)
+"""One of the live sequences."""
 
 
 class DeepestFirst:
@@ -37,10 +40,8 @@ class DeepestFirst:
 
 
 class NaiveCacheMachine(RuleBasedStateMachine):
-    names: Bundle[str] = Bundle("names")
-
     @initialize(
-        num_blocks=st.integers(1, 8),
+        num_blocks=st.integers(1, 12),
         policy=st.sampled_from([*BuiltInPolicy, DeepestFirst()]),
         sharing=st.sampled_from([True, True, True, False]),
         min_tokens=st.sampled_from([0, 0, 3, 4]),
@@ -81,8 +82,12 @@ class NaiveCacheMachine(RuleBasedStateMachine):
         self.next_name += 1
         return f"s{self.next_name}"
 
-    @rule(target=names, prompt=TOKENS, namespace=NAMESPACES, first_chunk=st.sampled_from([None, None, 0, 3]))
-    def allocate(self, prompt: list[int], namespace: Namespace, first_chunk: int | None) -> str:
+    def pick(self, number: int) -> str:
+        live = list(self.naive.sequences)
+        return live[number % len(live)]
+
+    @rule(prompt=TOKENS, namespace=NAMESPACES, first_chunk=st.sampled_from([None, None, 0, 3]))
+    def allocate(self, prompt: list[int], namespace: Namespace, first_chunk: int | None) -> None:
         name = self.new_name()
         request = AllocationRequest(name, prompt, namespace, first_chunk=first_chunk)
         assert self.cache.match(prompt, namespace).hit_tokens == len(self.naive.match(prompt, namespace)) * SIZE
@@ -95,12 +100,11 @@ class NaiveCacheMachine(RuleBasedStateMachine):
             assert not done
         else:
             assert done
-        return name
 
-    @rule(name=names, tokens=TOKENS)
-    def extend(self, name: str, tokens: list[int]) -> None:
-        if name not in self.naive.sequences:
-            return
+    @precondition(lambda self: self.naive.sequences)
+    @rule(number=PICK, tokens=TOKENS)
+    def extend(self, number: int, tokens: list[int]) -> None:
+        name = self.pick(number)
         can = self.cache.can_extend(name, len(tokens))
         done = self.naive.extend(name, tokens)
         assert done == can
@@ -111,20 +115,20 @@ class NaiveCacheMachine(RuleBasedStateMachine):
         else:
             assert done
 
-    @rule(target=names, name=names, blocks=st.integers(0, 4))
-    def fork(self, name: str, blocks: int) -> str:
-        new = self.new_name()
-        if name in self.naive.sequences:
-            blocks = min(blocks, len(self.naive.sequences[name].copies))
-            self.naive.fork(name, new, blocks)
-            self.cache.fork(name, new, blocks=blocks)
-        return new
+    @precondition(lambda self: self.naive.sequences)
+    @rule(number=PICK, blocks=st.integers(0, 4))
+    def fork(self, number: int, blocks: int) -> None:
+        name, new = self.pick(number), self.new_name()
+        blocks = min(blocks, len(self.naive.sequences[name].copies))
+        self.naive.fork(name, new, blocks)
+        self.cache.fork(name, new, blocks=blocks)
 
-    @rule(name=names)
-    def free(self, name: str) -> None:
-        if name in self.naive.sequences:
-            self.naive.free(name)
-            self.cache.free(name)
+    @precondition(lambda self: self.naive.sequences)
+    @rule(number=PICK)
+    def free(self, number: int) -> None:
+        name = self.pick(number)
+        self.naive.free(name)
+        self.cache.free(name)
 
     @rule(keep=st.sampled_from([None, None, 0, 2]))
     def gc(self, keep: int | None) -> None:
