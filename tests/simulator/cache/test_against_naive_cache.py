@@ -28,6 +28,7 @@ GEOMETRY = KVGeometry(layers=3, heads=2, head_size=4)
 NAMESPACES = st.sampled_from([Namespace(), Namespace(adapter="a")])
 TOKENS = st.integers(1, 9).flatmap(lambda length: st.sampled_from([[0] * length, [0, 0, 0, 1, 1, 1, 0, 0, 1][:length]]))
 """Few texts of any length, so that most prompts meet others."""
+MORE = st.sampled_from([[0], [0, 0], [1], [0, 1, 0], [1, 1, 1, 1]])
 PICK = st.integers(0, 5)
 """One of the live sequences."""
 
@@ -41,7 +42,7 @@ class DeepestFirst:
 
 class NaiveCacheMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(1, 12),
+        num_blocks=st.sampled_from([1, 5, 8, 11, 15, 20]),
         policy=st.sampled_from([*BuiltInPolicy, DeepestFirst()]),
         sharing=st.sampled_from([True, True, True, False]),
         min_tokens=st.sampled_from([0, 0, 3, 4]),
@@ -102,9 +103,11 @@ class NaiveCacheMachine(RuleBasedStateMachine):
             assert done
 
     @precondition(lambda self: self.naive.sequences)
-    @rule(number=PICK, tokens=TOKENS)
+    @rule(number=PICK, tokens=MORE)
     def extend(self, number: int, tokens: list[int]) -> None:
-        name = self.pick(number)
+        self.write(self.pick(number), tokens)
+
+    def write(self, name: str, tokens: list[int]) -> None:
         can = self.cache.can_extend(name, len(tokens))
         done = self.naive.extend(name, tokens)
         assert done == can
@@ -116,12 +119,17 @@ class NaiveCacheMachine(RuleBasedStateMachine):
             assert done
 
     @precondition(lambda self: self.naive.sequences)
-    @rule(number=PICK, blocks=st.integers(0, 4))
-    def fork(self, number: int, blocks: int) -> None:
+    @rule(number=PICK, blocks=st.sampled_from([9, 9, 2, 1, 0]), tokens=MORE, others=MORE)
+    def fork(self, number: int, blocks: int, tokens: list[int], others: list[int]) -> None:
+        """And write to both."""
         name, new = self.pick(number), self.new_name()
         blocks = min(blocks, len(self.naive.sequences[name].copies))
         self.naive.fork(name, new, blocks)
         self.cache.fork(name, new, blocks=blocks)
+        self.sequences_are_equal()
+        for each, more in ((name, tokens), (new, others)):
+            self.write(each, more)
+            self.every_change_of_pressure_is_reported()
 
     @precondition(lambda self: self.naive.sequences)
     @rule(number=PICK)
@@ -130,7 +138,15 @@ class NaiveCacheMachine(RuleBasedStateMachine):
         self.naive.free(name)
         self.cache.free(name)
 
-    @rule(keep=st.sampled_from([None, None, 0, 2]))
+    @rule(prompt=TOKENS, namespace=NAMESPACES)
+    def serve(self, prompt: list[int], namespace: Namespace) -> None:
+        """A request that is over at once."""
+        self.allocate(prompt, namespace, None)
+        self.every_change_of_pressure_is_reported()
+        if f"s{self.next_name}" in self.naive.sequences:
+            self.free(len(self.naive.sequences) - 1)
+
+    @rule(keep=st.sampled_from([None, None, None, 0, 2]))
     def gc(self, keep: int | None) -> None:
         prefixes = len(self.naive.leaves())
         blocks = self.naive.gc(keep)
@@ -138,11 +154,9 @@ class NaiveCacheMachine(RuleBasedStateMachine):
         assert (freed.blocks, freed.prefixes) == (blocks, prefixes - len(self.naive.leaves()))
         assert freed.memory_bytes == blocks * 2 * 3 * 2 * 4 * SIZE * 2
 
-    @rule()
-    def defragment(self) -> None:
         self.cache.defragment()
 
-    @rule(seconds=st.sampled_from([0.5, 1.0]))
+    @rule(seconds=st.sampled_from([1.0, 2.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
@@ -193,4 +207,4 @@ def prefix_of(node: PrefixNode) -> Prefix:
 
 
 TestNaiveCache = NaiveCacheMachine.TestCase
-TestNaiveCache.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestNaiveCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
