@@ -5,7 +5,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from kvatlas.settings import CommaList, Name, Port, Settings, ZmqEndpoint
 from kvatlas.validation import Count, Positive
 from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.eviction import EvictionPolicy
+from simulator.cache.eviction import BuiltInPolicy
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
 from simulator.zmq_events import EventEncoding, FeedSettings
@@ -49,7 +49,7 @@ class EngineSettings(Settings):
     block_size: Positive = Field(default=16, description="Tokens per block.")
     num_gpu_blocks: int = Field(default=4_096, ge=1, le=MAX_GPU_BLOCKS, description="Blocks on the GPU.")
     num_cpu_blocks: Count = Field(default=0, description="Blocks in the CPU tier; 0: no CPU tier.")
-    eviction: EvictionPolicy = Field(default=EvictionPolicy.LRU, description="Which cached block is evicted first.")
+    eviction: BuiltInPolicy = Field(default=BuiltInPolicy.LRU, description="Which cached block is evicted first.")
     seed: int | None = Field(default=None, description="Seed of its block hashes; default: random.")
 
     max_num_seqs: Positive = Field(default=256, description="Sequences that run at the same time.")

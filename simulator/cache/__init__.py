@@ -1,1 +1,71 @@
-"""The paged KV cache."""
+"""The paged KV cache of one device or several: what simulated engines run on, and an interface of its own.
+
+    cache = KVCache(num_blocks=1_024, block_size=16)
+    handle = cache.allocate(AllocationRequest("a", prompt_token_ids))
+    cache.extend("a", [17, 18])
+    handle.stats(), cache.stats()
+    cache.free("a")
+
+`KVCache` is the cache manager of one device, `DeviceCaches` that of several; docs/cache-manager.md explains both.
+"""
+
+from simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
+from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from simulator.cache.block_table import BlockTable
+from simulator.cache.devices import DeviceCaches, SequenceMove
+from simulator.cache.errors import (
+    CacheError,
+    InsufficientBlocks,
+    SequenceExists,
+    SequenceId,
+    SequenceNotFound,
+    SequenceSwappedOut,
+    UnknownDevice,
+)
+from simulator.cache.eviction import BlockUse, BuiltInPolicy, EvictionKey, EvictionPolicy
+from simulator.cache.geometry import DataType, KVGeometry
+from simulator.cache.kv_cache import KVCache
+from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
+from simulator.cache.prefix_cache import PrefixSettings
+from simulator.cache.pressure import MemoryPressure, PressureThresholds
+from simulator.cache.sequence_blocks import PrefixMatch
+from simulator.cache.stats import CacheStats, Defragmentation, GarbageCollection
+
+__all__ = [
+    "AllocationRequest",
+    "BlockHasher",
+    "BlockRemoved",
+    "BlockTable",
+    "BlockUse",
+    "BlocksStored",
+    "BuiltInPolicy",
+    "CacheError",
+    "CacheHandle",
+    "CacheStats",
+    "DataType",
+    "Defragmentation",
+    "DeviceCaches",
+    "EvictionKey",
+    "EvictionPolicy",
+    "GarbageCollection",
+    "GpuCleared",
+    "HandleStats",
+    "InsufficientBlocks",
+    "KVCache",
+    "KVEvent",
+    "KVGeometry",
+    "Medium",
+    "MemoryPressure",
+    "Namespace",
+    "PrefixMatch",
+    "PrefixSettings",
+    "PressureThresholds",
+    "Priority",
+    "SeededBlockHasher",
+    "SequenceExists",
+    "SequenceId",
+    "SequenceMove",
+    "SequenceNotFound",
+    "SequenceSwappedOut",
+    "UnknownDevice",
+]

@@ -25,9 +25,11 @@ class BlockPool:
     """Hands out blocks. A block is free (in the free list), referenced, or cached without a reference."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._blocks = tuple(Block(block_id) for block_id in range(num_blocks))
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = deque(range(num_blocks))
         self._referenced_blocks = 0
+        self.allocations = 0
+        self.deallocations = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -45,8 +47,8 @@ class BlockPool:
         return tuple(self._free)
 
     @property
-    def has_free(self) -> bool:
-        return bool(self._free)
+    def free_blocks(self) -> int:
+        return len(self._free)
 
     @property
     def referenced_blocks(self) -> int:
@@ -60,12 +62,15 @@ class BlockPool:
 
     def take_free(self) -> Block:
         """Take the next free block, empty and unreferenced. Raises IndexError if there is none."""
-        return self._blocks[self._free.popleft()]
+        block = self._blocks[self._free.popleft()]
+        self.allocations += 1
+        return block
 
     def give_back(self, block: Block) -> None:
         """Return an unreferenced, uncached block to the free list."""
         block.token_ids = []
         self._free.append(block.block_id)
+        self.deallocations += 1
 
     def reference(self, block: Block) -> None:
         """Count one more sequence that holds the block."""
@@ -80,3 +85,29 @@ class BlockPool:
             return False
         self._referenced_blocks -= 1
         return True
+
+    def free_fragmentation(self) -> float:
+        """Free blocks outside the longest run of adjacent ones, of all free blocks; costs a sort of the free list."""
+        if not self._free:
+            return 0.0
+        longest = run = 0
+        previous = -2
+        for block_id in sorted(self._free):
+            run = run + 1 if block_id == previous + 1 else 1
+            longest = max(longest, run)
+            previous = block_id
+        return 1 - longest / len(self._free)
+
+    def compact(self) -> dict[int, int]:
+        """Give the blocks that are not free the lowest ids, so that the free ones are adjacent; new ids by old ones."""
+        free = set(self._free)
+        used = len(self._blocks) - len(free)
+        holes = sorted(block_id for block_id in free if block_id < used)
+        movers = [block_id for block_id in range(used, len(self._blocks)) if block_id not in free]
+        moves = dict(zip(movers, holes, strict=True))
+        for old, new in moves.items():
+            blocks = self._blocks
+            blocks[old], blocks[new] = blocks[new], blocks[old]
+            blocks[old].block_id, blocks[new].block_id = old, new
+        self._free = deque(range(used, len(self._blocks)))
+        return moves

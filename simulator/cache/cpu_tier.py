@@ -1,6 +1,6 @@
-"""The CPU tier: room for a fixed number of blocks that were swapped out of the GPU."""
+"""The CPU tier: room for a fixed number of blocks, cached ones and those of sequences that are swapped out."""
 
-from simulator.cache.eviction import EvictionPolicy, EvictionQueue
+from simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
 from simulator.cache.prefix_tree import PrefixNode
 
 
@@ -13,6 +13,8 @@ class CpuTier:
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
         self.num_blocks = num_blocks
+        self.swap_blocks = 0
+        """Set apart for sequences that are swapped out."""
         self._policy = policy
         self._nodes: dict[int, PrefixNode] = {}
         self._candidates: EvictionQueue[int] = EvictionQueue()
@@ -21,8 +23,9 @@ class CpuTier:
         return len(self._nodes)
 
     @property
-    def full(self) -> bool:
-        return len(self._nodes) >= self.num_blocks
+    def room(self) -> int:
+        """Blocks for which there is room without an eviction."""
+        return self.num_blocks - self.swap_blocks - len(self._nodes)
 
     @property
     def candidates(self) -> EvictionQueue[int]:
@@ -30,7 +33,7 @@ class CpuTier:
         return self._candidates
 
     def store(self, node: PrefixNode, tick: int) -> None:
-        """Add a copy of the node; the tier must not be full."""
+        """Add a copy of the node; the tier must have room."""
         node.on_cpu = True
         node.cpu_cached_at = node.cpu_released_at = tick
         self._nodes[node.block_hash] = node
@@ -56,10 +59,13 @@ class CpuTier:
     def update_candidate(self, node: PrefixNode) -> None:
         """Call after any change that decides whether the node's copy is a candidate."""
         if node.on_cpu and not node.pinned and (node.gpu_block_ids or not node.children):
-            key = self._policy.key(cached_at=node.cpu_cached_at, released_at=node.cpu_released_at, hits=node.hits)
-            self._candidates.put(node.block_hash, key)
+            self._candidates.put(node.block_hash, self.key(node))
         else:
             self._candidates.discard(node.block_hash)
+
+    def key(self, node: PrefixNode) -> EvictionKey:
+        """The place of the node's copy among those to evict."""
+        return self._policy.key(BlockUse(node.cpu_cached_at, node.cpu_released_at, node.hits, node.depth))
 
     def nodes(self) -> tuple[PrefixNode, ...]:
         return tuple(self._nodes.values())

@@ -6,15 +6,34 @@ tail, as vLLM does, and the rest can always be reached from its first block.
 
 import heapq
 from enum import StrEnum
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T", bound=int)
 
-EvictionKey: TypeAlias = tuple[int, int]
+EvictionKey: TypeAlias = tuple[float, ...]
 
 
-class EvictionPolicy(StrEnum):
-    """Which candidate is evicted first."""
+class BlockUse(NamedTuple):
+    """A candidate's history; the times are ticks of the cache's own counter, no two alike."""
+
+    cached_at: int
+    released_at: int
+    """When the last sequence that held it released it."""
+    hits: int
+    depth: int
+    """Blocks before it in its prefix."""
+
+
+class EvictionPolicy(Protocol):
+    """Orders the candidates. It never sees a block that a sequence holds or that a cached block continues."""
+
+    def key(self, use: BlockUse) -> EvictionKey:
+        """A candidate's place in the queue, lowest first. Equal uses have equal keys, and all keys can be compared."""
+        ...
+
+
+class BuiltInPolicy(StrEnum):
+    """The policies that are given."""
 
     LRU = "lru"
     """The one released longest ago."""
@@ -23,13 +42,12 @@ class EvictionPolicy(StrEnum):
     FREQUENCY = "frequency"
     """The one hit least often; among equals the one released longest ago."""
 
-    def key(self, *, cached_at: int, released_at: int, hits: int) -> EvictionKey:
-        """A candidate's place in the queue, lowest first; the times are ticks of the cache's own counter."""
-        if self is EvictionPolicy.FIFO:
-            return (cached_at, 0)
-        if self is EvictionPolicy.FREQUENCY:
-            return (hits, released_at)
-        return (released_at, 0)
+    def key(self, use: BlockUse) -> EvictionKey:
+        if self is BuiltInPolicy.FIFO:
+            return (use.cached_at,)
+        if self is BuiltInPolicy.FREQUENCY:
+            return (use.hits, use.released_at)
+        return (use.released_at,)
 
 
 class EvictionQueue(Generic[T]):

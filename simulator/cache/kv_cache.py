@@ -11,69 +11,100 @@ The content is modelled by token ids: what was written to a block's slots can be
 and prefix caching design (full blocks only, tail freed first, duplicates kept, the last prompt token recomputed).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from simulator.cache.block_hash import BlockHasher, Namespace
-from simulator.cache.block_pool import Block, BlockPool
+from kvatlas.errors import InvalidValue
+from simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority
+from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
+from simulator.cache.block_pool import BlockPool
+from simulator.cache.block_table import BlockTable, count_blocks
 from simulator.cache.cpu_tier import CpuTier
-from simulator.cache.eviction import EvictionPolicy
+from simulator.cache.errors import (
+    InsufficientBlocks,
+    SequenceExists,
+    SequenceId,
+    SequenceNotFound,
+    SequenceSwappedOut,
+)
+from simulator.cache.eviction import BuiltInPolicy, EvictionPolicy
+from simulator.cache.geometry import KVGeometry
 from simulator.cache.kv_events import KVEvent
-from simulator.cache.prefix_cache import PrefixCache
+from simulator.cache.prefix_cache import PrefixCache, PrefixSettings
 from simulator.cache.prefix_tree import PrefixNode
-from simulator.cache.stats import CacheStats, MemoryPressure
-
-
-class OutOfBlocks(Exception):
-    """The call needs more blocks than are available; it changed nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """The longest cached prefix of a prompt; valid until the cache changes."""
-
-    prompt_tokens: int
-    namespace: Namespace
-    nodes: tuple[PrefixNode, ...]
-    hit_tokens: int
-    lookup_blocks: int
-    """Full blocks of the prompt that a hit could have covered."""
-
-
-@dataclass(slots=True)
-class _Sequence:
-    namespace: Namespace
-    table: list[int] = field(default_factory=list)
-    nodes: list[PrefixNode] = field(default_factory=list)
-    """Of its leading full blocks; shorter than the table's full blocks only after a hash collision."""
-    tokens: int = 0
+from simulator.cache.pressure import MemoryPressure, PressureThresholds
+from simulator.cache.sequence_blocks import LiveSequence, PrefixMatch, SequenceBlocks
+from simulator.cache.stats import CacheStats, Defragmentation, GarbageCollection
 
 
 class KVCache:
-    """Block tables of live sequences over a fixed pool of GPU blocks. Synchronous; no clock, no I/O."""
+    """The cache manager of one device: block tables of live sequences over a fixed pool of blocks.
+
+    Synchronous, for one thread, no I/O. Every method that takes a `sequence_id` raises SequenceNotFound for an unknown one;
+    those that need its blocks raise SequenceSwappedOut. A call that raises changed nothing.
+
+    Differences on purpose:
+
+    - Live sequences are never evicted. If blocks are lacking, the call raises InsufficientBlocks, and its caller, the engine,
+      preempts: `preemption_order` says whom, `swap_out` or `free` does it. The eviction policy orders cached blocks that
+      no sequence holds.
+    - A freed sequence's full blocks stay cached until their room is needed, or until `gc`.
+    - KV is not compressed: that would be a tensor library's work, and there are no tensors here.
+    """
 
     def __init__(
         self,
         *,
         num_blocks: int,
         block_size: int,
-        hasher: BlockHasher,
-        eviction: EvictionPolicy = EvictionPolicy.LRU,
+        hasher: BlockHasher | None = None,
+        eviction: EvictionPolicy = BuiltInPolicy.LRU,
         num_cpu_blocks: int = 0,
+        geometry: KVGeometry | None = None,
+        prefixes: PrefixSettings | None = None,
+        thresholds: PressureThresholds | None = None,
+        on_pressure: Callable[[MemoryPressure, MemoryPressure], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
         report_hits: bool = False,
     ) -> None:
-        """`report_hits`: record a stored event for each hit on the GPU, as vLLM with `kv_cache_report_mode="full"`."""
+        """`hasher`: names blocks in events; default: seeded with 0.
+
+        `on_pressure`: called with the old and the new level, at the end of the call that changed it; it may call the cache,
+        and what it raises reaches that call's caller.
+        `clock`: seconds, for last access and the time to live.
+        `report_hits`: record a stored event for each hit on the GPU, as vLLM with `kv_cache_report_mode="full"`.
+        """
         if num_blocks < 1 or block_size < 1 or num_cpu_blocks < 0:
-            raise ValueError(f"a cache of {num_blocks} + {num_cpu_blocks} blocks of {block_size} tokens is impossible")
+            raise InvalidValue(
+                f"a cache of {num_blocks} + {num_cpu_blocks} blocks of {block_size} tokens is impossible"
+            )
         self.block_size = block_size
         self.num_cpu_blocks = num_cpu_blocks
+        self.geometry = geometry or KVGeometry()
+        prefixes = prefixes or PrefixSettings()
+        self._thresholds = thresholds or PressureThresholds()
+        self._on_pressure = on_pressure
+        self._clock = clock
         self._pool = BlockPool(num_blocks)
         self._prefix_cache = PrefixCache(
-            self._pool, CpuTier(num_cpu_blocks, eviction), hasher=hasher, policy=eviction, report_hits=report_hits
+            self._pool,
+            CpuTier(num_cpu_blocks, eviction),
+            hasher=hasher or SeededBlockHasher(0),
+            policy=eviction,
+            settings=prefixes,
+            clock=clock,
+            report_hits=report_hits,
         )
-        self._sequences: dict[str, _Sequence] = {}
-        self._hits = self._misses = self._copies = 0
+        self._blocks = SequenceBlocks(self._pool, self._prefix_cache, prefixes, block_size)
+        self._sequences: dict[SequenceId, LiveSequence] = {}
+        self._reported_pressure = MemoryPressure.LOW
+        self._hits = self._misses = self._failures = 0
+        self._swapped_out = self._swapped_in = 0
+
+    def __contains__(self, sequence_id: object) -> bool:
+        """Whether a live sequence, also one that is swapped out, has this id."""
+        return sequence_id in self._sequences
 
     @property
     def num_blocks(self) -> int:
@@ -83,6 +114,10 @@ class KVCache:
     def capacity_tokens(self) -> int:
         """Slots on the GPU: the longest sequence that fits."""
         return len(self._pool) * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.geometry.bytes_of(self.block_size)
 
     @property
     def available_blocks(self) -> int:
@@ -96,29 +131,41 @@ class KVCache:
 
     @property
     def pressure(self) -> MemoryPressure:
-        return MemoryPressure.of(self.utilisation)
+        return self._thresholds.level(self.utilisation)
 
     @property
     def nodes(self) -> tuple[PrefixNode, ...]:
         """Every block that is known by content; some have no copy."""
         return self._prefix_cache.nodes
 
+    @property
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        """The live sequences, also those that are swapped out."""
+        return tuple(self._sequences)
+
     def stats(self) -> CacheStats:
-        """Counters, and gauges of now; costs a walk over the live sequences."""
+        """Counters, and gauges of now; costs a walk over the live sequences and a sort of the free list."""
         cached = self._prefix_cache
         return CacheStats(
-            allocations=cached.allocations,
+            allocations=self._pool.allocations,
+            deallocations=self._pool.deallocations,
             hits=self._hits,
             misses=self._misses,
             evictions=cached.evictions,
-            copies=self._copies,
-            swapped_out=cached.swapped_out,
-            swapped_in=cached.swapped_in,
+            copies=self._blocks.copies,
+            failures=self._failures,
+            swapped_out=cached.swapped_out + self._swapped_out,
+            swapped_in=cached.swapped_in + self._swapped_in,
             cpu_evictions=cached.cpu_evictions,
             utilisation=self.utilisation,
-            fragmentation=self._fragmentation(),
+            pressure=self.pressure,
+            fragmentation=self._blocks.fragmentation(self._sequences.values()),
+            free_fragmentation=self._pool.free_fragmentation(),
+            memory_bytes=self._pool.referenced_blocks * self.block_bytes,
             cached_blocks=cached.cached_blocks,
+            cached_prefixes=cached.cached_prefixes,
             cpu_blocks=cached.cpu_blocks,
+            swap_blocks=cached.swap_blocks,
         )
 
     def match(self, token_ids: Sequence[int], namespace: Namespace, earlier: PrefixMatch | None = None) -> PrefixMatch:
@@ -126,86 +173,210 @@ class KVCache:
 
         `earlier`: an older match of the same prompt; the part that still holds is not looked up again.
         """
-        size = self.block_size
-        limit = max(len(token_ids) - 1, 0) // size
-        # A pruned node has no copy, even if its block was cached again since: that is another node.
-        nodes = [] if earlier is None else list(takewhile(lambda node: node.resident, earlier.nodes))
-        parent = nodes[-1] if nodes else None
-        for index in range(len(nodes), limit):
-            node = self._prefix_cache.find(parent, tuple(token_ids[index * size : (index + 1) * size]), namespace)
-            if node is None:
-                break
-            nodes.append(node)
-            parent = node
-        return PrefixMatch(len(token_ids), namespace, tuple(nodes), len(nodes) * size, limit)
+        lookup_blocks = max(len(token_ids) - 1, 0) // self.block_size
+        return self._blocks.match(token_ids, namespace, lookup_blocks, () if earlier is None else earlier.nodes)
 
-    def can_open(self, match: PrefixMatch, new_tokens: int) -> bool:
-        """Whether enough blocks are available for `open(match)` and then for writing `new_tokens`."""
-        taken = sum(
-            1 for node in match.nodes if not node.gpu_block_ids or not self._pool[node.gpu_block_ids[0]].references
-        )
-        return taken + -(-new_tokens // self.block_size) <= self._pool.available_blocks
+    def blocks_required(self, request: AllocationRequest, match: PrefixMatch | None = None) -> int:
+        """How many available blocks `allocate` takes: for new tokens, and cached ones that no sequence holds yet."""
+        match = match or self.match(request.token_ids, request.namespace)
+        return self._blocks.required(match, len(_first_chunk(request, match)))
+
+    def can_allocate(self, request: AllocationRequest, match: PrefixMatch | None = None) -> bool:
+        """Whether enough blocks are available for `allocate`. `match`: the request's, if the caller has it."""
+        return self.blocks_required(request, match) <= self._pool.available_blocks
 
     def swap_ins(self, match: PrefixMatch) -> int:
-        """Blocks that `open(match)` brings back from the CPU."""
+        """Cached blocks that `allocate` with this match brings back from the CPU."""
         return sum(1 for node in match.nodes if not node.gpu_block_ids)
 
-    def open(self, sequence_id: str, match: PrefixMatch, *, count_lookup: bool = True) -> None:
-        """Begin a sequence with the blocks of a match that is still valid.
+    def allocate(
+        self, request: AllocationRequest, match: PrefixMatch | None = None, *, count_lookup: bool = True
+    ) -> CacheHandle:
+        """Begin a sequence with the cached prefix of its prompt, and write its first chunk.
 
-        Raises OutOfBlocks if blocks on the CPU don't fit onto the GPU, ValueError for an id in use.
+        `match`: the request's, if the caller has it; it must still be valid. Raises InsufficientBlocks, and SequenceExists.
         `count_lookup`: whether hits and misses are counted (not when a preempted sequence comes back).
         """
-        self._check_new(sequence_id)
-        if not self.can_open(match, 0):
-            raise OutOfBlocks(f"{len(match.nodes)} blocks of the prefix of {sequence_id!r} don't fit")
-        table = self._prefix_cache.hold(match.nodes)
-        self._sequences[sequence_id] = _Sequence(match.namespace, table, list(match.nodes), match.hit_tokens)
+        self._check_new(request.sequence_id)
+        match = match or self.match(request.token_ids, request.namespace)
+        chunk = _first_chunk(request, match)
+        self._check_available(self._blocks.required(match, len(chunk)))
+        sequence = LiveSequence(request.namespace, request.priority, self._clock(), BlockTable(self.block_size))
+        self._sequences[request.sequence_id] = sequence
         if count_lookup:
             self._hits += len(match.nodes)
             self._misses += match.lookup_blocks - len(match.nodes)
+        self._blocks.fill(sequence, match, chunk)
+        self._report_pressure()
+        return CacheHandle(request.sequence_id, self)
 
-    def write(self, sequence_id: str, token_ids: Sequence[int]) -> bool:
-        """Append computed tokens; full blocks are cached at once. False, and nothing changed, if blocks are lacking."""
-        sequence = self._sequences[sequence_id]
-        size = self.block_size
-        tail = self._pool[sequence.table[-1]] if sequence.tokens % size else None
-        shared = tail is not None and tail.references > 1 and bool(token_ids)
-        added = -(-(sequence.tokens + len(token_ids)) // size) - len(sequence.table)
-        if added + shared > self._pool.available_blocks:
-            return False
-        if tail is not None and shared:
-            self._copy_on_write(sequence, tail)
-        # All blocks are allocated before any is cached, so that removals come before stores, as in vLLM.
-        sequence.table += [self._prefix_cache.allocate().block_id for _ in range(added)]
-        written = 0
-        while written < len(token_ids):
-            block = self._pool[sequence.table[sequence.tokens // size]]
-            piece = token_ids[written : written + size - len(block.token_ids)]
-            block.token_ids.extend(piece)
-            written += len(piece)
-            sequence.tokens += len(piece)
-        self._cache_full_blocks(sequence)
-        return True
+    def can_extend(self, sequence_id: SequenceId, tokens: int) -> bool:
+        """Whether enough blocks are available to write this many tokens to the sequence."""
+        return self._blocks.growth(self._on_gpu(sequence_id), tokens) <= self._pool.available_blocks
 
-    def fork(self, sequence_id: str, new_sequence_id: str) -> None:
-        """Begin a sequence that shares all blocks of another, also the partial last one until either writes to it."""
+    def extend(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        """Append computed tokens; full blocks are cached at once. Raises InsufficientBlocks."""
+        sequence = self._on_gpu(sequence_id)
+        growth = self._blocks.growth(sequence, len(token_ids))
+        self._check_available(growth)
+        sequence.last_access = self._clock()
+        self._blocks.append(sequence, token_ids)
+        if growth:
+            self._report_pressure()
+
+    def fork(
+        self,
+        sequence_id: SequenceId,
+        new_sequence_id: SequenceId,
+        *,
+        blocks: int | None = None,
+        priority: Priority | None = None,
+    ) -> CacheHandle:
+        """Begin a sequence that shares the first `blocks` blocks of another; None: all, and its priority.
+
+        A partial last block is shared too, until either sequence writes to it.
+        """
         self._check_new(new_sequence_id)
-        source = self._sequences[sequence_id]
-        for block_id in source.table:
-            self._pool.reference(self._pool[block_id])
-        self._sequences[new_sequence_id] = _Sequence(
-            source.namespace, list(source.table), list(source.nodes), source.tokens
+        source = self._on_gpu(sequence_id)
+        count = len(source.table) if blocks is None else blocks
+        if not 0 <= count <= len(source.table):
+            raise InvalidValue(
+                f"sequence {sequence_id} has {len(source.table)} blocks; expected to share at most these, not {count}"
+            )
+        source.last_access = self._clock()
+        table, nodes = self._blocks.share(source, count)
+        kept_priority = source.priority if priority is None else priority
+        self._sequences[new_sequence_id] = LiveSequence(
+            source.namespace, kept_priority, source.last_access, table, nodes
+        )
+        return CacheHandle(new_sequence_id, self)
+
+    def shared_blocks(self, sequence_id: SequenceId, other_sequence_id: SequenceId) -> int:
+        """How many leading blocks two sequences share: the same physical ones."""
+        pairs = zip(
+            self._on_gpu(sequence_id).table.block_ids, self._on_gpu(other_sequence_id).table.block_ids, strict=False
+        )
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def exclusive_blocks(self, sequence_id: SequenceId) -> int:
+        """How many blocks become available if this sequence is freed: those that no other one holds."""
+        return self._blocks.exclusive(self._on_gpu(sequence_id))
+
+    def free(self, sequence_id: SequenceId) -> None:
+        """End a sequence. Its full blocks stay cached until their room is needed."""
+        sequence = self._find(sequence_id)
+        if sequence.swapped_tokens is None:
+            self._blocks.release(sequence)
+        else:
+            self._prefix_cache.release_swap(count_blocks(len(sequence.swapped_tokens), self.block_size))
+        del self._sequences[sequence_id]
+        self._report_pressure()
+
+    def swap_out(self, sequence_id: SequenceId) -> int:
+        """Copy a live sequence to the CPU and release its GPU blocks; how many blocks it takes there.
+
+        Its own copy, beside cached blocks, which it may evict from the CPU. Raises InsufficientBlocks if the CPU is too small.
+        """
+        sequence = self._on_gpu(sequence_id)
+        token_ids = self._blocks.read(sequence)
+        blocks = len(sequence.table)
+        try:
+            self._prefix_cache.reserve_swap(blocks)
+        except InsufficientBlocks:
+            self._failures += 1
+            raise
+        self._swapped_out += blocks
+        sequence.swapped_tokens = token_ids
+        sequence.last_access = self._clock()
+        self._blocks.release(sequence)
+        self._report_pressure()
+        return blocks
+
+    def swap_in(self, sequence_id: SequenceId) -> int:
+        """Bring a sequence back to the GPU; how many blocks had to be copied, because they were cached nowhere any more.
+
+        Raises InsufficientBlocks, and InvalidValue if the sequence is not swapped out.
+        """
+        sequence = self._find(sequence_id)
+        token_ids = sequence.swapped_tokens
+        if token_ids is None:
+            raise InvalidValue(f"sequence {sequence_id} is not swapped out")
+        match = self._blocks.match(token_ids, sequence.namespace, len(token_ids) // self.block_size)
+        rest = token_ids[match.hit_tokens :]
+        self._check_available(self._blocks.required(match, len(rest)))
+        sequence.swapped_tokens = None
+        sequence.last_access = self._clock()
+        # The youngest from now on.
+        self._sequences[sequence_id] = self._sequences.pop(sequence_id)
+        self._prefix_cache.release_swap(count_blocks(len(token_ids), self.block_size))
+        self._blocks.fill(sequence, match, rest)
+        copied = count_blocks(len(rest), self.block_size)
+        self._swapped_in += copied
+        self._report_pressure()
+        return copied
+
+    def preemption_order(self) -> list[SequenceId]:
+        """The sequences that hold blocks, in the order in which they should give way: lowest priority, then youngest."""
+        holding = [(name, one.priority) for name, one in self._sequences.items() if one.table.block_ids]
+        holding.reverse()
+        return [name for name, _ in sorted(holding, key=lambda each: each[1])]
+
+    def read(self, sequence_id: SequenceId) -> list[int]:
+        """The tokens of a sequence, read through its block table or from the CPU."""
+        sequence = self._find(sequence_id)
+        sequence.last_access = self._clock()
+        return self._blocks.read(sequence)
+
+    def block_table(self, sequence_id: SequenceId) -> BlockTable:
+        """A copy of a sequence's block table; empty while it is swapped out."""
+        table = self._find(sequence_id).table
+        return table.head(len(table))
+
+    def handle(self, sequence_id: SequenceId) -> CacheHandle:
+        """The handle of a live sequence, as `allocate` and `fork` return it."""
+        self._find(sequence_id)
+        return CacheHandle(sequence_id, self)
+
+    def handle_stats(self, sequence_id: SequenceId) -> HandleStats:
+        """One sequence's memory now."""
+        sequence = self._find(sequence_id)
+        blocks = len(sequence.table)
+        return HandleStats(
+            memory_bytes=blocks * self.block_bytes,
+            blocks=blocks,
+            tokens=sequence.table.length if sequence.swapped_tokens is None else len(sequence.swapped_tokens),
+            utilisation=sequence.table.length / (blocks * self.block_size) if blocks else 0.0,
+            last_access=sequence.last_access,
         )
 
-    def release(self, sequence_id: str) -> None:
-        """End a sequence. Its full blocks stay cached until their room is needed."""
-        for block_id in reversed(self._sequences.pop(sequence_id).table):
-            self._prefix_cache.release(self._pool[block_id])
+    def request_of(self, sequence_id: SequenceId) -> AllocationRequest:
+        """A request that would allocate the sequence as it is now, here or in another cache."""
+        sequence = self._on_gpu(sequence_id)
+        return AllocationRequest(sequence_id, self._blocks.read(sequence), sequence.namespace, sequence.priority)
 
-    def read(self, sequence_id: str) -> list[int]:
-        """The tokens in a sequence's blocks, read through its block table."""
-        return [token for block_id in self._sequences[sequence_id].table for token in self._pool[block_id].token_ids]
+    def gc(self, *, keep_blocks: int | None = None) -> GarbageCollection:
+        """Drop expired prefixes; then evict until at most `keep_blocks` cached blocks are left that no sequence holds.
+
+        None evicts nothing, 0 everything that is not held. Evicted blocks go to the CPU tier as ever.
+        """
+        if keep_blocks is not None and keep_blocks < 0:
+            raise InvalidValue(f"keep_blocks is {keep_blocks}; expected at least 0")
+        cached = self._prefix_cache
+        blocks, prefixes = self._pool.free_blocks, cached.cached_prefixes
+        cached.drop_expired()
+        if keep_blocks is not None:
+            cached.evict_down_to(keep_blocks)
+        freed = self._pool.free_blocks - blocks
+        return GarbageCollection(freed, freed * self.block_bytes, prefixes - cached.cached_prefixes)
+
+    def defragment(self) -> Defragmentation:
+        """Move blocks so that all free ones are adjacent. Sequences keep their content, and get new physical blocks."""
+        before = self._pool.free_fragmentation()
+        moves = self._prefix_cache.compact()
+        for sequence in self._sequences.values():
+            ids = sequence.table.block_ids
+            ids[:] = [moves.get(block_id, block_id) for block_id in ids]
+        return Defragmentation(len(moves), before, self._pool.free_fragmentation())
 
     def reset(self, *, include_cpu: bool = False) -> bool:
         """Drop every cached block of the GPU, and of the CPU if asked. False, and nothing changed, if a sequence holds any."""
@@ -218,27 +389,37 @@ class KVCache:
         """The events since the last call, in order."""
         return self._prefix_cache.take_events()
 
-    def _check_new(self, sequence_id: str) -> None:
+    def _find(self, sequence_id: SequenceId) -> LiveSequence:
+        try:
+            return self._sequences[sequence_id]
+        except KeyError:
+            raise SequenceNotFound(sequence_id) from None
+
+    def _on_gpu(self, sequence_id: SequenceId) -> LiveSequence:
+        sequence = self._find(sequence_id)
+        if sequence.swapped_tokens is not None:
+            raise SequenceSwappedOut(sequence_id)
+        return sequence
+
+    def _check_new(self, sequence_id: SequenceId) -> None:
         if sequence_id in self._sequences:
-            raise ValueError(f"sequence {sequence_id!r} is open already")
+            raise SequenceExists(sequence_id)
 
-    def _copy_on_write(self, sequence: _Sequence, tail: Block) -> None:
-        copy = self._prefix_cache.allocate()
-        copy.token_ids = list(tail.token_ids)
-        self._pool.dereference(tail)
-        sequence.table[-1] = copy.block_id
-        self._copies += 1
+    def _check_available(self, blocks: int) -> None:
+        if blocks > self._pool.available_blocks:
+            self._failures += 1
+            raise InsufficientBlocks(blocks, self._pool.available_blocks)
 
-    def _cache_full_blocks(self, sequence: _Sequence) -> None:
-        """Cache the newly full blocks. After a hash collision the rest of the sequence stays uncached."""
-        cached = len(sequence.nodes)
-        full = [self._pool[block_id] for block_id in sequence.table[cached : sequence.tokens // self.block_size]]
-        parent = sequence.nodes[-1] if sequence.nodes else None
-        sequence.nodes += self._prefix_cache.store(parent, full, sequence.namespace)
+    def _report_pressure(self) -> None:
+        """Call the callback if the level is another one; the last thing that a call does."""
+        before, now = self._reported_pressure, self.pressure
+        if now is not before:
+            self._reported_pressure = now
+            if self._on_pressure is not None:
+                self._on_pressure(before, now)
 
-    def _fragmentation(self) -> float:
-        slots = self._pool.referenced_blocks * self.block_size
-        if not slots:
-            return 0.0
-        tails = {sequence.table[-1] for sequence in self._sequences.values() if sequence.table}
-        return sum(self.block_size - len(self._pool[block_id].token_ids) for block_id in tails) / slots
+
+def _first_chunk(request: AllocationRequest, match: PrefixMatch) -> Sequence[int]:
+    """The tokens that `allocate` writes behind the match."""
+    end = None if request.first_chunk is None else match.hit_tokens + request.first_chunk
+    return request.token_ids[match.hit_tokens : end]

@@ -4,14 +4,40 @@ A cached block stays until its room is needed, whether a sequence holds it or no
 tail; with a CPU tier they are swapped out to it, and back in at the next hit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from kvatlas.errors import InvalidValue
 from simulator.cache.block_hash import BlockHasher, Namespace
 from simulator.cache.block_pool import Block, BlockPool
 from simulator.cache.cpu_tier import CpuTier
-from simulator.cache.eviction import EvictionPolicy, EvictionQueue
+from simulator.cache.errors import InsufficientBlocks
+from simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
 from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
 from simulator.cache.prefix_tree import PrefixNode, PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSettings:
+    """Which prefixes are cached, and for how long. The default is what engines do: all, until their room is needed."""
+
+    sharing: bool = True
+    """Off: nothing is cached or found; forks still share their blocks."""
+    min_tokens: int = 0
+    """Prefixes shorter than this are neither cached nor found."""
+    max_prefixes: int | None = None
+    """The most distinct prefixes (chains of blocks that no cached block continues). One more drops the one that the
+    policy would evict first, as far as no other prefix shares it; prefixes of live sequences stay, whatever their number."""
+    ttl_s: float | None = None
+    """A prefix that no sequence has held for so many seconds is not found any more, and dropped by `gc`."""
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 0:
+            raise InvalidValue(f"min_tokens is {self.min_tokens}; expected at least 0")
+        if self.max_prefixes is not None and self.max_prefixes < 1:
+            raise InvalidValue(f"max_prefixes is {self.max_prefixes}; expected at least 1, or sharing off")
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise InvalidValue(f"ttl_s is {self.ttl_s}; expected more than 0")
 
 
 class PrefixCache:
@@ -21,19 +47,28 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pool: BlockPool, cpu_tier: CpuTier, *, hasher: BlockHasher, policy: EvictionPolicy, report_hits: bool
+        self,
+        pool: BlockPool,
+        cpu_tier: CpuTier,
+        *,
+        hasher: BlockHasher,
+        policy: EvictionPolicy,
+        settings: PrefixSettings,
+        clock: Callable[[], float],
+        report_hits: bool,
     ) -> None:
         """`report_hits`: record a stored event for each hit on the GPU, as vLLM with `kv_cache_report_mode="full"`."""
         self._pool = pool
         self._cpu_tier = cpu_tier
         self._policy = policy
+        self._settings = settings
+        self._clock = clock
         self._report_hits = report_hits
         self._tree = PrefixTree(hasher)
         self._candidates: EvictionQueue[int] = EvictionQueue()
         self._events: list[KVEvent] = []
         self._tick = 0
         self.cached_blocks = 0
-        self.allocations = 0
         self.evictions = 0
         self.swapped_out = 0
         self.swapped_in = 0
@@ -48,18 +83,29 @@ class PrefixCache:
     def cpu_blocks(self) -> int:
         return len(self._cpu_tier)
 
+    @property
+    def swap_blocks(self) -> int:
+        return self._cpu_tier.swap_blocks
+
+    @property
+    def cached_prefixes(self) -> int:
+        return len(self._tree.leaves)
+
     def find(self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace) -> PrefixNode | None:
-        """The node of this block behind `parent`, if it has a copy."""
+        """The node of this block behind `parent`, if it can be used."""
         node = self._tree.find(parent, token_ids, namespace)
-        return node if node is not None and node.resident else None
+        return node if node is not None and self.usable(node) else None
+
+    def usable(self, node: PrefixNode) -> bool:
+        """Whether the node has a copy and has not expired."""
+        return node.resident and not self._expired(node)
 
     def allocate(self) -> Block:
         """An empty block with one reference; evicts one if none is free. The caller knows that one is available."""
-        if not self._pool.has_free:
+        if not self._pool.free_blocks:
             self._evict()
         block = self._pool.take_free()
         self._pool.reference(block)
-        self.allocations += 1
         return block
 
     def hold(self, prefix: Sequence[PrefixNode]) -> list[int]:
@@ -68,6 +114,7 @@ class PrefixCache:
         block_ids: list[int] = []
         for node in prefix:
             node.hits += 1
+            self._touch(node)
             if node.gpu_block_ids:
                 block = self._pool[node.gpu_block_ids[0]]
                 self._pool.reference(block)
@@ -79,17 +126,22 @@ class PrefixCache:
 
     def store(self, parent: PrefixNode | None, blocks: Sequence[Block], namespace: Namespace) -> list[PrefixNode]:
         """Cache full blocks that follow `parent`, head first; their nodes, fewer than blocks after a hash collision."""
+        nodes: list[PrefixNode] = []
         stored: list[PrefixNode] = []
         for block in blocks:
-            node = self._tree.find_or_add(parent, tuple(block.token_ids), namespace)
+            node = block.node  # a fork that shares the block may have cached it
             if node is None:
-                break
-            self._add_copy(block, node)
-            stored.append(node)
+                node = self._tree.find_or_add(parent, tuple(block.token_ids), namespace)
+                if node is None:
+                    break
+                self._add_copy(block, node)
+                stored.append(node)
+            nodes.append(node)
             parent = node
         if stored:
             self._events.append(_stored(stored, Medium.GPU))
-        return stored
+            self.limit_prefixes()
+        return nodes
 
     def release(self, block: Block) -> None:
         """Drop one sequence's reference. After the last one a cached block may be evicted; any other is free."""
@@ -100,6 +152,7 @@ class PrefixCache:
         else:
             self._tick += 1
             block.released_at = self._tick
+            self._touch(block.node)
             self._update_candidates(block.node)
 
     def clear(self, *, include_cpu: bool) -> None:
@@ -122,6 +175,55 @@ class PrefixCache:
         for node in self._cpu_tier.nodes():
             self._cpu_tier.update_candidate(node)
 
+    def limit_prefixes(self) -> None:
+        """Drop prefixes until they are as many as the settings allow. Costs a walk over all prefixes for each one dropped."""
+        limit = self._settings.max_prefixes
+        while limit is not None and len(self._tree.leaves) > limit:
+            droppable = [leaf for leaf in self._tree.leaves if self._removable(leaf)]
+            if not droppable:
+                return
+            blocks, cpu_blocks = self.cached_blocks, self.cpu_blocks
+            self._drop_tail(min(droppable, key=self._prefix_key), lambda node: not self._held(node))
+            self.evictions += blocks - self.cached_blocks
+            self.cpu_evictions += cpu_blocks - self.cpu_blocks
+
+    def drop_expired(self) -> None:
+        """Drop every copy of the blocks that have expired. What continues an expired block has expired too."""
+        for leaf in tuple(self._tree.leaves):
+            self._drop_tail(leaf, self._expired)
+
+    def evict_down_to(self, blocks: int) -> None:
+        """Evict cached blocks that no sequence holds, as if their room was needed, until at most so many are left."""
+        while self._pool.available_blocks - self._pool.free_blocks > blocks:
+            self._evict()
+
+    def reserve_swap(self, blocks: int) -> None:
+        """Set CPU blocks apart for a swapped-out sequence; evicts cached ones. Raises InsufficientBlocks."""
+        tier = self._cpu_tier
+        if blocks > tier.num_blocks - tier.swap_blocks:
+            raise InsufficientBlocks(blocks, tier.num_blocks - tier.swap_blocks)
+        while tier.room < blocks:
+            self._evict_from_cpu()
+        tier.swap_blocks += blocks
+
+    def release_swap(self, blocks: int) -> None:
+        """Return CPU blocks that were set apart."""
+        self._cpu_tier.swap_blocks -= blocks
+
+    def compact(self) -> dict[int, int]:
+        """Move blocks so that the free ones are adjacent; new ids by old ones, for the block tables."""
+        moves = self._pool.compact()
+        for old, new in moves.items():
+            self._candidates.discard(old)
+            node = self._pool[new].node
+            if node is not None:
+                node.gpu_block_ids[node.gpu_block_ids.index(old)] = new
+        for new in moves.values():
+            node = self._pool[new].node
+            if node is not None:
+                self._update_candidates(node)
+        return moves
+
     def take_events(self) -> tuple[KVEvent, ...]:
         """The events since the last call, in order."""
         events = tuple(self._events)
@@ -134,6 +236,7 @@ class PrefixCache:
         block.cached_at = self._tick
         node.gpu_block_ids.append(block.block_id)
         self.cached_blocks += 1
+        self._touch(node)
         if len(node.gpu_block_ids) == 1 and node.parent is not None:
             node.parent.gpu_children += 1
             self._update_candidates(node.parent)
@@ -145,15 +248,8 @@ class PrefixCache:
         assert node is not None and not block.references
         if len(node.gpu_block_ids) == 1 and not node.on_cpu:
             self._swap_out(node)
-        node.gpu_block_ids.remove(block.block_id)
-        self._candidates.discard(block.block_id)  # making room on the CPU may have made this block a candidate again
-        block.node = None
-        self.cached_blocks -= 1
+        self._drop_gpu_copy(block, node)
         self.evictions += 1
-        self._events.append(BlockRemoved(node.block_hash, Medium.GPU))
-        self._pool.give_back(block)
-        if not node.gpu_block_ids and node.parent is not None:
-            node.parent.gpu_children -= 1
         if not node.resident:
             # Only if every CPU copy was being read: the CPU copies behind this block are unreachable now.
             for descendant in node.descendants():
@@ -165,19 +261,22 @@ class PrefixCache:
 
     def _swap_out(self, node: PrefixNode) -> None:
         """Copy a node that leaves the GPU to the CPU, if the tier has room or can make it."""
-        if not self._cpu_tier.num_blocks:
+        if self._cpu_tier.room < 1 and not self._evict_from_cpu():
             return
-        if self._cpu_tier.full:
-            victim = self._cpu_tier.take_victim()
-            if victim is None:
-                return
-            self._drop_cpu_copy(victim)
-            self.cpu_evictions += 1
-            self._prune(victim)
         self._tick += 1
         self._cpu_tier.store(node, self._tick)
         self.swapped_out += 1
         self._events.append(_stored([node], Medium.CPU))
+
+    def _evict_from_cpu(self) -> bool:
+        """Make room for one block on the CPU. False if every copy must stay."""
+        victim = self._cpu_tier.take_victim()
+        if victim is None:
+            return False
+        self._drop_cpu_copy(victim)
+        self.cpu_evictions += 1
+        self._prune(victim)
+        return True
 
     def _swap_in(self, nodes: Sequence[PrefixNode]) -> list[int]:
         """Give nodes that are only on the CPU a block on the GPU, held by the caller; the CPU copies stay."""
@@ -205,8 +304,7 @@ class PrefixCache:
         for block_id in node.gpu_block_ids:
             block = self._pool[block_id]
             if spare and not block.references:
-                key = self._policy.key(cached_at=block.cached_at, released_at=block.released_at, hits=node.hits)
-                self._candidates.put(block_id, key)
+                self._candidates.put(block_id, self._key(block, node))
             else:
                 self._candidates.discard(block_id)
         self._cpu_tier.update_candidate(node)
@@ -220,6 +318,58 @@ class PrefixCache:
         remaining = self._tree.prune(node)
         if remaining is not None and remaining is not node:
             self._update_candidates(remaining)
+
+    def _drop_tail(self, leaf: PrefixNode, droppable: Callable[[PrefixNode], bool]) -> None:
+        """Drop all copies of a leaf, and of the blocks before it that become leaves, while they are droppable."""
+        node: PrefixNode | None = leaf
+        while node is not None and not node.children and (not node.resident or droppable(node)):
+            parent = node.parent
+            for block_id in tuple(node.gpu_block_ids):
+                self._drop_gpu_copy(self._pool[block_id], node)
+            if node.on_cpu:
+                self._drop_cpu_copy(node)
+            self._prune(node)
+            node = parent
+
+    def _drop_gpu_copy(self, block: Block, node: PrefixNode) -> None:
+        node.gpu_block_ids.remove(block.block_id)
+        # It is none any more, unless making room on the CPU has made it one again, or it was not taken from the queue.
+        self._candidates.discard(block.block_id)
+        block.node = None
+        self.cached_blocks -= 1
+        self._events.append(BlockRemoved(node.block_hash, Medium.GPU))
+        self._pool.give_back(block)
+        if not node.gpu_block_ids and node.parent is not None:
+            node.parent.gpu_children -= 1
+
+    def _key(self, block: Block, node: PrefixNode) -> EvictionKey:
+        return self._policy.key(BlockUse(block.cached_at, block.released_at, node.hits, node.depth))
+
+    def _prefix_key(self, leaf: PrefixNode) -> EvictionKey:
+        """Where a prefix stands among those to drop: where its last block's best copy stands."""
+        if not leaf.gpu_block_ids:
+            return self._cpu_tier.key(leaf)
+        return max(self._key(self._pool[block_id], leaf) for block_id in leaf.gpu_block_ids)
+
+    def _removable(self, leaf: PrefixNode) -> bool:
+        """Whether no sequence holds what only this prefix has: else dropping its end would not make prefixes fewer."""
+        node: PrefixNode | None = leaf
+        while node is not None and not self._held(node):
+            if node.parent is not None and len(node.parent.children) > 1:
+                return True
+            node = node.parent
+        return node is None
+
+    def _held(self, node: PrefixNode) -> bool:
+        return any(self._pool[block_id].references for block_id in node.gpu_block_ids)
+
+    def _touch(self, node: PrefixNode) -> None:
+        if self._settings.ttl_s is not None:
+            node.used_at = self._clock()
+
+    def _expired(self, node: PrefixNode) -> bool:
+        ttl_s = self._settings.ttl_s
+        return ttl_s is not None and not self._held(node) and self._clock() - node.used_at >= ttl_s
 
     def _drop_cpu_copy(self, node: PrefixNode) -> None:
         self._cpu_tier.remove(node)

@@ -5,7 +5,7 @@ it at the same time, as in vLLM) and on the CPU. A hash alone never makes a hit:
 too, so a hash collision only costs a hit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from simulator.cache.block_hash import BlockHasher, Namespace
 
@@ -18,6 +18,7 @@ class PrefixNode:
         "children",
         "cpu_cached_at",
         "cpu_released_at",
+        "depth",
         "gpu_block_ids",
         "gpu_children",
         "hits",
@@ -26,6 +27,7 @@ class PrefixNode:
         "parent",
         "pinned",
         "token_ids",
+        "used_at",
     )
 
     def __init__(
@@ -39,6 +41,7 @@ class PrefixNode:
         self.parent = parent
         self.token_ids = token_ids
         self.namespace = namespace
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[int, PrefixNode] = {}
         self.gpu_block_ids: list[int] = []
         """Its copies, oldest first."""
@@ -48,6 +51,8 @@ class PrefixNode:
         self.cpu_cached_at = 0
         self.cpu_released_at = 0
         self.hits = 0
+        self.used_at = 0.0
+        """When a sequence last stored, hit or released it, in seconds; kept only if prefixes have a time to live."""
         self.pinned = False
         """True while the CPU copy is being read and must stay."""
 
@@ -77,12 +82,18 @@ class PrefixTree:
     def __init__(self, hasher: BlockHasher) -> None:
         self._hasher = hasher
         self._nodes: dict[int, PrefixNode] = {}
+        self._leaves: dict[int, PrefixNode] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def __iter__(self) -> Iterator[PrefixNode]:
         return iter(tuple(self._nodes.values()))
+
+    @property
+    def leaves(self) -> Collection[PrefixNode]:
+        """The nodes without children: one for each distinct prefix. All of them are resident."""
+        return self._leaves.values()
 
     def find(self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace) -> PrefixNode | None:
         """The node of this block behind `parent`, if it is known; it may have no copy left."""
@@ -96,9 +107,10 @@ class PrefixTree:
         if block_hash in self._nodes:
             return self._lookup(block_hash, parent, token_ids, namespace)
         node = PrefixNode(block_hash, parent, token_ids, namespace)
-        self._nodes[block_hash] = node
+        self._nodes[block_hash] = self._leaves[block_hash] = node
         if parent is not None:
             parent.children[block_hash] = node
+            self._leaves.pop(parent.block_hash, None)
         return node
 
     def prune(self, node: PrefixNode | None) -> PrefixNode | None:
@@ -106,9 +118,11 @@ class PrefixTree:
         while node is not None and not node.resident and not node.children:
             parent = node.parent
             if self._nodes.get(node.block_hash) is node:  # else it was dropped before
-                del self._nodes[node.block_hash]
+                del self._nodes[node.block_hash], self._leaves[node.block_hash]
                 if parent is not None:
                     del parent.children[node.block_hash]
+                    if not parent.children:
+                        self._leaves[parent.block_hash] = parent
             node = parent
         return node
 

@@ -1,25 +1,8 @@
-"""The cache's counters, and how full it is."""
+"""The cache's counters, how full it is, and what its maintenance calls did."""
 
 from dataclasses import dataclass
-from enum import Enum
 
-
-class MemoryPressure(Enum):
-    """The share of GPU blocks that sequences hold, as a level; a level's value is the fraction from which it applies."""
-
-    LOW = 0.0
-    MEDIUM = 0.6
-    HIGH = 0.8
-    CRITICAL = 0.95
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
-
-    @classmethod
-    def of(cls, utilisation: float) -> "MemoryPressure":
-        """The level at a utilisation of 0..1."""
-        return max((level for level in cls if utilisation >= level.value), key=lambda level: level.value)
+from simulator.cache.pressure import MemoryPressure
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +11,38 @@ class CacheStats:
 
     allocations: int
     """GPU blocks handed out."""
+    deallocations: int
+    """GPU blocks that became free again; allocations less these are the blocks that are not free."""
     hits: int
     """Full prompt blocks that were found, on the GPU or the CPU."""
     misses: int
     """Full prompt blocks that had to be computed."""
     evictions: int
-    """Cached copies that left the GPU to make room."""
+    """Cached copies that left the GPU to make room, for blocks or for prefixes."""
     copies: int
     """Partial blocks copied on write because another sequence held them too."""
+    failures: int
+    """Calls that were refused for lack of blocks."""
     swapped_out: int
     swapped_in: int
     cpu_evictions: int
     utilisation: float
     """GPU blocks that sequences hold, of all."""
+    pressure: MemoryPressure
     fragmentation: float
     """Slots without a token, of all slots in the blocks that sequences hold."""
+    free_fragmentation: float
+    """Free blocks outside the longest run of adjacent ones, of all free blocks."""
+    memory_bytes: int
+    """In use: bytes of the GPU blocks that sequences hold."""
     cached_blocks: int
     """GPU blocks with a hash, held or not."""
+    cached_prefixes: int
+    """Cached chains of blocks that no cached block continues, on the GPU or the CPU."""
     cpu_blocks: int
+    """Cached blocks on the CPU."""
+    swap_blocks: int
+    """CPU blocks of sequences that are swapped out."""
 
     @property
     def hit_rate(self) -> float:
@@ -53,6 +50,23 @@ class CacheStats:
         lookups = self.hits + self.misses
         return self.hits / lookups if lookups else 0.0
 
-    @property
-    def pressure(self) -> MemoryPressure:
-        return MemoryPressure.of(self.utilisation)
+
+@dataclass(frozen=True, slots=True)
+class GarbageCollection:
+    """What `gc` freed."""
+
+    blocks: int
+    """GPU blocks that are free now and were not."""
+    memory_bytes: int
+    """Of these blocks."""
+    prefixes: int
+    """By how many the cached prefixes became fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defragmentation:
+    """What `defragment` did. Fragmentation: free blocks outside the longest run of adjacent ones, of all free blocks."""
+
+    moved_blocks: int
+    fragmentation_before: float
+    fragmentation_after: float

@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from simulator.cache.kv_cache import KVCache, PrefixMatch
-from simulator.cache.stats import MemoryPressure
+from simulator.cache.allocation import AllocationRequest
+from simulator.cache.kv_cache import KVCache
+from simulator.cache.pressure import MemoryPressure
+from simulator.cache.sequence_blocks import PrefixMatch
 from simulator.engine.generation_request import GenerationRequest, QueueFull, RequestTooLarge
 from simulator.engine.tokenizer import AnswerTokens
 
@@ -149,7 +151,7 @@ class Scheduler:
         sequence.ended = True
         if sequence in self._running:
             self._running.remove(sequence)
-            self._cache.release(sequence.sequence_id)
+            self._cache.free(sequence.sequence_id)
         else:
             self._waiting.remove(sequence)
 
@@ -174,12 +176,13 @@ class Scheduler:
         while index < len(self._running) and budget > 0:
             sequence = self._running[index]
             count = min(sequence.remaining, budget)
-            while not self._cache.write(sequence.sequence_id, sequence.next_tokens(count)):
+            while not self._cache.can_extend(sequence.sequence_id, count):
                 victim = self._running.pop()
                 batch.preempted += 1
                 self._preempt(victim)
                 if victim is sequence:
                     return budget
+            self._cache.extend(sequence.sequence_id, sequence.next_tokens(count))
             batch.add(sequence, count)
             budget -= count
             index += 1
@@ -197,28 +200,29 @@ class Scheduler:
                 return
             match = self._cache.match(sequence.tokens, sequence.request.namespace, sequence.match)
             count = min(len(sequence.tokens) - match.hit_tokens, budget)
-            if not self._cache.can_open(match, count):
+            request = AllocationRequest(
+                sequence.sequence_id, sequence.tokens, sequence.request.namespace, first_chunk=count
+            )
+            if not self._cache.can_allocate(request, match):
                 sequence.match = match
                 return
             sequence.match = None
             self._waiting.popleft()
             batch.swapped_in_blocks += self._cache.swap_ins(match)
             first_time = sequence.cached_tokens is None
-            self._cache.open(sequence.sequence_id, match, count_lookup=first_time)
+            self._cache.allocate(request, match, count_lookup=first_time)
             if first_time:
                 sequence.cached_tokens = match.hit_tokens
                 self.queried_tokens += match.prompt_tokens
                 self.hit_tokens += match.hit_tokens
             sequence.computed = match.hit_tokens
             self._running.append(sequence)
-            if not self._cache.write(sequence.sequence_id, sequence.next_tokens(count)):
-                raise RuntimeError("the cache lacks blocks that `can_open` promised")
             batch.add(sequence, count)
             budget -= count
 
     def _preempt(self, sequence: EngineSequence) -> None:
         """Release a sequence's blocks. It is first in the queue, and computes again what the cache has lost by then."""
-        self._cache.release(sequence.sequence_id)
+        self._cache.free(sequence.sequence_id)
         sequence.computed = 0
         sequence.prefilling = True
         self.preemptions += 1

@@ -1,12 +1,16 @@
 """One cache in named situations: sharing, copy-on-write, eviction, swapping, reset, pressure."""
 
+from dataclasses import replace
+
 import pytest
 
+from simulator.cache.allocation import AllocationRequest
 from simulator.cache.block_hash import Namespace, SeededBlockHasher
-from simulator.cache.eviction import EvictionPolicy
-from simulator.cache.kv_cache import KVCache, OutOfBlocks
+from simulator.cache.errors import InsufficientBlocks
+from simulator.cache.eviction import BuiltInPolicy
+from simulator.cache.kv_cache import KVCache
 from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
-from simulator.cache.stats import MemoryPressure
+from simulator.cache.pressure import MemoryPressure
 
 PLAIN = Namespace()
 
@@ -14,7 +18,7 @@ PLAIN = Namespace()
 def make_cache(
     num_blocks: int = 8,
     *,
-    eviction: EvictionPolicy = EvictionPolicy.LRU,
+    eviction: BuiltInPolicy = BuiltInPolicy.LRU,
     num_cpu_blocks: int = 0,
     seed: int = 1,
     report_hits: bool = False,
@@ -31,16 +35,16 @@ def make_cache(
 
 
 def run(cache: KVCache, sequence_id: str, tokens: list[int], namespace: Namespace = PLAIN) -> int:
-    """Open and write a whole prompt; how many of its tokens were hits."""
+    """Allocate a whole prompt; how many of its tokens were hits."""
+    request = AllocationRequest(sequence_id, tokens, namespace)
     match = cache.match(tokens, namespace)
-    cache.open(sequence_id, match)
-    assert cache.write(sequence_id, tokens[match.hit_tokens :])
+    cache.allocate(request, match)
     return match.hit_tokens
 
 
 def run_and_release(cache: KVCache, tokens: list[int], namespace: Namespace = PLAIN) -> int:
     hit_tokens = run(cache, "once", tokens, namespace)
-    cache.release("once")
+    cache.free("once")
     return hit_tokens
 
 
@@ -123,10 +127,10 @@ def test_writing_to_a_shared_partial_block_copies_it() -> None:
     run(cache, "a", [1, 2, 3, 4, 5, 6])
     cache.fork("a", "b")
     assert cache.stats().allocations == 2 and cache.available_blocks == 6
-    assert cache.write("b", [70])
+    cache.extend("b", [70])
     assert cache.stats().copies == 1 and cache.available_blocks == 5
-    assert cache.write("a", [80]), "no other sequence holds its block any more"
-    assert cache.stats().copies == 1
+    cache.extend("a", [80])
+    assert cache.stats().copies == 1, "no other sequence holds its block any more"
     assert cache.read("a") == [1, 2, 3, 4, 5, 6, 80]
     assert cache.read("b") == [1, 2, 3, 4, 5, 6, 70]
 
@@ -135,7 +139,8 @@ def test_full_shared_blocks_are_never_copied() -> None:
     cache = make_cache()
     run(cache, "a", [1, 2, 3, 4])
     cache.fork("a", "b")
-    assert cache.write("a", [5]) and cache.write("b", [6])
+    cache.extend("a", [5])
+    cache.extend("b", [6])
     assert cache.stats().copies == 0 and cache.stats().allocations == 3
 
 
@@ -143,12 +148,14 @@ def test_a_write_that_lacks_a_block_for_the_copy_changes_nothing() -> None:
     cache = make_cache(1)
     run(cache, "a", [1, 2])
     cache.fork("a", "b")
-    assert not cache.write("b", [3])
+    assert not cache.can_extend("b", 1)
+    with pytest.raises(InsufficientBlocks, match="insufficient blocks: need 1, have 0"):
+        cache.extend("b", [3])
     assert cache.read("a") == cache.read("b") == [1, 2]
 
 
 def test_a_sequence_is_evicted_from_its_tail() -> None:
-    for policy in EvictionPolicy:
+    for policy in BuiltInPolicy:
         cache = make_cache(4, eviction=policy)
         head, middle, tail = hashes_of(cache, prompt(0, 3))
         run_and_release(cache, prompt(100, 2))
@@ -159,13 +166,13 @@ def test_a_sequence_is_evicted_from_its_tail() -> None:
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (EvictionPolicy.LRU, ["second", "third", "first"]),
-        (EvictionPolicy.FIFO, ["first", "second", "third"]),
-        (EvictionPolicy.FREQUENCY, ["second", "third", "first"]),
+        (BuiltInPolicy.LRU, ["second", "third", "first"]),
+        (BuiltInPolicy.FIFO, ["first", "second", "third"]),
+        (BuiltInPolicy.FREQUENCY, ["second", "third", "first"]),
     ],
 )
 def test_each_policy_evicts_in_its_own_order_after_a_hit_on_the_first(
-    policy: EvictionPolicy, expected: list[str]
+    policy: BuiltInPolicy, expected: list[str]
 ) -> None:
     cache = make_cache(4, eviction=policy)
     names = {
@@ -178,7 +185,7 @@ def test_each_policy_evicts_in_its_own_order_after_a_hit_on_the_first(
 
 
 def test_frequency_keeps_the_block_that_was_hit_more_often_though_longer_ago() -> None:
-    caches = {policy: make_cache(3, eviction=policy) for policy in (EvictionPolicy.FREQUENCY, EvictionPolicy.LRU)}
+    caches = {policy: make_cache(3, eviction=policy) for policy in (BuiltInPolicy.FREQUENCY, BuiltInPolicy.LRU)}
     survivors = {}
     for policy, cache in caches.items():
         run_and_release(cache, prompt(0, 1))
@@ -187,16 +194,18 @@ def test_frequency_keeps_the_block_that_was_hit_more_often_though_longer_ago() -
             run_and_release(cache, prompt(start, 1))
         run(cache, "pressing", prompt(100, 1))
         survivors[policy] = [start for start in (0, 10) if cache.match(prompt(start, 1), PLAIN).hit_tokens]
-    assert survivors == {EvictionPolicy.FREQUENCY: [0], EvictionPolicy.LRU: [10]}
+    assert survivors == {BuiltInPolicy.FREQUENCY: [0], BuiltInPolicy.LRU: [10]}
 
 
 def test_blocks_that_a_sequence_holds_are_never_evicted() -> None:
     cache = make_cache(4)
     run(cache, "held", prompt(0, 2))
-    assert not cache.can_open(cache.match(prompt(50, 2), PLAIN), 9)
-    cache.open("more", cache.match(prompt(50, 2), PLAIN))
-    assert not cache.write("more", prompt(50, 2))
-    assert cache.write("more", [50, 51, 52, 53])
+    more = AllocationRequest("more", prompt(50, 2), first_chunk=0)
+    assert cache.can_allocate(more) and not cache.can_allocate(replace(more, first_chunk=None))
+    cache.allocate(more)
+    with pytest.raises(InsufficientBlocks, match="insufficient blocks: need 3, have 1"):
+        cache.extend("more", prompt(50, 2))
+    cache.extend("more", [50, 51, 52, 53])
     assert cache.read("held") == prompt(0, 2)
 
 
@@ -256,8 +265,8 @@ def test_opening_a_prefix_that_does_not_fit_is_refused_and_changes_nothing() -> 
     run(cache, "held", prompt(100, 2))
     match = cache.match(prompt(0, 2), PLAIN)
     assert match.hit_tokens == 8
-    with pytest.raises(OutOfBlocks):
-        cache.open("s", match)
+    with pytest.raises(InsufficientBlocks, match="insufficient blocks: need 2, have 0"):
+        cache.allocate(AllocationRequest("s", prompt(0, 2), first_chunk=0), match)
     assert cache.match(prompt(0, 2), PLAIN).nodes == match.nodes
 
 

@@ -2,15 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from simulator.cache.allocation import AllocationRequest
 from simulator.cache.block_hash import BlockHasher, Namespace, SeededBlockHasher
-from simulator.cache.eviction import EvictionPolicy
-from simulator.cache.kv_cache import KVCache, PrefixMatch
+from simulator.cache.errors import InsufficientBlocks
+from simulator.cache.eviction import BuiltInPolicy
+from simulator.cache.kv_cache import KVCache
 from simulator.cache.kv_events import Medium
+from simulator.cache.sequence_blocks import PrefixMatch
 from tests.simulator.cache.event_fold import EventFold
 
 BLOCK_SIZE = 2
@@ -35,9 +39,9 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(1, 6),
         num_cpu_blocks=st.sampled_from([0, 1, 2, 3, 4]),
-        eviction=st.sampled_from(EvictionPolicy),
+        eviction=st.sampled_from(BuiltInPolicy),
     )
-    def start(self, num_blocks: int, num_cpu_blocks: int, eviction: EvictionPolicy) -> None:
+    def start(self, num_blocks: int, num_cpu_blocks: int, eviction: BuiltInPolicy) -> None:
         self.cache = KVCache(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -47,6 +51,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.fold = EventFold(BLOCK_SIZE)
         self.written: dict[str, list[int]] = {}
+        self.swapped: set[str] = set()
         self.namespaces: dict[str, Namespace] = {}
         self.ever_cached: set[tuple[Namespace, tuple[int, ...]]] = set()
         self.gpu_was_reset_alone = False
@@ -58,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         return f"s{self.next_id}"
 
     @rule(target=sequence_ids, prompt=TOKENS, namespace=NAMESPACES)
-    def open_and_write(self, prompt: list[int], namespace: Namespace) -> str:
+    def allocate(self, prompt: list[int], namespace: Namespace) -> str:
         sequence_id = self.new_id()
         match = self.cache.match(prompt, namespace)
         hit = prompt[: match.hit_tokens]
@@ -67,11 +72,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert (namespace, tuple(prompt[:end])) in self.ever_cached
         assert match.hit_tokens == self.expected_hit_tokens(prompt, namespace)
         rest = prompt[match.hit_tokens :]
-        fits = self.cache.can_open(match, len(rest))
-        if fits:
-            self.cache.open(sequence_id, match)
+        request = AllocationRequest(sequence_id, prompt, namespace, first_chunk=0)
+        if self.cache.can_allocate(replace(request, first_chunk=None)):
+            self.cache.allocate(request)
             assert self.cache.read(sequence_id) == hit
-            assert self.cache.write(sequence_id, rest)
+            self.cache.extend(sequence_id, rest)
             self.record(sequence_id, prompt, namespace)
         return sequence_id
 
@@ -86,33 +91,80 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.match(prompt, namespace, match) == self.cache.match(prompt, namespace)
 
     @rule(sequence_id=sequence_ids, tokens=TOKENS)
-    def write(self, sequence_id: str, tokens: list[int]) -> None:
-        if sequence_id not in self.written:
+    def extend(self, sequence_id: str, tokens: list[int]) -> None:
+        if sequence_id not in self.written or sequence_id in self.swapped:
             return
         before = self.written[sequence_id]
         added = -(-(len(before) + len(tokens)) // BLOCK_SIZE) - -(-len(before) // BLOCK_SIZE)
-        if self.cache.write(sequence_id, tokens):
-            self.record(sequence_id, before + tokens, self.namespaces[sequence_id])
-        else:
+        fits = self.cache.can_extend(sequence_id, len(tokens))
+        try:
+            self.cache.extend(sequence_id, tokens)
+        except InsufficientBlocks:
+            assert not fits
             assert added + 1 > self.cache.available_blocks, "one more only if a shared partial block is copied"
+        else:
+            assert fits
+            self.record(sequence_id, before + tokens, self.namespaces[sequence_id])
 
-    @rule(target=sequence_ids, source=sequence_ids)
-    def fork(self, source: str) -> str:
+    @rule(sequence_id=sequence_ids)
+    def swap(self, sequence_id: str) -> None:
+        """Out, or back in."""
+        if sequence_id not in self.written:
+            return
+        blocks = -(-len(self.written[sequence_id]) // BLOCK_SIZE)
+        if sequence_id in self.swapped:
+            try:
+                self.cache.swap_in(sequence_id)
+                self.swapped.discard(sequence_id)
+            except InsufficientBlocks as error:
+                needed, available = error.needed, error.available
+                assert available < needed <= blocks and available == self.cache.available_blocks
+        else:
+            try:
+                assert self.cache.swap_out(sequence_id) == blocks
+                self.swapped.add(sequence_id)
+            except InsufficientBlocks as error:
+                needed, available = error.needed, error.available
+                assert needed == blocks and available == self.cache.num_cpu_blocks - self.swap_blocks()
+
+    @rule()
+    def defragment(self) -> None:
+        result = self.cache.defragment()
+        free = sorted(self.cache._pool.free_ids)
+        assert free == list(range(self.cache.num_blocks - len(free), self.cache.num_blocks))
+        assert result.fragmentation_after == 0 <= result.fragmentation_before
+        assert bool(result.moved_blocks) >= bool(result.fragmentation_before)
+
+    @rule(keep_blocks=st.sampled_from([None, 0, 1, 2]))
+    def gc(self, keep_blocks: int | None) -> None:
+        pool = self.cache._pool
+        free, spare = pool.free_blocks, pool.available_blocks - pool.free_blocks
+        freed = self.cache.gc(keep_blocks=keep_blocks)
+        assert freed.blocks == (0 if keep_blocks is None else max(0, spare - keep_blocks))
+        assert pool.free_blocks == free + freed.blocks
+
+    @rule(target=sequence_ids, source=sequence_ids, blocks=st.sampled_from([None, 0, 1, 2]))
+    def fork(self, source: str, blocks: int | None) -> str:
         sequence_id = self.new_id()
-        if source in self.written:
-            self.cache.fork(source, sequence_id)
-            self.record(sequence_id, list(self.written[source]), self.namespaces[source])
+        if source in self.written and source not in self.swapped:
+            tokens = self.written[source]
+            held = -(-len(tokens) // BLOCK_SIZE)
+            shared = held if blocks is None else min(blocks, held)
+            self.cache.fork(source, sequence_id, blocks=None if blocks is None else shared)
+            self.record(sequence_id, tokens[: shared * BLOCK_SIZE], self.namespaces[source])
+            assert self.cache.shared_blocks(source, sequence_id) == shared
         return sequence_id
 
     @rule(sequence_id=consumes(sequence_ids))
     def release(self, sequence_id: str) -> None:
         if self.written.pop(sequence_id, None) is not None:
-            self.cache.release(sequence_id)
+            self.swapped.discard(sequence_id)
+            self.cache.free(sequence_id)
 
     @rule(include_cpu=st.booleans())
     def reset(self, include_cpu: bool) -> None:
         done = self.cache.reset(include_cpu=include_cpu)
-        assert done == (not any(self.written.values()))
+        assert done == (not any(tokens for name, tokens in self.written.items() if name not in self.swapped))
         self.gpu_was_reset_alone |= done and not include_cpu
 
     @precondition(lambda self: len(self.written) > 2)
@@ -127,6 +179,9 @@ class CacheMachine(RuleBasedStateMachine):
         for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
             self.ever_cached.add((namespace, tuple(tokens[:end])))
 
+    def swap_blocks(self) -> int:
+        return sum(-(-len(self.written[name]) // BLOCK_SIZE) for name in self.swapped)
+
     def expected_hit_tokens(self, prompt: list[int], namespace: Namespace) -> int:
         """From what a subscriber knows, with the hash chain computed independently."""
         parent, hit = None, 0
@@ -140,7 +195,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def references_equal_block_tables(self) -> None:
-        tables = Counter(block_id for sequence in self.cache._sequences.values() for block_id in sequence.table)
+        tables = Counter(
+            block_id for sequence in self.cache._sequences.values() for block_id in sequence.table.block_ids
+        )
         pool = self.cache._pool
         for block in pool.blocks:
             assert block.references == tables[block.block_id]
@@ -178,7 +235,10 @@ class CacheMachine(RuleBasedStateMachine):
         stats = self.cache.stats()
         assert stats.cached_blocks == sum(count for (_, medium), count in held.items() if medium is Medium.GPU)
         assert stats.cpu_blocks == sum(count for (_, medium), count in held.items() if medium is Medium.CPU)
-        assert stats.cpu_blocks <= self.cache.num_cpu_blocks
+        assert stats.swap_blocks == self.swap_blocks()
+        assert stats.cpu_blocks + stats.swap_blocks <= self.cache.num_cpu_blocks
+        assert stats.allocations - stats.deallocations == self.cache.num_blocks - self.cache._pool.free_blocks
+        assert stats.cached_prefixes == sum(1 for node in self.cache.nodes if not node.children)
 
     @invariant()
     def cached_blocks_are_reachable(self) -> None:
@@ -214,7 +274,12 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def fractions_are_fractions(self) -> None:
         stats = self.cache.stats()
-        assert 0 <= stats.utilisation <= 1 and 0 <= stats.fragmentation < 1 and 0 <= stats.hit_rate <= 1
+        assert (
+            0 <= stats.utilisation <= 1
+            and 0 <= stats.fragmentation < 1
+            and 0 <= stats.free_fragmentation < 1
+            and 0 <= stats.hit_rate <= 1
+        )
 
 
 class CollidingCacheMachine(CacheMachine):

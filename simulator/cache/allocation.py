@@ -1,0 +1,73 @@
+"""What a caller asks the cache for, and the handle that it gets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from simulator.cache.block_hash import Namespace
+from simulator.cache.block_table import BlockTable
+from simulator.cache.errors import SequenceId
+from simulator.cache.geometry import KVGeometry
+
+
+class Priority(IntEnum):
+    """Which sequence should give way when blocks run out: the lowest, and of equal ones the youngest."""
+
+    LOW = 0
+    NORMAL = 1
+    HIGH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationRequest:
+    """A sequence to be: its prompt, and who may share its blocks (equal tokens in an equal namespace)."""
+
+    sequence_id: SequenceId
+    token_ids: Sequence[int]
+    namespace: Namespace = field(default_factory=Namespace)
+    priority: Priority = Priority.NORMAL
+    first_chunk: int | None = None
+    """Tokens after the cached prefix that are written at once; None: the whole prompt. `extend` writes the rest."""
+
+    def estimated_bytes(self, geometry: KVGeometry) -> int:
+        """Bytes of the whole prompt's KV if nothing of it is shared."""
+        return geometry.bytes_of(len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class HandleStats:
+    """One sequence's memory. Blocks that it shares with others count in full."""
+
+    memory_bytes: int
+    """On the device: 0 while it is swapped out."""
+    blocks: int
+    tokens: int
+    utilisation: float
+    """Slots with a token, of the slots in its blocks; 0 without blocks."""
+    last_access: float
+    """When it was last allocated, extended, read, forked or swapped, by the cache's clock in seconds."""
+
+
+class SequenceStore(Protocol):
+    """What a handle asks its cache."""
+
+    def handle_stats(self, sequence_id: SequenceId) -> HandleStats: ...
+
+    def block_table(self, sequence_id: SequenceId) -> BlockTable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHandle:
+    """A live sequence in a cache. Once it is freed, every question raises SequenceNotFound."""
+
+    sequence_id: SequenceId
+    _cache: SequenceStore = field(repr=False)
+
+    def stats(self) -> HandleStats:
+        """The sequence's memory now."""
+        return self._cache.handle_stats(self.sequence_id)
+
+    def block_table(self) -> BlockTable:
+        """A copy of its block table; empty while it is swapped out."""
+        return self._cache.block_table(self.sequence_id)

@@ -1,0 +1,62 @@
+"""A sequence's block table: which physical block holds which of its tokens."""
+
+from collections.abc import Iterable
+
+from kvatlas.errors import InvalidValue
+from simulator.cache.errors import InsufficientBlocks
+
+
+def count_blocks(tokens: int, block_size: int) -> int:
+    """How many blocks this many tokens take; the last one may be partial."""
+    return -(-tokens // block_size)
+
+
+class BlockTable:
+    """The physical blocks of one sequence in the order of its tokens, and how many tokens are in them."""
+
+    __slots__ = ("_length", "block_ids", "block_size")
+
+    def __init__(self, block_size: int, block_ids: Iterable[int] = (), length: int = 0) -> None:
+        """Raises InsufficientBlocks if `length` tokens don't fit into `block_ids`."""
+        if block_size < 1:
+            raise InvalidValue(f"block_size is {block_size}; expected at least 1")
+        self.block_size = block_size
+        self.block_ids = list(block_ids)
+        self._length = 0
+        self.length = length
+
+    def __len__(self) -> int:
+        """How many blocks it has."""
+        return len(self.block_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the blocks. Setting it raises InsufficientBlocks if they don't fit."""
+        return self._length
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        if tokens < 0:
+            raise InvalidValue(f"length is {tokens}; expected at least 0")
+        if tokens > len(self.block_ids) * self.block_size:
+            raise InsufficientBlocks(self.blocks_needed(tokens), len(self.block_ids))
+        self._length = tokens
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots without a token in its blocks."""
+        return len(self.block_ids) * self.block_size - self._length
+
+    def blocks_needed(self, length: int) -> int:
+        """How many blocks a sequence of `length` tokens has in all."""
+        return count_blocks(length, self.block_size)
+
+    def slot(self, position: int) -> tuple[int, int]:
+        """Physical block, and slot in it, of the token at `position`. Raises InvalidValue if there is no such token."""
+        if not 0 <= position < self._length:
+            raise InvalidValue(f"position is {position}; expected 0 to {self._length - 1}")
+        return self.block_ids[position // self.block_size], position % self.block_size
+
+    def head(self, blocks: int) -> "BlockTable":
+        """A table of its own of the first `blocks` blocks and the tokens in them."""
+        return BlockTable(self.block_size, self.block_ids[:blocks], min(self._length, blocks * self.block_size))
