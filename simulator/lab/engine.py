@@ -1,0 +1,342 @@
+"""An engine in virtual time: the simulator's cache and scheduler rules, at the cost of a few events a request.
+
+It decides as `simulator.engine.scheduler` does, step by step, and takes equal steps at once: while nothing but decoding
+happens, and no sequence begins or fills a block, a step differs from the one before only by the KV that it reads. A test
+holds it against the scheduler, request by request.
+
+A sequence is at most one chunk behind its prompt: only the last running one can be partly prefilled, because none is
+admitted while the budget is used up.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from kvatlas.errors import InvalidValue
+from simulator.cache.kv_cache import KVCache, PrefixMatch
+from simulator.cache.kv_events import KVEvent
+from simulator.cache.stats import MemoryPressure
+from simulator.engine.scheduler import SchedulerLimits
+from simulator.engine.step_cost import StepCost
+from simulator.lab.requests import LabRequest, written, written_tokens
+
+
+class EngineRequest:
+    """A request in one engine. Times are virtual microseconds; `cached_tokens` None: never scheduled yet."""
+
+    __slots__ = (
+        "cached_tokens",
+        "change_at",
+        "computed",
+        "content",
+        "finish_at",
+        "finished_us",
+        "first_token_us",
+        "generated",
+        "joined_at",
+        "match",
+        "order",
+        "prefilling",
+        "request",
+        "sequence_id",
+    )
+
+    def __init__(self, request: LabRequest) -> None:
+        self.request = request
+        self.sequence_id = str(request.number)
+        self.content = written(request.contents)
+        self.cached_tokens: int | None = None
+        self.computed = 0
+        """Real tokens; of a decoding sequence as of decode step `joined_at`."""
+        self.generated = 0
+        """Likewise."""
+        self.joined_at = 0
+        self.change_at = self.finish_at = -1
+        """The decode steps in which it next begins or fills a block, and generates its last token; -1: not decoding."""
+        self.prefilling = True
+        self.match: PrefixMatch | None = None
+        self.order = 0
+        self.first_token_us = self.finished_us = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What one or more steps did, at their end."""
+
+    ended_us: float
+    first_tokens: Sequence[EngineRequest]
+    finished: Sequence[EngineRequest]
+    events: tuple[KVEvent, ...]
+
+
+class VirtualEngine:
+    """One engine. `cache` has blocks of two tokens (`simulator.lab.requests`); `block_tokens` is their real size, at least 2.
+
+    `ends_us` is when its current step ends (infinite: idle); call `advance` then.
+    """
+
+    def __init__(self, cache: KVCache, block_tokens: int, limits: SchedulerLimits, cost: StepCost) -> None:
+        if block_tokens < 2 or cache.block_size != 2:
+            raise InvalidValue(f"blocks of {block_tokens} tokens over a cache of {cache.block_size}; expected 2 and 2 or more")
+        self.cache = cache
+        self.block_tokens = block_tokens
+        self.ends_us = math.inf
+        self.prefilled_tokens = self.preemptions = self.busy_us = 0
+        self.waiting: deque[EngineRequest] = deque()
+        self.running: list[EngineRequest] = []
+        """Oldest first."""
+        self._limits = limits
+        self._cost = cost
+        self._decoders = 0
+        self._decode_step = 0
+        """Decode steps so far."""
+        self._kv_tokens = 0
+        """Computed tokens of all decoding sequences."""
+        self._changes: list[tuple[int, int, EngineRequest]] = []
+        self._finishes: list[tuple[int, int, EngineRequest]] = []
+        self._admitted = 0
+        self._began_us = 0.0
+        self._steps = 0
+        """Of the current batch; 0: idle."""
+        self._prefill: list[EngineRequest] = []
+        self._prefill_tokens = self._swapped_in = 0
+
+    # ---------------------------------------------------------------- what routers may learn
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.cache.num_blocks * self.block_tokens
+
+    @property
+    def kv_tokens(self) -> int:
+        """In blocks that sequences hold."""
+        return (self.cache.num_blocks - self.cache.available_blocks) * self.block_tokens
+
+    @property
+    def unprefilled(self) -> Sequence[EngineRequest]:
+        """The requests whose prompts are not computed, next one first."""
+        partial = [one for one in self.running[-1:] if one.prefilling]
+        return [*partial, *self.waiting]
+
+    # ---------------------------------------------------------------- time
+
+    def submit(self, request: EngineRequest, now_us: float) -> None:
+        """Queue a request. Raises InvalidValue for one that can never run."""
+        one = request.request
+        if one.input_tokens + one.output_tokens > self.capacity_tokens:
+            raise InvalidValue(
+                f"request {one.number} of {one.input_tokens} + {one.output_tokens} tokens never fits a cache of "
+                f"{self.capacity_tokens} tokens; expected a larger --cache-tokens"
+            )
+        self.waiting.append(request)
+        if not self._steps:
+            self._begin(now_us)
+        elif self._steps > 1:
+            self._cut(now_us)
+
+    def advance(self) -> Advance:
+        """End the current step, or steps, and begin the next."""
+        ended_us, steps = self.ends_us, self._steps
+        self.busy_us += round(ended_us - self._began_us)
+        if self._decoders:
+            self._decode_step += steps
+            self._kv_tokens += steps * self._decoders
+        first_tokens: list[EngineRequest] = []
+        finished = self._finish_decoders(ended_us)
+        for sequence in self._prefill:
+            if sequence.computed < self._known_tokens(sequence):
+                continue
+            if not sequence.generated:
+                sequence.first_token_us = ended_us
+                first_tokens.append(sequence)
+            sequence.generated += 1
+            sequence.prefilling = False
+            if sequence.generated >= sequence.request.output_tokens:
+                self._end(sequence, ended_us)
+                finished.append(sequence)
+            else:
+                self._join_decoders(sequence)
+        events = self.cache.take_events()
+        self._begin(ended_us)
+        return Advance(ended_us, first_tokens, finished, events)
+
+    def _cut(self, now_us: float) -> None:
+        """A request arrived: only finish the step that runs now."""
+        low, high = 1, self._steps
+        while low < high:
+            middle = (low + high) // 2
+            if self._began_us + self._steps_us(middle) >= now_us:
+                high = middle
+            else:
+                low = middle + 1
+        self._steps = low
+        self.ends_us = self._began_us + self._steps_us(low)
+
+    def _steps_us(self, steps: int) -> float:
+        """How long this many steps take: each reads one token more of every decoding sequence."""
+        count, cost = self._decoders, self._cost
+        one = cost.step_us(
+            prefill_tokens=self._prefill_tokens,
+            decode_sequences=count,
+            decode_kv_tokens=self._kv_tokens + count if count else 0,
+            swapped_in=0,
+        )
+        swap_us = self._swapped_in * cost.swap_in_us_per_block
+        return steps * one + swap_us + cost.decode_us_per_kv_token * count * (steps * (steps - 1) // 2)
+
+    # ---------------------------------------------------------------- scheduling
+
+    def _begin(self, now_us: float) -> None:
+        """Choose what is computed from now on, and allocate its blocks."""
+        self._prefill, self._prefill_tokens, self._swapped_in = [], 0, 0
+        if not self.running and not self.waiting:
+            self._steps, self.ends_us = 0, math.inf
+            return
+        before = self.preemptions
+        changed = self._continue_decoders()
+        self._continue_prefill()
+        if self.preemptions == before:
+            self._admit_waiting()
+        self._steps = 1
+        if not (changed or self._prefill or self.preemptions > before):
+            self._steps = self._equal_steps()
+        self._began_us = now_us
+        self.ends_us = now_us + self._steps_us(self._steps)
+
+    def _equal_steps(self) -> int:
+        """Steps until one in which a sequence changes its blocks, or after which one finishes."""
+        while self._changes[0][2].change_at != self._changes[0][0]:
+            heappop(self._changes)
+        while self._finishes[0][2].finish_at != self._finishes[0][0]:
+            heappop(self._finishes)
+        return max(1, min(self._changes[0][0] - 1, self._finishes[0][0]) - self._decode_step)
+
+    def _continue_decoders(self) -> bool:
+        """Write what changes blocks in the next decode step. True if anything does."""
+        step, due = self._decode_step + 1, []
+        while self._changes and self._changes[0][0] <= step:
+            at, _, sequence = heappop(self._changes)
+            if sequence.change_at == at:
+                due.append(sequence)
+        for sequence in due:  # in the order of admission
+            if sequence.change_at != step:
+                continue  # it was preempted for an older one
+            computed = self._computed(sequence)
+            if self._write(sequence, computed, computed + 1):
+                self._plan_change(sequence, computed + 1, step)
+        return bool(due)
+
+    def _continue_prefill(self) -> None:
+        sequence = self.running[-1] if self.running else None
+        if sequence is None or not sequence.prefilling:
+            return
+        budget = self._limits.max_num_batched_tokens - self._decoders
+        count = min(self._known_tokens(sequence) - sequence.computed, budget)
+        if count > 0 and self._write(sequence, sequence.computed, sequence.computed + count):
+            self._add_prefill(sequence, count)
+
+    def _admit_waiting(self) -> None:
+        budget = self._limits.max_num_batched_tokens - self._decoders - self._prefill_tokens
+        while self.waiting and budget > 0 and len(self.running) < self._limits.max_num_seqs:
+            # at critical pressure a new sequence would soon be preempted, or cause another to be
+            if self.running and self.cache.pressure is MemoryPressure.CRITICAL:
+                return
+            sequence = self.waiting[0]
+            known = self._known_tokens(sequence)
+            content = sequence.content[: written_tokens(known, self.block_tokens)]
+            match = self.cache.match(content, sequence.request.identity.namespace, sequence.match)
+            hit_tokens = len(match.nodes) * self.block_tokens
+            count = min(known - hit_tokens, budget)
+            added = written_tokens(hit_tokens + count, self.block_tokens) - match.hit_tokens
+            if not self.cache.can_open(match, added):
+                sequence.match = match
+                return
+            self.waiting.popleft()
+            sequence.match = None
+            self._swapped_in += self.cache.swap_ins(match)
+            self.cache.open(sequence.sequence_id, match, count_lookup=sequence.cached_tokens is None)
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = hit_tokens
+            self._admitted += 1
+            sequence.order, sequence.computed = self._admitted, hit_tokens
+            self.running.append(sequence)
+            if not self._write(sequence, hit_tokens, hit_tokens + count):
+                raise RuntimeError("the cache lacks blocks that `can_open` promised")
+            self._add_prefill(sequence, count)
+            budget -= count
+
+    def _add_prefill(self, sequence: EngineRequest, count: int) -> None:
+        sequence.computed += count
+        self._prefill.append(sequence)
+        self._prefill_tokens += count
+        self.prefilled_tokens += count
+
+    def _write(self, sequence: EngineRequest, computed: int, until: int) -> bool:
+        """Write tokens to the cache; preempts the youngest running sequence while blocks are lacking. False if that was this
+        one."""
+        start, end = written_tokens(computed, self.block_tokens), written_tokens(until, self.block_tokens)
+        while not self.cache.write(sequence.sequence_id, sequence.content[start:end]):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: EngineRequest) -> None:
+        """It is first in the queue, and computes again what the cache has lost by then."""
+        self._leave_decoders(sequence)
+        self.cache.release(sequence.sequence_id)
+        sequence.computed = 0
+        sequence.prefilling = True
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    # ---------------------------------------------------------------- decoding sequences
+
+    def _known_tokens(self, sequence: EngineRequest) -> int:
+        """Of its prompt and answer. Not for decoding sequences."""
+        return sequence.request.input_tokens + sequence.generated
+
+    def _computed(self, sequence: EngineRequest) -> int:
+        """Computed tokens of a decoding sequence now."""
+        return sequence.computed + self._decode_step - sequence.joined_at
+
+    def _join_decoders(self, sequence: EngineRequest) -> None:
+        self._decoders += 1
+        self._kv_tokens += sequence.computed
+        sequence.joined_at = self._decode_step
+        sequence.finish_at = self._decode_step + sequence.request.output_tokens - sequence.generated
+        heappush(self._finishes, (sequence.finish_at, sequence.order, sequence))
+        self._plan_change(sequence, sequence.computed, self._decode_step)
+
+    def _plan_change(self, sequence: EngineRequest, computed: int, step: int) -> None:
+        """Plan the next change of its blocks, with `computed` tokens after this decode step."""
+        rest = computed % self.block_tokens
+        sequence.change_at = step + (self.block_tokens - rest if rest else 1)
+        heappush(self._changes, (sequence.change_at, sequence.order, sequence))
+
+    def _leave_decoders(self, sequence: EngineRequest) -> None:
+        if not sequence.prefilling:
+            done = self._decode_step - sequence.joined_at
+            sequence.computed += done
+            sequence.generated += done
+            self._decoders -= 1
+            self._kv_tokens -= sequence.computed
+            sequence.change_at = sequence.finish_at = -1
+
+    def _finish_decoders(self, now_us: float) -> list[EngineRequest]:
+        finished = []
+        while self._finishes and self._finishes[0][0] <= self._decode_step:
+            at, _, sequence = heappop(self._finishes)
+            if sequence.finish_at == at:
+                self._leave_decoders(sequence)
+                self._end(sequence, now_us)
+                finished.append(sequence)
+        return finished
+
+    def _end(self, sequence: EngineRequest, now_us: float) -> None:
+        self.running.remove(sequence)
+        self.cache.release(sequence.sequence_id)
+        sequence.finished_us = now_us

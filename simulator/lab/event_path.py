@@ -1,0 +1,129 @@
+"""The way of one engine's events into the index, in virtual time: ledger, outbox and wire codec as the publisher has them, then
+the memory index behind its fence.
+
+A message may come late, or be lost. After a loss the index waits for messages that never come, as after a lost stream: it
+asks for a snapshot when the gap is DOUBT_US old, and the publisher begins a new incarnation.
+"""
+
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus import wire
+from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas.identity import partition_of
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.protocol import PartitionBatch
+from publishers.counters import PublisherCounters
+from publishers.ledger.ledger import Ledger
+from publishers.ledger.settings import LedgerSettings
+from publishers.stream.changelog import Changelog, IncarnationReason
+from publishers.stream.checkpoints import CheckpointSettings
+from simulator.cache.kv_events import BlockRemoved, BlocksStored, KVEvent, Medium
+from simulator.lab.requests import MODEL
+
+T = TypeVar("T")
+
+DOUBT_US = 2_000_000
+_TIER_OF = {Medium.GPU: Tier.HBM, Medium.CPU: Tier.CPU_DRAM}
+
+
+def finish(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a call that waits for nothing: everything in the lab is in this process."""
+    while True:
+        try:
+            call.send(None)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+class EventPath:
+    """One worker's. `at(when_us, action)` runs an action at a virtual time; `delay_us` is from an engine's step to the index."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        index: MemoryIndex,
+        at: Callable[[float, Callable[[], None]], None],
+        rng: random.Random,
+        *,
+        delay_us: float,
+        loss: float,
+    ) -> None:
+        self.lost = self.snapshots = 0
+        self._worker_id = worker_id
+        self._index = index
+        self._partition = partition_of(worker_id, index.partitions)
+        self._at = at
+        self._rng = rng
+        self._delay_us = delay_us
+        self._loss = loss
+        self._now_us = 0.0
+        self._doubted = False
+        ledger = Ledger(LedgerSettings(MODEL, MODEL, block_size=2, salt_is_tenant=True))
+        self._changelog = Changelog(
+            worker_id, ledger, PublisherCounters(), checkpoints=CheckpointSettings(), rng=random.Random(rng.random())
+        )
+        self._changelog.require_incarnation(IncarnationReason.START)
+        self._begin_incarnation(0.0, certain=True)
+
+    def publish(self, events: Sequence[KVEvent], now_us: float) -> None:
+        """One engine batch."""
+        changelog = self._changelog
+        changelog.record(EngineBatch([_engine_event(event) for event in events]))
+        changelog.publish(changelog.fold(), round(now_us), now_us / 1e6)
+        self._send(now_us)
+
+    def _send(self, now_us: float, *, certain: bool = False) -> None:
+        """Put what is in the outbox on its way; the stream has it at once."""
+        outbox, payloads = self._changelog.outbox, []
+        while (sent := outbox.take()) is not None:
+            outbox.acknowledge(sent.round, sent.seq, sent.seq + 1)
+            if not certain and self._loss and self._rng.random() < self._loss:
+                self.lost += 1
+            else:
+                payloads.append(sent.payload)
+        if payloads:
+            self._at(now_us + self._delay_us, lambda: self._apply(payloads, now_us + self._delay_us))
+
+    def _apply(self, payloads: Sequence[bytes], now_us: float) -> None:
+        messages = [wire.decode_raw(payload) for payload in payloads]
+        finish(self._index.apply(0, [PartitionBatch(self._partition, messages)]))
+        if self._loss and not self._doubted:
+            record = finish(self._index.record(self._worker_id))
+            if record is not None and record.want > (record.incarnation, record.seq):
+                self._doubted = True
+                self._at(now_us + DOUBT_US, lambda: self._repair(now_us + DOUBT_US))
+
+    def _repair(self, now_us: float) -> None:
+        self._doubted = False
+        record = finish(self._index.record(self._worker_id))
+        if record is None or record.want <= (record.incarnation, record.seq):
+            return  # a snapshot on its way has repaired it
+        if self._changelog.request_snapshot(record.want[0]):
+            self._begin_incarnation(now_us)
+
+    def _begin_incarnation(self, now_us: float, *, certain: bool = False) -> None:
+        self.snapshots += 1
+        incarnation = self._changelog.next_incarnation(round(now_us))
+        self._changelog.begin_incarnation(incarnation, round(now_us))
+        self._send(now_us, certain=certain)
+
+
+def _engine_event(event: KVEvent) -> EngineEvent:
+    if isinstance(event, BlocksStored):
+        salt = next((key for key in event.extra_keys[0] if key != event.adapter), None) if event.extra_keys else None
+        return EngineStored(
+            hashes=event.block_hashes,
+            parent=event.parent_hash,
+            token_ids=event.token_ids,
+            block_size=2,
+            tier=_TIER_OF[event.medium],
+            adapter=event.adapter,
+            salt=salt,
+        )
+    if isinstance(event, BlockRemoved):
+        return EngineRemoved((event.block_hash,), _TIER_OF[event.medium])
+    return EngineCleared()

@@ -1,0 +1,231 @@
+"""kvatlas: the router's own lookup, pricing, reservations and learned rates, over the index that events fill."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvatlas.cost import EngineProfile
+from kvatlas.cost.learned_rates import FinishedRequest
+from kvatlas.cost.protocol import Load
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, ForwardPassMetrics, Liveness
+from kvatlas.fleet.records import WorkerState
+from kvatlas.identity import pool_id
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.reservations import Booking, LoadReport, MemoryReservations, Outcome, WorkerReport
+from kvatlas.reservations.protocol import ID_BYTES
+from router_client.booking.booker import evaluate_without_bookings
+from router_client.decision.policy import RoutingPolicy
+from router_client.learning.rates import PoolRates
+from router_client.pricing.overlap import look_up_overlap
+from router_client.pricing.pool import Pool
+from router_client.pricing.quotes import rendezvous_weight
+from router_client.pricing.ranking import IN_FLIGHT, RankedResults
+from router_client.prompt import Prompt
+from router_client.settings import BookingSettings, RouterSettings
+from simulator.engine.step_cost import StepCost
+from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.event_path import finish
+from simulator.lab.policies.protocol import LoadBlind
+from simulator.lab.requests import MODEL, LabRequest
+
+POOL = pool_id(MODEL, MODEL)
+
+
+def worker_name(engine: int) -> str:
+    return f"w{engine:03}"
+
+
+@dataclass(frozen=True, slots=True)
+class AtlasSettings:
+    """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `replicas` routers
+    take requests in turn; unless their bookings are `shared` each knows only its own, and the engines' reports."""
+
+    booking: BookingSettings = field(default_factory=BookingSettings)
+    learning: bool = True
+    events: bool = True
+    replicas: int = 1
+    shared: bool = True
+
+
+class _Clock:
+    now_us = 0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that was chosen for: its router, when, the results of its choice, and a decode step's time at its first token."""
+
+    router: int
+    chosen_us: float
+    results: RankedResults
+    predicted_wait: bool
+    step_us: float = 0.0
+
+
+class Atlas:
+    """The routers of one fleet."""
+
+    def __init__(self, engines: Sequence[VirtualEngine], index: MemoryIndex, cost: StepCost, settings: AtlasSettings) -> None:
+        """`cost`: to tell the times between tokens, which a client would measure."""
+        self._engines = engines
+        self._index = index
+        self._cost = cost
+        self._settings = settings
+        self._router_settings = RouterSettings(booking=settings.booking, router_id="lab")
+        self._policy = RoutingPolicy(self._router_settings)
+        self._block_tokens = engines[0].block_tokens
+        self._clock = _Clock()
+        books = [MemoryReservations(lambda: self._clock.now_us) for _ in range(1 if settings.shared else settings.replicas)]
+        self._books = [books[i % len(books)] for i in range(settings.replicas)]
+        self._rates = PoolRates(EngineProfile())
+        self._open: dict[int, _Open] = {}
+        self._turn = 0
+        self._mean_prompt = [0, 0]
+        self._last: RankedResults | None = None
+        self._pool = Pool.of(self._records(1))
+
+    # ---------------------------------------------------------------- choices
+
+    def choose(self, request: LabRequest, now_us: float) -> int:
+        self._clock.now_us = round(now_us)
+        router = self._turn % self._settings.replicas
+        self._turn += 1
+        prompt = Prompt.of_hashes(
+            request.identity.scope,
+            request.prompt_chain(self._block_tokens),
+            self._block_tokens,
+            input_tokens=request.input_tokens,
+        )
+        index = self._index if self._settings.events else _EMPTY
+        lookup = finish(look_up_overlap(index, prompt, self._pool.block_shapes))
+        quotes = self._policy.quote(prompt, self._pool, lookup)
+        ask = self._policy.ask(prompt, quotes, lookup)
+        if self._settings.booking.reservations:
+            longest_us = round(self._settings.booking.longest_s * 1e6)
+            booking = Booking(
+                request.number.to_bytes(ID_BYTES, "big"), f"r{router}", request.input_tokens, ask, longest_us, longest_us
+            )
+            evaluation = self._books[router].book_now(POOL, booking)
+            if evaluation is None:
+                raise RuntimeError(f"booking {request.number} was called off")
+        else:
+            evaluation = evaluate_without_bookings(ask, quotes)
+        results = RankedResults(
+            quotes, evaluation.by_offer, chosen=evaluation.chosen, criteria=self._policy.criteria(prompt)
+        )
+        self._last = results
+        self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
+        return int(quotes[evaluation.chosen].id[1:])
+
+    # ---------------------------------------------------------------- what comes back
+
+    def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
+        self._clock.now_us = round(sequence.first_token_us)
+        number = sequence.request.number
+        opened = self._open[number]
+        opened.step_us = self._step_us(engine)
+        if self._settings.booking.reservations:
+            finish(self._books[opened.router].record_first_token(POOL, number.to_bytes(ID_BYTES, "big")))
+
+    def record_finish(self, sequence: EngineRequest, engine: int) -> None:
+        self._clock.now_us = round(sequence.finished_us)
+        request = sequence.request
+        opened = self._open.pop(request.number)
+        self._mean_prompt[0] += request.input_tokens
+        self._mean_prompt[1] += 1
+        if self._settings.booking.reservations:
+            self._books[opened.router].release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.FINISHED)
+        chosen = opened.results[0]
+        if not self._settings.learning or chosen.plan is None:
+            return
+        last = self._last
+        self._rates.add(
+            FinishedRequest(
+                plan=chosen.plan,
+                prompt_tokens=request.input_tokens,
+                output_tokens=request.output_tokens,
+                cached_tokens=sequence.cached_tokens,
+                load_known=chosen.load_known,
+                waited=opened.predicted_wait,
+                load_after=None if last is None or last is opened.results else last.load_of(chosen.worker_id),
+                ttft_us=sequence.first_token_us - opened.chosen_us,
+                # a client takes the median time between tokens: that of the steps without prefill
+                tpot_us=(opened.step_us + self._step_us(engine)) / 2,
+            )
+        )
+
+    def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
+        self._clock.now_us = round(now_us)
+        books = list({id(one): one for one in self._books}.values())
+        if self._settings.learning:
+            for one in books[:1]:  # evidence is shared, whatever is booked
+                if unshared := self._rates.take_unshared():
+                    finish(one.add_evidence(POOL, unshared))
+                finish(self._rates.update(finish(one.read_evidence(POOL))))
+        records = self._records(round(now_us))
+        self._pool = Pool.of(records, None, self._rates.profile)
+        reports = {
+            id: WorkerReport(record.incarnation, LoadReport(Load.of(record.load, self._block_tokens)))
+            for id, record in records.items()
+            if record.load is not None
+        }
+        for one in books:
+            one.report_now(POOL, reports)
+
+    def _records(self, now_us: int) -> Mapping[str, FleetRecord]:
+        """The fleet records now, with the loads that a publisher reads from a vLLM engine's metrics."""
+        mean_prompt = self._mean_prompt[0] / max(1, self._mean_prompt[1])
+        records = {}
+        for number, engine in enumerate(self._engines):
+            id, running, waiting = worker_name(number), len(engine.running), len(engine.waiting)
+            load = WorkerState(
+                id=id,
+                running_decodes=running,
+                queued_prefill_tokens=int(waiting * mean_prompt),
+                forward_pass=ForwardPassMetrics(
+                    active_request_slots=running,
+                    active_kv_blocks=engine.kv_tokens // self._block_tokens,
+                    total_kv_blocks=engine.cache.num_blocks,
+                    requests_waiting=waiting,
+                ),
+                sampled_us=now_us,
+            )
+            endpoint = EngineEndpoint(
+                id=id,
+                kind=EngineKind.MOCK,
+                model_id=MODEL,
+                tokenizer_id=MODEL,
+                block_size=self._block_tokens,
+                events=self._settings.events,
+            )
+            records[id] = FleetRecord(
+                endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE, load=load, incarnation=1
+            )
+        return records
+
+    def _step_us(self, engine: int) -> float:
+        """A decode step of this engine now."""
+        one = self._engines[engine]
+        return self._cost.step_us(
+            prefill_tokens=0, decode_sequences=len(one.running), decode_kv_tokens=one.kv_tokens, swapped_in=0
+        )
+
+
+class OverlapOnly(LoadBlind):
+    """The engine that holds most of the prompt by the index, whatever its load; ties by a hash of the prompt."""
+
+    def __init__(self, engines: Sequence[VirtualEngine], index: MemoryIndex) -> None:
+        self._names = [worker_name(number) for number in range(len(engines))]
+        self._index = index
+        self._block_tokens = engines[0].block_tokens
+
+    def choose(self, request: LabRequest, now_us: float) -> int:
+        chain = request.prompt_chain(self._block_tokens)
+        depths = self._index.overlap_now(request.identity.scope, chain).depths() if chain else {}
+        fingerprint = chain[-8:] or request.number.to_bytes(8, "little")
+        return max(
+            range(len(self._names)),
+            key=lambda i: (depths.get(self._names[i], 0), rendezvous_weight(fingerprint, self._names[i])),
+        )
+
+
+_EMPTY = MemoryIndex()

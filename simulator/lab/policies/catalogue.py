@@ -1,0 +1,73 @@
+"""Every policy by name, and how it is made for a fleet."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvatlas.index.memory.index import MemoryIndex
+from router_client.settings import BookingSettings
+from simulator.engine.step_cost import StepCost
+from simulator.lab.engine import VirtualEngine
+from simulator.lab.policies.approximate_trees import CacheAwareTree, WeightedScorers
+from simulator.lab.policies.atlas import Atlas, AtlasSettings, OverlapOnly
+from simulator.lab.policies.cache_blind import LeastLoaded, PrefixHash, RandomChoice, RoundRobin, SessionSticky
+from simulator.lab.policies.oracle import Oracle
+from simulator.lab.policies.protocol import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a policy is made for. `index`: filled by events, if the policy uses them."""
+
+    engines: Sequence[VirtualEngine]
+    index: MemoryIndex
+    cost: StepCost
+    rng: random.Random
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyKind:
+    """`meaning`: one line for reports. `uses_events`: the engines' events go into the index."""
+
+    meaning: str
+    make: Callable[[Fleet], Policy]
+    uses_events: bool = False
+
+
+def _atlas(meaning: str, settings: AtlasSettings | None = None) -> PolicyKind:
+    chosen = settings or AtlasSettings()
+    return PolicyKind(meaning, lambda f: Atlas(f.engines, f.index, f.cost, chosen), uses_events=chosen.events)
+
+
+POLICIES: Mapping[str, PolicyKind] = {
+    "random": PolicyKind("any engine", lambda f: RandomChoice(len(f.engines), f.rng)),
+    "round-robin": PolicyKind("each engine in turn", lambda f: RoundRobin(len(f.engines))),
+    "least-loaded": PolicyKind("fewest open requests", lambda f: LeastLoaded(len(f.engines), f.rng)),
+    "session": PolicyKind("a session keeps its engine", lambda f: SessionSticky(len(f.engines), f.rng)),
+    "prefix-hash": PolicyKind(
+        "consistent hash of the first 2,048 tokens, load at most 1.25 x the mean",
+        lambda f: PrefixHash(len(f.engines), block_tokens=f.engines[0].block_tokens),
+    ),
+    "cache-aware-tree": PolicyKind("approximate tree, as SGLang's router", lambda f: CacheAwareTree(f.engines)),
+    "weighted-scorers": PolicyKind(
+        "approximate prefixes, queue and cache use weighted, as the inference extension",
+        lambda f: WeightedScorers(f.engines, f.rng),
+    ),
+    "overlap-only": PolicyKind("most overlap by the index", lambda f: OverlapOnly(f.engines, f.index), uses_events=True),
+    "kvatlas": _atlas("as shipped"),
+    "kvatlas-no-reservations": _atlas(
+        "load only as reported", AtlasSettings(BookingSettings(reservations=False, prefixes_in_flight=False))
+    ),
+    "kvatlas-no-prefixes-in-flight": _atlas(
+        "prompts being computed do not count", AtlasSettings(BookingSettings(prefixes_in_flight=False))
+    ),
+    "kvatlas-no-learned-rates": _atlas("default rates", AtlasSettings(learning=False)),
+    "kvatlas-no-events": _atlas("what engines hold is predicted", AtlasSettings(events=False)),
+    "kvatlas-3-replicas": _atlas("three routers, one set of bookings", AtlasSettings(replicas=3)),
+    "kvatlas-3-replicas-unshared": _atlas("three routers, each with its own", AtlasSettings(replicas=3, shared=False)),
+    "oracle": PolicyKind("sees caches, queues and costs as they are", lambda f: Oracle(f.engines, f.cost)),
+}
+
+DEFAULT_POLICIES = (
+    "round-robin", "least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers", "kvatlas", "oracle",
+)  # fmt: skip

@@ -1,0 +1,59 @@
+"""The oracle: sees the caches themselves, what is being computed, every queue, and the engines' true step costs."""
+
+from collections.abc import Sequence
+
+from kvatlas.request import DEFAULT_DECODE_TOKENS
+from simulator.engine.step_cost import StepCost
+from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.policies.protocol import LoadBlind
+from simulator.lab.requests import LabRequest, written, written_tokens
+
+
+class Oracle(LoadBlind):
+    """Sends each request where it, and those that run there, lose the least time, as far as can be known when it arrives: it
+    knows neither later requests nor the lengths of answers."""
+
+    def __init__(self, engines: Sequence[VirtualEngine], cost: StepCost) -> None:
+        self._engines = engines
+        self._cost = cost
+
+    def choose(self, request: LabRequest, now_us: float) -> int:
+        scores = [self._score_us(engine, request, now_us) for engine in self._engines]
+        return scores.index(min(scores))
+
+    def _score_us(self, engine: VirtualEngine, request: LabRequest, now_us: float) -> float:
+        cost, ahead = self._cost, engine.unprefilled
+        cached, computing = self._held_tokens(engine, request, ahead)
+        queued = sum(self._uncached_tokens(engine, one) for one in ahead)
+        new = request.input_tokens - max(cached, computing)
+        running = len(engine.running) + len(engine.waiting)
+        kv_tokens = engine.kv_tokens + sum(one.request.input_tokens for one in engine.waiting)
+        step_us = cost.step_us(
+            prefill_tokens=0, decode_sequences=running + 1, decode_kv_tokens=kv_tokens + request.input_tokens, swapped_in=0
+        )
+        left_us = max(0.0, engine.ends_us - now_us) if engine.running else 0.0
+        # running requests' steps take part in every step of this prefill: nothing is added for them beyond the steps
+        delay_us = min(left_us, cost.prefill_us_per_token * 8_192) + cost.prefill_us_per_token * (queued + new)
+        return delay_us + DEFAULT_DECODE_TOKENS * step_us
+
+    def _held_tokens(
+        self, engine: VirtualEngine, request: LabRequest, ahead: Sequence[EngineRequest]
+    ) -> tuple[int, int]:
+        """Tokens of the prompt in the engine's cache, and those that it computes before it gets to this request."""
+        size = engine.block_tokens
+        content = written(request.contents)[: written_tokens(request.input_tokens, size)]
+        cached = len(engine.cache.match(content, request.identity.namespace).nodes) * size
+        mine, computing = request.prompt_contents(size), 0
+        for one in ahead:
+            if one.request.identity == request.identity:
+                theirs = one.request.contents
+                common = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine))
+                computing = max(computing, min(common, (request.input_tokens - 1) // size) * size)
+        return cached, computing
+
+    def _uncached_tokens(self, engine: VirtualEngine, one: EngineRequest) -> int:
+        known = one.request.input_tokens + one.generated
+        if one in engine.running[-1:]:
+            return known - one.computed
+        content = one.content[: written_tokens(known, engine.block_tokens)]
+        return known - len(engine.cache.match(content, one.request.identity.namespace).nodes) * engine.block_tokens

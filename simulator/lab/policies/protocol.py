@@ -1,0 +1,51 @@
+"""What a policy sees and does."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.requests import LabRequest
+
+
+class Policy(Protocol):
+    """Chooses for one replay. Times are virtual microseconds and never go back. Equal calls give equal choices."""
+
+    def choose(self, request: LabRequest, now_us: float) -> int:
+        """The number of the engine that gets the request."""
+
+    def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
+        """A request that was sent to this engine has its first token."""
+
+    def record_finish(self, sequence: EngineRequest, engine: int) -> None:
+        """A request that was sent to this engine is over."""
+
+    def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
+        """Once a second: what engines report is read."""
+
+
+class LoadBlind:
+    """A policy that needs no reports."""
+
+    def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
+        """See `Policy`."""
+
+    def record_finish(self, sequence: EngineRequest, engine: int) -> None:
+        """See `Policy`."""
+
+    def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
+        """See `Policy`."""
+
+
+class OpenRequests(LoadBlind):
+    """Counts the requests that were sent to each engine and are not over, as a gateway knows them."""
+
+    def __init__(self, engines: int) -> None:
+        self.open = [0] * engines
+
+    def send(self, engine: int) -> int:
+        """Count a request for this engine, and return its number."""
+        self.open[engine] += 1
+        return engine
+
+    def record_finish(self, sequence: EngineRequest, engine: int) -> None:
+        self.open[engine] -= 1

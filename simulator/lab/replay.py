@@ -1,0 +1,213 @@
+"""One replay: a workload against a fleet of virtual engines, routed by one policy. Equal arguments give equal outcomes."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+from kvatlas.index.memory.index import MemoryIndex
+from simulator.cache.block_hash import SeededBlockHasher
+from simulator.cache.kv_cache import KVCache
+from simulator.engine.scheduler import SchedulerLimits
+from simulator.engine.step_cost import StepCost
+from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.event_path import EventPath
+from simulator.lab.policies.atlas import worker_name
+from simulator.lab.policies.catalogue import POLICIES, Fleet
+from simulator.lab.requests import LabRequest, Workload
+
+REPORT_US = 1e6
+"""Engines' loads are read each second, as heartbeats bring them."""
+START_US = 1e6
+"""Virtual time of the first arrival at the earliest: a load sampled at 0 would count as never sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """The fleet, and how its events travel. `cache_tokens`: of each engine's GPU; `cpu_tokens`: of its host tier."""
+
+    workers: int = 16
+    cache_tokens: int = 500_000
+    cpu_tokens: int = 0
+    limits: SchedulerLimits = field(default_factory=lambda: SchedulerLimits(queue_limit=1 << 30))
+    cost: StepCost = field(default_factory=StepCost)
+    """`swap_in_us_per_block` is for a block of 16 tokens."""
+    event_delay_us: float = 5_000.0
+    event_loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request, as its client saw it."""
+
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    ttft_us: float
+    tpot_us: float
+    """0 for an answer of one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a policy made of a workload. By engine: `prefilled_tokens`, `busy_us`."""
+
+    served: Sequence[Served]
+    span_us: float
+    """From the first arrival to the last token."""
+    prefilled_tokens: Sequence[int]
+    busy_us: Sequence[float]
+    preemptions: int
+    lost_messages: int
+    snapshots: int
+
+
+def replay(
+    workload: Workload,
+    policy: str,
+    settings: FleetSettings,
+    seed: int,
+    *,
+    speed: float = 1.0,
+    on_progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """`speed`: requests arrive this many times as fast. `on_progress` gets the number of arrivals, now and then.
+
+    Raises InvalidValue for a request that fits no engine.
+    """
+    return _Replay(workload, policy, settings, seed, speed).run(on_progress)
+
+
+def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[float, LabRequest]]:
+    """When each request arrives, in order. What the trace's clock leaves open is drawn by the seed."""
+    rng = random.Random(f"arrivals {seed}")
+    drawn = [
+        (START_US + (request.arrival_us + rng.random() * workload.quantum_us) / speed, request)
+        for request in workload.requests
+    ]
+    return sorted(drawn, key=lambda one: (one[0], one[1].number))
+
+
+class _Replay:
+    def __init__(self, workload: Workload, policy: str, settings: FleetSettings, seed: int, speed: float) -> None:
+        kind = POLICIES[policy]
+        size = workload.block_tokens
+        cost = settings.cost
+        per_block = StepCost(
+            cost.prefill_us_per_token,
+            cost.decode_step_us,
+            cost.decode_us_per_sequence,
+            cost.decode_us_per_kv_token,
+            cost.swap_in_us_per_block * size / 16,
+        )
+        self._arrivals = draw_arrivals(workload, seed, speed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._engines = [
+            VirtualEngine(
+                KVCache(
+                    num_blocks=max(1, settings.cache_tokens // size),
+                    block_size=2,
+                    hasher=SeededBlockHasher(number),
+                    num_cpu_blocks=settings.cpu_tokens // size,
+                ),
+                size,
+                settings.limits,
+                per_block,
+            )
+            for number in range(settings.workers)
+        ]
+        index = MemoryIndex()
+        self._paths = [
+            EventPath(
+                worker_name(number),
+                index,
+                self._at,
+                random.Random(f"events {seed} {number}"),
+                delay_us=settings.event_delay_us,
+                loss=settings.event_loss,
+            )
+            for number in range(settings.workers if kind.uses_events else 0)
+        ]
+        self._policy = kind.make(Fleet(self._engines, index, per_block, random.Random(f"policy {seed}")))
+        self._served: list[Served | None] = [None] * len(workload.requests)
+        self._arrived: dict[int, float] = {}
+        self._left = len(workload.requests)
+        self._ended_us = 0.0
+
+    def run(self, on_progress: Callable[[int], None] | None) -> Outcome:
+        for number, (when_us, request) in enumerate(self._arrivals):
+            self._run_until(when_us)
+            if on_progress is not None and number % 64 == 0:
+                on_progress(number)
+            self._arrive(request, when_us)
+            if number == 0:
+                self._report(when_us)
+        self._run_until(math.inf)
+        served = [one for one in self._served if one is not None]
+        return Outcome(
+            served,
+            self._ended_us - self._arrivals[0][0],
+            [engine.prefilled_tokens for engine in self._engines],
+            [float(engine.busy_us) for engine in self._engines],
+            sum(engine.preemptions for engine in self._engines),
+            sum(path.lost for path in self._paths),
+            sum(path.snapshots for path in self._paths),
+        )
+
+    def _at(self, when_us: float, action: Callable[[], None]) -> None:
+        heappush(self._events, (when_us, next(self._order), action))
+
+    def _run_until(self, when_us: float) -> None:
+        while self._events and self._events[0][0] <= when_us:
+            _, _, action = heappop(self._events)
+            action()
+
+    def _arrive(self, request: LabRequest, now_us: float) -> None:
+        number = self._policy.choose(request, now_us)
+        engine = self._engines[number]
+        self._arrived[request.number] = now_us
+        ends_us = engine.ends_us
+        engine.submit(EngineRequest(request), now_us)
+        if engine.ends_us != ends_us:
+            self._wake(number)
+
+    def _advance(self, number: int, ends_us: float) -> None:
+        engine = self._engines[number]
+        if engine.ends_us != ends_us:
+            return  # a request arrived meanwhile and cut the step short
+        done = engine.advance()
+        if done.events and self._paths:
+            self._paths[number].publish(done.events, done.ended_us)
+        for sequence in done.first_tokens:
+            self._policy.record_first_token(sequence, number)
+        for sequence in done.finished:
+            self._policy.record_finish(sequence, number)
+            self._finish(sequence)
+        if engine.ends_us < math.inf:
+            self._wake(number)
+
+    def _wake(self, number: int) -> None:
+        """Advance the engine when its step ends."""
+        ends_us = self._engines[number].ends_us
+        self._at(ends_us, lambda: self._advance(number, ends_us))
+
+    def _finish(self, sequence: EngineRequest) -> None:
+        request = sequence.request
+        after_first = request.output_tokens - 1
+        self._served[request.number] = Served(
+            request.input_tokens,
+            request.output_tokens,
+            sequence.cached_tokens or 0,
+            sequence.first_token_us - self._arrived.pop(request.number),
+            (sequence.finished_us - sequence.first_token_us) / after_first if after_first else 0.0,
+        )
+        self._left -= 1
+        self._ended_us = sequence.finished_us
+
+    def _report(self, now_us: float) -> None:
+        self._policy.record_loads(self._engines, now_us)
+        if self._left:
+            self._at(now_us + REPORT_US, lambda: self._report(now_us + REPORT_US))

@@ -1,0 +1,1 @@
+"""The lab: replays in virtual time."""

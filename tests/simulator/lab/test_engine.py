@@ -1,0 +1,152 @@
+"""The virtual engine decides as the simulator's scheduler does, request by request."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.errors import InvalidValue
+from simulator.cache.block_hash import SeededBlockHasher
+from simulator.cache.kv_cache import KVCache
+from simulator.cache.kv_events import BlockRemoved, BlocksStored
+from simulator.engine.core import EngineCore
+from simulator.engine.generation_request import GenerationRequest
+from simulator.engine.scheduler import SchedulerLimits
+from simulator.engine.step_cost import StepCost
+from simulator.engine.tokenizer import AnswerTokens
+from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.requests import LabRequest
+
+BLOCK = 16
+VOCABULARY = 32_000
+
+
+@dataclass
+class Seen:
+    """A request's end. Times in microseconds."""
+
+    cached_tokens: int = -1
+    first_token_us: float = math.inf
+    finished_us: float = math.inf
+
+
+@dataclass
+class Run:
+    seen: dict[int, Seen]
+    preemptions: int
+    stored: int
+    removed: int
+
+
+def requests_of(seed: int, count: int = 60) -> list[tuple[float, GenerationRequest]]:
+    """Prompts that share prefixes, and one that goes on after another's answer; bursts and pauses."""
+    rng = random.Random(seed)
+    prefixes = [tuple(rng.choices(range(256, VOCABULARY), k=rng.randint(1, 200))) for _ in range(5)]
+    now_us, made = 0.0, []
+    for number in range(count):
+        now_us += rng.choice([0.0, rng.uniform(0, 20_000), rng.uniform(0, 300_000)])
+        prompt = rng.choice(prefixes) + tuple(rng.choices(range(256, VOCABULARY), k=rng.randint(0, 60)))
+        if made and rng.random() < 0.3:
+            _, earlier = rng.choice(made)
+            answer = AnswerTokens("mock\0", earlier.prompt, 0, VOCABULARY)
+            prompt = (*earlier.prompt, *(answer[i] for i in range(earlier.max_tokens)), *prompt[:9])[:500]
+        made.append((now_us, GenerationRequest(str(number), prompt, rng.randint(1, 90))))
+    return made
+
+
+def lab_request(number: int, arrival_us: float, request: GenerationRequest, ids: dict[int, int]) -> LabRequest:
+    answer = AnswerTokens("mock\0", request.prompt, 0, VOCABULARY)
+    tokens = [*request.prompt, *(answer[i] for i in range(request.max_tokens))]
+    chain = extend_chain(tokens, BLOCK)
+    hashes = [int.from_bytes(chain[at : at + 8], "little") for at in range(0, len(chain), 8)]
+    contents = [ids.setdefault(one, len(ids)) for one in hashes]
+    if len(tokens) % BLOCK:
+        contents.append(1 << 31 | number)
+    return LabRequest(number, arrival_us, len(request.prompt), request.max_tokens, tuple(contents), number)
+
+
+def run_scheduler(blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int) -> Run:
+    cache = KVCache(num_blocks=blocks, block_size=BLOCK, hasher=SeededBlockHasher(1), num_cpu_blocks=cpu_blocks)
+    core = EngineCore(cache, limits=limits, cost=StepCost(), vocab_size=VOCABULARY)
+    arrivals = requests_of(seed)
+    run = Run({}, 0, 0, 0)
+    now_us = 0.0
+    while arrivals or core.has_work:
+        if not core.has_work:
+            now_us = arrivals[0][0]
+        while arrivals and arrivals[0][0] <= now_us:
+            core.submit(arrivals.pop(0)[1])
+        if not core.has_work:
+            continue
+        step = core.step(now_us)
+        now_us = step.ended_us
+        for token in step.tokens:
+            seen = run.seen.setdefault(int(token.request_id), Seen(token.cached_tokens, now_us))
+            if token.finish_reason:
+                seen.finished_us = now_us
+        run.stored += sum(len(event.block_hashes) for event in step.events if isinstance(event, BlocksStored))
+        run.removed += sum(isinstance(event, BlockRemoved) for event in step.events)
+    run.preemptions = core.load.preemptions_total
+    return run
+
+
+def run_virtual(blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int) -> Run:
+    cache = KVCache(num_blocks=blocks, block_size=2, hasher=SeededBlockHasher(1), num_cpu_blocks=cpu_blocks)
+    engine = VirtualEngine(cache, BLOCK, limits, StepCost())
+    ids: dict[int, int] = {}
+    arrivals = [(when, lab_request(i, when, one, ids)) for i, (when, one) in enumerate(requests_of(seed))]
+    run = Run({}, 0, 0, 0)
+
+    def advance() -> None:
+        done = engine.advance()
+        for sequence in done.finished:
+            number = sequence.request.number
+            run.seen[number] = Seen(sequence.cached_tokens or 0, sequence.first_token_us, sequence.finished_us)
+        run.stored += sum(len(event.block_hashes) for event in done.events if isinstance(event, BlocksStored))
+        run.removed += sum(isinstance(event, BlockRemoved) for event in done.events)
+
+    for when_us, request in arrivals:
+        while engine.ends_us < when_us:
+            advance()
+        engine.submit(EngineRequest(request), when_us)
+    while engine.ends_us < math.inf:
+        advance()
+    run.preemptions = engine.preemptions
+    return run
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cpu_blocks", "limits"),
+    [
+        (4_000, 0, SchedulerLimits()),
+        (60, 0, SchedulerLimits(max_num_batched_tokens=128)),
+        (60, 80, SchedulerLimits(max_num_batched_tokens=512)),
+        (300, 0, SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64)),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_serves_requests_as_the_scheduler_does(
+    blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int
+) -> None:
+    expected, found = (run(blocks, cpu_blocks, limits, seed) for run in (run_scheduler, run_virtual))
+    assert len(expected.seen) == 60
+    assert found.preemptions == expected.preemptions
+    assert (found.stored, found.removed) == (expected.stored, expected.removed)
+    for number, seen in expected.seen.items():
+        one = found.seen[number]
+        assert one.cached_tokens == seen.cached_tokens
+        assert one.first_token_us == pytest.approx(seen.first_token_us, rel=1e-9)
+        assert one.finished_us == pytest.approx(seen.finished_us, rel=1e-9)
+
+
+def test_small_caches_preempt_so_that_the_comparison_covers_it() -> None:
+    assert sum(run_virtual(60, 0, SchedulerLimits(max_num_batched_tokens=128), seed).preemptions for seed in range(3))
+
+
+def test_a_request_that_never_fits_is_refused() -> None:
+    cache = KVCache(num_blocks=4, block_size=2, hasher=SeededBlockHasher(1))
+    engine = VirtualEngine(cache, BLOCK, SchedulerLimits(), StepCost())
+    with pytest.raises(InvalidValue, match="request 0 of 60 \\+ 5 tokens never fits a cache of 64 tokens"):
+        engine.submit(EngineRequest(LabRequest(0, 0.0, 60, 5, (1, 2, 3, 4, 5), 0)), 0.0)
