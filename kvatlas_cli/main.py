@@ -44,6 +44,7 @@ EXTRA_OF_COMMAND = {
     "simulate-engine": "simulator",
     "up": "all",
     "demo": "all",
+    "replay": "all",
     "auth": "indexer",
 }
 

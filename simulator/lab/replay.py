@@ -20,6 +20,7 @@ from simulator.lab.requests import LabRequest, Workload
 
 REPORT_US = 1e6
 """Engines' loads are read each second, as heartbeats bring them."""
+SHIFT_US = 3e6
 START_US = 1e6
 """Virtual time of the first arrival at the earliest: a load sampled at 0 would count as never sampled."""
 
@@ -81,12 +82,14 @@ def replay(
 
 
 def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[float, LabRequest]]:
-    """When each request arrives, in order. What the trace's clock leaves open is drawn by the seed."""
+    """When each request arrives, in order: each session is late by up to SHIFT_US, or by what the trace's clock leaves open if
+    that is more. So seeds differ in what comes together, as days do, and a session's own requests keep their distances."""
     rng = random.Random(f"arrivals {seed}")
-    drawn = [
-        (START_US + (request.arrival_us + rng.random() * workload.quantum_us) / speed, request)
-        for request in workload.requests
-    ]
+    most_us, shifts = max(SHIFT_US, workload.quantum_us), dict[int, float]()
+    drawn = []
+    for request in workload.requests:
+        shift_us = shifts.setdefault(request.session, rng.random() * most_us)
+        drawn.append((START_US + (request.arrival_us + shift_us) / speed, request))
     return sorted(drawn, key=lambda one: (one[0], one[1].number))
 
 

@@ -13,6 +13,7 @@ from tests.kvatlas_cli.conftest import Cli, child_environment
 EXPECTED_COMMANDS = {
     "up",
     "demo",
+    "replay",
     "indexer",
     "publish",
     "router",
@@ -26,7 +27,7 @@ EXPECTED_COMMANDS = {
     "overlap",
     "route",
 }
-WITHOUT_SERVERS = {"demo", "auth"}
+WITHOUT_SERVERS = {"demo", "replay", "auth"}
 
 
 def test_all_commands_exist() -> None:

@@ -10,31 +10,26 @@ from simulator.lab.requests import LabRequest, written, written_tokens
 
 
 class Oracle(LoadBlind):
-    """Sends each request where it, and those that run there, lose the least time, as far as can be known when it arrives: it
-    knows neither later requests nor the lengths of answers."""
+    """Sends each request where it would be answered first, by what is so when it arrives: it knows neither later requests nor
+    the lengths of answers. So it is the best that sight can do for one request, not a bound for the whole workload."""
 
     def __init__(self, engines: Sequence[VirtualEngine], cost: StepCost) -> None:
         self._engines = engines
         self._cost = cost
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        scores = [self._score_us(engine, request, now_us) for engine in self._engines]
+        scores = [self._score_us(engine, request) for engine in self._engines]
         return scores.index(min(scores))
 
-    def _score_us(self, engine: VirtualEngine, request: LabRequest, now_us: float) -> float:
+    def _score_us(self, engine: VirtualEngine, request: LabRequest) -> float:
         cost, ahead = self._cost, engine.unprefilled
         cached, computing = self._held_tokens(engine, request, ahead)
         queued = sum(self._uncached_tokens(engine, one) for one in ahead)
         new = request.input_tokens - max(cached, computing)
         running = len(engine.running) + len(engine.waiting)
         kv_tokens = engine.kv_tokens + sum(one.request.input_tokens for one in engine.waiting)
-        step_us = cost.step_us(
-            prefill_tokens=0, decode_sequences=running + 1, decode_kv_tokens=kv_tokens + request.input_tokens, swapped_in=0
-        )
-        left_us = max(0.0, engine.ends_us - now_us) if engine.running else 0.0
-        # running requests' steps take part in every step of this prefill: nothing is added for them beyond the steps
-        delay_us = min(left_us, cost.prefill_us_per_token * 8_192) + cost.prefill_us_per_token * (queued + new)
-        return delay_us + DEFAULT_DECODE_TOKENS * step_us
+        step_us = cost.decode_us_per_sequence * running + cost.decode_us_per_kv_token * kv_tokens
+        return cost.prefill_us_per_token * (queued + new) + DEFAULT_DECODE_TOKENS * step_us
 
     def _held_tokens(
         self, engine: VirtualEngine, request: LabRequest, ahead: Sequence[EngineRequest]

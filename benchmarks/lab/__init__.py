@@ -1,0 +1,1 @@
+"""The measured comparison of policies: `make lab` writes docs/results.md."""

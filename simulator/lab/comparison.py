@@ -1,0 +1,129 @@
+"""Replays one workload at every point of a grid, for each policy and seed, on all cores."""
+
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+from simulator.engine.step_cost import StepCost
+from simulator.lab.policies.catalogue import POLICIES
+from simulator.lab.replay import FleetSettings, replay
+from simulator.lab.requests import Workload
+from simulator.lab.summary import Figures, Objective, Summary
+
+_PROGRESS_S = 0.25
+_PROGRESS_REQUESTS = 256
+
+
+class Point(NamedTuple):
+    """One fleet under one load. `speed`: requests arrive this many times as fast as in the trace. `event_loss`: a fraction."""
+
+    workers: int = 16
+    cache_tokens: int = 500_000
+    speed: float = 1.0
+    event_delay_ms: float = 5.0
+    event_loss: float = 0.0
+
+    def to_fleet(self, cpu_tokens: int, cost: StepCost) -> FleetSettings:
+        return FleetSettings(
+            self.workers,
+            self.cache_tokens,
+            cpu_tokens,
+            cost=cost,
+            event_delay_us=self.event_delay_ms * 1e3,
+            event_loss=self.event_loss,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is compared. Seeds are counted from `first_seed`."""
+
+    workload: Workload
+    policies: Sequence[str]
+    points: Sequence[Point]
+    seeds: int = 3
+    first_seed: int = 0
+    cpu_tokens: int = 0
+    cost: StepCost = StepCost()
+    objective: Objective = Objective()
+
+    @property
+    def runs(self) -> list[tuple[Point, str, int]]:
+        """Each replay once: events change nothing for policies that use none."""
+        seeds = range(self.first_seed, self.first_seed + self.seeds)
+        return list(dict.fromkeys((_effective(p, name), name, s) for p in self.points for name in self.policies for s in seeds))
+
+
+class Cell(NamedTuple):
+    """A policy at a point."""
+
+    point: Point
+    summary: Summary
+
+
+def compare(study: Study, jobs: int, on_progress: Callable[[int], None] = lambda requests: None) -> list[Cell]:
+    """A cell for each point and policy, in their order. `on_progress` gets the number of requests replayed so far.
+
+    Raises InvalidValue for a request that fits no engine.
+    """
+    runs = study.runs
+    context = get_context("spawn")
+    replayed = context.Value("q")
+    with ProcessPoolExecutor(min(jobs, len(runs)), context, _share, (study, replayed)) as pool:
+        futures = {run: pool.submit(_run, *run) for run in runs}
+        try:
+            open_runs = set(futures.values())
+            while open_runs:
+                done, open_runs = wait(open_runs, _PROGRESS_S, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                on_progress(replayed.value)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    found = {run: future.result() for run, future in futures.items()}
+    seeds = range(study.first_seed, study.first_seed + study.seeds)
+    return [
+        Cell(point, Summary.of(name, [found[_effective(point, name), name, seed] for seed in seeds]))
+        for point in study.points
+        for name in study.policies
+    ]
+
+
+def _effective(point: Point, policy: str) -> Point:
+    return point if POLICIES[policy].uses_events else _with_usual_events(point)
+
+
+def _with_usual_events(point: Point) -> Point:
+    """The point with events as they usually travel."""
+    return point._replace(event_delay_ms=Point().event_delay_ms, event_loss=0.0)
+
+
+_shared: tuple[Study, Any] | None = None
+"""In a child: the study, and the count of requests replayed by all children."""
+
+
+def _share(study: Study, replayed: Any) -> None:
+    global _shared
+    _shared = study, replayed
+    gc.freeze()  # a trace is a million objects: collecting among them again and again takes a quarter of a replay
+
+
+def _run(point: Point, policy: str, seed: int) -> Figures:
+    assert _shared is not None
+    study, replayed = _shared
+    reported = 0
+
+    def report(arrived: int) -> None:
+        nonlocal reported
+        if arrived - reported >= _PROGRESS_REQUESTS or arrived == len(study.workload.requests):
+            with replayed.get_lock():
+                replayed.value += arrived - reported
+            reported = arrived
+
+    fleet = point.to_fleet(study.cpu_tokens, study.cost)
+    outcome = replay(study.workload, policy, fleet, seed, speed=point.speed, on_progress=report)
+    report(len(study.workload.requests))
+    return Figures.of(outcome, study.objective)

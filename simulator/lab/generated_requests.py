@@ -1,0 +1,174 @@
+"""Generated workloads: chats, agents, retrieval, and several tenants with adapters. Equal seeds give equal requests.
+
+All arrivals are fixed beforehand: a turn comes a while after the one before, as if that had been answered at a usual speed. So
+every policy gets the same requests at the same times.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+
+from kvatlas.identity import DEFAULT_TENANT
+from simulator.lab.requests import Identity, LabRequest, Workload
+
+BLOCK_TOKENS = 64
+REQUESTS = 4_000
+SECONDS = 600.0
+ANSWER_S_PER_TOKEN = 0.02
+"""How fast a user or a program reads an answer before it goes on."""
+
+
+class Arrivals(StrEnum):
+    """When sessions begin. `POISSON`: evenly. `BURSTY`: a third of them within 5 s of each minute. `DIURNAL`: as one day's
+    sine in the whole time, from a fifth of the mean to nearly twice it."""
+
+    POISSON = "poisson"
+    BURSTY = "bursty"
+    DIURNAL = "diurnal"
+
+
+@dataclass(slots=True)
+class Text:
+    """A sequence of tokens by its parts: (number of the part, tokens). Texts with equal parts share their blocks."""
+
+    parts: tuple[tuple[int, int], ...] = ()
+
+    def then(self, part: int, tokens: int) -> "Text":
+        return Text((*self.parts, (part, tokens)))
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.parts)
+
+    def blocks(self) -> Iterator[tuple[tuple[int, int, int], ...]]:
+        """Of each block, what it is made of: (part, first token, end)."""
+        pieces: list[tuple[int, int, int]] = []
+        room = BLOCK_TOKENS
+        for part, tokens in self.parts:
+            at = 0
+            while at < tokens:
+                taken = min(room, tokens - at)
+                pieces.append((part, at, at + taken))
+                at, room = at + taken, room - taken
+                if not room:
+                    yield tuple(pieces)
+                    pieces, room = [], BLOCK_TOKENS
+        if pieces:
+            yield tuple(pieces)
+
+
+@dataclass(slots=True)
+class Generator:
+    """Collects the requests of one workload."""
+
+    rng: random.Random
+    arrivals: Arrivals
+    parts: Iterator[int] = field(default_factory=count)
+    requests: list[LabRequest] = field(default_factory=list)
+    _contents: dict[tuple[tuple[int, int, int], ...], int] = field(default_factory=dict)
+    _sessions: Iterator[int] = field(default_factory=count)
+
+    def session(self) -> tuple[int, float]:
+        """The number of a new session, and when it begins (s)."""
+        return next(self._sessions), self._begin_s()
+
+    def part(self, low: int, high: int) -> tuple[int, int]:
+        """A part that no other text has, of a length in this range; most are short."""
+        return next(self.parts), round(math.exp(self.rng.uniform(math.log(low), math.log(high))))
+
+    def ask(self, text: Text, answer: tuple[int, int], session: int, at_s: float, identity: Identity) -> tuple[Text, float]:
+        """One request. Its text with the answer, and when that is read."""
+        whole = text.then(*answer)
+        contents = tuple(self._contents.setdefault(block, len(self._contents)) for block in whole.blocks())
+        self.requests.append(
+            LabRequest(len(self.requests), at_s * 1e6, text.tokens, answer[1], contents, session, identity)
+        )
+        return whole, at_s + answer[1] * ANSWER_S_PER_TOKEN
+
+    def popular(self, things: int, skew: float = 1.0) -> int:
+        """The number of one of these, the first ones the most popular (Zipf)."""
+        return self.rng.choices(range(things), [1 / (rank + 1) ** skew for rank in range(things)])[0]
+
+    def _begin_s(self) -> float:
+        rng = self.rng
+        if self.arrivals is Arrivals.BURSTY and rng.random() < 1 / 3:
+            return 60 * rng.randrange(round(SECONDS / 60)) + rng.uniform(0, 5)
+        while True:
+            at_s = rng.uniform(0, SECONDS)
+            if self.arrivals is not Arrivals.DIURNAL or rng.random() < (1 - 0.8 * math.cos(2 * math.pi * at_s / SECONDS)) / 1.8:
+                return at_s
+
+
+def _chat(made: Generator) -> None:
+    """Conversations of 1 to 10 turns behind one of 20 system prompts."""
+    prompts = [made.part(500, 4_000) for _ in range(20)]
+    while len(made.requests) < REQUESTS:
+        _converse(made, Text((prompts[made.popular(20)],)), Identity())
+
+
+def _converse(made: Generator, text: Text, identity: Identity) -> None:
+    session, at_s = made.session()
+    for _ in range(made.rng.randint(1, 10)):
+        text, at_s = made.ask(text.then(*made.part(20, 600)), made.part(30, 500), session, at_s, identity)
+        at_s += made.rng.expovariate(1 / 15)
+
+
+def _agents(made: Generator) -> None:
+    """Agents with one of 6 long sets of tools: 4 to 20 steps, a tool's result after each; some fork into several attempts."""
+    tools = [made.part(4_000, 12_000) for _ in range(6)]
+    while len(made.requests) < REQUESTS:
+        session, at_s = made.session()
+        branches = [(Text((tools[made.popular(6)],)).then(*made.part(100, 2_000)), at_s)]
+        for _ in range(made.rng.randint(4, 20)):
+            if len(branches) == 1 and made.rng.random() < 0.1:
+                branches = branches * made.rng.randint(2, 4)
+            grown = []
+            for text, at in branches:
+                text, at = made.ask(text, made.part(20, 200), session, at, Identity())
+                grown.append((text.then(*made.part(50, 3_000)), at + made.rng.expovariate(1 / 2)))
+            branches = grown
+
+
+def _rag(made: Generator) -> None:
+    """Questions behind one instruction and 3 to 6 of 400 documents, the popular ones first."""
+    instruction = made.part(600, 600)
+    documents = [made.part(400, 2_500) for _ in range(400)]
+    while len(made.requests) < REQUESTS:
+        session, at_s = made.session()
+        text = Text((instruction,))
+        for number in sorted({made.popular(400, 0.9) for _ in range(made.rng.randint(3, 6))}):
+            text = text.then(*documents[number])
+        made.ask(text.then(*made.part(15, 100)), made.part(50, 300), session, at_s, Identity())
+
+
+def _tenants(made: Generator) -> None:
+    """Chats of 8 tenants, each with system prompts of its own, with one of 4 adapters or none."""
+    prompts = {tenant: [made.part(500, 3_000) for _ in range(5)] for tenant in range(8)}
+    while len(made.requests) < REQUESTS:
+        tenant = made.popular(8)
+        adapter = made.rng.choice([None, None, *(f"adapter-{number}" for number in range(4))])
+        name = DEFAULT_TENANT if tenant == 0 else f"tenant-{tenant}"
+        _converse(made, Text((prompts[tenant][made.popular(5)],)), Identity(adapter, name))
+
+
+_KINDS: Mapping[str, Callable[[Generator], None]] = {"chat": _chat, "agents": _agents, "rag": _rag, "tenants": _tenants}
+WORKLOADS = tuple(
+    name if arrivals is Arrivals.POISSON else f"{name}-{arrivals}" for name in _KINDS for arrivals in Arrivals
+)
+"""Names of generated workloads; without an ending sessions begin as a Poisson process."""
+
+
+def generate(name: str, seed: int) -> Workload:
+    """The workload of this name (one of WORKLOADS)."""
+    kind, _, arrivals = name.partition("-")
+    made = Generator(random.Random(f"{name} {seed}"), Arrivals(arrivals or Arrivals.POISSON))
+    _KINDS[kind](made)
+    in_order = sorted(made.requests, key=lambda request: (request.arrival_us, request.number))
+    requests = [
+        LabRequest(i, r.arrival_us, r.input_tokens, r.output_tokens, r.contents, r.session, r.identity)
+        for i, r in enumerate(in_order)
+    ]
+    return Workload(name, BLOCK_TOKENS, requests)

@@ -1,0 +1,139 @@
+"""A study's result as table rows, as JSON, and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvatlas.errors import InvalidValue
+from kvatlas.version import own_version
+from simulator.lab.comparison import Cell, Point, Study
+from simulator.lab.summary import Summary
+
+COLUMNS = (
+    "policy",
+    "hit rate",
+    "TTFT mean ms",
+    "p50 / p90 / p99",
+    "TPOT p50 / p90 / p99 ms",
+    "good requests",
+    "goodput /s",
+    "fullest engine",
+    "prefill tokens",
+    "busy",
+)
+_AXES = {
+    "workers": "workers",
+    "cache_tokens": "cache tokens of each worker",
+    "speed": "times the trace's rate",
+    "event_delay_ms": "delay of events, ms",
+    "event_loss": "lost messages",
+}
+
+
+def rows_of(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
+    """One row a policy, of cells of one point; with several seeds each mean has its 95 % margin."""
+    return [_row(cell.summary) for cell in cells]
+
+
+def title_of(study: Study, point: Point) -> str:
+    """What the figures of a point are of."""
+    parts = [
+        f"{study.workload.name}: {len(study.workload.requests):,} requests at {point.speed:g} x the trace's rate",
+        f"{point.workers} workers of {point.cache_tokens:,} tokens",
+        f"{study.seeds} seed{'s' if study.seeds > 1 else ''}",
+    ]
+    if (point.event_delay_ms, point.event_loss) != (Point().event_delay_ms, 0.0):
+        parts.append(f"events {point.event_delay_ms:g} ms late, {point.event_loss:.1%} of messages lost")
+    objective = study.objective
+    parts.append(f"good: TTFT {objective.ttft_ms:g} ms, TPOT {objective.tpot_ms:g} ms")
+    return "; ".join(parts)
+
+
+def _row(one: Summary) -> tuple[str, ...]:
+    mean, margin, several = one.mean, one.margin, one.seeds > 1
+
+    def shown(name: str, form: str) -> str:
+        text = f"{getattr(mean, name):{form}}"
+        return f"{text} ±{getattr(margin, name):{form}}" if several else text
+
+    return (
+        one.policy,
+        shown("hit_rate", ".1%"),
+        shown("ttft_mean_ms", ",.0f"),
+        f"{mean.ttft_p50_ms:,.0f} / {mean.ttft_p90_ms:,.0f} / {shown('ttft_p99_ms', ',.0f')}",
+        f"{mean.tpot_p50_ms:.0f} / {mean.tpot_p90_ms:.0f} / {mean.tpot_p99_ms:.0f}",
+        shown("good", ".1%"),
+        f"{mean.goodput_per_s:.2f}",
+        f"{mean.imbalance:.2f} x mean",
+        f"{mean.prefilled_tokens:,.0f}",
+        f"{mean.busy:.0%}",
+    )
+
+
+def to_jsonable(study: Study, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Everything, with what it was made by. Equal studies give equal documents."""
+    return {
+        "kvatlas": own_version(),
+        "workload": study.workload.name,
+        "requests": len(study.workload.requests),
+        "prompt_tokens": study.workload.prompt_tokens,
+        "block_tokens": study.workload.block_tokens,
+        "seeds": list(range(study.first_seed, study.first_seed + study.seeds)),
+        "objective": {"ttft_ms": study.objective.ttft_ms, "tpot_ms": study.objective.tpot_ms},
+        "cpu_tokens": study.cpu_tokens,
+        "step_cost": {name: getattr(study.cost, name) for name in study.cost.__slots__},
+        "results": [{**cell.point._asdict(), **cell.summary.to_jsonable()} for cell in cells],
+    }
+
+
+def swept_axis(points: Sequence[Point]) -> str | None:
+    """The first field in which the points differ; None for a single point."""
+    return next((name for name in _AXES if len({getattr(point, name) for point in points}) > 1), None)
+
+
+def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
+    """Bars by policy at one point; lines over the swept axis at several, others fixed at their first values.
+
+    Raises InvalidValue for a file name whose ending names no picture format.
+    """
+    import matplotlib as mpl  # not at the top: the import takes a second
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    panels = {
+        "hit_rate": ("prompt tokens found cached", "%", 100.0),
+        "ttft_mean_ms": ("time to first token, mean", "ms", 1.0),
+        "ttft_p99_ms": ("time to first token, p99", "ms", 1.0),
+    }
+    axis = swept_axis(study.points)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(16, 4.8), layout="constrained")
+    colours = mpl.colormaps["tab20"].colors
+    for panel, (name, (title, unit, factor)) in zip(axes, panels.items(), strict=True):
+        for number, policy in enumerate(study.policies):
+            mine = [cell for cell in cells if cell.summary.policy == policy]
+            if axis is not None:
+                first = study.points[0]
+                mine = [cell for cell in mine if cell.point._replace(**{axis: getattr(first, axis)}) == first]
+            values = [getattr(cell.summary.mean, name) * factor for cell in mine]
+            margins = [getattr(cell.summary.margin, name) * factor for cell in mine]
+            style = {"color": colours[number % len(colours)], "label": policy}
+            if axis is None:
+                panel.bar(number, values[0], yerr=margins[0], **style)
+            else:
+                places = [getattr(cell.point, axis) for cell in mine]
+                panel.errorbar(places, values, yerr=margins, marker="o", capsize=3, **style)
+        panel.set(title=title, ylabel=unit)
+        if unit == "ms":
+            panel.set_yscale("log")
+        if axis is None:
+            panel.set_xticks([])
+        else:
+            panel.set_xlabel(_AXES[axis])
+    axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    try:
+        figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+    except ValueError as error:
+        raise InvalidValue(f"--picture is {str(path)!r}: {str(error).partition('(')[0].strip()}; expected .png or .svg") from error
+    finally:
+        pyplot.close(figure)

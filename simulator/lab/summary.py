@@ -1,0 +1,99 @@
+"""The figures of outcomes, and what several seeds say of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+from simulator.lab.replay import Outcome
+
+_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1; beyond, 2.26 is on the safe side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a request must keep to count as good: time to the first token, and mean time for each further one."""
+
+    ttft_ms: float = 2_000.0
+    tpot_ms: float = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one replay. `hit_rate`: prompt tokens found cached, of all. `goodput_per_s`: requests a second that keep the
+    objective. `imbalance`: prompt tokens computed by the fullest engine, as a multiple of the mean. `busy`: share of the time
+    that engines computed."""
+
+    hit_rate: float
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p90_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float
+    tpot_p90_ms: float
+    tpot_p99_ms: float
+    goodput_per_s: float
+    good: float
+    imbalance: float
+    prefilled_tokens: float
+    busy: float
+    preemptions: float
+    lost_messages: float
+    snapshots: float
+
+    @classmethod
+    def of(cls, outcome: Outcome, objective: Objective) -> "Figures":
+        served = outcome.served
+        ttfts = sorted(one.ttft_us / 1e3 for one in served)
+        tpots = sorted(one.tpot_us / 1e3 for one in served if one.output_tokens > 1) or [0.0]
+        good = sum(
+            one.ttft_us <= objective.ttft_ms * 1e3 and one.tpot_us <= objective.tpot_ms * 1e3 for one in served
+        )
+        engines, prefilled = len(outcome.prefilled_tokens), sum(outcome.prefilled_tokens)
+        return cls(
+            sum(one.cached_tokens for one in served) / sum(one.input_tokens for one in served),
+            fmean(ttfts),
+            *(percentile(ttfts, share) for share in (0.5, 0.9, 0.99)),
+            *(percentile(tpots, share) for share in (0.5, 0.9, 0.99)),
+            good / outcome.span_us * 1e6,
+            good / len(served),
+            max(outcome.prefilled_tokens) * engines / prefilled if prefilled else 1.0,
+            prefilled,
+            sum(outcome.busy_us) / outcome.span_us / engines,
+            outcome.preemptions,
+            outcome.lost_messages,
+            outcome.snapshots,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A policy's figures over several seeds: the mean of each, and half the width of its 95 % interval (0: one seed)."""
+
+    policy: str
+    seeds: int
+    mean: Figures
+    margin: Figures
+
+    @classmethod
+    def of(cls, policy: str, figures: Sequence[Figures]) -> "Summary":
+        def each(reduce: Callable[[list[float]], float]) -> Figures:
+            return Figures(**{name: reduce([getattr(one, name) for one in figures]) for name in asdict(figures[0])})
+
+        return cls(policy, len(figures), each(fmean), each(_margin))
+
+    def to_jsonable(self) -> dict[str, Any]:
+        return {"policy": self.policy, "seeds": self.seeds, "mean": asdict(self.mean), "margin_95": asdict(self.margin)}
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values do not exceed."""
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def _margin(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    return _T_95[min(len(values) - 1, len(_T_95)) - 1] * stdev(values) / sqrt(len(values))
