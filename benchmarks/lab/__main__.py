@@ -71,7 +71,7 @@ def sections_of(workload: Workload) -> list[Section]:
 
 
 def _load(name: str) -> Workload:
-    workload = generate(name, 0) if name in WORKLOADS else read_trace(Path(name))
+    workload = generate(name, 0, MOST_REQUESTS) if name in WORKLOADS else read_trace(Path(name))
     return replace(workload, requests=workload.requests[:MOST_REQUESTS])
 
 

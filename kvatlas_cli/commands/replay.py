@@ -11,7 +11,7 @@ import typer
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json, print_notice, print_table
 from simulator.lab.comparison import Study, compare
-from simulator.lab.generated_requests import WORKLOADS, generate
+from simulator.lab.generated_requests import REQUESTS, WORKLOADS, generate
 from simulator.lab.report import COLUMNS, rows_of, save_picture, title_of, to_jsonable
 from simulator.lab.settings import ReplaySettings
 from simulator.lab.traces import read_trace
@@ -29,7 +29,7 @@ _Trace = Annotated[
 @with_settings(ReplaySettings)
 def replay(settings: ReplaySettings, trace: _Trace, as_json: JsonFlag = False) -> None:
     """Replay a request trace against simulated workers in virtual time, once for each policy, and compare them."""
-    workload = generate(trace, settings.seed) if trace in WORKLOADS else read_trace(Path(trace))
+    workload = generate(trace, 0, settings.requests or REQUESTS) if trace in WORKLOADS else read_trace(Path(trace))
     if settings.requests is not None:
         workload = replace(workload, requests=workload.requests[: settings.requests])
     study = Study(

@@ -1,10 +1,12 @@
 """Replays one workload at every point of a grid, for each policy and seed, on all cores."""
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from dataclasses import dataclass
-from multiprocessing import get_context
+from dataclasses import dataclass, field
+from multiprocessing import get_context, parent_process
+from threading import Thread
 from typing import Any, NamedTuple
 
 from simulator.engine.step_cost import StepCost
@@ -47,14 +49,16 @@ class Study:
     seeds: int = 3
     first_seed: int = 0
     cpu_tokens: int = 0
-    cost: StepCost = StepCost()
-    objective: Objective = Objective()
+    cost: StepCost = field(default_factory=StepCost)
+    objective: Objective = field(default_factory=Objective)
 
     @property
     def runs(self) -> list[tuple[Point, str, int]]:
         """Each replay once: events change nothing for policies that use none."""
         seeds = range(self.first_seed, self.first_seed + self.seeds)
-        return list(dict.fromkeys((_effective(p, name), name, s) for p in self.points for name in self.policies for s in seeds))
+        return list(
+            dict.fromkeys((_effective(p, name), name, s) for p in self.points for name in self.policies for s in seeds)
+        )
 
 
 class Cell(NamedTuple):
@@ -108,7 +112,16 @@ _shared: tuple[Study, Any] | None = None
 def _share(study: Study, replayed: Any) -> None:
     global _shared
     _shared = study, replayed
+    Thread(target=_end_with_parent, daemon=True).start()
     gc.freeze()  # a trace is a million objects: collecting among them again and again takes a quarter of a replay
+
+
+def _end_with_parent() -> None:
+    """A study that is killed leaves no process behind."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run(point: Point, policy: str, seed: int) -> Figures:

@@ -79,7 +79,9 @@ class VirtualEngine:
 
     def __init__(self, cache: KVCache, block_tokens: int, limits: SchedulerLimits, cost: StepCost) -> None:
         if block_tokens < 2 or cache.block_size != 2:
-            raise InvalidValue(f"blocks of {block_tokens} tokens over a cache of {cache.block_size}; expected 2 and 2 or more")
+            raise InvalidValue(
+                f"blocks of {block_tokens} tokens over a cache of {cache.block_size}; expected 2 and 2 or more"
+            )
         self.cache = cache
         self.block_tokens = block_tokens
         self.ends_us = math.inf

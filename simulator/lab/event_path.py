@@ -40,7 +40,7 @@ def finish(call: Coroutine[Any, Any, T]) -> T:
 
 
 class EventPath:
-    """One worker's. `at(when_us, action)` runs an action at a virtual time; `delay_us` is from an engine's step to the index."""
+    """One worker's. `at(when_us, action)` runs an action at a virtual time; `delay_us`: from an engine's step to the index."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from simulator.lab.requests import Identity, LabRequest, Workload
 
 BLOCK_TOKENS = 64
 REQUESTS = 4_000
-SECONDS = 600.0
+REQUESTS_PER_S = 6.7
 ANSWER_S_PER_TOKEN = 0.02
 """How fast a user or a program reads an answer before it goes on."""
 
@@ -66,6 +66,8 @@ class Generator:
 
     rng: random.Random
     arrivals: Arrivals
+    wanted: int
+    seconds: float
     parts: Iterator[int] = field(default_factory=count)
     requests: list[LabRequest] = field(default_factory=list)
     _contents: dict[tuple[tuple[int, int, int], ...], int] = field(default_factory=dict)
@@ -79,7 +81,9 @@ class Generator:
         """A part that no other text has, of a length in this range; most are short."""
         return next(self.parts), round(math.exp(self.rng.uniform(math.log(low), math.log(high))))
 
-    def ask(self, text: Text, answer: tuple[int, int], session: int, at_s: float, identity: Identity) -> tuple[Text, float]:
+    def ask(
+        self, text: Text, answer: tuple[int, int], session: int, at_s: float, identity: Identity
+    ) -> tuple[Text, float]:
         """One request. Its text with the answer, and when that is read."""
         whole = text.then(*answer)
         contents = tuple(self._contents.setdefault(block, len(self._contents)) for block in whole.blocks())
@@ -95,17 +99,20 @@ class Generator:
     def _begin_s(self) -> float:
         rng = self.rng
         if self.arrivals is Arrivals.BURSTY and rng.random() < 1 / 3:
-            return 60 * rng.randrange(round(SECONDS / 60)) + rng.uniform(0, 5)
+            return 60 * rng.randrange(math.ceil(self.seconds / 60)) + rng.uniform(0, 5)
         while True:
-            at_s = rng.uniform(0, SECONDS)
-            if self.arrivals is not Arrivals.DIURNAL or rng.random() < (1 - 0.8 * math.cos(2 * math.pi * at_s / SECONDS)) / 1.8:
+            at_s = rng.uniform(0, self.seconds)
+            if (
+                self.arrivals is not Arrivals.DIURNAL
+                or rng.random() < (1 - 0.8 * math.cos(2 * math.pi * at_s / self.seconds)) / 1.8
+            ):
                 return at_s
 
 
 def _chat(made: Generator) -> None:
     """Conversations of 1 to 10 turns behind one of 20 system prompts."""
     prompts = [made.part(500, 4_000) for _ in range(20)]
-    while len(made.requests) < REQUESTS:
+    while len(made.requests) < made.wanted:
         _converse(made, Text((prompts[made.popular(20)],)), Identity())
 
 
@@ -119,7 +126,7 @@ def _converse(made: Generator, text: Text, identity: Identity) -> None:
 def _agents(made: Generator) -> None:
     """Agents with one of 6 long sets of tools: 4 to 20 steps, a tool's result after each; some fork into several attempts."""
     tools = [made.part(4_000, 12_000) for _ in range(6)]
-    while len(made.requests) < REQUESTS:
+    while len(made.requests) < made.wanted:
         session, at_s = made.session()
         branches = [(Text((tools[made.popular(6)],)).then(*made.part(100, 2_000)), at_s)]
         for _ in range(made.rng.randint(4, 20)):
@@ -136,7 +143,7 @@ def _rag(made: Generator) -> None:
     """Questions behind one instruction and 3 to 6 of 400 documents, the popular ones first."""
     instruction = made.part(600, 600)
     documents = [made.part(400, 2_500) for _ in range(400)]
-    while len(made.requests) < REQUESTS:
+    while len(made.requests) < made.wanted:
         session, at_s = made.session()
         text = Text((instruction,))
         for number in sorted({made.popular(400, 0.9) for _ in range(made.rng.randint(3, 6))}):
@@ -147,7 +154,7 @@ def _rag(made: Generator) -> None:
 def _tenants(made: Generator) -> None:
     """Chats of 8 tenants, each with system prompts of its own, with one of 4 adapters or none."""
     prompts = {tenant: [made.part(500, 3_000) for _ in range(5)] for tenant in range(8)}
-    while len(made.requests) < REQUESTS:
+    while len(made.requests) < made.wanted:
         tenant = made.popular(8)
         adapter = made.rng.choice([None, None, *(f"adapter-{number}" for number in range(4))])
         name = DEFAULT_TENANT if tenant == 0 else f"tenant-{tenant}"
@@ -161,14 +168,16 @@ WORKLOADS = tuple(
 """Names of generated workloads; without an ending sessions begin as a Poisson process."""
 
 
-def generate(name: str, seed: int) -> Workload:
-    """The workload of this name (one of WORKLOADS)."""
+def generate(name: str, seed: int, requests: int = REQUESTS) -> Workload:
+    """The workload of this name (one of WORKLOADS), with this many requests."""
     kind, _, arrivals = name.partition("-")
-    made = Generator(random.Random(f"{name} {seed}"), Arrivals(arrivals or Arrivals.POISSON))
+    made = Generator(
+        random.Random(f"{name} {seed}"), Arrivals(arrivals or Arrivals.POISSON), requests, requests / REQUESTS_PER_S
+    )
     _KINDS[kind](made)
-    in_order = sorted(made.requests, key=lambda request: (request.arrival_us, request.number))
-    requests = [
+    in_order = sorted(made.requests[:requests], key=lambda request: (request.arrival_us, request.number))
+    numbered = [
         LabRequest(i, r.arrival_us, r.input_tokens, r.output_tokens, r.contents, r.session, r.identity)
         for i, r in enumerate(in_order)
     ]
-    return Workload(name, BLOCK_TOKENS, requests)
+    return Workload(name, BLOCK_TOKENS, numbered)

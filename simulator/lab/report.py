@@ -134,6 +134,8 @@ def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
     try:
         figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
     except ValueError as error:
-        raise InvalidValue(f"--picture is {str(path)!r}: {str(error).partition('(')[0].strip()}; expected .png or .svg") from error
+        raise InvalidValue(
+            f"--picture is {str(path)!r}: {str(error).partition('(')[0].strip()}; expected .png or .svg"
+        ) from error
     finally:
         pyplot.close(figure)

@@ -33,6 +33,9 @@ class Identity(NamedTuple):
         return Namespace(self.adapter, None if self.tenant == DEFAULT_TENANT else self.tenant)
 
 
+DEFAULT_IDENTITY = Identity()
+
+
 @dataclass(frozen=True, slots=True)
 class LabRequest:
     """`contents`: the ids of all blocks of prompt and answer, also of the last, partial one; equal ids behind equal ids are
@@ -44,7 +47,7 @@ class LabRequest:
     output_tokens: int
     contents: tuple[int, ...]
     session: int
-    identity: Identity = Identity()
+    identity: Identity = DEFAULT_IDENTITY
 
     def prompt_contents(self, block_tokens: int) -> tuple[int, ...]:
         """The ids of the prompt's full blocks."""

@@ -21,12 +21,18 @@ def _split(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-_Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 40)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
+_Counts = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=1 << 40)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)
+]
 _Factors = Annotated[
     tuple[Annotated[float, Field(gt=0, le=1e6)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)
 ]
-_Delays = Annotated[tuple[Annotated[float, Field(ge=0, le=1e9)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
-_Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
+_Delays = Annotated[
+    tuple[Annotated[float, Field(ge=0, le=1e9)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)
+]
+_Shares = Annotated[
+    tuple[Annotated[float, Field(ge=0, lt=1)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)
+]
 
 
 class ReplaySettings(ProcessSettings):
@@ -43,7 +49,9 @@ class ReplaySettings(ProcessSettings):
     event_loss: _Shares = Field(default=(0.0,), description="Fraction of the publishers' messages that are lost.")
     seeds: int = Field(default=3, ge=1, le=100, description="Replays of each policy, with different seeds.")
     seed: Count = Field(default=0, description="The first seed.")
-    slo_ttft_ms: float = Field(default=2_000.0, gt=0, description="A good request has its first token within this time.")
+    slo_ttft_ms: float = Field(
+        default=2_000.0, gt=0, description="A good request has its first token within this time."
+    )
     slo_tpot_ms: float = Field(default=100.0, gt=0, description="And this mean time for each further one.")
     prefill_us_per_token: float = Field(
         default=_RATES.prefill_us_per_token, ge=0, description="Microseconds to compute a prompt token."

@@ -48,9 +48,7 @@ class Figures:
         served = outcome.served
         ttfts = sorted(one.ttft_us / 1e3 for one in served)
         tpots = sorted(one.tpot_us / 1e3 for one in served if one.output_tokens > 1) or [0.0]
-        good = sum(
-            one.ttft_us <= objective.ttft_ms * 1e3 and one.tpot_us <= objective.tpot_ms * 1e3 for one in served
-        )
+        good = sum(one.ttft_us <= objective.ttft_ms * 1e3 and one.tpot_us <= objective.tpot_ms * 1e3 for one in served)
         engines, prefilled = len(outcome.prefilled_tokens), sum(outcome.prefilled_tokens)
         return cls(
             sum(one.cached_tokens for one in served) / sum(one.input_tokens for one in served),

@@ -4,14 +4,14 @@ Mooncake: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "h
 ids are equal blocks; answers have none, so no later request is taken to share them.
 
 Logs: `{"timestamp": s or ISO 8601, "messages": [...] or "prompt": text or token ids, "usage": {"completion_tokens": n},
-"max_tokens": n, "model": adapter, "user": tenant}`. Text counts as one token for each 4 bytes of UTF-8; only its hashes are kept.
+"max_tokens": n, "model": adapter, "user": tenant}`. Text counts as a token for each 4 bytes of UTF-8; only hashes are kept.
 """
 
 import gzip
 import json
 from collections.abc import Iterator
 from datetime import datetime
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -104,7 +104,7 @@ class _TraceBuilder:
         self._own = count(CONTENT_IDS)
         self._content_ids: dict[int, int] = {}
         self._sessions: dict[int, int] = {}
-        """By the last full block of an earlier prompt, if no prompt before had it: one that contains it continues that session."""
+        """By the last full block of a prompt that was the first to have it: a prompt with it continues that session."""
         self._seen: set[int] = set()
 
     def add_mooncake(self, line: _MooncakeLine) -> None:
@@ -142,7 +142,9 @@ class _TraceBuilder:
         ends = range(size, tokens // self._block_tokens * size + 1, size)
         return [xxhash.xxh3_64_intdigest(packed[end - size : end]) for end in ends], tokens
 
-    def _add(self, arrival_us: float, input_tokens: int, output_tokens: int, shared: list[int], identity: Identity) -> None:
+    def _add(
+        self, arrival_us: float, input_tokens: int, output_tokens: int, shared: list[int], identity: Identity
+    ) -> None:
         number, output = len(self._requests), max(1, output_tokens)
         blocks = -(-(input_tokens + output) // self._block_tokens)
         contents = (*shared, *(next(self._own) for _ in range(blocks - len(shared))))
@@ -156,14 +158,16 @@ class _TraceBuilder:
         requests = sorted(self._requests, key=lambda request: request.arrival_us)
         first_us = requests[0].arrival_us
         times = sorted({request.arrival_us for request in requests})
-        gaps = sorted(after - before for before, after in zip(times, times[1:], strict=False))
+        gaps = sorted(after - before for before, after in pairwise(times))
         # several requests at each time: the times are those of a coarse clock, whose tick is the usual gap
         coarse = gaps and len(requests) > 3 * len(times)
         return Workload(
             name,
             self._block_tokens,
             [
-                LabRequest(i, r.arrival_us - first_us, r.input_tokens, r.output_tokens, r.contents, r.session, r.identity)
+                LabRequest(
+                    i, r.arrival_us - first_us, r.input_tokens, r.output_tokens, r.contents, r.session, r.identity
+                )
                 for i, r in enumerate(requests)
             ],
             gaps[len(gaps) // 2] if coarse else 0.0,

@@ -6,8 +6,15 @@ from dataclasses import dataclass, field
 from kvatlas.cost import EngineProfile
 from kvatlas.cost.learned_rates import FinishedRequest
 from kvatlas.cost.protocol import Load
-from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, ForwardPassMetrics, Liveness
-from kvatlas.fleet.records import WorkerState
+from kvatlas.fleet.records import (
+    EngineEndpoint,
+    EngineKind,
+    EngineState,
+    FleetRecord,
+    ForwardPassMetrics,
+    Liveness,
+    WorkerState,
+)
 from kvatlas.identity import pool_id
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.reservations import Booking, LoadReport, MemoryReservations, Outcome, WorkerReport
@@ -52,7 +59,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that was chosen for: its router, when, the results of its choice, and a decode step's time at its first token."""
+    """A request that was chosen for: its router, when, the results, and a decode step's time at its first token."""
 
     router: int
     chosen_us: float
@@ -64,7 +71,9 @@ class _Open:
 class Atlas:
     """The routers of one fleet."""
 
-    def __init__(self, engines: Sequence[VirtualEngine], index: MemoryIndex, cost: StepCost, settings: AtlasSettings) -> None:
+    def __init__(
+        self, engines: Sequence[VirtualEngine], index: MemoryIndex, cost: StepCost, settings: AtlasSettings
+    ) -> None:
         """`cost`: to tell the times between tokens, which a client would measure."""
         self._engines = engines
         self._index = index
@@ -74,7 +83,9 @@ class Atlas:
         self._policy = RoutingPolicy(self._router_settings)
         self._block_tokens = engines[0].block_tokens
         self._clock = _Clock()
-        books = [MemoryReservations(lambda: self._clock.now_us) for _ in range(1 if settings.shared else settings.replicas)]
+        books = [
+            MemoryReservations(lambda: self._clock.now_us) for _ in range(1 if settings.shared else settings.replicas)
+        ]
         self._books = [books[i % len(books)] for i in range(settings.replicas)]
         self._rates = PoolRates(EngineProfile())
         self._open: dict[int, _Open] = {}
@@ -102,7 +113,12 @@ class Atlas:
         if self._settings.booking.reservations:
             longest_us = round(self._settings.booking.longest_s * 1e6)
             booking = Booking(
-                request.number.to_bytes(ID_BYTES, "big"), f"r{router}", request.input_tokens, ask, longest_us, longest_us
+                request.number.to_bytes(ID_BYTES, "big"),
+                f"r{router}",
+                request.input_tokens,
+                ask,
+                longest_us,
+                longest_us,
             )
             evaluation = self._books[router].book_now(POOL, booking)
             if evaluation is None:

@@ -68,7 +68,9 @@ class PrefixHash(OpenRequests):
     Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads"; a load factor of 1.25 is usual.
     """
 
-    def __init__(self, engines: int, *, block_tokens: int, prefix_tokens: int = 2_048, load_factor: float = 1.25) -> None:
+    def __init__(
+        self, engines: int, *, block_tokens: int, prefix_tokens: int = 2_048, load_factor: float = 1.25
+    ) -> None:
         super().__init__(engines)
         self._blocks = max(1, prefix_tokens // block_tokens)
         self._block_tokens = block_tokens

@@ -53,7 +53,9 @@ POLICIES: Mapping[str, PolicyKind] = {
         "approximate prefixes, queue and cache use weighted, as the inference extension",
         lambda f: WeightedScorers(f.engines, f.rng),
     ),
-    "overlap-only": PolicyKind("most overlap by the index", lambda f: OverlapOnly(f.engines, f.index), uses_events=True),
+    "overlap-only": PolicyKind(
+        "most overlap by the index", lambda f: OverlapOnly(f.engines, f.index), uses_events=True
+    ),
     "kvatlas": _atlas("as shipped"),
     "kvatlas-no-reservations": _atlas(
         "load only as reported", AtlasSettings(BookingSettings(reservations=False, prefixes_in_flight=False))

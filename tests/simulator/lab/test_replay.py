@@ -1,0 +1,95 @@
+"""Replays: every request is served, equal seeds give equal figures, and the figures are what the policies deserve."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvatlas.errors import InvalidValue
+from simulator.engine.step_cost import StepCost
+from simulator.lab.comparison import Point, Study, compare
+from simulator.lab.generated_requests import WORKLOADS, generate
+from simulator.lab.policies.catalogue import POLICIES
+from simulator.lab.replay import FleetSettings, draw_arrivals, replay
+from simulator.lab.requests import Workload
+from simulator.lab.summary import Figures, Objective
+
+FLEET = FleetSettings(workers=4, cache_tokens=60_000)
+
+
+def small(requests: int = 200) -> Workload:
+    """A small generated workload."""
+    return generate("chat", 0, requests)
+
+
+def figures(
+    policy: str, fleet: FleetSettings = FLEET, *, speed: float = 4.0, seed: int = 1, requests: int = 200
+) -> Figures:
+    return Figures.of(replay(small(requests), policy, fleet, seed, speed=speed), Objective())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_every_request_alike_in_two_runs(policy: str) -> None:
+    workload = small(60)
+    first, second = (replay(workload, policy, FLEET, 3, speed=4.0) for _ in range(2))
+    assert len(first.served) == 60
+    assert first == second
+    computed = sum(one.input_tokens - one.cached_tokens for one in first.served)
+    assert sum(first.prefilled_tokens) >= computed > 0
+    assert all(one.ttft_us > 0 for one in first.served)
+
+
+def test_a_study_is_the_same_on_any_number_of_processes() -> None:
+    study = Study(small(40), ("random", "kvatlas"), [Point(2, 60_000, 4.0)], seeds=2)
+    assert compare(study, jobs=2) == compare(study, jobs=1)
+
+
+def test_seeds_change_what_comes_together_but_not_the_order_within_a_session() -> None:
+    workload = small()
+    assert draw_arrivals(workload, 1, 1.0) != draw_arrivals(workload, 2, 1.0)
+    times: dict[int, list[float]] = {}
+    for when_us, request in draw_arrivals(workload, 1, 1.0):
+        times.setdefault(request.session, []).append(when_us - request.arrival_us)
+    assert all(max(shifts) - min(shifts) < 1 for shifts in times.values())
+
+
+def test_kvatlas_finds_more_cached_than_policies_without_sight() -> None:
+    rates = {policy: figures(policy).hit_rate for policy in ("random", "round-robin", "least-loaded", "kvatlas")}
+    assert rates["kvatlas"] > 1.1 * max(rate for policy, rate in rates.items() if policy != "kvatlas")
+
+
+def test_late_events_cost_hits_only_for_policies_that_use_them() -> None:
+    late = replace(FLEET, event_delay_us=600e6)
+    assert figures("overlap-only", late).hit_rate < figures("overlap-only").hit_rate
+    assert figures("least-loaded", late) == figures("least-loaded")
+
+
+def test_a_lost_message_is_repaired_by_a_snapshot() -> None:
+    lossy = figures("kvatlas", replace(FLEET, event_loss=0.05))
+    assert lossy.lost_messages > 0
+    assert lossy.snapshots > FLEET.workers
+    assert lossy.hit_rate > figures("least-loaded").hit_rate
+
+
+def test_a_slower_engine_shows_in_the_times() -> None:
+    slow = replace(FLEET, cost=StepCost(prefill_us_per_token=450.0))
+    assert figures("round-robin", slow, speed=1.0).ttft_p50_ms > 4 * figures("round-robin", speed=1.0).ttft_p50_ms
+
+
+def test_a_request_larger_than_a_cache_is_one_clear_error() -> None:
+    study = Study(small(), ("random",), [Point(1, 640)], seeds=1)
+    with pytest.raises(InvalidValue, match="never fits a cache of 640 tokens; expected a larger --cache-tokens"):
+        compare(study, jobs=1)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_generated_workloads_share_prefixes_and_repeat_by_seed(name: str) -> None:
+    workload = generate(name, 5, 300)
+    assert workload == generate(name, 5, 300) and workload != generate(name, 6, 300)
+    seen: set[tuple[object, int]] = set()
+    shared = 0
+    for request in workload.requests:
+        assert len(request.contents) == -(-(request.input_tokens + request.output_tokens) // workload.block_tokens)
+        mine = [(request.identity, one) for one in request.prompt_contents(workload.block_tokens)]
+        shared += sum(one in seen for one in mine) * workload.block_tokens
+        seen.update(mine)
+    assert 0.2 < shared / workload.prompt_tokens < 0.99
