@@ -88,9 +88,15 @@ def main(names: Sequence[str]) -> None:
             pages.append(to_markdown(section.heading, section.purpose, command, titles, section.study, cells))
             if number == place == 0:
                 save_picture(section.study, cells, PICTURE)
+            _write(pages, time.monotonic() - began)
+
+
+def _write(pages: Sequence[str], seconds: float) -> None:
+    """After each study, so that one that is interrupted leaves those before it."""
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    took = f"{(time.monotonic() - began) / 60:.0f} minutes"
-    head = LINES.format(version=own_version(), machine=machine, took=took, picture=PICTURE.name)
+    head = LINES.format(
+        version=own_version(), machine=machine, took=f"{seconds / 60:.0f} minutes", picture=PICTURE.name
+    )
     RESULTS.write_text("\n".join([head, *pages]))
 
 

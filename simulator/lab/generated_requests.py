@@ -102,9 +102,8 @@ class Generator:
             return 60 * rng.randrange(math.ceil(self.seconds / 60)) + rng.uniform(0, 5)
         while True:
             at_s = rng.uniform(0, self.seconds)
-            if (
-                self.arrivals is not Arrivals.DIURNAL
-                or rng.random() < (1 - 0.8 * math.cos(2 * math.pi * at_s / self.seconds)) / 1.8
+            if self.arrivals is not Arrivals.DIURNAL or 1.8 * rng.random() < 1 - 0.8 * math.cos(
+                math.tau * at_s / self.seconds
             ):
                 return at_s
 

@@ -108,7 +108,7 @@ def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
     }
     axis = swept_axis(study.points)
     figure, axes = pyplot.subplots(1, len(panels), figsize=(16, 4.8), layout="constrained")
-    colours = mpl.colormaps["tab20"].colors
+    colours = [mpl.colormaps["tab20"](number) for number in range(20)]
     for panel, (name, (title, unit, factor)) in zip(axes, panels.items(), strict=True):
         for number, policy in enumerate(study.policies):
             mine = [cell for cell in cells if cell.summary.policy == policy]

@@ -44,7 +44,8 @@ def requests_of(seed: int, count: int = 60) -> list[tuple[float, GenerationReque
     """Prompts that share prefixes, and one that goes on after another's answer; bursts and pauses."""
     rng = random.Random(seed)
     prefixes = [tuple(rng.choices(range(256, VOCABULARY), k=rng.randint(1, 200))) for _ in range(5)]
-    now_us, made = 0.0, []
+    now_us = 0.0
+    made: list[tuple[float, GenerationRequest]] = []
     for number in range(count):
         now_us += rng.choice([0.0, rng.uniform(0, 20_000), rng.uniform(0, 300_000)])
         prompt = rng.choice(prefixes) + tuple(rng.choices(range(256, VOCABULARY), k=rng.randint(0, 60)))
