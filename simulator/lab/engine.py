@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.kv_cache import KVCache, PrefixMatch
+from simulator.cache.allocation import AllocationRequest
+from simulator.cache.kv_cache import KVCache
 from simulator.cache.kv_events import KVEvent
-from simulator.cache.stats import MemoryPressure
+from simulator.cache.pressure import MemoryPressure
+from simulator.cache.sequence_blocks import PrefixMatch
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
 from simulator.lab.requests import LabRequest, written, written_tokens
@@ -248,24 +250,24 @@ class VirtualEngine:
             sequence = self.waiting[0]
             known = self._known_tokens(sequence)
             content = sequence.content[: written_tokens(known, self.block_tokens)]
-            match = self.cache.match(content, sequence.request.identity.namespace, sequence.match)
+            namespace = sequence.request.identity.namespace
+            match = self.cache.match(content, namespace, sequence.match)
             hit_tokens = len(match.nodes) * self.block_tokens
             count = min(known - hit_tokens, budget)
-            added = written_tokens(hit_tokens + count, self.block_tokens) - match.hit_tokens
-            if not self.cache.can_open(match, added):
+            chunk = written_tokens(hit_tokens + count, self.block_tokens) - match.hit_tokens
+            allocation = AllocationRequest(sequence.sequence_id, content, namespace, first_chunk=chunk)
+            if not self.cache.can_allocate(allocation, match):
                 sequence.match = match
                 return
             self.waiting.popleft()
             sequence.match = None
             self._swapped_in += self.cache.swap_ins(match)
-            self.cache.open(sequence.sequence_id, match, count_lookup=sequence.cached_tokens is None)
+            self.cache.allocate(allocation, match, count_lookup=sequence.cached_tokens is None)
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = hit_tokens
             self._admitted += 1
             sequence.order, sequence.computed = self._admitted, hit_tokens
             self.running.append(sequence)
-            if not self._write(sequence, hit_tokens, hit_tokens + count):
-                raise RuntimeError("the cache lacks blocks that `can_open` promised")
             self._add_prefill(sequence, count)
             budget -= count
 
@@ -279,17 +281,18 @@ class VirtualEngine:
         """Write tokens to the cache; preempts the youngest running sequence while blocks are lacking. False if that was this
         one."""
         start, end = written_tokens(computed, self.block_tokens), written_tokens(until, self.block_tokens)
-        while not self.cache.write(sequence.sequence_id, sequence.content[start:end]):
+        while not self.cache.can_extend(sequence.sequence_id, end - start):
             victim = self.running.pop()
             self._preempt(victim)
             if victim is sequence:
                 return False
+        self.cache.extend(sequence.sequence_id, sequence.content[start:end])
         return True
 
     def _preempt(self, sequence: EngineRequest) -> None:
         """It is first in the queue, and computes again what the cache has lost by then."""
         self._leave_decoders(sequence)
-        self.cache.release(sequence.sequence_id)
+        self.cache.free(sequence.sequence_id)
         sequence.computed = 0
         sequence.prefilling = True
         self.preemptions += 1
@@ -340,5 +343,5 @@ class VirtualEngine:
 
     def _end(self, sequence: EngineRequest, now_us: float) -> None:
         self.running.remove(sequence)
-        self.cache.release(sequence.sequence_id)
+        self.cache.free(sequence.sequence_id)
         sequence.finished_us = now_us

@@ -115,6 +115,7 @@ class _Replay:
                     block_size=2,
                     hasher=SeededBlockHasher(number),
                     num_cpu_blocks=settings.cpu_tokens // size,
+                    clock=lambda: 0.0,  # nothing here expires
                 ),
                 size,
                 settings.limits,

@@ -109,7 +109,7 @@ class Atlas:
         index = self._index if self._settings.events else _EMPTY
         lookup = finish(look_up_overlap(index, prompt, self._pool.block_shapes))
         quotes = self._policy.quote(prompt, self._pool, lookup)
-        ask = self._policy.ask(prompt, quotes, lookup)
+        ask = self._policy.ask(prompt, self._pool, quotes, lookup)
         if self._settings.booking.reservations:
             longest_us = round(self._settings.booking.longest_s * 1e6)
             booking = Booking(
