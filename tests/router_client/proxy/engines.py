@@ -57,8 +57,11 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running_fleet(store: Store, workers: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[Fleet]:
-    """An engine for each worker, with changed settings, all reported to be up."""
+async def running_fleet(
+    store: Store, workers: Mapping[str, Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]] | None = None
+) -> AsyncIterator[Fleet]:
+    """An engine for each worker, with changed settings, all reported to be up. `reports`: what else is reported, of these or
+    of other workers, before a proxy reads it."""
     async with AsyncExitStack() as stack:
         urls: dict[str, str] = {}
         clients: dict[str, httpx.AsyncClient] = {}
@@ -69,6 +72,8 @@ async def running_fleet(store: Store, workers: Mapping[str, Mapping[str, Any]]) 
         fleet = Fleet(store, index, urls, clients)
         for worker_id in workers:
             await fleet.report(worker_id)
+        for worker_id, report in (reports or {}).items():
+            await fleet.report(worker_id, **report)
         yield fleet
 
 

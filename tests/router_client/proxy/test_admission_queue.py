@@ -126,7 +126,7 @@ async def test_a_request_waits_no_longer_than_it_may_and_leaves_when_its_client_
 async def test_the_proxy_holds_requests_back_until_an_engine_has_room(store: Store, valkey_url: str) -> None:
     full = {"active_request_slots": 1, "total_request_slots": 1}
     async with (
-        running_fleet(store, {"w1": {}}) as fleet,
+        running_fleet(store, {"w1": {}}, {"w1": {"running_decodes": 1, "forward_pass": full}}) as fleet,
         running_proxy(valkey_url, tokenizer="none", queue_requests=1, queue_wait_s=60) as client,
     ):
         answers = []
@@ -139,7 +139,6 @@ async def test_the_proxy_holds_requests_back_until_an_engine_has_room(store: Sto
             await fleet.report("w1", running_decodes=1, forward_pass=full)  # a report is believed for some seconds
             return bool((await proxy_status(client))["waiting"] == 1)
 
-        await is_waiting()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(post)
             await until(is_waiting, what="the request waits")

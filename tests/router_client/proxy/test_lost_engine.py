@@ -27,10 +27,9 @@ async def test_a_request_lost_before_the_first_byte_goes_to_another_engine(
 ) -> None:
     async with (
         raw_engine(before_the_first_byte) as rude,
-        running_fleet(store, {"w1": {}}) as fleet,
+        running_fleet(store, {"w1": {}}, {"w2": {"url": rude.url}}) as fleet,
         running_proxy(valkey_url) as client,
     ):
-        await fleet.report("w2", rude.url)
         await fleet.holds("w2", PROMPT)
         for streamed in (True, False):
             body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "stream": streamed}
@@ -44,10 +43,9 @@ async def test_a_request_lost_before_the_first_byte_goes_to_another_engine(
 async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Store, valkey_url: str) -> None:
     async with (
         raw_engine(HEAD + chunk(EVENT)) as rude,
-        running_fleet(store, {}) as fleet,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
         running_proxy(valkey_url) as client,
     ):
-        await fleet.report("w1", rude.url)
         body = {"model": MODEL, "prompt": PROMPT, "stream": True}
         answer = await client.post("/v1/completions", json=body)
         assert answer.headers["x-engine"] == "raw"
@@ -60,10 +58,9 @@ async def test_an_engine_that_dies_in_the_middle_of_an_event_leaves_no_half_even
 ) -> None:
     async with (
         raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
-        running_fleet(store, {}) as fleet,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
         running_proxy(valkey_url) as client,
     ):
-        await fleet.report("w1", rude.url)
         body = {"model": MODEL, "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
         answer = await client.post("/v1/completions", json=body)
         events = [json.loads(event.removeprefix("data: ")) for event in answer.text.strip().split("\n\n")]
@@ -78,10 +75,9 @@ async def test_an_engine_that_hangs_is_noticed(
     monkeypatch.setattr("router_client.upstream.engine_watch.PROBE_S", 0.1)
     async with (
         silent_engine(first) as silent,
-        running_fleet(store, {"w2": {}}) as fleet,
+        running_fleet(store, {"w2": {}}, {"w1": {"url": silent.url}}) as fleet,
         running_proxy(valkey_url) as client,
     ):
-        await fleet.report("w1", silent.url)
         await fleet.holds("w1", PROMPT)
         body = {"model": MODEL, "prompt": PROMPT, "stream": True, "max_tokens": 2}
         answer = await client.post("/v1/completions", json=body)
@@ -97,10 +93,9 @@ async def test_the_callers_trace_continues_to_the_engine_through_the_proxys_span
 ) -> None:
     async with (
         raw_engine(HEAD + chunk(EVENT) + b"0\r\n\r\n") as rude,
-        running_fleet(store, {}) as fleet,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
         running_proxy(valkey_url, credentials_to="127.0.0.1") as client,
     ):
-        await fleet.report("w1", rude.url)
         headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "r1", "authorization": "Bearer key"}
         body = {"model": MODEL, "prompt": PROMPT, "stream": True}
         assert (await client.post("/v1/completions?a=b", json=body, headers=headers)).status_code == 200
@@ -120,10 +115,9 @@ async def test_the_callers_trace_continues_to_the_engine_through_the_proxys_span
 async def test_without_tracing_the_callers_own_context_is_forwarded(store: Store, valkey_url: str) -> None:
     async with (
         raw_engine(HEAD + chunk(EVENT) + b"0\r\n\r\n") as rude,
-        running_fleet(store, {}) as fleet,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
         running_proxy(valkey_url) as client,
     ):
-        await fleet.report("w1", rude.url)
         body = {"model": MODEL, "prompt": PROMPT, "stream": True}
         traceparent = f"00-{TRACE}-{SPAN}-01"
         await client.post("/v1/completions", json=body, headers={"traceparent": traceparent})

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,11 +133,9 @@ async def test_the_first_bytes_come_before_the_last_are_made(store: Store, valke
 
 
 async def test_an_engine_that_is_away_costs_only_another_try(store: Store, valkey_url: str) -> None:
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(running_fleet(store, {"w1": {}, "w2": {}}))
-        await fleet.report("w2", NOTHING_LISTENS)
+    away = {"w2": {"url": NOTHING_LISTENS}}
+    async with running_fleet(store, {"w1": {}, "w2": {}}, away) as fleet, running_proxy(valkey_url) as client:
         await fleet.holds("w2", PROMPT)
-        client = await stack.enter_async_context(running_proxy(valkey_url))
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
         worker, parameters = decision(await client.post("/v1/completions", json=body))
         assert (worker, parameters["attempt"]) == ("w1", "2")
@@ -165,10 +162,8 @@ async def test_a_request_leaves_a_full_engine_for_another(store: Store, valkey_u
 
 
 async def test_without_a_worker_left_the_client_gets_the_last_error(store: Store, valkey_url: str) -> None:
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(running_fleet(store, {"w1": {}}))
-        await fleet.report("w1", NOTHING_LISTENS)
-        client = await stack.enter_async_context(running_proxy(valkey_url))
+    away = {"w1": {"url": NOTHING_LISTENS}}
+    async with running_fleet(store, {"w1": {}}, away), running_proxy(valkey_url) as client:
         answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT})
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "127.0.0.1:1" in answer.json()["error"]["message"]
