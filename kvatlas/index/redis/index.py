@@ -93,7 +93,7 @@ class RedisIndex(DirectWrites):
         self._store = store
         self._side_index = side_index
         self._writer = writer
-        self._functions = IndexFunctions(store, writer=writer)
+        self._functions = IndexFunctions(store)
         self._keys = [ShardKeys(k) for k in range(shards)]
         self._readers = [ShardReader(store, keys) for keys in self._keys]
         self._names = [HolderNames(keys) for keys in self._keys]

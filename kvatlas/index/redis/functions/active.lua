@@ -4,11 +4,7 @@
 -- KEYS 1 active
 --      2 meta
 -- returns {version, {3-byte number, worker id...}}
-redis.register_function({
-  function_name = 'kvatlas_active',
-  callback = function(keys)
-    local active, meta = keys[1], keys[2]
-    return { redis.call('HGET', meta, 'active') or '0', redis.call('HGETALL', active) }
-  end,
-  flags = { 'no-writes' },
-})
+register_read_only('kvatlas_active', function(keys)
+  local active, meta = keys[1], keys[2]
+  return { redis.call('HGET', meta, 'active') or '0', redis.call('HGETALL', active) }
+end)

@@ -121,16 +121,12 @@ local function apply(keys, args, oom)
   return cmsgpack.pack({ counts, moved, records })
 end
 
-redis.register_function('kvatlas_apply', function(keys, args)
+register('kvatlas_apply', function(keys, args)
   return apply(keys, args, false)
 end)
 
 -- apply_oom: the same for a store without memory. A worker whose stores can't be applied is closed, which gives memory back;
 -- all else is applied.
-redis.register_function({
-  function_name = 'kvatlas_apply_oom',
-  callback = function(keys, args)
-    return apply(keys, args, true)
-  end,
-  flags = { 'allow-oom' },
-})
+register_always('kvatlas_apply_oom', function(keys, args)
+  return apply(keys, args, true)
+end)

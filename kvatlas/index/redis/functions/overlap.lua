@@ -107,25 +107,21 @@ end
 -- ARGV 1 packed hashes
 --      2 stride (0: read every block)
 -- returns {version of the active holders (see active.lua), {value...}, {run length...}}
-redis.register_function({
-  function_name = 'kvatlas_overlap',
-  callback = function(keys, args)
-    local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
-    local count = #packed / 8
-    local version = redis.call('HGET', meta, 'active') or '0'
-    if count == 0 then
-      return { version, {}, {} }
-    end
-    local starts, values, stop
-    if stride == 0 then
-      starts, values, stop = walk(blocks, packed, count)
-    else
-      starts, values, stop = gallop(blocks, packed, count, stride)
-    end
-    for i = 1, #starts do -- starts become lengths
-      starts[i] = (starts[i + 1] or stop) - starts[i]
-    end
-    return { version, values, starts }
-  end,
-  flags = { 'no-writes' },
-})
+register_read_only('kvatlas_overlap', function(keys, args)
+  local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
+  local count = #packed / 8
+  local version = redis.call('HGET', meta, 'active') or '0'
+  if count == 0 then
+    return { version, {}, {} }
+  end
+  local starts, values, stop
+  if stride == 0 then
+    starts, values, stop = walk(blocks, packed, count)
+  else
+    starts, values, stop = gallop(blocks, packed, count, stride)
+  end
+  for i = 1, #starts do -- starts become lengths
+    starts[i] = (starts[i + 1] or stop) - starts[i]
+  end
+  return { version, values, starts }
+end)
