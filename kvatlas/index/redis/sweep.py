@@ -1,4 +1,4 @@
-"""Giving back the memory of retired holders, a part of one scope at a time."""
+"""Giving back the memory of retired holders, a part of some scopes at a time."""
 
 from itertools import chain
 from typing import Any
@@ -7,56 +7,75 @@ from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import unpack_touched
 
-HOLDERS_A_ROUND = 256
-ENTRIES_A_CALL = 1_000
+HOLDERS_A_ROUND = 128
+CALL_COST = 800
+"""Of what a call looks at (`functions/sweep.lua`); about a microsecond of the store each."""
+SCOPES_A_CALL = 100
 
 
 class Sweep:
-    """The progress of one shard's sweep. Losing it costs work, nothing else: a number is freed only in a call that sees it
-    retired and its count at zero, or after one server's whole scan that found no entry of it."""
+    """The progress of one shard's sweep. Losing it costs work, nothing else: a number is freed only in a call that sees that
+    this is still the server on which the whole sweep of it ran, and that the number is the one that was swept."""
 
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:
         self._keys = keys
         self._side_index = side_index
         self._holders: dict[bytes, bytes] = {}
-        """By number, its entry in the holders' hash as it was before the scan."""
+        """By number, its entry in the holders' hash as it was before the sweep."""
         self._scopes: list[bytes] = []
         self._cursor: int | bytes = 0
         self._taken = 0
-        self._servers: set[bytes] = set()
+        self._server = b""
 
-    async def run(self, client: Any, functions: IndexFunctions, budget_entries: int) -> int:
-        """Scan about `budget_entries` more entries. Returns how many retired holders are left."""
-        k = self._keys
+    async def run(self, client: Any, functions: IndexFunctions, budget: int) -> int:
+        """Look at about `budget` more entries. Returns how many retired holders are left."""
         while True:
-            if not self._holders:
-                numbers = list(await client.srandmember(k.retired, HOLDERS_A_ROUND))
-                if not numbers:
-                    return 0
-                entries = await client.hmget(k.holders, numbers)
-                touched = await client.hmget(k.touched, numbers)
-                self._holders = {number: entry or b"" for number, entry in zip(numbers, entries, strict=True)}
-                self._scopes = sorted({scope_id for packed in touched for scope_id in unpack_touched(packed)})
-                self._cursor = self._taken = 0
-                self._servers.clear()
-            while self._scopes:
-                scope_id = self._scopes[-1]
-                keys = [k.blocks(scope_id), k.retired, k.digests]
-                if self._side_index:
-                    keys += [k.children(scope_id), k.parents(scope_id)]
-                args = [scope_id, self._cursor, ENTRIES_A_CALL, *self._holders]
-                self._cursor, taken, server = await functions.call("kvatlas_sweep", keys, args)
-                self._taken += taken
-                self._servers.add(server)
-                if int(self._cursor) == 0:
-                    self._scopes.pop()
-                budget_entries -= ENTRIES_A_CALL
-                if budget_entries <= 0:
-                    return int(await client.scard(k.retired))
-            proven = int(not self._taken and len(self._servers) <= 1)
-            keys = [k.holders, k.retired, k.digests, k.touched, k.free]
-            args = [proven, *chain.from_iterable(self._holders.items())]
-            left = int(await functions.call("kvatlas_release", keys, args))
-            self._holders = {}
-            if left == 0 or budget_entries <= 0:
+            if not self._holders and not await self._begin(client):
+                return 0
+            while self._scopes or not self._server:
+                budget -= await self._continue(functions)
+                if budget <= 0:
+                    return int(await client.scard(self._keys.retired))
+            left = await self._release(functions)
+            budget -= 1
+            if left == 0 or budget <= 0:
                 return left
+
+    async def _begin(self, client: Any) -> bool:
+        """Choose some retired holders; False if there are none."""
+        k = self._keys
+        numbers = list(await client.srandmember(k.retired, HOLDERS_A_ROUND))
+        entries = await client.hmget(k.holders, numbers) if numbers else []
+        self._holders = {number: entry or b"" for number, entry in zip(numbers, entries, strict=True)}
+        scopes: set[bytes] = set()
+        for number in numbers:  # one by one: a holder may have used thousands
+            scopes.update(unpack_touched(await client.hget(k.touched, number)))
+        self._scopes = sorted(scopes)
+        self._cursor = self._taken = 0
+        self._server = b""
+        return bool(numbers)
+
+    async def _continue(self, functions: IndexFunctions) -> int:
+        """One call. Returns its cost."""
+        k, some = self._keys, self._scopes[-SCOPES_A_CALL:][::-1]
+        keys = [k.retired, k.digests]
+        for scope_id in some:
+            keys += [k.blocks(scope_id)]
+            if self._side_index:
+                keys += [k.children(scope_id), k.parents(scope_id)]
+        args = [self._server, CALL_COST, self._cursor, b"".join(some), b"".join(self._holders)]
+        self._server, *progress = await functions.call("kvatlas_sweep", keys, args)
+        if not progress:  # the store failed over
+            self._holders, self._scopes = {}, []
+            return CALL_COST
+        done, self._cursor, taken, cost = progress
+        del self._scopes[len(self._scopes) - done :]
+        self._taken += taken
+        return int(cost)
+
+    async def _release(self, functions: IndexFunctions) -> int:
+        """Free what was swept. Returns how many retired holders are left."""
+        k = self._keys
+        args = [self._server, int(not self._taken), *chain.from_iterable(self._holders.items())]
+        self._holders = {}
+        return int(await functions.call("kvatlas_release", [k.holders, k.retired, k.digests, k.touched, k.free], args))

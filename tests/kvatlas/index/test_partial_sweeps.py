@@ -130,7 +130,7 @@ class World:
 async def test_a_number_is_free_only_if_no_block_has_it(stores: list[Store], monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    monkeypatch.setattr("kvatlas.index.redis.sweep.ENTRIES_A_CALL", 8)
+    monkeypatch.setattr("kvatlas.index.redis.sweep.CALL_COST", 8)
     world = World(stores, random.Random(seed))
     await world.start()
     moves = [world.publish, world.sweep, world.retire, world.crash, world.keep, world.fail_over]

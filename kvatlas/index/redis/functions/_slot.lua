@@ -10,6 +10,8 @@
 --                             blocks ever had flags besides the tiers
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
 --   workers             HASH  worker id -> cmsgpack record (below)
+--   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of its next message is applied,
+--                             if that comes in parts
 --   partitions          HASH  partition -> "<stream creation us> <stream seq>"
 --   meta                HASH  next: the last number given out; active: the version of the active holders; changes: how many
 --                             versions there were
@@ -67,6 +69,12 @@ end
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Returns what names this server and its data's history: a failover, a restart or a full copy of another's data changes it.
+local function server_id()
+  local info = redis.call('INFO', 'server', 'replication')
+  return (string.match(info, 'run_id:(%x+)') or '') .. (string.match(info, 'master_replid:(%x+)') or '')
 end
 
 local function number_of(holder)
