@@ -45,6 +45,8 @@ from kvatlas.store.connection import Store
 REUSE_MS = 10 * 60 * 1000
 """A holder's number is used again after this long: clients may cache names."""
 
+RECORDS_A_CALL = 500
+
 WEIGHTS_REMEMBERED = 10_000
 
 _NAME_TRIES = 3
@@ -197,7 +199,12 @@ class RedisIndex(DirectWrites):
             await self._recovery.recover()
         k = self._keys[shard_of(partition, self.shards)]
         args = [partition, pack_position(expected), pack_position(new)]
-        return unpack_position(await self._functions.call("kvatlas_set_position", [k.partitions, k.workers], args))
+        server, cursor = b"", b""
+        while cursor != b"0":
+            more = [server, cursor, RECORDS_A_CALL]
+            answer = await self._functions.call("kvatlas_set_position", [k.partitions, k.workers], args + more)
+            stored, server, cursor = answer
+        return unpack_position(stored)
 
     # ------------------------------------------------------------ questions
 
@@ -304,8 +311,9 @@ class RedisIndex(DirectWrites):
     async def metrics(self) -> IndexMetrics:
         blocks = resident_bytes = 0
         for reader in self._readers:
-            for holder in await reader.active():
-                held = sum((await reader.digest(holder))[0::3])
+            active = list(await reader.active())
+            for holder, digest in zip(active, await reader.digests(active), strict=True):
+                held = sum(digest[0::3])
                 block_bytes = max((size for _, size in (await reader.touched(holder)).values()), default=0)
                 blocks += held
                 resident_bytes += held * block_bytes

@@ -1,7 +1,7 @@
 """What the store keeps of a shard, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
 
 from collections.abc import Iterable, Sequence
-from struct import iter_unpack
+from struct import calcsize, iter_unpack
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -10,6 +10,7 @@ from kvatlas.blocks.digest import FLAG_WORDS, WORDS
 from kvatlas.index.protocol import Position, WorkerRecord
 
 _TOUCHED = ">8sII"
+TOUCHED_BYTES = calcsize(_TOUCHED)
 
 
 class StoredRecord(NamedTuple):
@@ -48,7 +49,8 @@ class StoredRecord(NamedTuple):
 
 
 class HolderState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq). `registered`: the holder's own entries name this worker.
+    """A worker's active holder as of (incarnation, seq), and `steps` of the next message. `registered`: the holder's own
+    entries name this worker.
 
     `words`: the holder's digest (`Digest.words`), then its digest of flags if it ever had flags besides tiers.
     """
@@ -58,6 +60,17 @@ class HolderState(NamedTuple):
     holder: bytes
     words: Sequence[int]
     registered: int
+    steps: int
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Changes with the holder's blocks, within an incarnation."""
+        return self.seq, self.steps
+
+    @property
+    def begun_seq(self) -> int:
+        """The seq of the last message of which anything is applied."""
+        return self.seq + (self.steps > 0)
 
     @classmethod
     def of(cls, fields: Sequence[Any] | None) -> Self | None:

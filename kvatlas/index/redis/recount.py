@@ -1,6 +1,6 @@
 """Counting what some workers hold from the blocks themselves: one pass over every scope of a shard."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import iter_unpack
 
@@ -10,17 +10,22 @@ from kvatlas.blocks.digest import Digest, FlagDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
 from kvatlas.bus import wire
+from kvatlas.identity import SCOPE_ID_BYTES
 from kvatlas.index.protocol import PartitionBatch
+from kvatlas.index.redis.call_plan import WITH_HASHES
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, unpack_incarnation
 
-ENTRIES_A_CALL = 500
+CALL_COST = 500
+"""Of what a call looks at (`functions/scrub.lua`); about a microsecond of the store each."""
+LOOK_BLOCKS = 300
+LOOK_ROUNDS = 10
 WORKERS_A_PASS = 16
 BLOCKS_A_PASS = 200_000
 """Kept in this process during a pass (about 100 bytes each), because a scan may return an entry twice."""
 MAX_TOUCHED_BLOCKS = 20_000
-"""A worker whose messages touch more blocks during a pass is not followed: they are read again in one call."""
+"""A worker whose messages touch more blocks during a pass is not followed."""
 
 _FOUND = "8sBB"
 
@@ -43,9 +48,10 @@ class WorkerCount:
     by_scope: dict[bytes, Digest] = field(default_factory=dict)
     found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
     """By scope: hash -> flags."""
-    messages: set[tuple[int, int]] = field(default_factory=set)
-    touched: dict[bytes, set[bytes]] = field(default_factory=dict)
-    """(incarnation, seq) and blocks by scope of the messages that were noted since the pass began."""
+    messages: dict[tuple[int, int], list[tuple[bytes, bytes]]] = field(default_factory=dict)
+    """The messages that were noted since the pass began: (scope, packed hashes) of each event, by (incarnation, seq)."""
+    touched_blocks: int = 0
+    """How many hashes they have."""
 
     @property
     def wrong(self) -> bool:
@@ -67,46 +73,68 @@ class WorkerCount:
         if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
             self.moved = True
         else:
-            self.went_on = self.went_on or state.seq != before.seq
+            self.went_on = self.went_on or state.moment != before.moment
             self.stored = state
 
     def note(self, raw: wire.RawMessage) -> None:
         """The message is about to be applied."""
-        self.messages.add((raw[wire.INCARNATION], raw[wire.SEQ]))
-        for event in raw[wire.EVENTS]:
-            if event[wire.CODE] in (wire.STORED, wire.CHUNK, wire.REMOVED):
-                hashes = event[wire.HASHES]
-                keys = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
-                self.touched.setdefault(event[wire.SCOPE_ID], set()).update(keys)
-        if sum(map(len, self.touched.values())) > MAX_TOUCHED_BLOCKS:
+        touched = [
+            (event[wire.SCOPE_ID], event[wire.HASHES]) for event in raw[wire.EVENTS] if event[wire.CODE] in WITH_HASHES
+        ]
+        self.messages[raw[wire.INCARNATION], raw[wire.SEQ]] = touched
+        self.touched_blocks += sum(len(hashes) for _, hashes in touched) // HASH_BYTES
+        if self.touched_blocks > MAX_TOUCHED_BLOCKS:
             self.moved = True
 
-    async def catch_up(self, keys: ShardKeys, functions: IndexFunctions) -> None:
-        """Follow a worker that went on: what its messages touched is read again, all in one call. Every message in between
-        must have been noted."""
+    async def catch_up(self, keys: ShardKeys, functions: IndexFunctions, server: bytes) -> None:
+        """Follow a worker that went on: what its messages touched is read again, until no message came while it was. Every
+        message in between must have been noted, and the store must still be this server."""
         assert self.state is not None
-        touched = {scope_id: sorted(hashes) for scope_id, hashes in self.touched.items()}
-        noted, before = set(self.messages), self.state
-        blocks = [keys.blocks(scope_id) for scope_id in touched]
-        args = [self.worker_id, *(b"".join(hashes) for hashes in touched.values())]
-        k = [keys.workers, keys.holders, keys.active, keys.digests, *blocks]
-        fields, flags_by_scope = msgpack.unpackb(await functions.call_ro("kvatlas_look", k, args), raw=True)
+        incarnation, read_seq = unpack_incarnation(self.state.incarnation), self.state.seq
+        for _ in range(LOOK_ROUNDS):
+            noted_seq, touched = self._noted_after(incarnation, read_seq)
+            states = [
+                await self._look(keys, functions, server, scope_id, hashes) for scope_id, hashes in _in_parts(touched)
+            ]
+            first, last = states[0], states[-1]
+            if first is None or last is None or self.moved:
+                self.moved = True
+                return
+            if first.moment == last.moment and last.begun_seq <= noted_seq:
+                self.state = last
+                return
+            if noted_seq == read_seq:  # a message was not noted
+                break
+            read_seq = min(first.seq, noted_seq)
+        self.moved = True
+
+    def _noted_after(self, incarnation: int, seq: int) -> tuple[int, dict[bytes, set[bytes]]]:
+        """The last of the messages after seq that were noted without a gap, and what these touch."""
+        touched: dict[bytes, set[bytes]] = {}
+        while (events := self.messages.get((incarnation, seq + 1))) is not None:
+            seq += 1
+            for scope_id, hashes in events:
+                keys = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
+                touched.setdefault(scope_id, set()).update(keys)
+        return seq, touched
+
+    async def _look(
+        self, keys: ShardKeys, functions: IndexFunctions, server: bytes, scope_id: bytes, hashes: Sequence[bytes]
+    ) -> HolderState | None:
+        """Read some blocks again, and the worker's state at that moment."""
+        k = [keys.workers, keys.holders, keys.active, keys.digests, keys.steps, keys.blocks(scope_id)]
+        packed = await functions.call_ro("kvatlas_look", k, [self.worker_id, b"".join(hashes)])
+        now_on, fields, (flags,) = msgpack.unpackb(packed, raw=True)
         state = HolderState.of(fields)
+        self.moved = self.moved or now_on != server
         self.observe(state, first=False)
-        if state is None or self.moved:
-            return
-        incarnation = unpack_incarnation(before.incarnation)
-        if any((incarnation, seq) not in noted for seq in range(before.seq + 1, state.seq + 1)):
-            self.moved = True
-            return
-        for (scope_id, hashes), flags in zip(touched.items(), flags_by_scope, strict=True):
-            found = self.found.setdefault(scope_id, {})
-            for key, now in zip(hashes, flags, strict=True):
-                if now:
-                    found[key] = now
-                else:
-                    found.pop(key, None)
-        self.state = state
+        found = self.found.setdefault(scope_id, {})
+        for key, now in zip(hashes, flags, strict=True):
+            if now:
+                found[key] = now
+            else:
+                found.pop(key, None)
+        return state
 
     def add_up(self) -> None:
         """Make digests of what was found."""
@@ -123,6 +151,15 @@ class WorkerCount:
         self.found = {}
 
 
+def _in_parts(touched: Mapping[bytes, Collection[bytes]]) -> list[tuple[bytes, list[bytes]]]:
+    """(scope, hashes) of each call that looks at them; one without hashes, for the worker's state, if there are none."""
+    parts = []
+    for scope_id, hashes in touched.items():
+        ordered = sorted(hashes)
+        parts += [(scope_id, ordered[at : at + LOOK_BLOCKS]) for at in range(0, len(ordered), LOOK_BLOCKS)]
+    return parts or [(bytes(SCOPE_ID_BYTES), [])]
+
+
 class Recount:
     """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`; or `complete`.
 
@@ -137,6 +174,8 @@ class Recount:
         self._scope_ids = sorted(scope_ids)
         self._cursor: int | bytes = 0
         self._first = True
+        self.server = b""
+        """The server on which it began."""
 
     @property
     def ended(self) -> bool:
@@ -150,13 +189,20 @@ class Recount:
                 if one is not None and not one.moved:
                     one.note(raw)
 
-    async def part(self, functions: IndexFunctions) -> tuple[bytes, list[bytes]]:
-        """Count a part of one scope. Returns that scope, and its blocks that have an entry of an unknown number."""
+    async def part(self, functions: IndexFunctions) -> tuple[bytes, list[bytes], int]:
+        """Count a part of one scope. Returns that scope, its blocks that have an entry of an unknown number, and what the
+        call cost. If the store failed over, the pass ends: every worker `moved`."""
         k, scope_id = self._keys, self._scope_ids[-1]
-        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests]
+        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests, k.steps]
         counts = list(self._counts.values())
-        packed = await functions.call_ro("kvatlas_scrub", keys, [self._cursor, ENTRIES_A_CALL, *self._counts])
-        self._cursor, states, found, strays = msgpack.unpackb(packed, raw=True)
+        args = [self.server, self._cursor, CALL_COST, *self._counts]
+        self.server, *part = msgpack.unpackb(await functions.call_ro("kvatlas_scrub", keys, args), raw=True)
+        if not part:
+            self._scope_ids.clear()
+            for one in counts:
+                one.moved = True
+            return scope_id, [], CALL_COST
+        self._cursor, cost, states, found, strays = part
         for one, state in zip(counts, states, strict=True):
             one.observe(HolderState.of(state), first=self._first)
         self._first = False
@@ -164,13 +210,13 @@ class Recount:
             counts[at].found.setdefault(scope_id, {})[key] = flags
         if int(self._cursor) == 0:
             self._scope_ids.pop()
-        return scope_id, strays
+        return scope_id, strays, cost
 
     async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
         """Follow the workers that went on, and return every worker's count."""
         for one in self._counts.values():
             if one.went_on and not one.moved:
-                await one.catch_up(self._keys, functions)
+                await one.catch_up(self._keys, functions, self.server)
             one.add_up()
         return list(self._counts.values())
 

@@ -9,6 +9,8 @@ from kvatlas.index.redis.records import StoredRecord, unpack_digest, unpack_posi
 from kvatlas.store.connection import Store
 
 SCAN_COUNT = 1_000
+BLOCKS_A_CALL = 500
+"""Their values may be as long as there are workers."""
 
 
 class ShardReader:
@@ -24,13 +26,14 @@ class ShardReader:
 
     async def records(self) -> dict[str, StoredRecord]:
         """Of all workers, by id."""
-        found = await self._store.ask(self._store.client.hgetall(self.keys.workers))
+        found = await read_hash(self._store, self.keys.workers)
         return {worker_id.decode(): StoredRecord.unpack(packed) for worker_id, packed in found.items()}
 
     async def active(self) -> dict[bytes, str]:
         """The worker of each active holder."""
-        found = await self._store.ask(self._store.client.hgetall(self.keys.active))
-        return {holder: worker_id.decode() for holder, worker_id in found.items()}
+        return {
+            holder: worker_id.decode() for holder, worker_id in (await read_hash(self._store, self.keys.active)).items()
+        }
 
     async def digest(self, holder: bytes) -> list[int]:
         """See `unpack_digest`."""
@@ -38,8 +41,11 @@ class ShardReader:
 
     async def digests(self, holders: Sequence[bytes]) -> list[list[int]]:
         """In the order of `holders`, of which there is at least one."""
-        found = await self._store.ask(self._store.client.hmget(self.keys.digests, holders))
-        return list(map(unpack_digest, found))
+        digests: list[list[int]] = []
+        for first in range(0, len(holders), SCAN_COUNT):
+            some = holders[first : first + SCAN_COUNT]
+            digests += map(unpack_digest, await self._store.ask(self._store.client.hmget(self.keys.digests, some)))
+        return digests
 
     async def touched(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
         """See `unpack_touched`."""
@@ -63,7 +69,17 @@ class ShardReader:
     async def blocks(self, scope_id: bytes) -> AsyncIterator[tuple[bytes, bytes]]:
         """(hash, holders value) of all blocks of a scope, each once. Not atomic. Raises redis' errors."""
         seen: set[bytes] = set()  # a scan may return a field twice
-        async for key, value in self._store.client.hscan_iter(self.keys.blocks(scope_id), count=SCAN_COUNT):
+        async for key, value in self._store.client.hscan_iter(self.keys.blocks(scope_id), count=BLOCKS_A_CALL):
             if key not in seen:
                 seen.add(key)
                 yield key, value
+
+
+async def read_hash(store: Store, key: str) -> dict[bytes, bytes]:
+    """A HASH of any size, some fields a call: no call takes long. What is there all the while is in it. Raises Unreachable."""
+    found: dict[bytes, bytes] = {}
+    cursor = -1
+    while cursor:
+        cursor, some = await store.ask(store.client.hscan(key, max(cursor, 0), count=SCAN_COUNT))
+        found.update(some)
+    return found

@@ -218,16 +218,6 @@ act[CODE.checkpoint] = function(self, event)
   return true
 end
 
--- The steps of this message that are applied already; 0 if none, or another message's are. See kvatlas/index/redis/call_plan.py.
-local function steps_applied(self, incarnation, seq)
-  local stored = self.steps
-  if not stored or string.sub(stored, 1, 8) ~= incarnation then
-    return 0
-  end
-  local stored_seq, steps = string.match(stored, '^(%d+) (%d+)$', 9)
-  return tonumber(stored_seq) == seq and tonumber(steps) or 0
-end
-
 -- The fence: applies consecutive messages (first to last seq, joined: see apply_call.py), or a part of one, if they are the
 -- next ones of the newest incarnation. If the record's seq is inside them, applying the first ones again changes nothing.
 -- A part: events from step `from` on, 1 if the message ends with them, the step after each; what is applied is left out.
@@ -256,7 +246,7 @@ local function fold(self, incarnation, first, last, events, from, ending, ends)
       count.refused = count.refused + messages
       return
     end
-    applied = ends and steps_applied(self, incarnation, last) or 0
+    applied = ends and steps_applied(self.steps, incarnation, last) or 0
     if first > record[SEQ] + 1 or (from or 0) > applied then
       want(record, incarnation, last)
       count.gaps = count.gaps + messages

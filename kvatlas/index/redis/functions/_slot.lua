@@ -39,6 +39,16 @@ local function new_record(partition)
   return { NO_INCARNATION, -1, '', '', 0, 0, 0, NO_INCARNATION, -1, 0, partition }
 end
 
+-- Returns the steps of this message that are applied already, by the stored entry; 0 if none, or another message's are. See
+-- kvatlas/index/redis/call_plan.py.
+local function steps_applied(stored, incarnation, seq)
+  if not stored or string.sub(stored, 1, 8) ~= incarnation then
+    return 0
+  end
+  local stored_seq, steps = string.match(stored, '^(%d+) (%d+)$', 9)
+  return tonumber(stored_seq) == seq and tonumber(steps) or 0
+end
+
 -- Is the 8-byte incarnation a below b? (Lua compares strings by the locale's rules, which may differ.)
 local function below(a, b)
   local a_high, a_low = struct.unpack('>I4I4', a)
