@@ -44,6 +44,8 @@ CHECKPOINT_DIGEST = 1
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 512 * 1024
+SNAPSHOT_MESSAGE_BYTES = 64 * 1024
+"""Publishers make no larger messages of snapshots: many snapshots come at once, and each message is applied in a few calls."""
 MAX_INCARNATION = (1 << 64) - 1
 MAX_SEQ = (1 << 53) - 1
 

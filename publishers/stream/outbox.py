@@ -135,7 +135,8 @@ class Outbox:
         self._base = self._sent = self._sent_bytes = self._position = 0
         self._counted_messages = self._counted_bytes = 0
         events: list[IndexEvent] = [SnapshotBegin(), *chunks, SnapshotEnd(len(chunks), digest)]
-        payloads = self._encode(events, uses, ts_us)
+        largest = min(self.limits.message_bytes, wire.SNAPSHOT_MESSAGE_BYTES)
+        payloads = self._encode(events, uses, ts_us, largest)
         self._kept.extend(_Kept(payload, headers, 0) for payload in payloads)
         return len(payloads)
 
@@ -151,7 +152,7 @@ class Outbox:
         if self.overflowed or not self.incarnation:
             self.overflowed = True
             return 0
-        payloads = self._encode(events, uses, ts_us)
+        payloads = self._encode(events, uses, ts_us, self.limits.message_bytes)
         total = sum(map(len, payloads))
         if (
             self._counted_messages + len(payloads) > self.limits.outbox_messages
@@ -179,13 +180,13 @@ class Outbox:
         """Put a checkpoint: `digest` (`Digest.words`) is of everything put in so far."""
         return self.put([Checkpoint(digest)], {}, ts_us)
 
-    def _encode(self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int) -> list[bytes]:
+    def _encode(
+        self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int, largest_bytes: int
+    ) -> list[bytes]:
         seq = self.next_seq
         return [
             wire.encode(Message(self.worker_id, self.incarnation, seq + i, part, scopes, ts_us))
-            for i, (part, scopes) in enumerate(
-                split_into_messages(events, uses, self.limits.message_bytes, self._granularity)
-            )
+            for i, (part, scopes) in enumerate(split_into_messages(events, uses, largest_bytes, self._granularity))
         ]
 
     # ---------------------------------------------------------------- sending
