@@ -206,6 +206,10 @@ SHAPES: tuple[Callable[[ResidencyIndex], AsyncIterator[str]], ...] = (
 )
 
 
+USUAL = (snapshots, values_of_many_holders)
+"""Those that fleets of usual size meet."""
+
+
 async def measure(
     store: Store, shapes: Sequence[Callable[[ResidencyIndex], AsyncIterator[str]]] = SHAPES
 ) -> list[Result]:

@@ -24,7 +24,6 @@ class Sweep:
         """By number, its entry in the holders' hash as it was before the sweep."""
         self._scopes: list[bytes] = []
         self._cursor: int | bytes = 0
-        self._taken = 0
         self._server = b""
 
     async def run(self, client: Any, functions: IndexFunctions, budget: int) -> int:
@@ -51,7 +50,7 @@ class Sweep:
         for number in numbers:  # one by one: a holder may have used thousands
             scopes.update(unpack_touched(await client.hget(k.touched, number)))
         self._scopes = sorted(scopes)
-        self._cursor = self._taken = 0
+        self._cursor = 0
         self._server = b""
         return bool(numbers)
 
@@ -68,14 +67,13 @@ class Sweep:
         if not progress:  # the store failed over
             self._holders, self._scopes = {}, []
             return CALL_COST
-        done, self._cursor, taken, cost = progress
+        done, self._cursor, cost = progress
         del self._scopes[len(self._scopes) - done :]
-        self._taken += taken
         return int(cost)
 
     async def _release(self, functions: IndexFunctions) -> int:
         """Free what was swept. Returns how many retired holders are left."""
         k = self._keys
-        args = [self._server, int(not self._taken), *chain.from_iterable(self._holders.items())]
+        args = [self._server, *chain.from_iterable(self._holders.items())]
         self._holders = {}
         return int(await functions.call("kvatlas_release", [k.holders, k.retired, k.digests, k.touched, k.free], args))

@@ -219,25 +219,27 @@ def test_calls_have_every_step_once_and_in_order(sizes: list[list[int]], weight:
         messages.append(source.message(*stored, scopes=SCOPES[:1]))
     batches = [PartitionBatch(0, messages[:2]), PartitionBatch(1, messages[2:])]
     place: Place | None = Place()
-    steps: list[tuple[int, Any]] = []
+    steps: list[tuple[int, bytes | None]] = []
     complete: list[int] = []
     while place is not None:
         call, place = cut_call(batches, place, {IDS[0]: weight})
         blocks = 0
-        for batch, some, ended in call:
-            complete += [batch.partition] if ended else []
-            for message in some:
-                for event in message.events:
-                    packed = event[wire.HASHES] if event[wire.CODE] == wire.STORED else b""
-                    blocks += len(packed) // HASH_BYTES
-                    keys = [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
-                    steps += [(message.raw[wire.SEQ], key) for key in keys or [None]]
+        for part in call:
+            complete += [part.batch.partition] if part.complete else []
+            for message in part.messages:
+                these = _steps(message.raw[wire.SEQ], message.events)
+                blocks += sum(key is not None for _, key in these)
+                steps += these
         assert blocks * weight <= max(call_plan.CALL_COST, call_plan.WHOLE_STEPS * weight)
-    every = []
-    for message in messages:
-        for event in message[wire.EVENTS]:
-            packed = event[wire.HASHES] if event[wire.CODE] == wire.STORED else b""
-            keys = [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
-            every += [(message[wire.SEQ], key) for key in keys or [None]]
+    every = [step for message in messages for step in _steps(message[wire.SEQ], message[wire.EVENTS])]
     assert steps == every
     assert complete == [0, 1]
+
+
+def _steps(seq: int, events: Sequence[list[Any]]) -> list[tuple[int, bytes | None]]:
+    """A message's steps: a hash each, None for an event without."""
+    steps: list[tuple[int, bytes | None]] = []
+    for event in events:
+        packed = event[wire.HASHES] if event[wire.CODE] == wire.STORED else b""
+        steps += [(seq, packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES)] or [(seq, None)]
+    return steps

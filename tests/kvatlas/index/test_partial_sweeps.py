@@ -188,6 +188,25 @@ async def test_a_sweep_on_one_server_frees_no_number_on_another(stores: list[Sto
     assert await stores[1].client.llen(K.free) == 1 and not await stores[1].client.exists(blocks)
 
 
+async def test_a_sweep_begins_again_on_another_server(stores: list[Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.index.redis.sweep.CALL_COST", 8)
+    address = copy(stores[0])
+    index = await open_redis_index(address, partitions=1, shards=1, writer=True, reuse_ms=0)
+    source = MessageSource("b")
+    stored = [source.store(scope, pack_hashes(HASHES)) for scope in SCOPES]
+    await apply_messages(index, source.begin(1), *stored)
+    await index.retire("b", 1)
+    behind = await dump_all(stores[0])
+    swept = sorted(scope.scope_id for scope in SCOPES)[-1]
+    while await stores[0].client.exists(K.blocks(swept)):
+        await index.sweep(0, 1)
+    await restore(stores[1], behind)
+    vars(address).update(vars(stores[1]))
+    while not await stores[1].client.llen(K.free):
+        await index.sweep(0, 1)
+    assert not await stores[1].client.exists(*(K.blocks(scope.scope_id) for scope in SCOPES))
+
+
 async def test_a_wrong_count_does_not_keep_a_number_for_ever(stores: list[Store]) -> None:
     index = await open_redis_index(stores[0], partitions=1, shards=1, writer=True, reuse_ms=0)
     source = MessageSource("b")

@@ -1,7 +1,6 @@
 -- release: frees numbers that were swept: in every scope that they touched, no block has them any more. What the sweep saw holds
--- only for the server that it ran on (not for another to which the store failed over), and for a number that was not freed
--- and given out again meanwhile. A count that is not zero after that is itself wrong (damage that no message did), if a whole
--- sweep found no entry.
+-- only for the server that all of it ran on (not for another to which the store failed over), and for a number that was not
+-- freed and given out again meanwhile. A count that is not zero after that is itself wrong (damage that no message did).
 --
 -- KEYS 1 holders
 --      2 retired
@@ -9,17 +8,15 @@
 --      4 touched
 --      5 free
 -- ARGV 1 server that the whole sweep ran on
---      2 1 if it found no entry of these numbers
---      3... for each number: it, and its entry in holders as it was before the sweep
+--      2... for each number: it, and its entry in holders as it was before the sweep
 -- returns how many retired holders are left
 register_always('kvatlas_release', function(keys, args)
   local holders, retired, digests, touched, free = unpack(keys)
-  local server, found_none, now = args[1], args[2] == '1', now_ms()
+  local server, now = args[1], now_ms()
   if server == server_id() then
-    for i = 3, #args, 2 do
+    for i = 2, #args, 2 do
       local holder, entry_before = args[i], args[i + 1]
-      local swept = (redis.call('HGET', holders, holder) or '') == entry_before
-      if swept and (found_none or digest_blocks(read_digest(digests, holder)) == 0) then
+      if (redis.call('HGET', holders, holder) or '') == entry_before then
         redis.call('SREM', retired, holder)
         redis.call('HDEL', holders, holder)
         redis.call('HDEL', digests, holder)

@@ -8,16 +8,16 @@
 --      3 cursor in the first scope
 --      4 packed scope ids
 --      5 packed holders
--- returns {server, scopes done, cursor in the next, entries taken out, cost}; on another server than the sweep began on, where
+-- returns {server, scopes done, cursor in the next, cost}; on another server than the sweep began on, where
 --   the cursor means nothing, {server} alone
 
 local SCAN_COUNT = 16 -- a value may be as long as there are workers
 local SCOPE_COST, BLOCK_COST, ENTRY_COST = 4, 1, 0.1
 
 -- Takes holders out of some blocks. flat: {hash, value...}; gone: {entry -> is it of a retired holder, as far as was looked}.
--- Returns what they cost and how many entries were taken out, and adds those up by entry: sums[entry] = {count, low, high}.
+-- Returns what they cost, and adds up what was taken out by entry: sums_by_entry[entry] = {count, low, high}.
 local function take_out(scope, flat, is_gone, sums_by_entry)
-  local groups, cost, taken, set, gone = {}, 0, 0, {}, {}
+  local groups, cost, set, gone = {}, 0, {}, {}
   for i = 1, #flat, 2 do
     local hash, value = flat[i], flat[i + 1]
     local group = groups[value]
@@ -54,7 +54,6 @@ local function take_out(scope, flat, is_gone, sums_by_entry)
         end
         total[1], total[2], total[3] = total[1] + count, total[2] + low, total[3] + high
       end
-      taken = taken + count * #group.entries
     end
   end
   write_fields(scope.blocks, set)
@@ -66,7 +65,7 @@ local function take_out(scope, flat, is_gone, sums_by_entry)
       unlink(scope.side, hash)
     end
   end
-  return cost, taken
+  return cost
 end
 
 -- Counts what was taken out of one scope out of the holders' digests. digests: {holder -> digest}, those changed so far
@@ -104,7 +103,7 @@ register_always('kvatlas_sweep', function(keys, args)
     end,
   })
   local keys_a_scope = (#keys - 2) / #scope_ids
-  local cost, taken, done, digests = 0, 0, 0, {}
+  local cost, done, digests = 0, 0, {}
   while done < #scope_ids and cost < budget do
     local first_key = 3 + done * keys_a_scope
     local scope, sums_by_entry = { blocks = keys[first_key] }, {}
@@ -116,8 +115,7 @@ register_always('kvatlas_sweep', function(keys, args)
     repeat
       local flat
       cursor, flat = unpack(redis.call('HSCAN', scope.blocks, cursor, 'COUNT', SCAN_COUNT))
-      local more_cost, more_taken = take_out(scope, flat, is_gone, sums_by_entry)
-      cost, taken = cost + more_cost, taken + more_taken
+      cost = cost + take_out(scope, flat, is_gone, sums_by_entry)
     until cursor == '0' or cost >= budget
     count_out(digests_key, digests, scope, sums_by_entry)
     if cursor == '0' then
@@ -127,5 +125,5 @@ register_always('kvatlas_sweep', function(keys, args)
   for holder, digest in pairs(digests) do
     redis.call('HSET', digests_key, holder, cmsgpack.pack(digest))
   end
-  return { server, done, cursor, taken, math.ceil(cost) }
+  return { server, done, cursor, math.ceil(cost) }
 end)
