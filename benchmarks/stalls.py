@@ -16,7 +16,6 @@ from rich.console import Console
 
 from benchmarks.result import Result, tabulate
 from benchmarks.store_calls import store_calls
-from benchmarks.stores import connected_store
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
@@ -26,7 +25,7 @@ from kvatlas.events import IndexEvent, Message, Removed, ScopeUse, SnapshotChunk
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import Store
+from kvatlas.store.connection import Store, connected_store
 from publishers.stream.outbox import Outbox
 
 BLOCK_SIZE = 16
@@ -226,7 +225,7 @@ async def measure(
 
 @asynccontextmanager
 async def _store(binary: Path | None) -> AsyncIterator[Store]:
-    async with valkey_server(binary=binary) as server, connected_store(server.url) as store:
+    async with valkey_server(binary=binary) as server, connected_store(server.url, wait=False) as store:
         try:
             # a call takes the longer, the more other programs interrupt it: that is not what is measured
             os.setpriority(os.PRIO_PROCESS, server.pid, -20)

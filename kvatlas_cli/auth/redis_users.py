@@ -40,6 +40,7 @@ _NO_WRITES = frozenset(
 _SERVER = ("info", "config|get", "function|list", "role")
 """What only `doctor` and the indexers' checks need. `config|get` shows passwords that the server has in its configuration."""
 _CALLS = ("fcall", "fcall_ro")
+_LIBRARIES = ("function|load", "function|delete")
 _ALL_KEYS = "kva:*"
 _POOL = "*"
 """Stands for every pool."""
@@ -55,7 +56,13 @@ def redis_users() -> dict[str, str]:
     reads = f"%R~{_ALL_KEYS} -@all {_READ}"
     return {
         "indexer": f"~{_ALL_KEYS} -@all {_READ} "
-        + _allow(_CLUSTER, _SERVER, _writes(INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY), _CALLS, ["function|load", "function|delete"]),
+        + _allow(
+            _CLUSTER,
+            _SERVER,
+            _writes(INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY),
+            _CALLS,
+            ["function|load", "function|delete"],
+        ),
         # a call needs the right to write all keys that it is given; what is called inside is checked by itself
         "router": f"{reads} {_allow(_CLUSTER, ['fcall_ro'])} "
         f"(~{every_key} -@all +fcall) ({' '.join(f'~{key}' for key in booked)} -@all {_allow(_writes(POOL_LIBRARY))}) "

@@ -12,6 +12,7 @@ from kvatlas.index.redis import holder_names, shard_reader
 from kvatlas.index.redis import index as redis_index
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.index.redis.records import pack_position, unpack_position
 from kvatlas.store.connection import Store, open_store
 from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
@@ -129,3 +130,18 @@ async def test_a_position_that_another_owner_moved_is_not_replaced(
     monkeypatch.setattr(index._functions, "call", raced)
     assert await index.set_position(0, first, second) == third
     assert await index.position(0) == third
+
+
+async def test_a_position_is_replaced_from_the_start_again_on_another_server(index: RedisIndex) -> None:
+    first, second = Position(1, 1), Position(2, 0)
+    await index.set_position(0, None, first)
+    args = [0, pack_position(first), pack_position(second), b"another server", None, 1_000]
+    for cursor in (1, 5, 7):  # somewhere in the middle, by the other server's order
+        args[4] = cursor
+        stored, _, _ = await index._functions.call("kvatlas_set_position", [K.partitions, K.workers], args)
+        assert unpack_position(stored) == second
+        assert all(record.bad == (record.partition == 0) for record in await index.records(0))
+        first, second = second, Position(second.creation_us + 1, 0)
+        args[1:3] = [pack_position(first), pack_position(second)]
+        for source in [MessageSource(worker) for worker in WORKERS]:
+            await apply_messages(index, source.begin(cursor + 1))

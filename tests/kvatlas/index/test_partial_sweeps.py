@@ -158,6 +158,8 @@ async def test_a_scan_proves_nothing_about_a_number_that_was_given_out_again(sto
     await second.sweep(0, 1)  # finds nothing
     assert await first.sweep(0, 1) == 0  # the number is free
     await apply_messages(first, b.begin(1), b.store(SCOPES[0], hashes))
+    fresh = await open_redis_index(stores[0], writer=True)
+    assert await contents(fresh, "b") == b.held
     await first.retire("b", 1)
     assert await second.sweep(0, 1) == 1  # b's blocks are still there
     assert await stores[0].client.llen(K.free) == 0
@@ -245,3 +247,24 @@ async def test_a_sweep_takes_small_scopes_together(stores: list[Store]) -> None:
     await index.retire("a", 1)
     await index.sweep(0, 1)  # one call
     assert not await stores[0].client.exists(*(K.blocks(scope.scope_id) for scope in scopes))
+
+
+async def test_a_sweep_takes_out_only_what_is_retired_by_then(
+    stores: list[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another sweep may have freed the number meanwhile, and a worker may have it."""
+    monkeypatch.setattr("kvatlas.index.redis.sweep.CALL_COST", 8)
+    first, second = [
+        await open_redis_index(stores[0], partitions=1, shards=1, writer=True, reuse_ms=0) for _ in range(2)
+    ]
+    a, b = MessageSource("a"), MessageSource("b")
+    await apply_messages(first, a.begin(1), a.store(SCOPES[0], pack_hashes(HASHES)))
+    await first.retire("a", 1)
+    assert await second.sweep(0, 1) == 1  # begun
+    while await first.sweep(0, 1):
+        pass
+    await apply_messages(first, b.begin(1), b.store(SCOPES[0], pack_hashes(HASHES)))
+    for _ in range(UNDISTURBED_SWEEPS):
+        await second.sweep(0, 1)
+    assert await contents(first, "b") == b.held
+    assert await first.digest("b") == b.digest().words

@@ -18,8 +18,8 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from kvatlas.store.access import RedisAccess
-from kvatlas.store.function_library import mark_key
 from kvatlas.store.connection import open_store
+from kvatlas.store.function_library import mark_key
 from tests.kvatlas_cli.auth.guarded_servers import GuardedServers, write
 
 pytestmark = pytest.mark.anyio
