@@ -167,6 +167,44 @@ async def test_a_part_that_is_missing_is_a_gap(store: Store, monkeypatch: pytest
     assert record is not None and (record.seq, record.want) == (2, (1, 3))
 
 
+async def test_parts_of_another_incarnation_or_message_do_not_count(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_plan, "CALL_COST", 130)
+    index = await open_redis_index(store, writer=True)
+    with monkeypatch.context() as patch:
+        interrupt(index, patch, 18)
+        with pytest.raises(Interrupted):
+            await apply_messages(index, *large_messages())
+    stored = await store.client.hget(K.steps, "w")
+    assert stored is not None
+    begun_seq = int(stored[8:].split()[0])
+    later = MessageSource("w")
+    messages = [later.begin(2)]
+    while later.seq < begun_seq + 1:
+        first = 2_000 * later.seq + 1
+        messages.append(later.store(SCOPES[0], hashes(first, first + 400)))
+    await apply_messages(index, *messages[:-1])
+    assert await contents(index, "w") == (await expected(messages[:-1]))[0]
+    await store.client.hset(K.steps, "w", (2).to_bytes(8, "big") + b"%d 100" % begun_seq)  # left by another version
+    await apply_messages(index, messages[-1])
+    assert await found(index) == await expected(messages)
+
+
+@pytest.mark.parametrize("closing", [SnapshotEnd(0, Digest().words), SnapshotBegin()])
+async def test_a_part_that_closes_the_worker_ends_the_message(
+    store: Store, monkeypatch: pytest.MonkeyPatch, closing: SnapshotBegin | SnapshotEnd
+) -> None:
+    monkeypatch.setattr(call_plan, "CALL_COST", 130)
+    index = await open_redis_index(store, writer=True)
+    source = MessageSource("w")
+    stores = [Stored(IDS[0], Tier.HBM, hashes(at, at + 300)) for at in (1, 301)]
+    messages = [source.begin(1), source.message(stores[0], closing, stores[1], scopes=SCOPES[:1])]
+    await apply_messages(index, *messages)
+    assert await found(index) == await expected(messages)
+    assert not await store.client.exists(K.steps)
+
+
 async def test_values_that_turn_out_long_make_calls_smaller(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     index = await open_redis_index(store, writer=True)
     rng = random.Random(3)
