@@ -12,8 +12,9 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.bus.wire import CHUNK, CODE, EVENTS, HASHES, PARENT, REMOVED, SCOPE_ID, STORED, WORKER_ID, RawMessage
 from kvatlas.index.protocol import PartitionBatch
 
-CALL_COST = 1_500
-"""What a call may cost, in changes of one block whose value is short (one to two microseconds of the store each)."""
+CALL_COST = 600
+"""What a call may cost, in changes of one block whose value is short: one or two microseconds of the store each, up to eight
+while a large hash grows on a busy machine."""
 WORKER_COST, SCOPE_COST, EVENT_COST = 20, 40, 4
 SWITCH_COST = 20
 """Of an event without hashes: a holder begins or ends, or a digest is compared."""
