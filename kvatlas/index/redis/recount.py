@@ -17,7 +17,7 @@ from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, unpack_incarnation
 
-CALL_COST = 500
+CALL_COST = 300
 """Of what a call looks at (`functions/scrub.lua`); about a microsecond of the store each."""
 LOOK_BLOCKS = 300
 LOOK_ROUNDS = 10

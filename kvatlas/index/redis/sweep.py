@@ -8,7 +8,7 @@ from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import unpack_touched
 
 HOLDERS_A_ROUND = 128
-CALL_COST = 500
+CALL_COST = 350
 """Of what a call looks at (`functions/sweep.lua`); about a microsecond of the store each."""
 SCOPES_A_CALL = 100
 
