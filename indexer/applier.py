@@ -14,7 +14,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 from indexer.counters import IndexerCounters
 from indexer.partition.queue import CallPart, PartitionQueue
 from kvatlas.bus.wire import TS_US, RawMessage
-from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.errors import DATA_ERRORS, InvalidValue, KvatlasError
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ResidencyIndex
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -40,7 +40,7 @@ class Applier:
         counters: IndexerCounters,
         *,
         on_applied: Callable[[ApplyResult, Mapping[str, str]], None] | None = None,
-        on_refused: Callable[[int, RawMessage, InvalidValue], None] | None = None,
+        on_refused: Callable[[int, RawMessage, Exception], None] | None = None,
     ) -> None:
         """`on_applied` gets each call's outcome, and its span's W3C traceparent by worker, for the workers with a traced
         message in it (a checkpoint has no trace). `on_refused` gets the partition, the message and the error if the index
@@ -124,8 +124,8 @@ class Applier:
     async def _apply_batches(self, batches: Sequence[PartitionBatch]) -> list[ApplyResult]:
         try:
             return [await self._call(batches)]
-        except InvalidValue as error:
-            log.warning("shard %d: the index refused a message (%s), applying one by one", self.shard, error)
+        except DATA_ERRORS as error:
+            log.warning("shard %d: the index refused a message (%r), applying one by one", self.shard, error)
             return [applied for batch in batches for applied in await self._apply_one_by_one(batch)]
 
     async def _apply_one_by_one(self, batch: PartitionBatch) -> list[ApplyResult]:
@@ -136,14 +136,14 @@ class Applier:
         for message in batch.messages:
             try:
                 outcomes.append(await self._call([PartitionBatch(batch.partition, [message], before, batch.after_seq)]))
-            except InvalidValue as error:
+            except DATA_ERRORS as error:
                 if self._on_refused is not None:
                     self._on_refused(batch.partition, message, error)
         position_only = PartitionBatch(batch.partition, [], batch.position, batch.after_seq)
         return [*outcomes, await self._call([position_only])]
 
     async def _call(self, batches: Sequence[PartitionBatch]) -> ApplyResult:
-        """One call to the index, made again until it succeeds. Raises InvalidValue if the index refuses a message; then
+        """One call to the index, made again until it succeeds. Raises one of DATA_ERRORS if the index refuses a message; then
         nothing is applied."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:

@@ -50,6 +50,9 @@ class IndexerCounters:
     poison_version: int = 0
     poison_oversized: int = 0
     poison_scope: int = 0
+    poison_incarnation: int = 0
+    poison_refused: int = 0
+    """valid by themselves; the index could not take them"""
     poison_wrong_subject: int = 0
     poison_wrong_partition: int = 0
     poison_identity: int = 0
@@ -71,10 +74,14 @@ class IndexerCounters:
     snapshots_refused: int = 0
     grants_given: int = 0
     grants_refused: int = 0
+    grants_bad: int = 0
+    records_bad: int = 0
+    """fleet records that could not be written"""
     # liveness
     heartbeats: int = 0
     heartbeats_bad: int = 0
     heartbeats_refused: int = 0
+    """of workers or addresses that the publisher's identity does not allow"""
     fleet_writes: int = 0
     workers_lost: int = 0
     workers_retired: int = 0

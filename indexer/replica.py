@@ -30,7 +30,6 @@ from indexer.repair.grants import GrantBudget
 from indexer.repair.repair_loop import RepairLoop
 from kvatlas.bus.subjects import events_subject
 from kvatlas.bus.wire import WORKER_ID, RawMessage
-from kvatlas.errors import InvalidValue
 from kvatlas.fleet.identities import load_identities
 from kvatlas.fleet.records import Liveness
 from kvatlas.fleet.store import FleetStore
@@ -176,9 +175,9 @@ class Replica:
         self._grants.release_answering(applied.records)
         self._detector.record_traces(traces)
 
-    def _on_refused(self, partition: int, message: RawMessage, error: InvalidValue) -> None:
+    def _on_refused(self, partition: int, message: RawMessage, error: Exception) -> None:
         subject = events_subject(message[WORKER_ID], self._index.partitions)
-        poison = PoisonMessage(PoisonReason.SCOPE, str(error))
+        poison = PoisonMessage(PoisonReason.REFUSED, f"{type(error).__name__} {error}")
         self._dead_letters.put(partition, subject, msgpack.packb(message), poison)
 
 

@@ -14,6 +14,12 @@ KvatlasError                    one clear line: what was wrong, with which value
  `- NotSupported                this index was opened without a feature that the call needs
 """
 
+import struct
+
+DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error)
+"""What computing with a value may raise. The borders refuse values that would; whatever a worker's data raises all the same is
+that worker's refusal, counted, with its name, and the process goes on. Every InvalidValue is one of them."""
+
 
 class KvatlasError(Exception):
     """Its text is one line for a user."""

@@ -7,6 +7,7 @@ Index events travel on the bus (`kvatlas.bus.wire`).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import ExtraKeys
 from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope
@@ -24,9 +25,11 @@ class EngineStored:
 
     `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks already known
     by their hash. `extra_keys` has one entry a block, or is None; it contains neither the adapter nor the salt (canonical
-    form: `kvatlas.blocks.hashing`). `indexable` is False for a group that does not determine how long a prefix can be reused
-    (anything but full attention): its copies are counted, never published. `salt_inherited`: an event with a parent and
+    form: `kvatlas.blocks.hashing`). `kind` and `window_tokens` describe the group's attention, None if the event does not tell
+    them. `lookahead_tokens`: how many tokens behind a block its hash covers. `salt_inherited`: an event with a parent and
     without a salt has its parent's salt (vLLM sends the salt with the first block only; SGLang with every event of a chain).
+    `offloaded`: told by a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event may leave
+    them out: a hash that is known keeps its block.
     """
 
     hashes: Sequence[EngineHash]
@@ -38,8 +41,11 @@ class EngineStored:
     adapter: str | None = None
     salt: str | None = None
     extra_keys: Sequence[ExtraKeys] | None = None
-    indexable: bool = True
+    kind: AttentionKind | None = None
+    window_tokens: int | None = None
+    lookahead_tokens: int = 0
     salt_inherited: bool = True
+    offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +120,44 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """The worker holds nothing any more, in any tier."""
+    """The worker holds nothing any more, in any tier, and has no marks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """The worker can resume a prompt at these blocks, which it holds (see `SnapshotBegin.dropped`). `hashes` are packed."""
+
+    scope_id: bytes
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unmarked:
+    """The worker can no longer resume a prompt at these blocks. `hashes` are packed."""
+
+    scope_id: bytes
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """For each head (a block whose index is a multiple of 64), at which of the 64 offsets from it on any block of its subtree
+    is marked. `hashes` are packed, `bits` are 8 big-endian bytes each, offset 0 lowest; 0: at none any more."""
+
+    scope_id: bytes
+    hashes: bytes
+    bits: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegin:
-    """A new incarnation begins: what follows, up to the snapshot's end, is everything the worker holds."""
+    """A new incarnation begins: what follows, up to the snapshot's end, is everything the worker holds.
+
+    `dropped` None: a prompt can be resumed behind every held block. Else at marks alone, and a mark on block i says that the
+    first i + 1 - dropped blocks can be reused.
+    """
+
+    dropped: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +174,8 @@ class SnapshotChunk:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """The snapshot is complete: it had `chunks` chunk events, and `digest` is its `Digest.words`."""
+    """The snapshot is complete: it had `chunks` chunk events, and `digest` is its `Digest.words`, with marks followed by its
+    `MarkDigest.words`."""
 
     chunks: int
     digest: Sequence[int]
@@ -144,12 +183,14 @@ class SnapshotEnd:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`digest` is the `Digest.words` of what the worker holds now."""
+    """`digest` is the `Digest.words` of what the worker holds now, with marks followed by `MarkDigest.words`."""
 
     digest: Sequence[int]
 
 
-IndexEvent = Stored | Removed | Cleared | SnapshotBegin | SnapshotChunk | SnapshotEnd | Checkpoint
+IndexEvent = (
+    Stored | Removed | Cleared | Marked | Unmarked | Heads | SnapshotBegin | SnapshotChunk | SnapshotEnd | Checkpoint
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class Scope:
             if value is None and name == "adapter_id":
                 continue
             if not isinstance(value, str) or not 0 < len(value.encode()) <= MAX_NAME_BYTES:
-                raise InvalidValue(f"scope field {name} is {value!r}; expected text of 1 to {MAX_NAME_BYTES} bytes")
+                raise InvalidValue(f"scope field {name} is {value!r:.80}; expected text of 1 to {MAX_NAME_BYTES} bytes")
 
     @property
     def canonical(self) -> bytes:
@@ -87,7 +87,7 @@ def pool_id(model_id: str, tokenizer_id: str) -> str:
 def check_worker_id(worker_id: str) -> str:
     """Return the worker id. Raises InvalidValue unless it is 1 to 64 of `[A-Za-z0-9_-]`, so that it can be a subject token."""
     if not isinstance(worker_id, str) or not _is_worker_id(worker_id):
-        raise InvalidValue(f"worker id {worker_id!r}; expected 1 to 64 of A-Z a-z 0-9 _ -")
+        raise InvalidValue(f"worker id {worker_id!r:.80}; expected 1 to 64 of A-Z a-z 0-9 _ -")
     return worker_id
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kvatlas.blocks.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
 from kvatlas.blocks.residency import BlockKey
+from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
 from kvatlas.cost.protocol import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, Scope
@@ -70,7 +71,8 @@ class RequestHints(BaseModel):
 
     A prompt is given as `token_ids`, or as precomputed `block_hashes` of blocks of `block_tokens` tokens each: 64-bit
     integers, or text. `token_count` is the prompt's length if the hashes leave out its partial last block. `labels`, `allow`
-    and `deny` restrict the workers that may get it.
+    and `deny` restrict the workers that may get it. `cache_reading`: what the request says of reading the engine's prefix
+    cache (`skip`, `prompt_logprobs`, `logprob_start_len`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -91,6 +93,7 @@ class RequestHints(BaseModel):
     labels: dict[str, str] = Field(default_factory=dict)
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] = ()
+    cache_reading: CacheReading = ALL_READABLE
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -198,6 +201,7 @@ class SelectionResult:
     predicted_tokens: int = 0
     over: Over = NOTHING
     plan: Plan | None = field(default=None, compare=False, repr=False)
+    upper_bound: str = ""
 
     @property
     def cached_tokens(self) -> int:
@@ -217,8 +221,10 @@ class SelectionResult:
         """One line: overlap, then the cost term by term."""
         text = (
             f"{self.worker_id}: {self.overlap_blocks} of {self.required_blocks} blocks resident, "
-            f"{self.usable_tokens} tokens usable"
+            f"{'at most ' if self.upper_bound else ''}{self.usable_tokens} tokens usable"
         )
+        if self.upper_bound:
+            text += f" ({self.upper_bound})"
         if self.source is not None:
             text += f", {self.transferred_tokens} more read from {self.source}"
         if self.predicted_tokens:
@@ -240,6 +246,7 @@ class SelectionResult:
             "overlap_blocks": self.overlap_blocks,
             "resident_tokens": self.resident_tokens,
             "usable_tokens": self.usable_tokens,
+            "upper_bound": self.upper_bound,
             "transferred_tokens": self.transferred_tokens,
             "predicted_tokens": self.predicted_tokens,
             "source": self.source,

@@ -1,4 +1,8 @@
-"""Bounds for numbers from outside, and pydantic's errors as one line for a user."""
+"""Bounds for values from outside, and pydantic's errors as one line for a user.
+
+What computes with these values relies on their bounds: products of two of them stay below MAX_NUMBER, and what the store
+keeps in 32 bits fits there.
+"""
 
 from typing import Annotated, Any
 
@@ -9,9 +13,28 @@ MAX_NUMBER = (1 << 53) - 1
 """JSON, Lua and msgpack carry every whole number up to it exactly."""
 MAX_OUTPUT_TOKENS = (1 << 31) - 1
 """Largest expected output of a request; multiplied by any price of a token it stays below MAX_NUMBER."""
+MAX_BLOCK_TOKENS = 1 << 20
+"""Tokens of a block."""
+MAX_BLOCK_BYTES = (1 << 32) - 1
+"""Bytes of KV cache a block; the store keeps 32 bits."""
+MAX_KV_BLOCKS = (1 << 32) - 1
+"""Blocks of an engine's cache: with the largest blocks its tokens stay below MAX_NUMBER."""
+MAX_GRANULARITY = 1 << 16
+MAX_ITEMS = 64
+"""Labels or groups of one worker."""
 
 Positive = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Incarnation = Annotated[int, Field(ge=0, lt=1 << 64)]
+AckedSeq = Annotated[int, Field(ge=-1, le=MAX_NUMBER)]
+BlockTokens = Annotated[int, Field(ge=1, le=MAX_BLOCK_TOKENS)]
+BlockBytes = Annotated[int, Field(ge=0, le=MAX_BLOCK_BYTES)]
+KvBlocks = Annotated[int, Field(ge=0, le=MAX_KV_BLOCKS)]
+Granularity = Annotated[int, Field(ge=1, le=MAX_GRANULARITY)]
+Rank = Annotated[int, Field(ge=0, le=65_535)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+Text = Annotated[str, Field(max_length=512)]
+Url = Annotated[str, Field(max_length=2_048)]
 OutputTokens = Annotated[int, Field(ge=0, le=MAX_OUTPUT_TOKENS)]
 
 _OF_TYPE = {

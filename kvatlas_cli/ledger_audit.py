@@ -138,12 +138,14 @@ def _judge(
     if counted is not None and not counted.moved and (counted.incarnation, counted.seq) == sent:
         if reply.scopes is not None:
             found = find_differences({one.scope: one.digest for one in reply.scopes}, counted.scopes)
-            if found or counted.sound:
-                return WorkerAudit(worker_id, Verdict.DIFFERS if found else Verdict.EQUAL, blocks, "", found)
+            note = "" if list(reply.marks) == list(counted.marks) else "its marks differ"
+            if found or note or counted.sound:
+                verdict = Verdict.DIFFERS if found or note else Verdict.EQUAL
+                return WorkerAudit(worker_id, verdict, blocks, note, found)
             return WorkerAudit(
                 worker_id, Verdict.DIFFERS, blocks, "its blocks are right, but flags or its holder's name are wrong"
             )
-        same = _total(counted) == reply.digest and counted.sound
+        same = _total(counted) == reply.digest and counted.sound and list(reply.marks) == list(counted.marks)
         return WorkerAudit(
             worker_id,
             Verdict.EQUAL if same else Verdict.DIFFERS,

@@ -1,18 +1,22 @@
 """Answers requests on a publisher's control subject: for a snapshot, its status, its digest (thin)."""
 
 from collections.abc import Callable
+from time import time_ns
 from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import ConnectionClosedError
 
-from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.digest import Digest, MarkDigest
+from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDigest
 from kvatlas.bus.subjects import control_subject, is_inbox
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import DATA_ERRORS
+from kvatlas.events import Marked
 from kvatlas.identity import partition_of
+from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
@@ -75,7 +79,7 @@ class ControlResponder:
             return
         try:
             reply = self.reply(ControlRequest.unpack(msg.data))
-        except InvalidValue as error:
+        except DATA_ERRORS as error:
             self._counters.control_bad += 1
             self._log.report("control", f"control request refused: {error}")
             reply = self._make_reply(ok=False, note=str(error))
@@ -89,6 +93,7 @@ class ControlResponder:
         """Carry a request out, and the reply to it. Raises InvalidValue for an impossible `above`."""
         match request.op:
             case ControlOp.SNAPSHOT:
+                check_incarnation(request.above, time_ns() // 1_000)
                 self._counters.snapshot_requests += 1
                 if not self._is_partition_of(request.partitions):
                     self._counters.snapshot_requests_ignored += 1
@@ -109,7 +114,8 @@ class ControlResponder:
                     return self._make_reply(ok=False, note="a new incarnation is about to begin")
                 status = {"told_seq": changelog.outbox.next_seq - 1}
                 scopes = digests_by_scope(changelog.ledger)
-                return self._make_reply(digest=changelog.ledger.digest.words, scopes=scopes, status=status)
+                words, marks = changelog.ledger.digest.words, marks_of(changelog.ledger)
+                return self._make_reply(digest=words, marks=marks, scopes=scopes, status=status)
 
     def _is_partition_of(self, partitions: int) -> bool:
         """Does a fleet with so many partitions (0: not told) read the worker's messages where they are published?"""
@@ -127,6 +133,21 @@ class ControlResponder:
         return ControlReply(
             ok=ok, worker_id=self._worker_id, incarnation=outbox.incarnation, acked_seq=outbox.acked_seq, **fields
         )
+
+
+def marks_of(ledger: Ledger) -> list[int]:
+    """The digest words of the ledger's marks, counted from their snapshot; empty without marks."""
+    if ledger.dropped is None:
+        return []
+    digest = MarkDigest()
+    for event in ledger.mark_snapshot():
+        if isinstance(event, Marked):
+            digest.add_marks(event.scope_id, event.hashes)
+            continue
+        for at in range(0, len(event.hashes), HASH_BYTES):
+            bits = int.from_bytes(event.bits[at : at + HASH_BYTES], "big")
+            digest.add_head(event.scope_id, event.hashes[at : at + HASH_BYTES], bits)
+    return digest.words
 
 
 def digests_by_scope(ledger: Ledger) -> list[ScopeDigest] | None:

@@ -29,6 +29,8 @@ class PublisherCounters:
     """times that everything held was dropped after a gap or a restart"""
     feed_lost: int = 0
     """batches that could not be decoded, fully or in part, and may have removed blocks"""
+    folds_failed: int = 0
+    """batches that the ledger could not take in: everything held was dropped"""
     feed_unheard: int = 0
     """batches ignored because too many were lost like that"""
     # published to the index
@@ -66,7 +68,7 @@ class PublisherCounters:
     snapshot_requests_ignored: int = 0
     heartbeats: int = 0
     heartbeats_bad: int = 0
-    """heard under this worker's name, and no heartbeats of any publisher"""
+    """heard on this worker's subject, and no heartbeats of any publisher of it"""
     yields: int = 0
     """times that another, newer publisher of this worker was heard"""
     load_samples: int = 0

@@ -7,7 +7,7 @@ publishes a new incarnation above the one it heard. So the index follows one of 
 
 import logging
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, time_ns
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet.records import Heartbeat
+from kvatlas.fleet.records import read_heartbeat
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from publishers.counters import PublisherCounters
@@ -50,6 +50,7 @@ class DuplicatePublisherWatch:
         self._silent_s = silent_s
         self._heard_s = 0.0
         self._wakeup = Wakeup()
+        self._log = RateLimitedLog(log, f"worker {worker_id}: ")
 
     async def start(self) -> None:
         """Listen. Raises nats errors if the connection is closed."""
@@ -77,7 +78,7 @@ class DuplicatePublisherWatch:
 
     async def _on_heartbeat(self, msg: Msg) -> None:
         try:
-            heartbeat = Heartbeat.unpack(msg.data)
+            heartbeat = read_heartbeat(msg.data, self._worker_id, time_ns() // 1_000)
         except InvalidValue as error:
             self._counters.heartbeats_bad += 1
             self._log.report("heartbeat", f"invalid heartbeat on {msg.subject}: {error}; what else publishes there?")

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from time import monotonic, time_ns
 from types import TracebackType
 from typing import Any, Self
@@ -26,10 +27,10 @@ from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.control import UNGRANTED_SNAPSHOT_BYTES, GrantRequest
 from kvatlas.bus.subjects import events_subject
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
 from kvatlas.fleet.records import EngineState, WorkerState
-from kvatlas.identity import partition_of
+from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
@@ -103,6 +104,11 @@ class Publisher:
         self._first_pending_ns = 0
         self._stack = AsyncExitStack()
         self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
+        try:
+            check_incarnation(saved_incarnation, time_us())
+        except InvalidValue as error:
+            log.warning("worker %s: saved incarnation ignored: %s", self.worker_id, error)
+            saved_incarnation = 0
         self.changelog = Changelog(
             self.worker_id,
             self.ledger,
@@ -120,6 +126,7 @@ class Publisher:
                 self.diagnoses,
                 on_change=self._on_engine_state,
                 on_restart=on_engine_restart,
+                on_adapter_moved=self.forget_adapter,
             )
 
     # ---------------------------------------------------------------- life
@@ -138,10 +145,11 @@ class Publisher:
                 events_subject(self.worker_id, self.settings.partitions),
                 self.counters,
                 on_progress=self._on_progress,
+                on_too_large=self._on_too_large,
             )
             self._heartbeats = HeartbeatSender(
                 self._client,
-                lambda: self.settings.endpoint(self.block_size),
+                lambda: self.settings.endpoint(self.block_size, self.ledger.reuse),
                 self.changelog.outbox,
                 self.counters,
                 state=lambda: self.engine_state,
@@ -265,6 +273,9 @@ class Publisher:
     def record(self, batch: EngineBatch) -> None:
         """Record an engine's batch. It is folded with what comes within the next 5 ms, at once if nothing is in flight."""
         before = self.changelog.pending_events
+        rank = self.settings.dp_rank
+        if rank is not None and batch.dp_rank not in (None, rank):
+            self._log.report("rank", f"a batch of data-parallel rank {batch.dp_rank} came from the feed of rank {rank}")
         self.changelog.record(batch)
         for line in batch.skipped:
             self._log.report(f"skipped {line[:24]}", f"skipped event: {line}")
@@ -276,7 +287,8 @@ class Publisher:
 
     def start_over(self) -> None:
         """What the engine holds is not known any more: drop everything, and begin an empty incarnation."""
-        self.changelog.start_over()
+        self.changelog.start_over(time_us())
+        self._sender.wake()
         self._incarnation_wakeup.wake()
 
     def begin_publishing(self) -> None:
@@ -290,14 +302,35 @@ class Publisher:
             self._fold_wakeup.wake()
             await self._progress.wait()
 
+    def forget_adapter(self, adapter: str) -> None:
+        """The engine has loaded the adapter again from elsewhere: drop the blocks that it computed before."""
+        self.settle()
+        log.info("worker %s: adapter %s was loaded from elsewhere; dropping its blocks", self.worker_id, adapter)
+        events = self.changelog.forget_adapter(adapter)
+        if self.changelog.incarnation_due is not None:
+            self._incarnation_wakeup.wake()
+        elif self.changelog.publish(events, time_us(), monotonic()):
+            self._sender.wake()
+
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        known_size = self.block_size
-        events = self.changelog.fold()
-        if self.block_size != known_size:
+        known = self.block_size, self.ledger.reuse
+        try:
+            events = self.changelog.fold()
+        except DATA_ERRORS as error:
+            self.counters.folds_failed += 1
+            line = f"{pending} events of the engine not taken in ({type(error).__name__} {error}); dropping all known blocks"
+            self._log.report("fold", line, logging.ERROR)
+            self.start_over()
+            return
+        if (self.block_size, self.ledger.reuse) != known:
             self.beat()  # routers need it to look a prompt up
         self._diagnose_block_size()
+        if (why := self.ledger.reuse.upper_bound) != known[1].upper_bound and why:
+            log.warning("worker %s: %s; what it reuses is published as an upper bound", self.worker_id, why)
+        if self.changelog.incarnation_due is not None:
+            self._incarnation_wakeup.wake()
         if events:
             with flush_span(
                 self.worker_id,
@@ -357,6 +390,9 @@ class Publisher:
             "trouble": self._sender.trouble,
             "engine_state": self.engine_state.value,
             "announced": self.ledger.digest.blocks,
+            "marked": self.ledger.marked_blocks,
+            "groups": {index: group.kind.value for index, group in sorted(self.ledger.groups.told.items())},
+            "upper_bound": self.ledger.reuse.upper_bound,
             "block_size": self.ledger.block_size,
             "diagnoses": [diagnosis.model_dump() for diagnosis in self.diagnoses.current],
             "counters": self.counters.to_jsonable(),
@@ -405,11 +441,13 @@ class Publisher:
                     self._log.report("incarnation", str(error))
                     await anyio.sleep(1.0)
                     continue
-                size = self.changelog.snapshot_bytes
-                if size > UNGRANTED_SNAPSHOT_BYTES:
-                    request = GrantRequest(worker_id=self.worker_id, incarnation=incarnation, snapshot_bytes=size)
-                    partition = partition_of(self.worker_id, self.settings.partitions)
-                    await await_grant(self._client, partition, request, self.counters, self._rng)
+                await await_grant(
+                    self._client,
+                    self.settings.partitions,
+                    partial(self._grant_request, incarnation),
+                    self.counters,
+                    self._rng,
+                )
                 reason = self.changelog.incarnation_due
                 if self._sender.ready and self.changelog.begin_incarnation(incarnation, time_us()):
                     log.info(
@@ -422,6 +460,13 @@ class Publisher:
                     self._sender.wake()
                     self._heartbeat_wakeup.wake()
 
+    def _grant_request(self, incarnation: int) -> GrantRequest | None:
+        """For a snapshot as large as it would be now; None if that needs no grant."""
+        size = self.changelog.snapshot_bytes
+        if size <= UNGRANTED_SNAPSHOT_BYTES or self.changelog.yielded:
+            return None
+        return GrantRequest(worker_id=self.worker_id, incarnation=incarnation, snapshot_bytes=size)
+
     async def _send_extra_heartbeats(self) -> None:
         while True:
             await self._heartbeat_wakeup.wait()
@@ -429,7 +474,15 @@ class Publisher:
 
     def _on_engine_state(self, state: EngineState) -> None:
         self._on_engine_change(state)
+        if state is EngineState.ASLEEP:  # its cache is gone, and it says so only with the first batch after it woke up
+            self.record(EngineBatch([EngineCleared()]))
         self.beat()
+
+    def _on_too_large(self, seq: int) -> bool:
+        if not self.changelog.split_smaller(seq):
+            return False
+        self._incarnation_wakeup.wake()
+        return True
 
     def _on_progress(self) -> None:
         if self.changelog.incarnation_due is not None:

@@ -7,8 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role, WorkerId
 from kvatlas.identity import DEFAULT_TENANT, rank_worker_id
 from kvatlas.settings import PublishSettings
-from kvatlas.validation import Count
+from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Count, Granularity, Name, Rank, Text, Url
 from publishers.engines.metrics import LoadContext
+from publishers.ledger.engine_groups import ReuseOfGroups
 from publishers.ledger.ledger import LedgerSettings
 from publishers.stream.checkpoints import CheckpointSettings
 from publishers.stream.outbox import OutboxLimits
@@ -21,23 +22,27 @@ class PublisherSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     worker_id: WorkerId
-    model_id: str
-    tokenizer_id: str | None = None
-    tenant_id: str = DEFAULT_TENANT
+    model_id: Name
+    tokenizer_id: Name | None = None
+    tenant_id: Name = DEFAULT_TENANT
     engine: EngineKind = EngineKind.VLLM
-    block_size: int | None = Field(default=None, ge=1)
-    block_bytes: Count = 0
-    granularity: int = Field(default=1, ge=1)
+    block_size: BlockTokens | None = None
+    block_bytes: BlockBytes = 0
+    granularity: Granularity = 1
     set_semantics: bool = False
     salt_is_tenant: bool = False
     eagle: bool = False
-    dp_rank: int | None = Field(default=None, ge=0)
-    engine_url: str | None = None
-    advertise_url: str | None = None
+    eagle_groups: tuple[int, ...] = Field(default=(), max_length=MAX_ITEMS)
+    chunk_size: Count = 0
+    scheduler_block_size: Count = 0
+    hybrid: bool = False
+    dp_rank: Rank | None = None
+    engine_url: Url | None = None
+    advertise_url: Url | None = None
     role: Role = Role.BOTH
-    labels: dict[str, str] = Field(default_factory=dict)
-    locality_domain: str = ""
-    transfer_groups: tuple[str, ...] = ()
+    labels: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
+    locality_domain: Text = ""
+    transfer_groups: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
     partitions: int = Field(default=64, ge=1)
     checkpoint_s: float = Field(default=30.0, gt=0)
     checkpoint_messages: int = Field(default=1000, ge=1)
@@ -61,6 +66,10 @@ class PublisherSettings(BaseModel):
             set_semantics=settings.set_semantics,
             salt_is_tenant=settings.salt_is_tenant,
             eagle=settings.eagle,
+            eagle_groups=settings.eagle_groups,
+            chunk_size=settings.chunk_size,
+            scheduler_block_size=settings.scheduler_block_size,
+            hybrid=settings.hybrid,
             dp_rank=rank,
             engine_url=settings.engine_url,
             advertise_url=settings.advertise_url,
@@ -85,6 +94,11 @@ class PublisherSettings(BaseModel):
             granularity=self.granularity,
             set_semantics=self.set_semantics,
             salt_is_tenant=self.salt_is_tenant,
+            chunk_tokens=self.chunk_size,
+            alignment_tokens=self.scheduler_block_size,
+            eagle=self.eagle,
+            eagle_groups=frozenset(self.eagle_groups),
+            hybrid=self.hybrid,
         )
 
     @property
@@ -106,8 +120,8 @@ class PublisherSettings(BaseModel):
             block_bytes=self.block_bytes,
         )
 
-    def endpoint(self, block_size: int | None) -> EngineEndpoint:
-        """What routers need to know of the worker; `block_size` is the ledger's."""
+    def endpoint(self, block_size: int | None, reuse: ReuseOfGroups) -> EngineEndpoint:
+        """What routers need to know of the worker; `block_size` and `reuse` are the ledger's."""
         return EngineEndpoint(
             id=self.worker_id,
             kind=self.engine,
@@ -124,6 +138,10 @@ class PublisherSettings(BaseModel):
             block_size=block_size,
             block_bytes=self.block_bytes,
             granularity=self.granularity,
-            eagle=self.eagle,
+            eagle=reuse.eagle,
+            groups=reuse.groups,
+            alignment_tokens=reuse.alignment_tokens,
+            marks=reuse.rule is not None,
+            upper_bound=reuse.upper_bound,
             events=self.events,
         )

@@ -1,6 +1,7 @@
 """The router client: looks up which workers hold a prompt, prices every worker of the pool, books the cheapest."""
 
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,8 +19,9 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.store import write_answer_report
 from kvatlas.request import RequestHints, RequestShape, SelectionResult
-from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
+from kvatlas.reservations import MemoryReservations, Outcome, RedisReservations, Reservations
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
@@ -36,9 +38,21 @@ from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, OverlapIndex
 from router_client.pricing.pool import Pool
 from router_client.pricing.ranking import RankedResults
+from router_client.pricing.usable_end import why_usable_ends
 from router_client.prompt import Prompt
-from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap, headers_for, list_left_out
+from router_client.results import (
+    Choice,
+    LazySequence,
+    PromptOverlap,
+    Ranking,
+    WorkerOverlap,
+    fell_open_for_want_of,
+    headers_for,
+    list_left_out,
+)
 from router_client.settings import RouterSettings
+
+_log = logging.getLogger("router_client")
 
 Request = Prompt | RequestHints | RequestShape
 
@@ -76,10 +90,16 @@ class RouterClient:
         self.settings = settings or RouterSettings()
         self.counters = RouterCounters()
         self.answers = PredictionAccuracy()
+        self._log = RateLimitedLog(_log)
         shared = reservations or MemoryReservations(now_us)
+        self._reservations = shared
         self._learner = RateLearner(shared, self.settings, self.counters)
         self._fleet = FleetCache(
-            fleet, self.settings.fleet_max_age_ms, self.settings.rules, profile=self._learner.profile
+            fleet,
+            self.settings.fleet_max_age_ms,
+            self.settings.rules,
+            profile=self._learner.profile,
+            on_failure=self._count_fleet_failure,
         )
         self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
         report = None if store is None else partial(write_answer_report, store, self._leases.router_id)
@@ -128,6 +148,11 @@ class RouterClient:
         await self._fleet.close()
 
     @property
+    def router_id(self) -> str:
+        """The name of this router's lease."""
+        return self._leases.router_id
+
+    @property
     def load_only(self) -> bool:
         """The kill switch: if True, load alone decides, without the index. May be set at any time."""
         return self._decider.index.load_only
@@ -141,6 +166,13 @@ class RouterClient:
         answer within the deadline. Raises Unreachable if it was never read."""
         return (await self._decider.read_pool(scope.pool_id)).records
 
+    async def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
+        """Record how a reservation of any router of the pool ended, or (None) that its first token is there. False if there is
+        none (any more). Raises Unreachable."""
+        if outcome is None:
+            return await self._reservations.record_first_token(pool_id, id)
+        return await self._reservations.release(pool_id, id, outcome)
+
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
         """The learned rates of the scope's workers, by worker; a worker without evidence has the configured ones."""
         return self._learner.learned(scope.pool_id)
@@ -153,10 +185,13 @@ class RouterClient:
             lookup = await self._decider.index.look_up(prompt, pool)
             eventless = not all(record.endpoint.events for record in pool.records.values())
             predicted = await self._decider.predict_tokens(prompt, pool, lookup) if eventless else {}
-            workers = [self._worker_overlap(prompt, record, lookup.held, predicted) for record in pool.records.values()]
-            workers.sort(key=_overlap_order)
-            describe_decision(span, candidates=len(workers))
-        return PromptOverlap(prompt.input_tokens, tuple(workers))
+            describe_decision(span, candidates=len(pool.records))
+
+        def list_workers() -> tuple[WorkerOverlap, ...]:
+            each = (self._worker_overlap(prompt, record, lookup.held, predicted) for record in pool.records.values())
+            return tuple(sorted(each, key=_overlap_order))
+
+        return PromptOverlap(prompt.input_tokens, LazySequence(list_workers))
 
     async def rank(self, request: Request) -> Ranking:
         """Every candidate with every term of its cost, cheapest first; empty without a candidate."""
@@ -220,12 +255,12 @@ class RouterClient:
         prompt = self._prompt(request)
         started_ns = time.perf_counter_ns()
         with decision_span("route", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
-            decision = await self._decider.decide(prompt, avoid, book=book)
+            decision = await self._decider.decide(prompt, avoid, book=book, explain_all=span.is_recording())
             if not decision.results:
                 self.counters.no_workers += 1
                 raise NoWorkers(_explain_no_workers(prompt, decision.pool.left_out))
             pool = decision.pool
-            ranking = self._ranking(prompt, decision.results, pool.left_out)
+            ranking = self._ranking(prompt, decision.results, pool.left_out, decision.unread)
             choice = self._build_choice(
                 prompt, pool, decision.result, ranking, decision, decision.reservation, learns=True
             )
@@ -291,22 +326,39 @@ class RouterClient:
             partial(self.answers.record, prompt, result, decision.basis) if learns else None,
         )
 
-    def _ranking(self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str]) -> Ranking:
-        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self.settings.limits.shed_factor)
+    def _ranking(
+        self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str], unread: int = 0
+    ) -> Ranking:
+        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self.settings.limits.shed_factor, unread)
 
     def _count_choice(self, choice: Choice, started_ns: int) -> None:
         counters, result = self.counters, choice.result
         counters.routed += 1
+        self._count_fall(choice)
         counters.by_load += choice.basis is Basis.LOAD
         counters.by_prefix_hash += choice.basis is Basis.PREFIX_HASH
         counters.followed += choice.would_be is not None
         counters.agreed += choice.would_be == choice.worker_id
         counters.required_blocks += result.required_blocks
         counters.overlap_blocks += result.overlap_blocks
+        counters.resident_tokens += result.resident_tokens
+        counters.usable_tokens += result.usable_tokens
         counters.predicted_tokens += result.predicted_tokens
         counters.no_room += bool(result.over & NO_ROOM)
         counters.over_slo += bool(result.over & MISSES_SLO)
         counters.decision_time_us += (time.perf_counter_ns() - started_ns) // 1_000
+
+    def _count_fleet_failure(self) -> None:
+        self.counters.fleet_failures += 1
+
+    def _count_fall(self, choice: Choice) -> None:
+        """A choice that fell open is counted by its cause, and logged now and then."""
+        if (cause := fell_open_for_want_of(choice)) is None:
+            return
+        self.counters.open_connections += cause == "connections"
+        self.counters.open_index += cause == "index"
+        self.counters.open_booking += cause == "booking"
+        self._log.report(cause, f"chosen without the store's help: {choice.why}; choices go on by what is known here")
 
     def _prompt(self, request: Request) -> Prompt:
         if isinstance(request, Prompt):
@@ -321,7 +373,8 @@ class RouterClient:
         endpoint = record.endpoint
         mine = held.get(endpoint.id, NOTHING_HELD)
         size = endpoint.block_size or 0
-        usable = self.settings.rules.of(endpoint).usable_tokens(mine.tokens, prompt.input_tokens, size or 1)
+        rule = self.settings.rules.of(endpoint)
+        usable = mine.usable_tokens(rule, prompt, endpoint.kind, size or 1)
         by_tier: dict[Tier, int] = {}
         for run in mine.runs:
             by_tier[run.tiers[0]] = by_tier.get(run.tiers[0], 0) + run.tokens
@@ -337,6 +390,9 @@ class RouterClient:
             routable=record.routable,
             events=endpoint.events,
             predicted_tokens=0 if endpoint.events else predicted.get(endpoint.id, 0),
+            marks=endpoint.marks,
+            upper_bound=endpoint.upper_bound,
+            why=why_usable_ends(mine, usable, rule, prompt, endpoint),
         )
 
 
@@ -347,7 +403,7 @@ def _describe(span: Span, choice: Choice, pool: Pool) -> None:
         worker_id=result.worker_id,
         required_blocks=result.required_blocks,
         overlap_blocks=result.overlap_blocks,
-        candidates=len(choice.ranking),
+        candidates=len(choice.ranking) + choice.ranking.unread,
         applied=[pool.records[result.worker_id].trace],
     )
     if span.is_recording():

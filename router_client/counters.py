@@ -9,10 +9,12 @@ class RouterCounters:
 
     `routed`: choices, of which `by_load` and `by_prefix_hash` without the index, `followed` by another policy (`agreed`: cost
     would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `lookups`: round trips to the index.
-    `index_failures`, `booking_failures`: calls that the store did not answer in time. `booked`, `released`: reservations in
-    the store; `lapsed`: times that this router's lease had expired when it was renewed. `decision_time_us`: summed over
-    choices. `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those that the chosen worker held;
-    `predicted_tokens`: tokens that it was predicted to hold. `learned`: finished requests that taught rates;
+    `index_failures`, `booking_failures`, `fleet_failures`: calls that the store did not answer in time.
+    `open_index`, `open_booking`, `open_connections`: choices that fell open, by what they lacked. `booked`, `released`:
+    reservations in the store; `lapsed`: times that this router's lease had expired when it was renewed. `decision_time_us`:
+    summed over choices. `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those that the chosen worker
+    held; `resident_tokens`: tokens in these, of which its engine would reuse `usable_tokens`. `predicted_tokens`: tokens that
+    it was predicted to hold. `learned`: finished requests that taught rates;
     `said_nothing`: those that did not. `pairs`: choices with a prefill worker. `no_room`, `over_slo`: choices of a worker
     that had no room, or would miss the SLO.
     """
@@ -26,12 +28,18 @@ class RouterCounters:
     lookups: int = 0
     index_failures: int = 0
     booking_failures: int = 0
+    fleet_failures: int = 0
+    open_index: int = 0
+    open_booking: int = 0
+    open_connections: int = 0
     booked: int = 0
     released: int = 0
     lapsed: int = 0
     decision_time_us: int = 0
     required_blocks: int = 0
     overlap_blocks: int = 0
+    resident_tokens: int = 0
+    usable_tokens: int = 0
     predicted_tokens: int = 0
     learned: int = 0
     said_nothing: int = 0

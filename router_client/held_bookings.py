@@ -1,14 +1,26 @@
-"""Bookings for requests that another program sends: held until it reports their end, or until they are too old."""
+"""Bookings for requests that another program sends: held until it reports their end, or until they are too old.
+
+The id of a booking names its pool, its worker and its reservations in the store. So its end may be reported to any router of
+the pool; only what its answer teaches is left to the router that made it. A booking ends with its router's lease: some
+seconds after a router was killed, or when it stops.
+"""
 
 import asyncio
+import binascii
 import logging
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from secrets import token_bytes
 from typing import Protocol
-from uuid import uuid4
+
+import msgpack
 
 from kvatlas.errors import KvatlasError, Unreachable
+from kvatlas.reservations import Outcome
+from kvatlas.reservations.protocol import ID_BYTES
 from router_client.client import RouterClient
+from router_client.decision.fail_open import STORE_FAILURES
 from router_client.learning.timings import AnswerClock, Timings
 from router_client.prefill_decode_result import PairChoice
 from router_client.prompt import Prompt
@@ -16,6 +28,7 @@ from router_client.results import Choice
 from router_client.tokens.usage import Usage
 
 HELD_S = 600.0
+ID_VERSION = 1
 MOST_HELD = 100_000
 
 _log = logging.getLogger("router_client.proxy")
@@ -26,16 +39,47 @@ class TooManyHeld(KvatlasError):
 
 
 class HeldCounters(Protocol):
-    """`held`: bookings made; `held_done`: their end was reported; `held_expired`: released because it never was."""
+    """`held`: bookings made; `held_done`: their end was reported here; `held_expired`: released because it was reported
+    nowhere."""
 
     held: int
     held_done: int
     held_expired: int
 
 
+@dataclass(frozen=True, slots=True)
+class BookingId:
+    """What an id stands for. `pool_id` '': nothing is booked in the store. `reservations`: the answering worker's, then the
+    prefill worker's if that is another one."""
+
+    pool_id: str
+    worker_id: str
+    reservations: tuple[bytes, ...]
+
+    def __str__(self) -> str:
+        packed = msgpack.packb((ID_VERSION, self.pool_id, self.worker_id, self.reservations))
+        return urlsafe_b64encode(packed).rstrip(b"=").decode()
+
+    @classmethod
+    def parse(cls, text: str) -> "BookingId | None":
+        """None for any other text."""
+        try:
+            found = msgpack.unpackb(urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+            version, pool_id, worker_id, ids = found
+        except (ValueError, TypeError, binascii.Error, msgpack.UnpackException):
+            return None
+        valid = (
+            version == ID_VERSION and isinstance(pool_id, str) and isinstance(worker_id, str) and isinstance(ids, list)
+        )
+        if not valid or not all(isinstance(id, bytes) and len(id) == ID_BYTES for id in ids):
+            return None
+        return cls(pool_id, worker_id, tuple(ids))
+
+
 @dataclass(slots=True)
 class _HeldBooking:
     choice: asyncio.Future[Choice | PairChoice]
+    id: BookingId | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     usage: Usage | None = None
     timings: Timings | None = None
@@ -55,7 +99,7 @@ class HeldBookings:
         self._held_s = held_s
         self._most = most
         self._held: dict[str, _HeldBooking] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], _HeldBooking] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -69,12 +113,10 @@ class HeldBookings:
             raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /v1/done for each")
         route: AbstractAsyncContextManager[Choice | PairChoice]
         route = self._client.route_pd(prompt, avoid=avoid) if pd else self._client.route(prompt, avoid=avoid)
-        held_id = uuid4().hex
         held = _HeldBooking(asyncio.get_running_loop().create_future())
-        self._held[held_id] = held
-        task = asyncio.ensure_future(self._hold(held_id, held, route))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = asyncio.ensure_future(self._hold(held, route))
+        self._tasks[task] = held
+        task.add_done_callback(self._tasks.pop)
         try:
             choice = await asyncio.shield(held.choice)
         except BaseException:
@@ -82,19 +124,19 @@ class HeldBookings:
             raise
         self._counters.held += 1
         held.clock = AnswerClock()
-        return held_id, choice
+        return str(held.id), choice
 
     async def first_token(self, held_id: str) -> bool:
-        """The request's prefill is over. False for an id that is not held (any more)."""
+        """The request's prefill is over. False for an id that is held nowhere (any more)."""
         held = self._held.get(held_id)
         if held is None:
-            return False
+            return await self._report_elsewhere(held_id, None)
         held.clock.part()
         await (await asyncio.shield(held.choice)).first_token()
         return True
 
     def end(self, held_id: str, usage: Usage | None, timings: Timings | None = None, *, well: bool) -> bool:
-        """The request is over; `well`: it was answered. False for an id that is not held (any more).
+        """The request is over; `well`: it was answered. False for an id that is not held here (any more).
 
         Without `timings` the time from `book` to `first_token` counts as the time to the first token.
         """
@@ -105,16 +147,26 @@ class HeldBookings:
         held.over.set()
         return True
 
+    async def end_elsewhere(self, held_id: str, *, well: bool) -> bool:
+        """End another router's booking. False for an id that is held nowhere (any more). Raises Unreachable."""
+        return await self._report_elsewhere(held_id, Outcome.FINISHED if well else Outcome.FAILED)
+
+    async def _report_elsewhere(self, held_id: str, outcome: Outcome | None) -> bool:
+        booking = BookingId.parse(held_id)
+        if booking is None or not booking.pool_id:
+            return False
+        known = [await self._client.record_end(booking.pool_id, id, outcome) for id in booking.reservations]
+        return any(known)
+
     async def close(self) -> None:
         """Release everything."""
-        for held in self._held.values():
+        for held in self._tasks.values():
             held.over.set()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _hold(
-        self, held_id: str, held: _HeldBooking, route: AbstractAsyncContextManager[Choice | PairChoice]
-    ) -> None:
+    async def _hold(self, held: _HeldBooking, route: AbstractAsyncContextManager[Choice | PairChoice]) -> None:
+        id = BookingId("", "", ())
         try:
             async with AsyncExitStack() as stack:
                 try:
@@ -123,19 +175,37 @@ class HeldBookings:
                     if not held.choice.done():  # the caller may have given up
                         held.choice.set_exception(error)
                     return
+                held.id = id = _id_of(choice)
+                self._held[str(id)] = held
                 if not held.choice.done():
                     held.choice.set_result(choice)
                 try:
                     async with asyncio.timeout(self._held_s):
                         await held.over.wait()
                 except TimeoutError:
-                    self._counters.held_expired += 1
+                    self._counters.held_expired += await self._is_booked(id)
                 else:
                     self._counters.held_done += 1
                 await (choice.finish(held.usage, held.timings) if held.well else choice.fail())
         except Unreachable as error:  # a reservation that could not be released expires
-            _log.warning("held booking %s not released (%s); it ends when its lease expires", held_id, error)
+            _log.warning("held booking %s not released (%s); it ends when its lease expires", id, error)
         finally:
-            self._held.pop(held_id, None)
+            self._held.pop(str(id), None)
             if not held.choice.done():
                 held.choice.cancel()
+
+    async def _is_booked(self, id: BookingId) -> bool:
+        """Is it still booked, or was its end reported to another router? True if the store does not say; it is released
+        then."""
+        try:
+            return not id.pool_id or await self._report_elsewhere(str(id), Outcome.FAILED)
+        except STORE_FAILURES:
+            return True
+
+
+def _id_of(choice: Choice | PairChoice) -> BookingId:
+    parts = (choice.decode, choice.prefill) if isinstance(choice, PairChoice) else (choice,)
+    reservations = [part.reservation for part in parts if part is not None and part.reservation is not None]
+    if not reservations:
+        return BookingId("", choice.worker_id, (token_bytes(ID_BYTES),))
+    return BookingId(reservations[0].pool_id, choice.worker_id, tuple(reservation.id for reservation in reservations))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
+from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import (
@@ -33,7 +34,7 @@ class Prompt:
     one entry a block, so it fits workers of one block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose
     fleet record does not say; 0 for unknown. `memory`: keeps the hash chains of token ids for the next turn of a
     conversation; without it each prompt is hashed again. `session_id`: requests of one session keep their worker, if the
-    router's settings say so. `select`: which workers may get it.
+    router's settings say so. `select`: which workers may get it. `reading`: what it says of reading the engine's prefix cache.
     """
 
     scope: Scope
@@ -49,6 +50,7 @@ class Prompt:
     memory: ChainCache | None = field(default=None, compare=False, repr=False)
     session_id: str | None = None
     select: Selector | None = None
+    reading: CacheReading = ALL_READABLE
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:
@@ -67,6 +69,7 @@ class Prompt:
         memory: ChainCache | None = None,
         session_id: str | None = None,
         select: Selector | None = None,
+        reading: CacheReading = ALL_READABLE,
     ) -> Self:
         """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1).
 
@@ -85,6 +88,7 @@ class Prompt:
             memory=memory,
             session_id=session_id,
             select=select,
+            reading=reading,
         )
 
     @classmethod
@@ -133,7 +137,7 @@ class Prompt:
             prompt = cls.of_shape(hints.to_shape(known), block_size=size, block_bytes=block_bytes)
         narrows = hints.labels or hints.allow is not None or hints.deny
         select = Selector(hints.labels, hints.allow, hints.deny) if narrows else None
-        return replace(prompt, session_id=hints.session_id, select=select)
+        return replace(prompt, session_id=hints.session_id, select=select, reading=hints.cache_reading)
 
     @classmethod
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost
@@ -18,6 +18,8 @@ from router_client.learning.timings import Timings
 from router_client.pricing.slo import Advice, advise, earliest_ttft_us
 from router_client.settings import LimitSettings
 from router_client.tokens.usage import Usage
+
+T = TypeVar("T")
 
 RANK_HEADER = "X-Data-Parallel-Rank"
 MOST_NAMED = 16
@@ -36,7 +38,9 @@ class WorkerOverlap:
     `resident_tokens` is a lower bound if the worker announces only every g-th block; its engine will really reuse
     `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests
     now. `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them
-    because they were computed there; they are never counted as resident.
+    because they were computed there; they are never counted as resident. `marks`: where the prompt can be resumed is told by
+    the worker's marks. `upper_bound`: why `usable_tokens` is only an upper bound. `why`: why the usable tokens end where they
+    do, empty if all resident ones are usable.
     """
 
     worker_id: str
@@ -50,15 +54,59 @@ class WorkerOverlap:
     routable: bool = True
     events: bool = True
     predicted_tokens: int = 0
+    marks: bool = False
+    upper_bound: str = ""
+    why: str = ""
 
     def explain(self) -> str:
         """One line."""
         tiers = ", ".join(f"{tokens} in {tier.label}" for tier, tokens in self.tokens_by_tier.items())
         text = f"{self.worker_id}: {self.resident_blocks} of {self.required_blocks} blocks"
-        text += f", {self.resident_tokens} tokens resident ({tiers}), {self.usable_tokens} usable" if tiers else ""
+        if tiers:
+            at_most = "at most " if self.upper_bound else ""
+            text += f", {self.resident_tokens} tokens resident ({tiers}), {at_most}{self.usable_tokens} usable"
+            notes = [note for note in (self.why, self.upper_bound and f"upper bound: {self.upper_bound}") if note]
+            text += f" ({'; '.join(notes)})" if notes else ""
         if not self.events:
             text += f", {self.predicted_tokens} tokens predicted (its engine publishes no events)"
         return text if self.routable else text + " (gets no requests now)"
+
+
+class LazySequence(Sequence[T]):
+    """Made when it is first read: a router that only asked to know the best of hundreds does not read all."""
+
+    __slots__ = ("_items", "_make")
+
+    def __init__(self, make: Callable[[], tuple[T, ...]]) -> None:
+        self._make = make
+        self._items: tuple[T, ...] | None = None
+
+    @property
+    def items(self) -> tuple[T, ...]:
+        if self._items is None:
+            self._items = self._make()
+        return self._items
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.items)
+
+    def __eq__(self, other: object) -> bool:
+        return self.items == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +133,7 @@ class PromptOverlap:
 class Ranking:
     """Every candidate with its cost, cheapest first, those without room last; empty without a candidate.
 
+    `unread`: how many candidates a choice did not have to read, because none of them costs less than the chosen one.
     `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's.
     """
 
@@ -93,6 +142,7 @@ class Ranking:
     left_out: Mapping[str, str] = field(default_factory=dict)
     slo: Slo = DEFAULT_SLO
     shed_factor: float = LimitSettings().shed_factor
+    unread: int = 0
 
     def __iter__(self) -> Iterator[SelectionResult]:
         return iter(self.results)
@@ -118,8 +168,11 @@ class Ranking:
         return "\n  ".join(lines)
 
     def notes(self) -> list[str]:
-        """The advice, if it is not to send the request, and the workers that are left out; up to two lines."""
+        """The candidates that were not read, the advice, if it is not to send the request, and the workers that are left out;
+        a line each."""
         notes = []
+        if self.unread:
+            notes.append(f"{self.unread} more candidates were not read; none of them costs less")
         if self.results and self.advice is not Advice.GO:
             notes.append(f"advice: {self.advice.value}; every candidate has no room or misses the SLO")
         if self.left_out:
@@ -132,6 +185,7 @@ class Ranking:
             "input_tokens": self.input_tokens,
             "advice": self.advice.value,
             "slo": {"ttft_ms": self.slo.ttft_ms, "tpot_ms": self.slo.tpot_ms},
+            "unread": self.unread,
             "candidates": [result.explanation() for result in self.results[:most]],
             "left_out": dict(self.left_out),
         }
@@ -254,6 +308,16 @@ class Choice(ChoiceData):
         """The request did not end well; leaving the block of `route` by an exception does the same."""
         if self.reservation is not None:
             await self.reservation.end(Outcome.FAILED)
+
+
+def fell_open_for_want_of(choice: ChoiceData) -> str | None:
+    """What a choice that fell open lacked: `index`, `booking` or `connections`; None for one that did not."""
+    part = choice.why.partition(":")[0]
+    if part not in ("index", "reservations"):
+        return None
+    if "connections" in choice.why.lower():
+        return "connections"
+    return "booking" if part == "reservations" else part
 
 
 def list_left_out(left_out: Mapping[str, str], most: int) -> str:

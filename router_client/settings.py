@@ -91,14 +91,16 @@ class RouterSettings:
     """How a router ranks and chooses. `fallbacks` complete requests given as hints; `rules` say what engines reuse.
 
     `fleet_max_age_ms`: how long a pool's records are kept. `deadline_ms`: how long a decision may wait for the store
-    before it falls open (None: no limit). `load_only`: the index is not called at all. `follow`: another policy decides,
-    and the worker that cost would choose is only recorded. `seed` decides how ties are broken. `router_id` names this
-    router's lease; absent: the host's name and random digits.
+    before it falls open (None: no limit); where the store's answers take longer than that, up to `most_deadline_ms`.
+    `load_only`: the index is not called at all. `follow`: another policy decides, and the worker that cost would choose is
+    only recorded. `seed` decides how ties are broken. `router_id` names this router's lease; absent: the host's name and
+    random digits.
 
     `limits`: which workers are left out for lack of room or time. `pairs`: when a prefill worker computes the prompt.
     `select`: which workers may get requests at all; a request may narrow it further (`Prompt.select`). `session_us`: the cost
     of leaving a session's worker; 0: sessions have none. `temperature`: 0 chooses the cheapest; above 0, dearer workers get
-    requests too (`router_client.pricing.surcharges`).
+    requests too (`router_client.pricing.surcharges`). `explain_all`: every choice reads the load of every candidate, so that
+    it can be explained in full; otherwise a choice among more than 16 candidates reads those that it needs.
     """
 
     profile: CostProfile = field(default_factory=EngineProfile)
@@ -108,6 +110,7 @@ class RouterSettings:
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: LearningSettings = field(default_factory=LearningSettings)
     deadline_ms: float | None = 10.0
+    most_deadline_ms: float = 100.0
     load_only: bool = False
     follow: Policy | None = None
     seed: int = 0
@@ -117,6 +120,7 @@ class RouterSettings:
     select: Selector | None = None
     session_us: float = 0.0
     temperature: float = 0.0
+    explain_all: bool = False
 
     def __post_init__(self) -> None:
         for name in ("session_us", "temperature"):

@@ -30,7 +30,7 @@ LARGEST_COST_PERCENT = 15.0
 WITHOUT = (
     ("local function count_blocks(digest, tier, packed, scope, sign)\n", "  if true then return end\n"),
     ("local function count_sums(digest, tier, count, low, high, scope, sign)\n", "  if true then return end\n"),
-    ("local function same_digest(a, b)\n", "  if true then return true end\n"),
+    ("local function is_digest_of(c, holder, expected)\n", "  if true then return true end\n"),
     ("local function digest_of(packed)\n", "  if true then return {} end\n"),
     ("  for holder, digest in pairs(c.digests) do\n", "    if true then break end\n"),
 )

@@ -1,7 +1,7 @@
 """Receives heartbeats, and writes the owned workers' fleet records for routers (thin; `failure_detector` judges)."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic, time_ns
 
 import anyio
@@ -18,9 +18,9 @@ from indexer.repair.doubt import DoubtJudge
 from kvatlas.addresses import check_origin
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import ALL_ALIVE
-from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.errors import DATA_ERRORS, InvalidValue, KvatlasError
 from kvatlas.fleet.identities import Identities
-from kvatlas.fleet.records import EngineEndpoint, Heartbeat
+from kvatlas.fleet.records import EngineEndpoint, FleetRecord, read_heartbeat
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -73,6 +73,7 @@ class Heartbeats:
         self._adopt_at_s = clock() + ADOPT_EVERY_S
         self._ticked_s = clock()
         self._expiry = RecordExpiry(delete_record_after_s)
+        self._log = RateLimitedLog(log)
 
     def adopt(self) -> None:
         """Judge also the workers of owned partitions that the fleet store knows, from the next round on, which comes at
@@ -126,7 +127,7 @@ class Heartbeats:
         self._counters.retirements_held += max(0, self._detector.held_back - held_back)
         changed = self._detector.take_changed()
         try:
-            await self._fleet.write(changed)
+            await self._write(changed)
         except BaseException:
             self._detector.restore_changed(changed)
             raise
@@ -137,6 +138,20 @@ class Heartbeats:
             await self._retire(retirement)
         for worker_id, incarnation in self._expiry.due(now_s):
             await self._index.forget(worker_id, incarnation)
+
+    async def _write(self, changed: Mapping[str, FleetRecord]) -> None:
+        """Write fleet records. A worker whose record can't be written is not judged until its next heartbeat."""
+        try:
+            await self._fleet.write(changed)
+        except DATA_ERRORS:
+            for worker_id, record in changed.items():
+                try:
+                    await self._fleet.write({worker_id: record})
+                except DATA_ERRORS as error:
+                    self._counters.records_bad += 1
+                    self._detector.forget({worker_id}.__contains__)
+                    line = f"worker {worker_id}: fleet record not written: {type(error).__name__} {error}"
+                    self._log.report(worker_id, line, logging.ERROR)
 
     async def _adopt(self, now_s: float) -> None:
         """Judge the workers that the fleet store has and this replica does not judge. A record in a former pool of its
@@ -171,11 +186,9 @@ class Heartbeats:
         self._detector.record_pulse(worker_id, now_s)
         if not self._owned.owns(worker_id):
             return
+        now_us = time_ns() // 1_000
         try:
-            beat = Heartbeat.unpack(msg.data)
-            if {beat.worker_id, beat.endpoint.id} != {worker_id}:
-                other = beat.endpoint.id if beat.worker_id == worker_id else beat.worker_id
-                raise InvalidValue(f"heartbeat of worker {other} on {msg.subject}")
+            beat = read_heartbeat(msg.data, worker_id, now_us)
         except InvalidValue as error:
             self._counters.heartbeats_bad += 1
             self._log.report(
@@ -190,7 +203,7 @@ class Heartbeats:
         if self._detector.pool_of(worker_id) not in (None, beat.endpoint.pool_id):
             self.adopt()  # it serves another model now: its record in the former pool has to go
         self._doubt.hear(worker_id, beat.incarnation, beat.acked_seq, now_s)
-        if self._detector.hear(beat, now_s, time_ns() // 1_000):
+        if self._detector.hear(beat, now_s, now_us):
             self._wakeup.wake()
 
     def _refusal(self, endpoint: EngineEndpoint) -> str | None:

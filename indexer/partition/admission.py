@@ -1,13 +1,13 @@
 """Which messages of a partition may be applied: well formed, and of the worker whose subject they came on."""
 
 from enum import StrEnum
+from time import time_ns
 from typing import Any
-
-import msgpack
 
 from kvatlas.bus.subjects import worker_of
 from kvatlas.bus.wire import (
     BLOCK_SIZE,
+    INCARNATION,
     MAX_MESSAGE_BYTES,
     MESSAGE_VERSION,
     SCOPES,
@@ -20,6 +20,8 @@ from kvatlas.bus.wire import (
 from kvatlas.errors import InvalidValue, KvatlasError, WireError
 from kvatlas.fleet.identities import Identities
 from kvatlas.identity import Scope, partition_of
+from kvatlas.incarnation import check_incarnation
+from kvatlas.msgpack_input import unpack
 
 
 class PoisonReason(StrEnum):
@@ -29,6 +31,8 @@ class PoisonReason(StrEnum):
     VERSION = "version"
     OVERSIZED = "oversized"
     SCOPE = "scope"
+    INCARNATION = "incarnation"
+    REFUSED = "refused"
     WRONG_SUBJECT = "wrong_subject"
     WRONG_PARTITION = "wrong_partition"
     IDENTITY = "identity"
@@ -64,6 +68,10 @@ class Admission:
             raw = decode_raw(payload)
         except WireError as error:
             raise PoisonMessage(_reason(payload), str(error)) from error
+        try:
+            check_incarnation(raw[INCARNATION], time_ns() // 1_000)
+        except InvalidValue as error:
+            raise PoisonMessage(PoisonReason.INCARNATION, str(error)) from error
         worker_id: str = raw[WORKER_ID]
         if self._worker_of_subject.get(subject) != worker_id:
             self._check_worker(subject, worker_id)
@@ -115,8 +123,8 @@ def _reason(payload: bytes) -> PoisonReason:
     if len(payload) > MAX_MESSAGE_BYTES:
         return PoisonReason.OVERSIZED
     try:
-        raw = msgpack.unpackb(payload, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException):
+        raw = unpack(payload, max_bytes=MAX_MESSAGE_BYTES, strict_map_key=False)
+    except InvalidValue:
         return PoisonReason.MALFORMED
     if isinstance(raw, list) and raw and type(raw[MESSAGE_VERSION]) is int and raw[MESSAGE_VERSION] != VERSION:
         return PoisonReason.VERSION

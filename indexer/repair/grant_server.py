@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, time_ns
 
 import anyio
 from nats.aio.client import Client
@@ -13,8 +13,10 @@ from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.repair.grants import GrantBudget
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import GrantRequest
-from kvatlas.bus.subjects import ALL_GRANTS, is_inbox
+from kvatlas.bus.subjects import ALL_GRANTS, ALL_GRANTS_BEFORE, is_inbox
 from kvatlas.errors import InvalidValue
+from kvatlas.incarnation import check_incarnation
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -33,26 +35,32 @@ class GrantServer:
         self._grants = grants
         self._counters = counters
         self._clock = clock
+        self._log = RateLimitedLog(log)
 
     async def run(self) -> None:
         """Answer until cancelled."""
-        subscription = await self._client.subscribe(ALL_GRANTS, cb=self._on_request)
+        subjects = (ALL_GRANTS, ALL_GRANTS_BEFORE)
+        subscriptions = [await self._client.subscribe(subject, cb=self._on_request) for subject in subjects]
         try:
             await anyio.sleep_forever()
         finally:
-            await unsubscribe(subscription, self._client)
+            for subscription in subscriptions:
+                await unsubscribe(subscription, self._client)
 
     async def _on_request(self, msg: Msg) -> None:
-        token = msg.subject.rsplit(".", 1)[-1]
-        if not is_inbox(msg.reply) or not token.isdigit() or (partition := int(token)) not in self._owned.partitions:
+        _, _, partition, *worker = msg.subject.split(".")
+        if not is_inbox(msg.reply) or not partition.isdecimal() or int(partition) not in self._owned.partitions:
             return
         try:
             request = GrantRequest.unpack(msg.data)
+            if worker and worker != [request.worker_id]:
+                raise InvalidValue(f"it names worker {request.worker_id}; expected {worker[0]}")
+            if (right := self._owned.partition_of(request.worker_id)) != int(partition):
+                raise InvalidValue(f"worker {request.worker_id} is of partition {right}; expected {partition}")
+            check_incarnation(request.incarnation, time_ns() // 1_000)
         except InvalidValue as error:
-            log.debug("partition %d: invalid grant request: %s", partition, error)
-            return
-        if (right := self._owned.partition_of(request.worker_id)) != partition:
-            log.debug("worker %s: grant request for partition %d; expected %d", request.worker_id, partition, right)
+            self._counters.grants_bad += 1
+            self._log.report(msg.subject, f"grant request on {msg.subject} ignored: {error}")
             return
         reply = self._grants.answer(request, self._clock())
         if reply.granted:

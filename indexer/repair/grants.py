@@ -25,30 +25,39 @@ class _Grant:
 
 
 class GrantBudget:
-    """A grant ends when the index answers with its incarnation, or after GRANT_S."""
+    """A grant ends when the index answers with its incarnation, or after GRANT_S; asking again does not prolong it. A worker
+    whose grant ran out waits for as long before its next one if others wait, so that no worker keeps them waiting."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._grants: dict[str, _Grant] = {}
+        self._lapsed: dict[str, float] = {}
+        """Workers whose grant ran out, and until when they let others go first."""
+        self._others_wait_until_s = 0.0
 
     @property
     def outstanding_bytes(self) -> int:
         return sum(grant.snapshot_bytes for grant in self._grants.values())
 
     def answer(self, request: GrantRequest, now_s: float) -> GrantReply:
-        """May this worker send its snapshot now? One larger than the limit may if no other grant is open. A worker that asks
-        again replaces its grant."""
+        """May this worker send its snapshot now? One larger than the limit may if no other grant is open, and counts as the
+        limit. A worker that asks again replaces its grant, until the same time."""
         for worker_id in [w for w, grant in self._grants.items() if grant.until_s <= now_s]:
-            del self._grants[worker_id]
+            self._lapsed[worker_id] = self._grants.pop(worker_id).until_s + GRANT_S
+        self._lapsed = {worker_id: until_s for worker_id, until_s in self._lapsed.items() if until_s > now_s}
         mine = self._grants.pop(request.worker_id, None)
         others = self.outstanding_bytes
-        if others and others + request.snapshot_bytes > self._limit_bytes:
+        size = min(request.snapshot_bytes, self._limit_bytes)
+        if others and others + size > self._limit_bytes:
             if mine is not None and mine.incarnation == request.incarnation:
                 self._grants[request.worker_id] = mine
                 return GrantReply(granted=True)
-            wait_ms = (others + request.snapshot_bytes - self._limit_bytes) * 1_000 // BYTES_PER_S
-            return GrantReply(granted=False, retry_after_ms=max(SHORTEST_RETRY_MS, min(wait_ms, LONGEST_RETRY_MS)))
-        self._grants[request.worker_id] = _Grant(request.incarnation, request.snapshot_bytes, now_s + GRANT_S)
+            self._others_wait_until_s = now_s + 2 * LONGEST_RETRY_MS / 1_000
+            return _wait_for((others + size - self._limit_bytes) * 1_000 // BYTES_PER_S)
+        if (until_s := self._lapsed.get(request.worker_id)) is not None and now_s < self._others_wait_until_s:
+            return _wait_for(int((until_s - now_s) * 1_000))
+        until_s = mine.until_s if mine is not None else now_s + GRANT_S
+        self._grants[request.worker_id] = _Grant(request.incarnation, size, until_s)
         return GrantReply(granted=True)
 
     def release_answering(self, records: Iterable[WorkerRecord]) -> None:
@@ -63,8 +72,13 @@ class GrantBudget:
         grant = self._grants.get(worker_id)
         if grant is not None and incarnation >= grant.incarnation:
             del self._grants[worker_id]
+            self._lapsed.pop(worker_id, None)
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
         """These workers' partitions are another replica's now, or they are retired."""
         for worker_id in [w for w in self._grants if is_gone(w)]:
             del self._grants[worker_id]
+
+
+def _wait_for(wait_ms: int) -> GrantReply:
+    return GrantReply(granted=False, retry_after_ms=max(SHORTEST_RETRY_MS, min(wait_ms, LONGEST_RETRY_MS)))

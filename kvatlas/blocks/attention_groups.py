@@ -24,7 +24,7 @@ from kvatlas.errors import InvalidValue
 
 
 class AttentionKind(StrEnum):
-    """A group's kind, as vLLM's events name it (`kv_cache_spec_kind`)."""
+    """A group's kind, as vLLM's events name it (`kv_cache_spec_kind`). OTHER: one whose rule is not known here."""
 
     FULL = "full_attention"
     MLA = "mla_attention"
@@ -33,6 +33,12 @@ class AttentionKind(StrEnum):
     SLIDING_WINDOW_MLA = "sliding_window_mla"
     CHUNKED_LOCAL = "chunked_local_attention"
     MAMBA = "mamba"
+    OTHER = "other"
+
+    @classmethod
+    def of(cls, name: str) -> "AttentionKind":
+        """The kind that an engine names."""
+        return _KIND_OF_NAME.get(name, cls.OTHER)
 
     @property
     def is_full(self) -> bool:
@@ -40,6 +46,7 @@ class AttentionKind(StrEnum):
         return self in _FULL
 
 
+_KIND_OF_NAME = {kind.value: kind for kind in AttentionKind}
 _FULL = frozenset((AttentionKind.FULL, AttentionKind.MLA, AttentionKind.SINK))
 _WINDOWED = frozenset((AttentionKind.SLIDING_WINDOW, AttentionKind.SLIDING_WINDOW_MLA))
 

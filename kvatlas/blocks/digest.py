@@ -20,6 +20,7 @@ _MIX_MASK = 0xFFFFF
 WORDS = 3 * len(Tier)
 _FLAG_BITS = tuple(bit for bit in range(8) if not 1 << bit & TIER_MASK)
 FLAG_WORDS = 3 * len(_FLAG_BITS)
+MARK_WORDS = 6
 
 
 @lru_cache(maxsize=65_536)
@@ -58,6 +59,44 @@ class FlagDigest:
         for i, bit in enumerate(_FLAG_BITS):
             if flags & 1 << bit:
                 _add(self.words, 3 * i, scope_id, packed_hashes, sign)
+
+
+class MarkDigest:
+    """Mutable digest of marks: (count, low sum, high sum) of the marked blocks, then of the heads.
+
+    A head counts with its hash and its bits: the low sum adds (low half of the hash, 20 bits, odd) x (low half of the bits),
+    the high sum the same of the high halves.
+    """
+
+    __slots__ = ("_words",)
+
+    def __init__(self) -> None:
+        self._words = [0] * MARK_WORDS
+
+    def add_marks(self, scope_id: bytes, packed_hashes: bytes, sign: int = 1) -> None:
+        """Add (sign 1) or subtract (sign -1) marked blocks."""
+        _add(self._words, 0, scope_id, packed_hashes, sign)
+
+    def add_head(self, scope_id: bytes, packed_hash: bytes, bits: int, sign: int = 1) -> None:
+        """Add (sign 1) or subtract (sign -1) a head; without bits there is none."""
+        if not bits:
+            return
+        low, high = unpack("<II", packed_hash)
+        mix_low, mix_high = _mix(scope_id)
+        words = self._words
+        words[3] += sign
+        words[4] = (words[4] + sign * ((low & _MIX_MASK | 1) * (bits & _MASK) & _MASK) * mix_low) & _MASK
+        words[5] = (words[5] + sign * ((high & _MIX_MASK | 1) * (bits >> 32) & _MASK) * mix_high) & _MASK
+
+    @property
+    def marks(self) -> int:
+        """How many blocks are marked."""
+        return self._words[0]
+
+    @property
+    def words(self) -> list[int]:
+        """6 integers, see the class. A copy."""
+        return list(self._words)
 
 
 class Digest:

@@ -144,6 +144,5 @@ def thin(packed: bytes, granularity: int, first_index: int = 0) -> bytes:
     if granularity == 1:
         return packed
     start = (granularity - 1 - first_index) % granularity
-    return b"".join(
-        packed[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in range(start, len(packed) // HASH_BYTES, granularity)
-    )
+    whole = memoryview(packed)[: len(packed) // HASH_BYTES * HASH_BYTES]
+    return whole.cast("Q")[start::granularity].tobytes()

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from struct import unpack
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvatlas.blocks.tiers import Tier
@@ -56,6 +58,9 @@ class Residency:
     pinned: bool = False
 
 
+WorkerRuns = tuple[tuple[int, int], ...]
+"""(length in looked-up blocks, flags byte) of each run."""
+
 HOLDER_ENTRY_BYTES = 4
 """A holders value is entries of 4 bytes, sorted: the holder's number (24 bits, big-endian), then its flags byte."""
 
@@ -64,11 +69,19 @@ class ShardRuns(NamedTuple):
     """One shard's part of an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
 
     `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) are ignored.
+    `positions`: where marked holders can resume the chain, by number, in blocks from the chain's start.
     """
 
     values: Sequence[bytes]
     lengths: Sequence[int]
     names: Mapping[int, str]
+    positions: Mapping[int, int] = MappingProxyType({})
+
+    def reach(self) -> dict[str, int]:
+        """See `Overlap.reach`."""
+        if not self.positions:
+            return {}
+        return {self.names[holder]: at for holder, at in self.positions.items() if holder in self.names}
 
     def depths(self) -> dict[str, int]:
         """Leading blocks that each active worker holds. The work is per run and per change between runs."""
@@ -87,28 +100,11 @@ class ShardRuns(NamedTuple):
         depth_of.update(dict.fromkeys(alive, position))
         return {self.names[holder]: depth for holder, depth in depth_of.items() if holder in self.names}
 
-    def runs_by_worker(self) -> dict[str, list[tuple[int, int]]]:
+    def runs_by_worker(self) -> dict[str, WorkerRuns]:
         """Each active worker's (length, flags byte) runs from the prompt's start. Costs as much as `depths`."""
-        if not self.values:
-            return {}
-        runs: dict[str, list[tuple[int, int]]] = {}
-        since = {entry >> 8: (0, entry & 0xFF) for entry in _entries(self.values[0])}  # where the current flags began
-        before, position = self.values[0], self.lengths[0]
-        for i in range(1, len(self.values)):
-            value = self.values[i]
-            for old, new in _changes(before, value):
-                # a holder that appears later does not hold the start: it publishes another granularity
-                if old is not None and (current := since.pop(old >> 8, None)) is not None:
-                    if old >> 8 in self.names:
-                        runs.setdefault(self.names[old >> 8], []).append((position - current[0], current[1]))
-                    if new is not None:
-                        since[new >> 8] = (position, new & 0xFF)
-            before = value
-            position += self.lengths[i]
-        for holder, (start, flags) in since.items():
-            if holder in self.names:
-                runs.setdefault(self.names[holder], []).append((position - start, flags))
-        return runs
+        names = self.names
+        found = _runs_by_holder(tuple(self.values), tuple(self.lengths))
+        return {names[holder]: runs for holder, runs in found.items() if holder in names}
 
     def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
         """(length, flags byte) of each run, as far as the worker holds the prompt."""
@@ -120,6 +116,29 @@ class ShardRuns(NamedTuple):
                 break
             runs.append((length, flags))
         return runs
+
+
+@lru_cache(maxsize=512)
+def _runs_by_holder(values: tuple[bytes, ...], lengths: tuple[int, ...]) -> Mapping[int, WorkerRuns]:
+    """By holder's number; routers see the same few values again and again."""
+    if not values:
+        return {}
+    runs: dict[int, WorkerRuns] = {}
+    since = {entry >> 8: (0, entry & 0xFF) for entry in _entries(values[0])}  # where the current flags began
+    before, position = values[0], lengths[0]
+    for i in range(1, len(values)):
+        value = values[i]
+        for old, new in _changes(before, value):
+            # a holder that appears later does not hold the start: it publishes another granularity
+            if old is not None and (current := since.pop(old >> 8, None)) is not None:
+                runs[old >> 8] = (*runs.get(old >> 8, ()), (position - current[0], current[1]))
+                if new is not None:
+                    since[new >> 8] = (position, new & 0xFF)
+        before = value
+        position += lengths[i]
+    for holder, (start, flags) in since.items():
+        runs[holder] = (*runs.get(holder, ()), (position - start, flags))
+    return runs
 
 
 def _lost_holders(before: bytes, after: bytes) -> set[int]:
@@ -196,9 +215,20 @@ class Overlap(NamedTuple):
             depths.update(shard.depths())  # a worker lives in one shard
         return depths
 
-    def runs_by_worker(self) -> dict[str, list[tuple[int, int]]]:
+    def reach(self) -> dict[str, int]:
+        """How many of the chain's first blocks each worker with marks can reuse, within the lookup's limit (0: none). Of
+        workers that are absent residency says it."""
+        reach: dict[str, int] = {}
+        for shard in self.shards:
+            if shard.positions:
+                reach.update(shard.reach())
+        return reach
+
+    def runs_by_worker(self) -> dict[str, WorkerRuns]:
         """Each worker's (length, flags byte) runs from the prompt's start (flags: `kvatlas.blocks.tiers`)."""
-        runs: dict[str, list[tuple[int, int]]] = {}
+        if len(self.shards) == 1:
+            return self.shards[0].runs_by_worker()
+        runs: dict[str, WorkerRuns] = {}
         for shard in self.shards:
             runs.update(shard.runs_by_worker())  # a worker lives in one shard
         return runs

@@ -87,14 +87,25 @@ class CacheReading:
         return None
 
 
+ALL_READABLE = CacheReading()
+"""Of a request that says nothing of it."""
+
+
 @cache
-def default_rule(kind: EngineKind, *, eagle: bool = False) -> ReuseRule:
-    """The rule of an engine kind, with or without EAGLE speculation. Sources: this module's docstring."""
+def default_rule(
+    kind: EngineKind, *, eagle: bool = False, several_groups: bool = False, alignment_tokens: int = 0
+) -> ReuseRule:
+    """The rule of an engine kind, with or without EAGLE speculation (without lookahead hashes), for a model with one or
+    several KV cache groups. Sources: this module's docstring."""
     if kind is EngineKind.LMCACHE:
         return ReuseRule(block_aligned=False)
     if kind is EngineKind.SGLANG:
         return ReuseRule(recomputed_tokens=2 if eagle else 1)
-    return ReuseRule(dropped_blocks=1 if eagle else 0)
+    return ReuseRule(
+        dropped_blocks=1 if eagle else 0,
+        drops_resident=eagle and several_groups,
+        alignment_tokens=alignment_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +117,9 @@ class ReuseRules:
 
     def of(self, endpoint: EngineEndpoint) -> ReuseRule:
         rule = self.by_worker.get(endpoint.id) or self.by_kind.get(endpoint.kind)
-        return rule or default_rule(endpoint.kind, eagle=endpoint.eagle)
+        return rule or default_rule(
+            endpoint.kind,
+            eagle=endpoint.eagle,
+            several_groups=endpoint.groups > 1,
+            alignment_tokens=endpoint.alignment_tokens,
+        )

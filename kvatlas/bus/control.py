@@ -1,15 +1,21 @@
 """Requests between indexers and publishers over core NATS: snapshots, status, digests, and grants."""
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from kvatlas.fleet.records import WireRecord, WorkerId
 from kvatlas.identity import Scope
-from kvatlas.validation import Count
+from kvatlas.validation import AckedSeq, Count, Incarnation, Name
 
-Incarnation = Annotated[int, Field(ge=0, lt=1 << 64)]
+DigestWords = Annotated[list[Count], Field(max_length=64)]
+
+UNGRANTED_SNAPSHOT_BYTES = 64 * 1024
+"""Snapshots up to this size need no grant."""
+MAX_SNAPSHOT_BYTES = 1 << 40
+"""Far more blocks than the store has memory for."""
+MAX_RETRY_AFTER_MS = 60_000
 
 
 class ControlOp(StrEnum):
@@ -33,11 +39,11 @@ class ControlRequest(WireRecord):
 class ScopeDigest(WireRecord):
     """The digest of what a worker holds in one scope, as `Digest.words`."""
 
-    model_id: str
-    tokenizer_id: str
-    adapter_id: str | None = None
-    tenant_id: str
-    digest: list[int]
+    model_id: Name
+    tokenizer_id: Name
+    adapter_id: Name | None = None
+    tenant_id: Name
+    digest: DigestWords
 
     @property
     def scope(self) -> Scope:
@@ -47,34 +53,34 @@ class ScopeDigest(WireRecord):
 class ControlReply(WireRecord):
     """A publisher's reply; `note` says why it is not `ok`. A status request is answered in `status`.
 
-    A digest request is answered with `digest` (`Digest.words`) and with `scopes`, the same by scope (None: too many scopes),
-    as of `status["told_seq"]`, a checkpoint that the publisher sends to the stream for the requester.
+    A digest request is answered with `digest` (`Digest.words`), with `scopes`, the same by scope (None: too many scopes), and
+    with `marks` (`MarkDigest.words` of a worker with marks), as of `status["told_seq"]`, a checkpoint that the publisher sends
+    to the stream for the requester.
     """
+
+    max_bytes: ClassVar[int] = 4 << 20
 
     ok: bool
     worker_id: WorkerId
     incarnation: Incarnation
-    acked_seq: Annotated[int, Field(ge=-1)]
+    acked_seq: AckedSeq
     note: str = ""
-    digest: list[int] | None = None
+    digest: DigestWords | None = None
+    marks: DigestWords = Field(default_factory=list)
     scopes: list[ScopeDigest] | None = None
     status: dict[str, Any] | None = None
 
 
 class GrantRequest(WireRecord):
-    """A request on `kvatlas.grant.<partition>` before a snapshot larger than `UNGRANTED_SNAPSHOT_BYTES`."""
+    """A request on `kvatlas.grant.<partition>.<worker>` before a snapshot larger than `UNGRANTED_SNAPSHOT_BYTES`."""
 
     worker_id: WorkerId
     incarnation: Incarnation
-    snapshot_bytes: Annotated[int, Field(ge=0)]
+    snapshot_bytes: Annotated[int, Field(ge=0, le=MAX_SNAPSHOT_BYTES)]
 
 
 class GrantReply(WireRecord):
     """The owner's reply. If not granted, request again after `retry_after_ms`, with jitter."""
 
     granted: bool
-    retry_after_ms: Annotated[int, Field(ge=0)] = 0
-
-
-UNGRANTED_SNAPSHOT_BYTES = 64 * 1024
-"""Snapshots up to this size need no grant."""
+    retry_after_ms: Annotated[int, Field(ge=0, le=MAX_RETRY_AFTER_MS)] = 0

@@ -7,7 +7,11 @@ STREAM = "KVATLAS_EVENTS"
 ALL_EVENTS = "kvatlas.events.*.*"
 ALL_ALIVE = "kvatlas.alive.*"
 ALL_CONTROL = "kvatlas.control.*"
-ALL_GRANTS = "kvatlas.grant.*"
+ALL_GRANTS = "kvatlas.grant.*.*"
+ALL_GRANTS_BEFORE = "kvatlas.grant.*"
+"""Where publishers of the version before ask; permissions of this version forbid it to publishers."""
+GRANTS = "kvatlas.grant.>"
+"""Both of them, as a permission."""
 DEAD_STREAM = "KVATLAS_DEAD"
 ALL_DEAD = "kvatlas.dead.*.*"
 
@@ -45,9 +49,14 @@ def control_subject(worker_id: str) -> str:
     return f"kvatlas.control.{check_worker_id(worker_id)}"
 
 
-def grant_subject(partition: int) -> str:
-    """Requests to a partition's owner for a grant to send a large snapshot (core NATS, request and reply)."""
-    return f"kvatlas.grant.{partition}"
+def grant_subject(worker_id: str, partitions: int) -> str:
+    """Requests of one worker's publisher for a grant to send a large snapshot (core NATS, request and reply)."""
+    return f"kvatlas.grant.{partition_of(worker_id, partitions)}.{check_worker_id(worker_id)}"
+
+
+def grants_of_worker(worker_id: str) -> str:
+    """The same in every partition, as a permission."""
+    return f"kvatlas.grant.*.{check_worker_id(worker_id)}"
 
 
 def dead_subject(partition: int, worker_token: str) -> str:

@@ -7,20 +7,31 @@ an array with its code first; hashes are packed (8 little-endian bytes each), so
     [2, scope id, tier, hashes]                                     removed         [5, as stored]        snapshot chunk
     [3]                                                             cleared         [6, chunks, digest]   snapshot end
                                                                                     [7, digest]           checkpoint
+
+Version 2 adds, of workers whose residency does not say where a prompt can be resumed (hybrid models):
+
+    [4, dropped]                    snapshot begin  [8, scope id, hashes]           marked
+    [6 and 7, with a digest of 21 words]            [9, scope id, hashes]           unmarked
+                                                    [10, scope id, hashes, bits]    heads (8 big-endian bytes of bits each)
+
+Messages without any of these are of version 1, so an indexer that knows only that goes on with all other workers.
+A message does bounded work: besides its hashes at most one begin, one end and one cleared.
 """
 
 from typing import Any
 
 import msgpack
 
-from kvatlas.blocks.digest import WORDS
+from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier
 from kvatlas.errors import InvalidValue, WireError
 from kvatlas.events import (
     Checkpoint,
     Cleared,
+    Heads,
     IndexEvent,
+    Marked,
     Message,
     Removed,
     ScopeUse,
@@ -28,8 +39,11 @@ from kvatlas.events import (
     SnapshotChunk,
     SnapshotEnd,
     Stored,
+    Unmarked,
 )
 from kvatlas.identity import SCOPE_ID_BYTES, Scope, check_worker_id
+from kvatlas.msgpack_input import unpack
+from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 
 MESSAGE_VERSION, WORKER_ID, INCARNATION, SEQ, TS_US, SCOPES, EVENTS = range(7)
 """Indexes of a message's fields."""
@@ -41,18 +55,27 @@ CHUNKS, END_DIGEST = 1, 2
 """Indexes of a snapshot end's fields after its code."""
 CHECKPOINT_DIGEST = 1
 """Index of a checkpoint's field after its code."""
+DROPPED = 1
+"""Index of a snapshot begin's field after its code, if marks count."""
+MARK_HASHES, HEAD_BITS = 2, 3
+"""Indexes of the last fields of marked, unmarked and heads; the scope id comes first."""
 
 VERSION = 1
+VERSION_WITH_MARKS = 2
+MAX_DROPPED = 255
 MAX_MESSAGE_BYTES = 512 * 1024
-SNAPSHOT_MESSAGE_BYTES = 64 * 1024
-"""Publishers make no larger messages of snapshots: many snapshots come at once, and each message is applied in a few calls."""
+MAX_SNAPSHOT_MESSAGE_BYTES = 64 * 1024
+"""Publishers cut snapshots into messages of at most this size: the store answers nobody else while it takes one in."""
 MAX_INCARNATION = (1 << 64) - 1
 MAX_SEQ = (1 << 53) - 1
 
-STORED, REMOVED, CLEARED, BEGIN, CHUNK, END, CHECKPOINT = range(1, 8)
+STORED, REMOVED, CLEARED, BEGIN, CHUNK, END, CHECKPOINT, MARKED, UNMARKED, HEADS = range(1, 11)
 """Event codes."""
+LAST_CODE = {VERSION: CHECKPOINT, VERSION_WITH_MARKS: HEADS}
 
 _WITH_HASHES = frozenset((STORED, CHUNK, REMOVED))
+_AT_MOST_ONE = (CLEARED, BEGIN, END)
+_OF_MARKS = frozenset((MARKED, UNMARKED, HEADS))
 _TIERS = len(Tier)
 
 RawMessage = list[Any]
@@ -73,7 +96,8 @@ def encode(message: Message) -> bytes:
         for scope_id, use in message.scopes.items()
     }
     events = [_encode_event(event) for event in message.events]
-    return msgpack.packb([VERSION, message.worker_id, message.incarnation, message.seq, message.ts_us, scopes, events])
+    version = VERSION_WITH_MARKS if any(map(_needs_marks, message.events)) else VERSION
+    return msgpack.packb([version, message.worker_id, message.incarnation, message.seq, message.ts_us, scopes, events])
 
 
 def decode_raw(payload: bytes) -> RawMessage:
@@ -81,33 +105,38 @@ def decode_raw(payload: bytes) -> RawMessage:
 
     Work is per event, never per block.
     """
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(payload)} bytes; expected at most {MAX_MESSAGE_BYTES}")
     try:
-        raw = msgpack.unpackb(payload, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise WireError(f"not msgpack ({str(error) or type(error).__name__})") from error
+        raw = unpack(payload, max_bytes=MAX_MESSAGE_BYTES, strict_map_key=False)
+    except InvalidValue as error:
+        raise WireError(f"message of {error}") from error
     if not isinstance(raw, list) or not raw:
         raise WireError(f"message is {type(raw).__name__}; expected an array")
-    if raw[MESSAGE_VERSION] != VERSION:
-        raise WireError(f"message version {raw[MESSAGE_VERSION]!r}; expected {VERSION}")
+    if type(raw[MESSAGE_VERSION]) is not int or raw[MESSAGE_VERSION] not in LAST_CODE:
+        raise WireError(f"message version {raw[MESSAGE_VERSION]!r:.40}; expected {VERSION} or {VERSION_WITH_MARKS}")
     if len(raw) != 7:
         raise WireError(f"message of {len(raw)} fields; expected 7")
-    _, worker_id, incarnation, seq, ts_us, scopes, events = raw
+    version, worker_id, incarnation, seq, ts_us, scopes, events = raw
     try:
         check_worker_id(worker_id)
     except InvalidValue as error:
         raise WireError(str(error)) from error
     if type(incarnation) is not int or not 1 <= incarnation <= MAX_INCARNATION:
-        raise WireError(f"incarnation {incarnation!r}; expected 1 to 2^64-1")
+        raise WireError(f"incarnation {incarnation!r:.40}; expected 1 to 2^64-1")
     if type(seq) is not int or not 0 <= seq <= MAX_SEQ:
-        raise WireError(f"seq {seq!r}; expected an integer of 53 bits")
-    if type(ts_us) is not int or ts_us < 0:
-        raise WireError(f"ts_us {ts_us!r}; expected microseconds since 1970")
+        raise WireError(f"seq {seq!r:.40}; expected an integer of 53 bits")
+    if type(ts_us) is not int or not 0 <= ts_us <= MAX_SEQ:
+        raise WireError(f"ts_us {ts_us!r:.40}; expected microseconds since 1970")
     if type(scopes) is not dict or type(events) is not list:
         raise WireError("scopes and events; expected a map and an array")
+    for entry in scopes.values():
+        _check_entry(entry)
     for event in events:
-        _check_event(event, scopes)
+        _check_event(event, scopes, version)
+    if len(events) > 1:
+        codes = [event[CODE] for event in events]
+        for code in _AT_MOST_ONE:
+            if codes.count(code) > 1:
+                raise WireError(f"{codes.count(code)} events with code {code}; expected at most one")
     return raw
 
 
@@ -130,54 +159,92 @@ def to_raw(message: Message) -> RawMessage:
 
 def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
     """One entry of the scopes map. Raises WireError unless it is well formed and its fields hash to the id."""
-    if not isinstance(entry, list) or len(entry) != 6:
-        raise WireError(f"scope entry {entry!r}; expected four names, block size, block bytes")
+    _check_entry(entry)
     block_size, block_bytes = entry[BLOCK_SIZE:]
-    if type(block_size) is not int or block_size < 1 or type(block_bytes) is not int or block_bytes < 0:
-        raise WireError(f"scope entry with block size {block_size!r} and block bytes {block_bytes!r}")
     try:
         scope = Scope(*entry[:BLOCK_SIZE])
     except InvalidValue as error:
         raise WireError(str(error)) from error
     if scope.scope_id != scope_id:
-        raise WireError(f"scope id {scope_id!r} is not that of {scope}")
+        raise WireError(f"scope id {scope_id!r:.40} is not that of {scope}")
     return ScopeUse(scope, block_size, block_bytes)
 
 
-def _check_event(event: Any, scopes: dict[Any, Any]) -> None:
+def _check_entry(entry: Any) -> None:
+    """Its form and its numbers, types included: 16.0 equals 16, and can't be packed as it."""
+    if type(entry) is not list or len(entry) != 6:
+        raise WireError(f"scope entry {entry!r:.80}; expected four names, block size, block bytes")
+    block_size, block_bytes = entry[BLOCK_SIZE], entry[BLOCK_BYTES]
+    if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_TOKENS:
+        raise WireError(f"scope entry with block size {block_size!r:.40}; expected 1 to {MAX_BLOCK_TOKENS} tokens")
+    if type(block_bytes) is not int or not 0 <= block_bytes <= MAX_BLOCK_BYTES:
+        raise WireError(f"scope entry with block bytes {block_bytes!r:.40}; expected 0 to {MAX_BLOCK_BYTES}")
+
+
+def _check_event(event: Any, scopes: dict[Any, Any], version: int) -> None:
     if type(event) is not list or not event:
         raise WireError(f"event {event!r:.80}; expected an array")
     code = event[CODE]
-    if type(code) is not int:
-        raise WireError(f"event with code {code!r:.80}; expected 1 to 7")
+    if type(code) is not int or not 1 <= code <= LAST_CODE[version]:
+        raise WireError(f"event with code {code!r:.80}; expected 1 to {LAST_CODE[version]}")
     if code in _WITH_HASHES:
         if len(event) != (4 if code == REMOVED else 7):
             raise WireError(f"event {code} of {len(event)} fields")
         scope_id, tier, hashes = event[SCOPE_ID], event[TIER], event[HASHES]
         if type(scope_id) is not bytes or len(scope_id) != SCOPE_ID_BYTES or scope_id not in scopes:
-            raise WireError(f"event of scope {scope_id!r}, which the message does not describe")
+            raise WireError(f"event of scope {scope_id!r:.40}, which the message does not describe")
         if type(tier) is not int or not 0 <= tier < _TIERS:
-            raise WireError(f"event of tier {tier!r}; expected 0 to {_TIERS - 1}")
+            raise WireError(f"event of tier {tier!r:.40}; expected 0 to {_TIERS - 1}")
         if type(hashes) is not bytes or not hashes or len(hashes) % HASH_BYTES:
             raise WireError("event whose hashes are not packed in 8 bytes each")
         if code != REMOVED:
             parent, first_index, flags = event[PARENT], event[FIRST_INDEX], event[FLAGS]
             if parent is not None and (type(parent) is not bytes or len(parent) != HASH_BYTES):
-                raise WireError(f"event with parent {parent!r}; expected 8 bytes or nil")
-            if type(first_index) is not int or first_index < 0:
-                raise WireError(f"event with first index {first_index!r}")
+                raise WireError(f"event with parent {parent!r:.40}; expected 8 bytes or nil")
+            if type(first_index) is not int or not 0 <= first_index <= MAX_SEQ:
+                raise WireError(f"event with first index {first_index!r:.40}")
             if type(flags) is not int or flags & TIER_MASK or not 0 <= flags <= 255:
-                raise WireError(f"event with flags {flags!r}")
+                raise WireError(f"event with flags {flags!r:.40}")
     elif code in (END, CHECKPOINT):
         digest = event[-1]
-        if len(event) != (3 if code == END else 2) or type(digest) is not list or len(digest) != WORDS:
-            raise WireError(f"event {code} without a digest of {WORDS} integers")
+        words = (WORDS,) if version == VERSION else (WORDS, WORDS + MARK_WORDS)
+        if len(event) != (3 if code == END else 2) or type(digest) is not list or len(digest) not in words:
+            raise WireError(f"event {code} without a digest of {' or '.join(map(str, words))} integers")
         if any(type(word) is not int or not 0 <= word <= MAX_SEQ for word in digest):
-            raise WireError(f"event {code} whose digest is {digest!r}")
-        if code == END and (type(event[CHUNKS]) is not int or event[CHUNKS] < 0):
-            raise WireError(f"snapshot end of {event[CHUNKS]!r} chunks")
-    elif code not in (CLEARED, BEGIN) or len(event) != 1:
-        raise WireError(f"event with code {code!r}; expected 1 to 7")
+            raise WireError(f"event {code} whose digest is {digest!r:.80}")
+        if code == END and (type(event[CHUNKS]) is not int or not 0 <= event[CHUNKS] <= MAX_SEQ):
+            raise WireError(f"snapshot end of {event[CHUNKS]!r:.40} chunks")
+    elif code in _OF_MARKS:
+        _check_marks(event, scopes)
+    elif code == BEGIN and len(event) == 2 and version == VERSION_WITH_MARKS:
+        if type(event[DROPPED]) is not int or not 0 <= event[DROPPED] <= MAX_DROPPED:
+            raise WireError(f"snapshot begin that drops {event[DROPPED]!r:.80} blocks; expected 0 to {MAX_DROPPED}")
+    elif len(event) != 1:
+        raise WireError(f"event {code} of {len(event)} fields")
+
+
+def _check_marks(event: list[Any], scopes: dict[Any, Any]) -> None:
+    if len(event) != (4 if event[CODE] == HEADS else 3):
+        raise WireError(f"event {event[CODE]} of {len(event)} fields")
+    scope_id, hashes = event[SCOPE_ID], event[MARK_HASHES]
+    if type(scope_id) is not bytes or len(scope_id) != SCOPE_ID_BYTES or scope_id not in scopes:
+        raise WireError(f"event of scope {scope_id!r}, which the message does not describe")
+    if type(hashes) is not bytes or not hashes or len(hashes) % HASH_BYTES:
+        raise WireError("event whose hashes are not packed in 8 bytes each")
+    if event[CODE] == HEADS and (type(event[HEAD_BITS]) is not bytes or len(event[HEAD_BITS]) != len(hashes)):
+        raise WireError("heads whose bits are not packed in 8 bytes each, one for each hash")
+
+
+def _needs_marks(event: IndexEvent) -> bool:
+    """Can only version 2 say this?"""
+    match event:
+        case Marked() | Unmarked() | Heads():
+            return True
+        case SnapshotBegin():
+            return event.dropped is not None
+        case SnapshotEnd() | Checkpoint():
+            return len(event.digest) != WORDS
+    return False
 
 
 def _encode_event(event: IndexEvent) -> list[Any]:
@@ -190,8 +257,14 @@ def _encode_event(event: IndexEvent) -> list[Any]:
             return [REMOVED, event.scope_id, int(event.tier), event.hashes]
         case Cleared():
             return [CLEARED]
+        case Marked():
+            return [MARKED, event.scope_id, event.hashes]
+        case Unmarked():
+            return [UNMARKED, event.scope_id, event.hashes]
+        case Heads():
+            return [HEADS, event.scope_id, event.hashes, event.bits]
         case SnapshotBegin():
-            return [BEGIN]
+            return [BEGIN] if event.dropped is None else [BEGIN, event.dropped]
         case SnapshotEnd():
             return [END, event.chunks, list(event.digest)]
         case Checkpoint():
@@ -210,4 +283,8 @@ def _decode_event(event: list[Any]) -> IndexEvent:
         return SnapshotEnd(event[CHUNKS], event[END_DIGEST])
     if code == CHECKPOINT:
         return Checkpoint(event[CHECKPOINT_DIGEST])
-    return Cleared() if code == CLEARED else SnapshotBegin()
+    if code == HEADS:
+        return Heads(event[SCOPE_ID], event[MARK_HASHES], event[HEAD_BITS])
+    if code in _OF_MARKS:
+        return (Marked if code == MARKED else Unmarked)(event[SCOPE_ID], event[MARK_HASHES])
+    return Cleared() if code == CLEARED else SnapshotBegin(*event[DROPPED:])

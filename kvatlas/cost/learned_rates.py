@@ -210,10 +210,11 @@ def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRate
     (see SAME_SPEED) in prefill, or in decoding, get the same rates there."""
     prefill = _representatives({id: one.rates.prefill_us(*TYPICAL_PREFILL) for id, one in learned.items()})
     decode = _representatives({id: one.rates.tpot_us(*TYPICAL_DECODE) for id, one in learned.items()})
-    by_worker = {}
+    by_worker: dict[str, EngineRates] = {}
+    shared: dict[EngineRates, EngineRates] = {}  # equal rates are one object: workers are alike by its identity
     for id, one in learned.items():
         computing, decoding = learned[prefill[id]].rates, learned[decode[id]].rates
-        by_worker[id] = replace(
+        rates = replace(
             one.rates,
             prefill_us_per_token=computing.prefill_us_per_token,
             attention_us_per_token_pair=computing.attention_us_per_token_pair,
@@ -221,6 +222,7 @@ def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRate
             tpot_us_per_running=decoding.tpot_us_per_running,
             tpot_us_per_kv_token=decoding.tpot_us_per_kv_token,
         )
+        by_worker[id] = shared.setdefault(rates, rates)
     unknown = rates_of_unknown(pool, profile.rates)
     return replace(profile, rates=unknown, by_worker={**profile.by_worker, **by_worker})
 

@@ -1,7 +1,7 @@
 """Fleet records: what a worker is, its state and its load. Border types, checked by pydantic."""
 
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -9,7 +9,23 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
-from kvatlas.validation import Count, Positive, describe_mistake
+from kvatlas.incarnation import check_incarnation
+from kvatlas.msgpack_input import unpack
+from kvatlas.validation import (
+    MAX_ITEMS,
+    AckedSeq,
+    BlockBytes,
+    BlockTokens,
+    Count,
+    Granularity,
+    Incarnation,
+    KvBlocks,
+    Name,
+    Rank,
+    Text,
+    Url,
+    describe_mistake,
+)
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
 MAX_DIAGNOSIS_TEXT = 512
@@ -20,6 +36,8 @@ class WireRecord(BaseModel):
     """A frozen border value that travels as a msgpack map; unknown fields of newer versions are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    max_bytes: ClassVar[int] = 256 * 1024
+    """More than the largest valid record."""
 
     def pack(self) -> bytes:
         return msgpack.packb(self.model_dump(mode="json", exclude_none=True))
@@ -28,14 +46,16 @@ class WireRecord(BaseModel):
     def unpack(cls, payload: bytes) -> Self:
         """The record in a payload. Raises InvalidValue, naming the first wrong field."""
         try:
-            return cls.model_validate(msgpack.unpackb(payload))
+            fields = unpack(payload, max_bytes=cls.max_bytes)
+        except InvalidValue as error:
+            raise InvalidValue(f"not a {cls.__name__}: {error}") from error
+        try:
+            return cls.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
             path = ".".join(str(part) for part in first["loc"])
             where = f" field {path}" if path else ""
             raise InvalidValue(describe_mistake(f"{cls.__name__}{where}", first)) from error
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise InvalidValue(f"not a {cls.__name__}: {str(error) or type(error).__name__}") from error
 
 
 class EngineKind(StrEnum):
@@ -68,26 +88,33 @@ class EngineEndpoint(WireRecord):
 
     The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups`
     are the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use
-    to it. `granularity`: every g-th block of a chain is published. `events` False: the engine publishes no KV events, so
-    what it holds can only be predicted from the requests it gets.
+    to it. `granularity`: every g-th block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache
+    groups the model has; `alignment_tokens`: hits are multiples of this (0: of blocks). `marks`: residency does not say where a
+    prompt can be resumed, the worker's marks do. `upper_bound`: why what is published is only an upper bound of what the engine
+    reuses; empty if it is not. `events` False: the engine publishes no KV events, so what it holds can only be predicted from
+    the requests it gets.
     """
 
     id: WorkerId
     kind: EngineKind
-    base_url: str = ""
-    advertised_url: str | None = None
+    base_url: Url = ""
+    advertised_url: Url | None = None
     role: Role = Role.BOTH
-    labels: dict[str, str] = Field(default_factory=dict)
-    model_id: str
-    tokenizer_id: str
-    tenant_id: str = DEFAULT_TENANT
-    locality_domain: str = ""
-    transfer_groups: tuple[str, ...] = ()
-    dp_rank: int | None = None
-    block_size: Positive | None = None
-    block_bytes: Count = 0
-    granularity: Positive = 1
+    labels: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
+    model_id: Name
+    tokenizer_id: Name
+    tenant_id: Name = DEFAULT_TENANT
+    locality_domain: Text = ""
+    transfer_groups: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
+    dp_rank: Rank | None = None
+    block_size: BlockTokens | None = None
+    block_bytes: BlockBytes = 0
+    granularity: Granularity = 1
     eagle: bool = False
+    groups: Count = 1
+    alignment_tokens: Count = 0
+    marks: bool = False
+    upper_bound: Text = ""
     events: bool = True
 
     @property
@@ -109,8 +136,8 @@ class ForwardPassMetrics(WireRecord):
 
     active_request_slots: Count = 0
     total_request_slots: Count = 0
-    active_kv_blocks: Count = 0
-    total_kv_blocks: Count = 0
+    active_kv_blocks: KvBlocks = 0
+    total_kv_blocks: KvBlocks = 0
     requests_waiting: Count = 0
     cache_usage: Fraction = 0.0
     prefix_hit_rate: Fraction = 0.0
@@ -120,7 +147,7 @@ class WorkerState(WireRecord):
     """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970)."""
 
     id: WorkerId
-    locality_domain: str = ""
+    locality_domain: Text = ""
     hbm_capacity_bytes: Count = 0
     hbm_used_bytes: Count = 0
     cpu_capacity_bytes: Count = 0
@@ -147,13 +174,24 @@ class Heartbeat(WireRecord):
     """
 
     worker_id: WorkerId
-    incarnation: Annotated[int, Field(ge=0, lt=1 << 64)]
-    acked_seq: Annotated[int, Field(ge=-1)]
+    incarnation: Incarnation
+    acked_seq: AckedSeq
     state: EngineState
     endpoint: EngineEndpoint
     load: WorkerState | None = None
     sent_us: Count = 0
     diagnoses: Annotated[tuple[Diagnosis, ...], Field(max_length=16)] = ()
+
+
+def read_heartbeat(payload: bytes, worker_id: str, now_us: int) -> Heartbeat:
+    """A heartbeat heard on this worker's subject. Raises InvalidValue for one that names another worker or an incarnation of no
+    publisher."""
+    beat = Heartbeat.unpack(payload)
+    named = {beat.worker_id, beat.endpoint.id} | ({beat.load.id} if beat.load is not None else set())
+    if named != {worker_id}:
+        raise InvalidValue(f"it names worker {', '.join(sorted(named - {worker_id}))}; expected {worker_id}")
+    check_incarnation(beat.incarnation, now_us)
+    return beat
 
 
 class Liveness(StrEnum):
@@ -176,10 +214,10 @@ class FleetRecord(WireRecord):
     state: EngineState
     liveness: Liveness
     load: WorkerState | None = None
-    incarnation: int = 0
+    incarnation: Incarnation = 0
     heard_us: Count = 0
     load_age_us: Count | None = None
-    trace: str | None = None
+    trace: Text | None = None
     vouched: bool = False
 
     @property

@@ -8,6 +8,8 @@
 Leases only save work; nothing that must be right depends on them.
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +19,16 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.reservations.protocol import WorkerReport
 from kvatlas.reservations.redis import write_reports
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, call_pool, pool_keys
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 from kvatlas.store.function_library import FunctionLibrary
 
 MEMBERS = "kva:{fleet}:members"
 LEASES = "kva:{fleet}:leases"
 POOLS = "kva:{fleet}:pools"
+
+RECORDS_A_SLICE = 16
+"""Records that are unpacked before other tasks get their turn, at 30 us each."""
 
 FLEET_LIBRARY = FunctionLibrary("kvatlas_fleet", Path(__file__).parent / "functions", ("_register", "_clock"))
 
@@ -34,8 +40,10 @@ def pool_workers_key(pool_id: str) -> str:
 class FleetStore:
     """Every call raises Unreachable if the store does not answer."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, on_refused: Callable[[str, InvalidValue], None] | None = None) -> None:
+        """`on_refused(worker, error)`: a record can't be read; without it one line is logged."""
         self._store = store
+        self._on_refused = on_refused or _log_refused
         self._read: dict[str, dict[bytes, tuple[bytes, FleetRecord]]] = {}
         """By pool, the records read last, packed and unpacked: unpacking takes 30 us, and records change once a second."""
 
@@ -80,20 +88,28 @@ class FleetStore:
                 await self._call("kvatlas_fleet_pools", [POOLS], [pool_id])
 
     async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
-        """The workers of one pool. Raises InvalidValue for a record of an unknown form."""
+        """The workers of one pool, but those with a record of an unknown form."""
         found, before = await self._packed_records(pool_id), self._read.get(pool_id, {})
         now: dict[bytes, tuple[bytes, FleetRecord]] = {}
+        unpacked = 0
         for worker_id, packed in found.items():
             known = before.get(worker_id)
             if known is None or known[0] != packed:
-                known = packed, FleetRecord.unpack(packed)
+                unpacked += 1
+                if unpacked % RECORDS_A_SLICE == 0:
+                    await asyncio.sleep(0)  # choices go on meanwhile
+                try:
+                    known = packed, _read_record(worker_id, packed)
+                except InvalidValue as error:
+                    self._on_refused(_name_of(worker_id), error)
+                    continue
             now[worker_id] = known
         self._read[pool_id] = now
-        return {worker_id.decode(): record for worker_id, (_, record) in now.items()}
+        return {_name_of(worker_id): record for worker_id, (_, record) in now.items()}
 
     async def pools(self) -> list[str]:
         """Every pool that has workers, sorted."""
-        return sorted(pool_id.decode() for pool_id in await self._store.ask(self._store.client.smembers(POOLS)))
+        return sorted(_name_of(pool_id) for pool_id in await self._store.ask(self._store.client.smembers(POOLS)))
 
     async def all(self) -> dict[str, FleetRecord]:
         """Every worker of every pool."""
@@ -107,9 +123,9 @@ class FleetStore:
         entries: list[tuple[str, str, FleetRecord | None]] = []
         for pool_id in await self.pools():
             for name, packed in (await self._packed_records(pool_id)).items():
-                if which(worker_id := name.decode(), pool_id):
+                if which(worker_id := _name_of(name), pool_id):
                     try:
-                        entries.append((worker_id, pool_id, FleetRecord.unpack(packed)))
+                        entries.append((worker_id, pool_id, _read_record(name, packed)))
                     except InvalidValue:
                         entries.append((worker_id, pool_id, None))
         return entries
@@ -156,3 +172,23 @@ class FleetStore:
 
     async def _call(self, function: str, keys: Sequence[str], args: Sequence[str | int]) -> list[bytes]:
         return list(await FLEET_LIBRARY.call(self._store, function, keys, args) or [])
+
+
+def _read_record(worker_id: bytes, packed: bytes) -> FleetRecord:
+    """Raises InvalidValue for a record of an unknown form, or of another worker."""
+    record = FleetRecord.unpack(packed)
+    if record.endpoint.id != _name_of(worker_id):
+        raise InvalidValue(f"FleetRecord of worker {record.endpoint.id}; expected {_name_of(worker_id)}")
+    return record
+
+
+def _name_of(field: bytes) -> str:
+    """The name that a field stands for, also if it is not UTF-8: anybody may have written it."""
+    return field.decode(errors="backslashreplace")
+
+
+_refusals = RateLimitedLog(logging.getLogger("kvatlas.fleet"))
+
+
+def _log_refused(worker_id: str, error: InvalidValue) -> None:
+    _refusals.report(worker_id, f"worker {worker_id:.64}: fleet record ignored: {error}")

@@ -105,10 +105,11 @@ def _to_runs(values: list[bytes], starts: list[int], stop: int) -> Runs:
 
 
 def differences(galloped: Overlap, walked: Overlap) -> Sequence[tuple[str, int, int]]:
-    """(worker, depth by galloping, depth by a walk) of every worker whose two depths differ, sorted."""
-    fast, slow = galloped.depths(), walked.depths()
+    """(worker, depth by galloping, depth by a walk) of every worker whose two depths differ, sorted; then the same of how
+    far those with marks can resume the chain."""
     return tuple(
         (worker, fast.get(worker, 0), slow.get(worker, 0))
+        for fast, slow in ((galloped.depths(), walked.depths()), (galloped.reach(), walked.reach()))
         for worker in sorted(fast.keys() | slow.keys())
         if fast.get(worker, 0) != slow.get(worker, 0)
     )

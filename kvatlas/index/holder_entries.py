@@ -3,7 +3,7 @@
 Sorted, so that equal holders are equal bytes. The Lua twin of this file is `redis/functions/_blocks.lua`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES
@@ -21,6 +21,18 @@ def entries_of(value: bytes) -> Iterator[tuple[bytes, int]]:
     """(holder's 3-byte number, flags) of each entry."""
     for at in range(0, len(value), HOLDER_ENTRY_BYTES):
         yield value[at : at + NUMBER_BYTES], value[at + NUMBER_BYTES]
+
+
+def depths_by_number(values: Sequence[bytes], lengths: Sequence[int]) -> dict[bytes, int]:
+    """How many leading blocks each holder of the first run has."""
+    going = {number for number, _ in entries_of(values[0])}
+    depths, position = {}, 0
+    for value, length in zip(values, lengths, strict=True):
+        here = {number for number, _ in entries_of(value)} if position else going
+        depths.update(dict.fromkeys(going - here, position))
+        going &= here
+        position += length
+    return depths | dict.fromkeys(going, position)
 
 
 def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:

@@ -10,11 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.errors import InvalidValue
 from kvatlas.index.holder_entries import NUMBER_BYTES
 
 SEGMENT = 64
 """Blocks that a head has a bit for each."""
 
+HEAD_SUFFIX = b"h"
+"""Behind a head's hash in its field, where one HASH has marks and heads."""
+
+HIGHEST_POSITION = (1 << 32) - 1
 BITS_BYTES = 8
 HEAD_ENTRY_BYTES = NUMBER_BYTES + BITS_BYTES
 """An entry of a head's value: the holder's number, then its bits, big-endian. Entries are sorted by number."""
@@ -29,24 +34,37 @@ class MarkedHolder(NamedTuple):
     dropped: int = 0
 
 
+def check_reach(first_index: int, limit: int | None) -> tuple[int, int]:
+    """The index of a lookup's first block, and the highest position that it may find. Raises InvalidValue for a first block
+    that is no head."""
+    if first_index < 0 or first_index % SEGMENT:
+        raise InvalidValue(f"lookup from block {first_index}; expected a multiple of {SEGMENT}")
+    return first_index, HIGHEST_POSITION if limit is None else max(0, limit)
+
+
 def deepest_positions(
-    get_head: Get, get_mark: Get, hashes: bytes, holders: Mapping[bytes, MarkedHolder], limit: int
+    get_head: Get,
+    get_mark: Get,
+    hashes: bytes,
+    holders: Mapping[bytes, MarkedHolder],
+    limit: int,
+    first_index: int = 0,
 ) -> dict[bytes, int]:
     """The deepest position, at most `limit` blocks, at which each of the holders can resume the chain of packed hashes.
 
     Holders that can't resume it anywhere are absent. `get_head` and `get_mark` give the values of a block's packed hash.
+    `first_index`: of the first hash in the chain, a multiple of SEGMENT; depths count from there, positions from the chain's
+    start.
     """
     found: dict[bytes, int] = {}
     for number, (depth, dropped) in holders.items():
-        last = min(depth, limit + dropped) - 1
-        if last < dropped:
-            continue
+        last = min(depth, limit + dropped - first_index) - 1
         for first in range(last // SEGMENT * SEGMENT, -1, -SEGMENT):
             offsets = (1 << last - first + 1) - 1 & bits_in(get_head(_hash_at(hashes, first)), number)
             while offsets:
                 offset = offsets.bit_length() - 1
                 if _has(get_mark(_hash_at(hashes, first + offset)), number):
-                    found[number] = first + offset + 1 - dropped
+                    found[number] = max(0, first_index + first + offset + 1 - dropped)
                     break
                 offsets ^= 1 << offset
             if number in found:
@@ -54,21 +72,40 @@ def deepest_positions(
     return found
 
 
+def walk_positions(
+    get_mark: Get, hashes: bytes, holders: Mapping[bytes, MarkedHolder], limit: int, first_index: int = 0
+) -> dict[bytes, int]:
+    """The same as `deepest_positions`, from a look at every block."""
+    found: dict[bytes, int] = {}
+    for number, (depth, dropped) in holders.items():
+        for index in range(min(depth, limit + dropped - first_index) - 1, -1, -1):
+            if _has(get_mark(_hash_at(hashes, index)), number):
+                found[number] = max(0, first_index + index + 1 - dropped)
+                break
+    return found
+
+
 def bits_in(value: bytes | None, number: bytes) -> int:
     """The holder's bits in a head's value; 0 where it has no entry."""
-    at = _find(value or b"", number, HEAD_ENTRY_BYTES)
-    return 0 if at is None or value is None else int.from_bytes(value[at + NUMBER_BYTES : at + HEAD_ENTRY_BYTES], "big")
+    at, found = find_sized(value or b"", number, HEAD_ENTRY_BYTES)
+    return int.from_bytes(value[at + NUMBER_BYTES : at + HEAD_ENTRY_BYTES], "big") if found and value else 0
+
+
+def find_sized(value: bytes, number: bytes, entry_bytes: int) -> tuple[int, bool]:
+    """(position of the entry that begins with this number, True), or (the position where it belongs, False)."""
+    low, high = 0, len(value) // entry_bytes
+    while low < high:
+        middle = (low + high) // 2
+        if value[middle * entry_bytes : middle * entry_bytes + NUMBER_BYTES] < number:
+            low = middle + 1
+        else:
+            high = middle
+    at = low * entry_bytes
+    return at, value[at : at + NUMBER_BYTES] == number
 
 
 def _has(value: bytes | None, number: bytes) -> bool:
-    return value is not None and _find(value, number, NUMBER_BYTES) is not None
-
-
-def _find(value: bytes, number: bytes, entry_bytes: int) -> int | None:
-    at = value.find(number)
-    while at >= 0 and at % entry_bytes:
-        at = value.find(number, at + 1)
-    return at if at >= 0 else None
+    return value is not None and find_sized(value, number, NUMBER_BYTES)[1]
 
 
 def _hash_at(hashes: bytes, index: int) -> bytes:

@@ -125,7 +125,8 @@ class RecountResult:
     """What a worker holds by the blocks themselves: its active holder's digest words by scope.
 
     As of (incarnation, seq). `moved`: the worker changed during the count, which is therefore void. `sound`: every
-    entry is in some tier, has the flags that messages set, and its holder is registered as the worker's.
+    entry is in some tier, has the flags that messages set, and its holder is registered as the worker's. `marks`: the digest
+    words of its marks; empty without any.
     """
 
     worker_id: str
@@ -134,6 +135,7 @@ class RecountResult:
     moved: bool
     scopes: Mapping[Scope, Sequence[int]]
     sound: bool = True
+    marks: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +194,12 @@ class ResidencyIndex(Protocol):
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         """Every residency of one block, by worker and tier."""
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
-        """How many leading blocks of a chain each active worker holds. `verify` walks every block too, and returns the
-        differences."""
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
+        """How many leading blocks of a chain each active worker holds, and how many of them those with marks can reuse: up to
+        `limit` (None: all), counted from the chain's start. `first_index`: the first hash's index in the chain, a multiple of
+        64. `verify` walks every block too, and returns the differences."""
 
     async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
         """Held blocks whose parent is `prefix_hash` (None: roots), ascending. Raises NotSupported without a side index."""

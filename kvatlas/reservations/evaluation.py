@@ -1,5 +1,6 @@
-"""Evaluating offers: which of the offered workers is cheapest. The Lua twin of this file is `functions/_evaluation.lua`.
+"""Evaluating offers: which of the offered workers is cheapest, by looking at every one of them.
 
+The Lua twin is `functions/_evaluation.lua`; it finds the same one in crowds without looking at all (`functions/_crowds.lua`).
 Both compute with the same operations in the same order, so that their floats are equal.
 """
 
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvatlas.cost.protocol import Load, Prices, mean_load
-from kvatlas.reservations.limits import Limit, Limits, Over, level
+from kvatlas.reservations.likeness import RING, place_on_ring
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits, Over, level
 from kvatlas.reservations.pair_choice import choose_pair
-from kvatlas.reservations.protocol import Ask, Evaluation, Offer, OfferEvaluation, OfferKind
+from kvatlas.reservations.protocol import Ask, CrowdsUnknown, Evaluation, Offer, OfferEvaluation, OfferKind
 
 
 class WorkerLoad(NamedTuple):
@@ -30,31 +32,67 @@ class PrefixMatch:
     ready_us: int
 
 
-def evaluate(ask: Ask, loads: Mapping[str, WorkerLoad], matches: Sequence[PrefixMatch], now_us: int) -> Evaluation:
-    """`loads` has every offered worker."""
-    mean = mean_load([load for offer in ask.offers if (load := loads[offer.worker_id].reported) is not None])
-    offers = {offer.worker_id: offer for offer in ask.offers}
+class Candidates(NamedTuple):
+    """Everybody an ask may choose: its `offers`, then those to every member of its crowds; `limits` in the same order.
+
+    `rings`: how far each is behind the ask's place on the ring; -1 for an offer that names its worker.
+    """
+
+    offers: Sequence[Offer]
+    limits: Sequence[Limit]
+    rings: Sequence[int]
+
+    @classmethod
+    def of(cls, ask: Ask, members: Mapping[str, tuple[bytes, Limit]]) -> "Candidates":
+        """`members`: the likeness and the limit of every worker that may belong to a crowd. Raises CrowdsUnknown."""
+        offers, rings = list(ask.offers), [-1] * len(ask.offers)
+        limits = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
+        named = {*(offer.worker_id for offer in offers), *ask.skipped}
+        crowds = {crowd.likeness: crowd for crowd in ask.crowds}
+        has_room = ask.limits is None or ask.limits.crowds_have_room
+        found = 0
+        for worker_id, (likeness, limit) in members.items():
+            crowd = crowds.get(likeness)
+            found += crowd is not None
+            if crowd is not None and worker_id not in named:
+                offers.append(crowd.offer._replace(worker_id=worker_id))
+                slots, kv_tokens = (0, 0) if has_room else (limit.slots, limit.kv_tokens)
+                limits.append(Limit(slots, kv_tokens, crowd.decode_us))
+                rings.append((place_on_ring(worker_id) - ask.ring) % RING)
+        if found < ask.least_members or not offers:
+            raise CrowdsUnknown(f"{found} workers in the crowds of an ask; expected at least {ask.least_members}")
+        return cls(offers, limits, rings)
+
+
+def evaluate(
+    ask: Ask, candidates: Candidates, loads: Mapping[str, WorkerLoad], matches: Sequence[PrefixMatch], now_us: int
+) -> Evaluation:
+    """`loads` has every candidate."""
+    offers = candidates.offers
+    mean = mean_load([load for offer in offers if (load := loads[offer.worker_id].reported) is not None])
+    kinds = {offer.worker_id: offer.kind for offer in offers}
     best: dict[str, tuple[int, int]] = {}
     for one in matches:
-        offer = offers[one.worker_id]
-        assert offer.kind.chain is not None
-        tokens = usable_tokens(offer.kind, one.steps * ask.chains[offer.kind.chain].step_tokens)
+        kind = kinds[one.worker_id]
+        assert kind.chain is not None
+        tokens = usable_tokens(kind, one.steps * ask.chains[kind.chain].step_tokens)
         if one.worker_id not in best or (-tokens, one.ready_us) < (-best[one.worker_id][0], best[one.worker_id][1]):
             best[one.worker_id] = (tokens, one.ready_us)
     in_flight = max((tokens for tokens, ready_us in best.values() if ready_us > now_us), default=0)
 
     scores: list[tuple[int, float]] = []
     by_offer: list[OfferEvaluation] = []
-    for i, offer in enumerate(ask.offers):
-        worker = loads[offer.worker_id]
-        score, found = evaluate_offer(ask, i, worker, mean, best.get(offer.worker_id), in_flight, now_us)
-        filters = ask.limits is not None and ask.limits.slo_filters
+    filters = ask.limits is not None and ask.limits.slo_filters
+    for offer, limit in zip(offers, candidates.limits, strict=True):
+        worker, prediction = loads[offer.worker_id], best.get(offer.worker_id)
+        score, found = evaluate_offer(ask, offer, limit, worker, mean, prediction, in_flight, now_us)
         scores.append((level(found.over, slo_filters=filters), score))
         by_offer.append(found)
     if ask.pair_layout is not None:
         prefill, chosen = choose_pair(ask.pair_layout, scores)
-        return Evaluation(chosen, by_offer, prefill)
-    return Evaluation(min(range(len(scores)), key=scores.__getitem__), by_offer)
+        return Evaluation(chosen, offers, by_offer, prefill)
+    chosen = min(range(len(scores)), key=lambda i: (scores[i], candidates.rings[i]))
+    return Evaluation(chosen, offers, by_offer)
 
 
 def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:
@@ -81,14 +119,20 @@ def ready_us(offer: Offer, found: OfferEvaluation, now_us: int) -> int:
 
 
 def evaluate_offer(
-    ask: Ask, i: int, worker: WorkerLoad, mean: Load, prediction: tuple[int, int] | None, in_flight: int, now_us: int
+    ask: Ask,
+    offer: Offer,
+    limit: Limit,
+    worker: WorkerLoad,
+    mean: Load,
+    prediction: tuple[int, int] | None,
+    in_flight: int,
+    now_us: int,
 ) -> tuple[float, OfferEvaluation]:
-    """The cost of the i-th offer, and what it comes from.
+    """The cost of an offer, and what it comes from.
 
     `mean` stands in for an unknown load. `prediction`: the best one of the offer's worker, as the tokens that it would use
     and when they are ready. `in_flight`: the most tokens that some offered worker is computing now.
     """
-    offer = ask.offers[i]
     prices = offer.kind.prices
     load = (mean if worker.reported is None else worker.reported) + worker.booked
     backlog = backlog_us(prices, load)
@@ -106,9 +150,9 @@ def evaluate_offer(
     over, missed = 0, 0.0
     if ask.limits is not None:
         ttft = offer.work_us - (worth_us(prices, cached) - worth_us(prices, offer.cached_tokens)) + backlog + wait
-        over, missed = _check_slo(ask.limits, ask.limits.of_offers[i], ttft, load_us)
+        over, missed = _check_slo(ask.limits, limit, ttft, load_us)
         if worker.reported is not None:
-            over |= _check_room(ask.limits, ask.limits.of_offers[i], load, worker.reported.kv_tokens, cached)
+            over |= _check_room(ask.limits, limit, load, worker.reported.kv_tokens, cached)
         score = score + ask.limits.slo_factor * missed
     return score, OfferEvaluation(load, worker.reported is not None, used, wait, again, over, missed)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
 
+from kvatlas.fleet.records import FleetRecord
+
 
 class Over(IntFlag):
     """What would be exceeded: the SLO's time to the first token, or for each further one; request slots; KV blocks."""
@@ -45,9 +47,18 @@ class Limit(NamedTuple):
 UNKNOWN_LIMIT = Limit()
 
 
+def limit_of(record: FleetRecord) -> Limit:
+    """As the worker reports it."""
+    if record.load is None:
+        return UNKNOWN_LIMIT
+    metrics = record.load.forward_pass
+    return Limit(metrics.total_request_slots, metrics.total_kv_blocks * (record.endpoint.block_size or 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an ask, `of_offers` in the order of its offers. A worker whose load is unknown, or too old, has room.
+    """Limits of an ask, `of_offers` in the order of its offers. Members of crowds have room if `crowds_have_room`; otherwise
+    what they reported is checked. A worker whose load is unknown, or too old, has room.
 
     The request's SLO: its first token within `ttft_us`, and all further ones within `decode_us` (0: no objective). Each us
     more costs `slo_factor` us in addition; with `slo_filters` a worker that takes longer is chosen only if all workers with
@@ -60,6 +71,7 @@ class Limits:
     decode_us: float = 0.0
     slo_factor: float = 0.0
     slo_filters: bool = False
+    crowds_have_room: bool = False
 
 
 def level(over: int, *, slo_filters: bool) -> int:

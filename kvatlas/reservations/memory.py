@@ -11,14 +11,15 @@ from itertools import count
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
-from kvatlas.reservations.evaluation import PrefixMatch, WorkerLoad, evaluate, ready_us
+from kvatlas.reservations.evaluation import Candidates, PrefixMatch, WorkerLoad, evaluate, ready_us
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
+    STALE_US,
     Ask,
     Booking,
     Evaluation,
     Offer,
-    OfferEvaluation,
     Outcome,
     StepChain,
     WorkerReport,
@@ -65,6 +66,8 @@ class _Worker:
     reported: Load | None = None
     sampled_us: int = 0
     covered_us: int = 0
+    likeness: bytes = b""
+    limit: Limit = UNKNOWN_LIMIT
 
 
 @dataclass(slots=True)
@@ -104,6 +107,13 @@ class MemoryReservations:
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
         return self.release_now(pool_id, id, outcome)
+
+    async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
+        for id, outcome in ends:
+            if outcome is None:
+                await self.record_first_token(pool_id, id)
+            else:
+                self.release_now(pool_id, id, outcome)
 
     async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
         pool, now = self._purge(pool_id)
@@ -151,9 +161,9 @@ class MemoryReservations:
         if any(id in pool.called_off for id in ids):
             return None
         found, matches = self._evaluate(pool, booking.ask, now)
-        self._reserve(pool, booking.id, booking, found.chosen, found.by_offer, matches, now)
+        self._reserve(pool, booking.id, booking, found, found.chosen, matches, now)
         if found.prefill is not None and booking.prefill_id is not None:
-            self._reserve(pool, booking.prefill_id, booking, found.prefill, found.by_offer, matches, now)
+            self._reserve(pool, booking.prefill_id, booking, found, found.prefill, matches, now)
         return found
 
     def release_now(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
@@ -171,10 +181,13 @@ class MemoryReservations:
             if worker.sampled_us > now + CLOCK_SLACK_US:
                 self._pools[pool_id] = pool = _Pool(rates=pool.rates)
                 worker = pool.workers.setdefault(worker_id, _Worker())
+            if worker.incarnation is not None and report.incarnation < worker.incarnation:
+                continue
             if worker.incarnation != report.incarnation:
                 if worker.incarnation is not None:
-                    self._drop_worker(pool, worker_id, now)
+                    self._drop_settled_predictions(pool, worker_id)
                 worker.incarnation = report.incarnation
+            worker.likeness, worker.limit = report.likeness, report.limit
             sample = report.sample
             if sample is not None and now - sample.age_us >= worker.sampled_us:
                 worker.reported, worker.sampled_us = sample.load, now - sample.age_us
@@ -189,8 +202,10 @@ class MemoryReservations:
 
     def _evaluate(self, pool: _Pool, ask: Ask, now: int) -> tuple[Evaluation, dict[bytes, int]]:
         """And of each prediction that shares a prefix with the prompt, the steps that are held with it."""
+        members = {id: (worker.likeness, worker.limit) for id, worker in pool.workers.items()} if ask.crowds else {}
+        candidates = Candidates.of(ask, members)
         loads: dict[str, WorkerLoad] = {}
-        booked = {offer.worker_id: [0, 0, 0] for offer in ask.offers}
+        booked = {offer.worker_id: [0, 0, 0] for offer in candidates.offers}
         for r in pool.reservations.values():
             if r.worker_id in booked and r.booked_us > pool.workers[r.worker_id].covered_us:
                 mine = booked[r.worker_id]
@@ -199,10 +214,10 @@ class MemoryReservations:
                 mine[2] += r.kv_tokens
         for worker_id, (running, queued, kv_tokens) in booked.items():
             worker = pool.workers.get(worker_id, _Worker())
-            known = now - worker.sampled_us < ask.stale_us
+            known = now - worker.sampled_us < STALE_US
             loads[worker_id] = WorkerLoad(worker.reported if known else None, Load(running, queued, 0, kv_tokens))
         chains: dict[str, StepChain] = {
-            o.worker_id: ask.chains[o.kind.chain] for o in ask.offers if o.kind.chain is not None
+            o.worker_id: ask.chains[o.kind.chain] for o in candidates.offers if o.kind.chain is not None
         }
         matches: dict[bytes, int] = {}
         for id, prediction in pool.predictions.items():
@@ -215,20 +230,20 @@ class MemoryReservations:
             PrefixMatch(pool.predictions[id].worker_id, steps, pool.predictions[id].ready_us)
             for id, steps in matches.items()
         ]
-        return evaluate(ask, loads, held, now), matches
+        return evaluate(ask, candidates, loads, held, now), matches
 
     def _reserve(
         self,
         pool: _Pool,
         id: bytes,
         booking: Booking,
+        evaluation: Evaluation,
         chosen: int,
-        by_offer: Sequence[OfferEvaluation],
         matches: Mapping[bytes, int],
         now: int,
     ) -> None:
         ask = booking.ask
-        offer, found = ask.offers[chosen], by_offer[chosen]
+        offer, found = evaluation.offers[chosen], evaluation.by_offer[chosen]
         pool.workers.setdefault(offer.worker_id, _Worker())
         new_tokens = booking.input_tokens - (found.predicted_tokens or offer.cached_tokens)
         pool.reservations[id] = _Reservation(
@@ -289,6 +304,13 @@ class MemoryReservations:
             self._drop_reservation(pool, id, False, now)
         for id in [id for id, p in pool.predictions.items() if p.worker_id == worker_id]:
             del pool.predictions[id]
+
+    def _drop_settled_predictions(self, pool: _Pool, worker_id: str) -> None:
+        """Except of prompts that it is still computing."""
+        for id in [id for id, p in pool.predictions.items() if p.worker_id == worker_id]:
+            reservation = pool.reservations.get(id)
+            if reservation is None or not reservation.prefilling:
+                del pool.predictions[id]
 
     def _pool(self, pool_id: str) -> _Pool:
         return self._pools.setdefault(pool_id, _Pool())

@@ -7,9 +7,12 @@ the moment that its prefill should end, until its events confirm them or the pre
 
 Prefixes are cut in **steps** of STEP_BLOCKS blocks: of a chain only every STEP_BLOCKS-th hash travels, so a prediction is a
 lower bound within STEP_BLOCKS - 1 blocks.
+
+A choice among hundreds of workers names few of them. All others that are alike, and hold the same, differ only by their
+load; a **crowd** stands for them, and the store knows who they are and keeps them sorted by load.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -17,9 +20,10 @@ from typing import NamedTuple, Protocol
 from kvatlas.blocks.hashing import HASH_BYTES, thin
 from kvatlas.cost.protocol import Load, Prices
 from kvatlas.cost.regression import Evidence
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet.records import FleetRecord
-from kvatlas.reservations.limits import Limits
+from kvatlas.reservations.likeness import likeness_of
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits, limit_of
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
@@ -79,6 +83,17 @@ class Offer(NamedTuple):
     work_us: float
 
 
+class Crowd(NamedTuple):
+    """The same offer to all workers of a likeness (`kvatlas.reservations.likeness`) that the ask does not name otherwise.
+
+    `offer`: without a worker's id. `decode_us`: see `Limit`; their other limits are those that they reported.
+    """
+
+    likeness: bytes
+    offer: Offer
+    decode_us: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class PairLayout:
     """How the offers of an ask form pairs, in which one worker computes the prompt and another one the answer.
@@ -96,18 +111,29 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Which of `offers` is cheapest now? Ties go to the first.
+    """Which of `offers`, and of the offers to `crowds`, is cheapest now? Ties go to the first offer, then to the member of a
+    crowd that is next on the ring (`kvatlas.reservations.likeness`) from `ring` on.
 
     `again_factor`: what a token costs in addition, in times of its price, if another worker is computing it now. `limits`
     absent: none are checked. `pair_layout` absent: one offer is chosen, not a pair.
+
+    `skipped`: workers that belong to no crowd here. Crowds of fewer than `least_members` together, workers with an offer of
+    their own and skipped ones counted, are not what the asker takes them for: the ask raises CrowdsUnknown.
     """
 
     offers: Sequence[Offer]
     chains: Sequence[StepChain] = ()
     again_factor: float = 0.0
-    stale_us: int = STALE_US
     limits: Limits | None = None
     pair_layout: PairLayout | None = None
+    crowds: Sequence[Crowd] = ()
+    skipped: Collection[str] = ()
+    least_members: int = 0
+    ring: int = 0
+
+
+class CrowdsUnknown(KvatlasError):
+    """The store does not know the workers that an ask's crowds stand for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +160,7 @@ class Booking:
                 raise InvalidValue(f"reservation id of {len(id)} bytes; expected {ID_BYTES}")
         if self.ask.pair_layout is not None and self.prefill_id in (None, self.id):
             raise InvalidValue("a booking of a pair without an id of its own for the prefill")
-        if not self.ask.offers:
+        if not self.ask.offers and not self.ask.crowds:
             raise InvalidValue("a booking without offers; expected at least one worker")
 
 
@@ -158,14 +184,21 @@ class OfferEvaluation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Which offer of an ask is the cheapest, and what each offer's cost comes from, in the order of the offers.
+    """Which of `offers` is the cheapest, and what the cost of each comes from, in the same order.
 
-    Of an ask with a pair layout, `chosen` computes the answer, and `prefill` the prompt (None: `chosen` computes both).
+    `offers`: those of the ask, then those to members of its crowds, as far as the choice had to read them. Of an ask with a
+    pair layout, `chosen` computes the answer, and `prefill` the prompt (None: `chosen` computes both).
     """
 
     chosen: int
+    offers: Sequence[Offer]
     by_offer: Sequence[OfferEvaluation]
     prefill: int | None = None
+
+    @property
+    def worker_id(self) -> str:
+        """The chosen worker."""
+        return self.offers[self.chosen].worker_id
 
 
 class Outcome(StrEnum):
@@ -191,31 +224,40 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What is known of a worker: its incarnation, and its load if it reports one."""
+    """What is known of a worker: its incarnation, and its load if it reports one.
+
+    `likeness`: which crowd it belongs to; empty: to none, as it gets no requests now. `limit`: its slots and its KV.
+    """
 
     incarnation: int
     sample: LoadReport | None = None
+    likeness: bytes = b""
+    limit: Limit = UNKNOWN_LIMIT
 
     @classmethod
     def of(cls, record: FleetRecord, now_us: int) -> "WorkerReport":
         """From a fleet record. `now_us`: the clock of the receiver of its heartbeat, or one that agrees with the worker's."""
-        if record.load is None:
-            return cls(record.incarnation)
-        load = Load.of(record.load, record.endpoint.block_size or 1)
-        if not record.load.sampled_us:  # taken at an unknown time: it may include any booking or none
-            return cls(record.incarnation, LoadReport(load, 0, covers=False))
-        if record.load_age_us is None or not record.heard_us:
-            return cls(record.incarnation, LoadReport(load, max(0, now_us - record.load.sampled_us)))
-        return cls(record.incarnation, LoadReport(load, max(0, now_us - record.heard_us) + record.load_age_us))
+        return cls(record.incarnation, _load_report(record, now_us), likeness_of(record), limit_of(record))
+
+
+def _load_report(record: FleetRecord, now_us: int) -> LoadReport | None:
+    if record.load is None:
+        return None
+    load = Load.of(record.load, record.endpoint.block_size or 1)
+    if not record.load.sampled_us:  # taken at an unknown time: it may include any booking or none
+        return LoadReport(load, 0, covers=False)
+    if record.load_age_us is None or not record.heard_us:
+        return LoadReport(load, max(0, now_us - record.load.sampled_us))
+    return LoadReport(load, max(0, now_us - record.heard_us) + record.load_age_us)
 
 
 class Reservations(Protocol):
     """The bookings of every router on every pool. All calls raise Unreachable; times are those of the store's clock.
 
     Promises: `book` chooses and reserves in one step, so that all routers see each other's bookings. A reservation ends
-    with its release, its router's lease, its worker's incarnation, or its longest time, whichever is first; ending it again
-    changes nothing. No prediction outlives the time for which it is believed, a failure of its request, or its worker's
-    incarnation.
+    with its release, its router's lease, its worker's retirement, or its longest time, whichever is first; ending it again
+    changes nothing. No prediction outlives the time for which it is believed, or a failure of its request; a settled one does
+    not outlive its worker's incarnation.
 
     If that clock goes back (another server's, or stepped), all that is booked and predicted ends with the next report: it
     would count until the clock is where it was.
@@ -226,16 +268,20 @@ class Reservations(Protocol):
         """True: the indexer reports workers. False: the caller has to `report` what it knows of them."""
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        """What `book` would choose now. Books nothing."""
+        """What `book` would choose now. Books nothing. Raises CrowdsUnknown."""
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
-        """Reserve the cheapest offer; None if the booking was called off before. Sent again, it replaces the first one."""
+        """Reserve the cheapest offer; None if the booking was called off before. Sent again, it replaces the first one.
+        Raises CrowdsUnknown; then nothing is reserved."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         """The request's first token is there. False if there is no such reservation, or it was recorded before."""
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
         """End a reservation. False if there is none (any more)."""
+
+    async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
+        """`record_first_token` (outcome None) and `release` of many, in order."""
 
     async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
         """Renew a router's lease. False if it was over, and with it every reservation made under it."""
@@ -244,7 +290,9 @@ class Reservations(Protocol):
         """End a router's lease, and with it its reservations."""
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
-        """Report workers by id. Another incarnation ends a worker's bookings and predictions; older samples are ignored."""
+        """Report workers by id. A lower incarnation than the last one is late, and ignored, as are older samples. A higher one
+        ends the worker's predictions, except of prompts that are being computed; bookings stay, because every snapshot begins
+        an incarnation while the engine's requests go on."""
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
         """Forget a worker that is gone, with all that was booked, predicted and learned there."""

@@ -10,25 +10,32 @@ import msgpack
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import ERRORS, FORM, Evidence
 from kvatlas.reservations.evaluation import WorkerLoad, evaluate_offer
-from kvatlas.reservations.limits import Limits
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
+    STALE_US,
     Ask,
     Booking,
+    Crowd,
+    CrowdsUnknown,
     Evaluation,
+    Offer,
     OfferEvaluation,
+    OfferKind,
     Outcome,
     WorkerReport,
 )
 from kvatlas.reservations.redis_calls import call_pool, call_pool_ro
 from kvatlas.store.connection import Store
 
-_WORKER = Struct(">9d")
-"""The start of a worker's record, see `functions/_pool.lua`."""
+_WORKER = Struct(">12d")
+"""The start of a worker's record, see `functions/_layout.lua`."""
 
-WORKERS_A_CALL = 100
-"""Evidence of up to this many is added in one call, so that other calls wait for a millisecond at most."""
+WORKERS_A_CALL = 32
+ENDS_A_CALL = 32
+"""Up to this many are reported, or given evidence, or ended, in one call, so that other calls wait for a millisecond or two."""
+MOST_SLICES = 10_000
 
 
 class RedisReservations:
@@ -40,9 +47,9 @@ class RedisReservations:
         self._store = store
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        found = _unpack_evaluation(ask, await call_pool_ro(self._store, "look", pool_id, [_pack_ask(ask)]))
-        assert found is not None
-        return found
+        evaluation = _unpack_evaluation(ask, await call_pool_ro(self._store, "look", pool_id, [_pack_ask(ask)]))
+        assert evaluation is not None
+        return evaluation
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
         args = [
@@ -57,16 +64,26 @@ class RedisReservations:
         return _unpack_evaluation(booking.ask, await call_pool(self._store, "book", pool_id, args))
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
-        return bool(await call_pool(self._store, "prefilled", pool_id, [id]))
+        return (await self._end(pool_id, [(id, None)]))[0]
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome) -> bool:
-        return bool(await call_pool(self._store, "release", pool_id, [id, outcome.value, CALLED_OFF_US]))
+        return (await self._end(pool_id, [(id, outcome)]))[0]
+
+    async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
+        for first in range(0, len(ends), ENDS_A_CALL):
+            await self._end(pool_id, ends[first : first + ENDS_A_CALL])
 
     async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
         return bool(await call_pool(self._store, "beat", pool_id, [router_id, lease_us]))
 
     async def end_lease(self, pool_id: str, router_id: str) -> None:
-        await call_pool(self._store, "leave", pool_id, [router_id])
+        for _ in range(MOST_SLICES):
+            if not await call_pool(self._store, "leave", pool_id, [router_id]):
+                return
+
+    async def _end(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> list[bool]:
+        flat = chain.from_iterable((id, "" if outcome is None else outcome.value) for id, outcome in ends)
+        return list(map(bool, await call_pool(self._store, "ends", pool_id, [CALLED_OFF_US, *flat])))
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         await write_reports(self._store, pool_id, {worker_id: (b"", report) for worker_id, report in reports.items()})
@@ -94,27 +111,31 @@ async def write_reports(store: Store, pool_id: str, reports: Mapping[str, tuple[
     """Report workers, each with its packed fleet record; an empty one leaves the stored record as it is. Raises
     Unreachable."""
     rows = [_report_row(worker_id, record, report) for worker_id, (record, report) in reports.items()]
-    await call_pool(store, "report", pool_id, [_pack(rows)])
+    for first in range(0, len(rows), WORKERS_A_CALL):
+        await call_pool(store, "report", pool_id, [_pack(rows[first : first + WORKERS_A_CALL])])
 
 
 def _report_row(worker_id: str, record: bytes, report: WorkerReport) -> tuple[Any, ...]:
     """As `functions/report.lua` takes it."""
     sample, incarnation = report.sample, str(report.incarnation)
-    if sample is None:
-        return worker_id, record, incarnation, 0, 0, -1, 0, 0, 0, 0
-    load = sample.load
-    covered_age_us = sample.age_us + ARRIVAL_US if sample.covers else -1
+    known, age_us, covered_age_us, load = 0, 0, -1, Load()
+    if sample is not None:
+        known, age_us, load = 1, sample.age_us, sample.load
+        covered_age_us = sample.age_us + ARRIVAL_US if sample.covers else -1
     return (
         worker_id,
         record,
         incarnation,
-        1,
-        sample.age_us,
+        known,
+        age_us,
         covered_age_us,
         load.queued_prefill_tokens,
         load.running_decodes,
         load.waiting_requests,
         load.kv_tokens,
+        report.likeness,
+        report.limit.slots,
+        report.limit.kv_tokens,
     )
 
 
@@ -130,60 +151,92 @@ def _pack_ask(ask: Ask) -> bytes:
     numbers: dict[int, int] = {}
     kinds: list[Any] = []
     offers: list[Any] = []
-    for worker_id, kind, held_steps, cached_tokens, base_us, work_us in ask.offers:
+    crowds: list[Any] = []
+
+    def number_of(kind: OfferKind) -> int:
         if (number := numbers.get(id(kind))) is None:
             number = numbers[id(kind)] = len(numbers)
-            prices = kind.prices
-            kinds += (
-                0 if kind.chain is None else kind.chain + 1,
-                kind.limit_tokens,
-                kind.lost_tokens,
-                prices.queued_us,
-                prices.running_us,
-                prices.kv_us,
-                prices.waiting_tokens,
-                prices.token_us,
-                prices.token_squared_us,
-                prices.hit_us,
-                kind.believed_us,
-                kind.capacity_steps,
-            )
-        offers += (worker_id, number, held_steps, cached_tokens, base_us, work_us)
-    fields: list[Any] = [ask.stale_us, ask.again_factor, chains, kinds, offers]
-    if ask.limits is not None or ask.pair_layout is not None:
-        fields.append(0 if ask.limits is None else _limit_fields(ask.limits))
-    if (layout := ask.pair_layout) is not None:
-        fields.append((layout.prefills, layout.decodes, layout.groups, layout.transfers_us))
-    return _pack(fields)
+            kinds.extend(_kind_fields(kind))
+        return number
+
+    for worker_id, kind, held_steps, cached_tokens, base_us, work_us in ask.offers:
+        offers += (worker_id, number_of(kind), held_steps, cached_tokens, base_us, work_us)
+    for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us), _ in ask.crowds:
+        crowds += (likeness, number_of(kind), held_steps, cached_tokens, base_us, work_us)
+    layout = ask.pair_layout
+    return _pack(
+        (
+            ask.again_factor,
+            chains,
+            kinds,
+            offers,
+            0 if ask.limits is None else _limit_fields(ask.limits, ask.crowds),
+            0 if layout is None else (layout.prefills, layout.decodes, layout.groups, layout.transfers_us),
+            crowds,
+            list(ask.skipped),
+            ask.least_members,
+            ask.ring,
+        )
+    )
 
 
-def _limit_fields(limits: Limits) -> tuple[Any, ...]:
-    each = list(chain.from_iterable(limits.of_offers))
-    filters = int(limits.slo_filters)
-    return (limits.ttft_us, limits.decode_us, limits.slo_factor, filters, limits.input_tokens, each)
+def _kind_fields(kind: OfferKind) -> tuple[float, ...]:
+    prices = kind.prices
+    return (
+        0 if kind.chain is None else kind.chain + 1,
+        kind.limit_tokens,
+        kind.lost_tokens,
+        prices.queued_us,
+        prices.running_us,
+        prices.kv_us,
+        prices.waiting_tokens,
+        prices.token_us,
+        prices.token_squared_us,
+        prices.hit_us,
+        kind.believed_us,
+        kind.capacity_steps,
+    )
+
+
+def _limit_fields(limits: Limits, crowds: Sequence[Crowd]) -> tuple[Any, ...]:
+    return (
+        limits.ttft_us,
+        limits.decode_us,
+        limits.slo_factor,
+        int(limits.slo_filters),
+        limits.input_tokens,
+        list(chain.from_iterable(limits.of_offers)),
+        int(limits.crowds_have_room),
+        [crowd.decode_us for crowd in crowds],
+    )
 
 
 class _OfferEvaluations(Sequence[OfferEvaluation]):
-    """Each offer's evaluation, computed again as in the store when it is read: a router reads one of hundreds.
+    """Each offer's evaluation, computed again as in the store when it is read: a router reads one of many.
 
-    `records`: each offer's worker as the store keeps it (`functions/_pool.lua`).
+    `records`: each offer's worker as the store keeps it (`functions/_layout.lua`).
     """
 
     def __init__(
         self,
         ask: Ask,
+        offers: Sequence[Offer],
+        records: Sequence[bytes],
+        crowds: Sequence[Crowd],
         now_us: int,
         mean: Load,
         in_flight: int,
         best: Mapping[str, tuple[int, int]],
-        records: Sequence[bytes],
     ) -> None:
+        """`crowds`: those of the offers behind the ask's own."""
         self._ask = ask
+        self._offers = offers
+        self._records = records
+        self._crowds = crowds
         self._now_us = now_us
         self._mean = mean
         self._in_flight = in_flight
         self._best = best
-        self._records = records
 
     @overload
     def __getitem__(self, index: int) -> OfferEvaluation: ...
@@ -202,24 +255,38 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
     __hash__ = None  # type: ignore[assignment]
 
     def _evaluate(self, number: int) -> OfferEvaluation:
-        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv = map(
+        ask, offer = self._ask, self._offers[number]
+        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv, _, slots, kv_limit = map(
             int, _WORKER.unpack_from(self._records[number])
         )
-        known = self._now_us - sampled_us < self._ask.stale_us
-        reported = Load(running, queued, waiting, kv) if known else None
+        limit, first_member = UNKNOWN_LIMIT, len(ask.offers)
+        if ask.limits is not None:
+            if number < first_member:
+                limit = ask.limits.of_offers[number]
+            else:
+                room = (0, 0) if ask.limits.crowds_have_room else (slots, kv_limit)
+                limit = Limit(*room, self._crowds[number - first_member].decode_us)
+        reported = Load(running, queued, waiting, kv) if self._now_us - sampled_us < STALE_US else None
         load = WorkerLoad(reported, Load(more_running, more_queued, 0, more_kv))
-        prediction = self._best.get(self._ask.offers[number].worker_id)
-        return evaluate_offer(self._ask, number, load, self._mean, prediction, self._in_flight, self._now_us)[1]
+        prediction = self._best.get(offer.worker_id)
+        return evaluate_offer(ask, offer, limit, load, self._mean, prediction, self._in_flight, self._now_us)[1]
 
 
 def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
-    """As `functions/_evaluation.lua` returns it; None for a booking that was called off."""
+    """As `functions/_choice.lua` returns it; None for a booking that was called off. Raises CrowdsUnknown."""
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:
         return None
-    prefill, now_us, mean, in_flight, predictions, records = rest
+    if chosen < 0:
+        raise CrowdsUnknown(f"the store has fewer than {ask.least_members} workers in the crowds of an ask")
+    prefill, now_us, mean, in_flight, predictions, records, members = rest
     queued, running, waiting, kv_tokens = mean or (0, 0, 0, 0)
     best = {worker_id.decode(): (tokens, ready_us) for worker_id, tokens, ready_us in predictions}
     mean_load = Load(running, queued, waiting, kv_tokens)
-    by_offer = _OfferEvaluations(ask, now_us, mean_load, in_flight, best, records)
-    return Evaluation(chosen - 1, by_offer, prefill - 1 if prefill else None)
+    offers, crowds = ask.offers, [ask.crowds[number - 1] for number in members[1::3]]
+    if members:
+        names = [name.decode() for name in members[::3]]
+        more = [crowd.offer._replace(worker_id=name) for name, crowd in zip(names, crowds, strict=True)]
+        offers, records = [*offers, *more], [*records, *members[2::3]]
+    by_offer = _OfferEvaluations(ask, offers, records, crowds, now_us, mean_load, in_flight, best)
+    return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None)

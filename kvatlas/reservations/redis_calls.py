@@ -1,6 +1,6 @@
 """Calls to a pool's functions in the store: what is reported of its workers, and what routers book on them.
 
-All keys of a pool are in one slot, and its functions take all of them (documented in `functions/_pool.lua`).
+All keys of a pool are in one slot, and its functions take all of them (documented in `functions/_layout.lua`).
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,36 @@ from kvatlas.store.connection import Store
 from kvatlas.store.function_library import FunctionLibrary
 
 POOL_LIBRARY = FunctionLibrary(
-    "kvatlas_pool", Path(__file__).parent / "functions", ("_register", "_clock", "_pool", "_pair_choice", "_evaluation")
+    "kvatlas_pool",
+    Path(__file__).parent / "functions",
+    ("_register", "_clock", "_layout", "_orders", "_pool", "_pair_choice", "_evaluation", "_crowds", "_choice"),
 )
+
+_FORM = 2
+"""Of all keys but the first and the last one. Routers and indexers of another form book and report beside this one."""
 
 _PARTS = (
     "workers",
-    "load",
-    "reservations",
-    "booked",
-    "routers",
-    "predictions",
-    "anchors",
-    "predicted",
-    "deadlines",
+    *(
+        f"{part}.{_FORM}"
+        for part in (
+            "load",
+            "reservations",
+            "booked",
+            "owned",
+            "routers",
+            "predictions",
+            "anchors",
+            "predicted",
+            "deadlines",
+            "groups",
+            "samples",
+            "order_queued",
+            "order_running",
+            "order_kv",
+            "order_mix",
+        )
+    ),
     "rates",
 )
 

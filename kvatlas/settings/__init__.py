@@ -24,7 +24,7 @@ from kvatlas.settings.field_types import (
 )
 from kvatlas.settings.indexer import IndexerSettings
 from kvatlas.settings.process import ENV_PREFIX, ProcessSettings, ServerSettings, Settings, flag_of, variable_of
-from kvatlas.settings.proxy import ProxySettings
+from kvatlas.settings.proxy import ProxySettings, RoutingSettings
 from kvatlas.settings.publisher import PublishSettings
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "PublishSettings",
     "QuerySettings",
     "RedisUrl",
+    "RoutingSettings",
     "ServerSettings",
     "Settings",
     "UpSettings",

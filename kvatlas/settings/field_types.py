@@ -11,6 +11,8 @@ from pydantic_settings import NoDecode
 from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
+from kvatlas.validation import Name as Name
+from kvatlas.validation import Text, Url
 
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
@@ -99,13 +101,13 @@ def _split_labels(value: Any) -> Any:
 NatsUrl = Annotated[str, AfterValidator(_check_nats_urls)]
 RedisUrl = Annotated[str, _url(*REDIS_SCHEMES), AfterValidator(_check_redis_database)]
 ZmqEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, port=True)]
-HttpUrl = Annotated[str, _url(*HTTP_SCHEMES)]
+HttpUrl = Annotated[Url, _url(*HTTP_SCHEMES)]
 EngineUrl = Annotated[str, AfterValidator(_check_engine_url)]
 Inbox = Annotated[str, AfterValidator(_check_inbox)]
 WorkerId = Annotated[str, AfterValidator(_check_worker_id)]
-CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
-Labels = Annotated[dict[str, str], NoDecode, BeforeValidator(_split_labels)]
+GroupList = Annotated[tuple[Annotated[int, Field(ge=0, le=1023)], ...], NoDecode, BeforeValidator(_split_commas)]
+CommaList = Annotated[tuple[Text, ...], NoDecode, BeforeValidator(_split_commas)]
+Labels = Annotated[dict[Text, Text], NoDecode, BeforeValidator(_split_labels)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITIONS)]
 Seconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
-Name = Annotated[str, Field(min_length=1, max_length=512)]

@@ -8,14 +8,12 @@ from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.request import DEFAULT_DECODE_TOKENS
 from kvatlas.settings.field_types import CommaList, Labels, Name, Port
 from kvatlas.settings.process import Settings
-from kvatlas.validation import OutputTokens, Positive
+from kvatlas.validation import Count, OutputTokens, Positive
 
 
-class ProxySettings(Settings):
-    """One proxy process."""
+class RoutingSettings(Settings):
+    """How a process that gets requests reads and routes them."""
 
-    host: Name = Field(default="127.0.0.1", description="Address to listen on.")
-    port: Port = Field(default=8080, description="Port to listen on; 0: any free port.")
     tokenizer: Name = Field(
         default="engine",
         description="Source of a request's token ids: `engine` asks an engine's /tokenize; `none` routes by load alone; "
@@ -23,6 +21,10 @@ class ProxySettings(Settings):
     )
     tokenizer_deadline_ms: float = Field(
         default=200.0, gt=0, description="Milliseconds to get a request's token ids; after that it is routed by load."
+    )
+    tokenizer_concurrency: Positive = Field(
+        default=64,
+        description="Calls to the tokenizer at a time; more requests wait for one of them, within the deadline.",
     )
     tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the requests.")
     salt_is_tenant: bool = Field(default=False, description="Use a request's cache salt as its tenant.")
@@ -35,6 +37,11 @@ class ProxySettings(Settings):
         default=10.0,
         gt=0,
         description="Milliseconds that a decision may wait for the store; after that it is made without it.",
+    )
+    most_decision_deadline_ms: float = Field(
+        default=100.0,
+        gt=0,
+        description="The same where the store's answers take longer, as measured: up to this.",
     )
     load_only: bool = Field(default=False, description="Route by load alone, without the index.")
     learn: bool = Field(
@@ -78,13 +85,47 @@ class ProxySettings(Settings):
         description="Networks and names of engines that get clients' Authorization, Cookie and API keys, separated by commas; "
         "* for all; default: none.",
     )
-    max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
     ask_usage: bool = Field(
         default=True, description="Request usage for streams too, and strip it if the client did not ask for it."
     )
+
+
+class ProxySettings(RoutingSettings):
+    """One proxy process."""
+
+    host: Name = Field(default="127.0.0.1", description="Address to listen on.")
+    port: Port = Field(default=8080, description="Port to listen on; 0: any free port.")
+    max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
+    queue_requests: Count = Field(
+        default=0,
+        description="Requests that may wait in the router while every engine of a model is full; 0: they go to full engines.",
+    )
+    queue_tokens: Positive = Field(default=1_000_000, description="Prompt tokens of the requests that may wait.")
+    queue_wait_s: float = Field(default=30.0, gt=0, description="Seconds after which a waiting request gets a 429.")
+    tenant_header: str = Field(
+        default="",
+        description="Request header that names the tenant, for a fair queue. Trusted: a gateway must set it.",
+    )
+    priority_header: str = Field(
+        default="",
+        description="Request header with the priority in the queue, a number: lower is earlier. Trusted likewise.",
+    )
+    drain_s: float = Field(
+        default=5.0,
+        ge=0,
+        le=600,
+        description="Seconds between being not ready and taking no more requests, when stopped.",
+    )
+    grace_s: float = Field(
+        default=180.0, ge=0, le=86_400, description="Seconds that running answers get after that, when stopped."
+    )
+    cors_origins: CommaList = Field(
+        default=(), description="Origins of web pages that may use the proxy, separated by commas; *: all."
+    )
+    access_log: bool = Field(default=True, description="Log a line for each request, with the decision.")
     engine_timeout_s: float = Field(
         default=600.0, gt=0, description="Seconds without a byte after which an engine counts as gone."
     )
     held_s: float = Field(
-        default=600.0, gt=0, description="Seconds after which a /v1/route without its /v1/done is released."
+        default=600.0, gt=0, description="Seconds after which a /kvatlas/route without its /kvatlas/done is released."
     )

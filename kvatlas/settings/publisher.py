@@ -12,6 +12,7 @@ from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.settings.field_types import (
     CommaList,
     EngineUrl,
+    GroupList,
     Labels,
     Name,
     PartitionCount,
@@ -20,7 +21,7 @@ from kvatlas.settings.field_types import (
     ZmqEndpoint,
 )
 from kvatlas.settings.process import Settings, missing_line
-from kvatlas.validation import Count, Positive
+from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Count, Granularity, Positive, Rank, Text
 
 
 def _check_kind(value: Any) -> Any:
@@ -49,11 +50,11 @@ class PublishSettings(Settings):
     model_id: Name = Field(description="Model that the engine serves.")
     tokenizer_id: Name | None = Field(default=None, description="Tokenizer of the model; default: the model id.")
     tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant that the blocks belong to.")
-    block_size: Positive | None = Field(
+    block_size: BlockTokens | None = Field(
         default=None, description="Tokens in a block; default: learned from the events."
     )
-    block_bytes: Count = Field(default=0, description="Bytes of KV cache in a block; 0: unknown.")
-    dp_rank: Count | None = Field(
+    block_bytes: BlockBytes = Field(default=0, description="Bytes of KV cache in a block; 0: unknown.")
+    dp_rank: Rank | None = Field(
         default=None, description="Data-parallel rank N: N is added to the ports, and the worker is W-dpN."
     )
     dp_size: int | None = Field(
@@ -64,9 +65,9 @@ class PublishSettings(Settings):
         default=64 << 20,
         description="Bytes of messages kept while NATS is unreachable; an overflow ends in a snapshot.",
     )
-    topic: str = Field(default="", description="Topic of the event socket.")
+    topic: Text = Field(default="", description="Topic of the event socket.")
     bind: bool = Field(default=False, description="Bind the endpoints (the engine connects) instead of connecting.")
-    granularity: Positive = Field(default=1, description="Publish only every g-th block of a chain.")
+    granularity: Granularity = Field(default=1, description="Publish only every g-th block of a chain.")
     partitions: PartitionCount = Field(default=64, description="Partitions of the stream, as in the store's layout.")
     set_semantics: bool = Field(
         default=False, description="The engine reports cache hits as stored again: don't count references."
@@ -79,15 +80,35 @@ class PublishSettings(Settings):
     eagle: bool = Field(
         default=False, description="The engine speculates with EAGLE: it reuses one block less of a hit."
     )
+    eagle_groups: GroupList = Field(
+        default=(),
+        description="KV cache groups with EAGLE's layers, separated by commas; default: those of full attention.",
+    )
+    chunk_size: Count = Field(
+        default=0,
+        description="Tokens in a chunk of chunked local attention (Llama 4: 8192); no event tells it. 0: unknown.",
+    )
+    hybrid: bool = Field(
+        default=False,
+        description="The model has other attention than full, of which the engine's events say nothing (SGLang's hybrids).",
+    )
+    scheduler_block_size: Count = Field(
+        default=0,
+        description="Reuse is cut to multiples of this many tokens; 0: the smallest that fits the blocks of all groups.",
+    )
     engine_url: EngineUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
     advertise_url: EngineUrl | None = Field(default=None, description="Address at which routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
-    locality_domain: str = Field(default="", description="Where the worker runs: rack, zone, node.")
+    locality_domain: Text = Field(default="", description="Where the worker runs: rack, zone, node.")
     labels: Labels = Field(
-        default_factory=dict, description="Labels of the worker: name=value pairs, separated by commas."
+        default_factory=dict,
+        max_length=MAX_ITEMS,
+        description="Labels of the worker: name=value pairs, separated by commas.",
     )
     transfer_groups: CommaList = Field(
-        default=(), description="Groups whose members' caches the worker can read, separated by commas."
+        default=(),
+        max_length=MAX_ITEMS,
+        description="Groups whose members' caches the worker can read, separated by commas.",
     )
     status_host: Name = Field(default="127.0.0.1", description="Address of the status page.")
     status_port: Port | None = Field(

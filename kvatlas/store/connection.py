@@ -11,6 +11,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
@@ -21,6 +22,7 @@ from redis.exceptions import (
     RedisClusterException,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -34,6 +36,8 @@ T = TypeVar("T")
 
 CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 CALL_TIMEOUT_S = 5.0
+
+_ONCE = Retry(NoBackoff(), 0)  # no hidden retries: the caller knows whether a second call is right
 
 UNREACHABLE = (
     RedisConnectionError,
@@ -49,13 +53,14 @@ UNREACHABLE = (
 
 
 class Store:
-    """A connection pool to one store, standalone or cluster; safe to share between tasks of one event loop."""
+    """Connections to one store, standalone or cluster; safe to share between tasks of one event loop."""
 
     def __init__(self, client: "redis.Redis | RedisCluster", access: RedisAccess) -> None:
         self.client: Any = client  # redis-py types answers as unions of sync and async
         self.url = access.url
         self.name = access.name
-        self._connections = None if isinstance(client, RedisCluster) else RedisConnections(client)
+        self._nodes: dict[str, RedisConnections] = {}
+        """By node of a cluster; a standalone store has one without a name."""
 
     @property
     def is_cluster(self) -> bool:
@@ -87,20 +92,37 @@ class Store:
 
     async def _call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
         try:
-            if self._connections is not None:
-                return await self._connections.call(commands, retry=retry)
-            return list(await asyncio.gather(*(self.client.execute_command(*command) for command in commands)))
+            if self.is_cluster:
+                return list(await asyncio.gather(*(self._call_node(command, retry=retry) for command in commands)))
+            pool = self.client.connection_pool
+            return await self._connections_to("", pool.make_connection).call(commands, retry=retry)
         except ReadOnlyError as error:
             # its role has changed: new connections may lead to the present primary
-            await self._drop_idle()
+            for connections in self._nodes.values():
+                connections.renew()
+            await self.client.connection_pool.disconnect(inuse_connections=False)
             raise Unreachable(f"{self.name}: it is a read-only replica; expected a primary") from error
         except UNREACHABLE as error:
             raise self.unreachable(error) from error
 
-    async def _drop_idle(self) -> None:
-        if self._connections is not None:
-            await self._connections.close()
-            await self.client.connection_pool.disconnect(inuse_connections=False)
+    async def _call_node(self, command: tuple[Any, ...], *, retry: bool) -> Any:
+        """A function call, at the node that has the slot of its first key as far as is known."""
+        first_key = command[3]
+        try:
+            node = self.client.get_node_from_key(first_key)
+            connections = self._connections_to(
+                node.name, lambda: node.connection_class(**{**node.connection_kwargs, "retry": _ONCE})
+            )
+            return (await connections.call([command], retry=retry))[0]
+        except (AskError, TryAgainError, ClusterError, RedisClusterException, ReadOnlyError, RedisConnectionError):
+            # the slot has moved, or its node is gone: redis-py finds the new one, and remembers it
+            return await self.client.execute_command(*command)
+
+    def _connections_to(self, name: str, connect: Callable[[], Any]) -> RedisConnections:
+        connections = self._nodes.get(name)
+        if connections is None:
+            connections = self._nodes[name] = RedisConnections(connect, CALL_TIMEOUT_S)
+        return connections
 
     async def load_functions(self, code: str) -> None:
         """Load a function library, replacing an older one, on every primary. Raises Unreachable; OutOfMemoryError if the
@@ -141,8 +163,8 @@ class Store:
         return any(code.encode() in library for library in found)
 
     async def close(self) -> None:
-        if self._connections is not None:
-            await self._connections.close()
+        for connections in self._nodes.values():
+            await connections.close()
         await self.client.aclose()
 
 
@@ -202,8 +224,6 @@ def _library_name(library: Any) -> str:
 
 
 def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
-    # no hidden retries: the caller knows whether a second call is right
-    retry = Retry(NoBackoff(), 0)
     try:
         scheme, options = urlsplit(access.url).scheme, access.options()
         if scheme in CLUSTER_SCHEMES:
@@ -215,7 +235,7 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
             )
         if scheme in ("redis", "rediss", "unix"):
             return redis.Redis.from_url(
-                access.url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=retry, **options
+                access.url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=2, retry=_ONCE, **options
             )
     except InvalidValue:
         raise

@@ -107,6 +107,7 @@ PUBLISHER = {
         feed_started_over="started_over",
         feed_lost="lost",
         feed_unheard="unheard",
+        folds_failed="not_taken_in",
     ),
     **_single(PUBLISHED_EVENTS, "events"),
     **_by(PUBLISHED_BLOCKS, "change", blocks_stored="stored", blocks_removed="removed", snapshot_blocks="in_snapshot"),
@@ -157,6 +158,14 @@ LEDGER_CLEARED = _counter("ledger.cleared", "{event}", "Times the engine cleared
 LEDGER_FORGOTTEN = _counter(
     "ledger.forgotten", "{lineage}", "Lineages of evicted blocks forgotten because the memory of evictions is bounded"
 )
+LEDGER_MARKS = _counter(
+    "ledger.marks", "{block}", "Blocks marked, and unmarked, as ones at which a prompt can be resumed"
+)
+LEDGER_REGROUPED = _counter(
+    "ledger.regrouped",
+    "{event}",
+    "Times that the engine's KV cache groups turned out to be others, for a new incarnation",
+)
 LEDGER_LEARNED = _counter("ledger.block_size.learned", "{event}", "Times the block size was learned from an event")
 
 LEDGER = {
@@ -175,6 +184,8 @@ LEDGER = {
     **_by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored"),
     **_single(LEDGER_FORGOTTEN, "forgotten"),
     **_single(LEDGER_LEARNED, "block_size_learned"),
+    **_by(LEDGER_MARKS, "change", marked="marked", unmarked="unmarked"),
+    **_single(LEDGER_REGROUPED, "regrouped"),
 }
 
 # ---------------------------------------------------------------- indexer: indexer.counters.IndexerCounters
@@ -201,6 +212,7 @@ SNAPSHOT_REQUESTS = _counter(
 )
 GRANTS = _counter("indexer.grants", "{request}", "Publishers' requests to send a large snapshot, by answer")
 HEARTBEATS = _counter("indexer.heartbeats", "{heartbeat}", "Heartbeats received, by validity")
+RECORDS_REFUSED = _counter("indexer.records.refused", "{record}", "Fleet records that could not be written")
 FLEET_WRITES = _counter("indexer.fleet.writes", "{write}", "Fleet records written")
 LIVENESS = _counter("indexer.liveness", "{worker}", "Workers whose liveness changed, by change")
 PARTITION_MOVES = _counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
@@ -221,6 +233,8 @@ INDEXER = {
         poison_version="version",
         poison_oversized="oversized",
         poison_scope="scope",
+        poison_incarnation="incarnation",
+        poison_refused="refused",
         poison_wrong_subject="wrong_subject",
         poison_wrong_partition="wrong_partition",
         poison_identity="identity",
@@ -249,9 +263,10 @@ INDEXER = {
         snapshots_unanswered="unanswered",
         snapshots_refused="refused",
     ),
-    **_by(GRANTS, "answer", grants_given="given", grants_refused="refused"),
-    **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad"),
+    **_by(GRANTS, "answer", grants_given="given", grants_refused="refused", grants_bad="bad"),
+    **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad", heartbeats_refused="refused"),
     **_single(FLEET_WRITES, "fleet_writes"),
+    **_single(RECORDS_REFUSED, "records_bad"),
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
     **_single(SWEEPS, "sweeps"),
@@ -309,12 +324,18 @@ DECISIONS = _counter("router.decisions", "{decision}", "Routing decisions, by ou
 LOOKUPS = _counter("router.lookups", "{call}", "Overlap lookups sent to the index")
 DECISION_TIME = _counter("router.decision.time", "us", "Time spent on decisions, summed over decisions")
 PROMPT_BLOCKS = _counter("router.blocks.required", "{block}", "Blocks of the routed prompts")
+HELD_TOKENS = _counter(
+    "router.held.tokens",
+    "{token}",
+    "Tokens of routed prompts that the chosen worker held, and those its engine would reuse",
+)
 OVERLAP_BLOCKS = _counter(
     "router.blocks.overlap", "{block}", "Blocks of the routed prompts that the picked worker held"
 )
 WITHOUT_INDEX = _counter(
     "router.decisions.without_index", "{decision}", "Decisions made without the index, by what replaced it"
 )
+FELL_OPEN = _counter("router.decisions.open", "{decision}", "Decisions that fell open, by what did not answer in time")
 SHADOWED = _counter(
     "router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many of them agreed"
 )
@@ -340,7 +361,8 @@ ROUTER = {
     **_by(DECISIONS, "outcome", routed="routed", no_workers="no_workers"),
     **_by(WITHOUT_INDEX, "instead", by_load="load", by_prefix_hash="prefix_hash"),
     **_by(SHADOWED, "outcome", followed="followed", agreed="agreed"),
-    **_by(ROUTER_FAILURES, "part", index_failures="index", booking_failures="reservations"),
+    **_by(ROUTER_FAILURES, "part", index_failures="index", booking_failures="reservations", fleet_failures="fleet"),
+    **_by(FELL_OPEN, "cause", open_index="index", open_booking="booking", open_connections="connections"),
     **_by(RESERVATIONS, "change", booked="booked", released="released"),
     **_single(LEASES_LAPSED, "lapsed"),
     **_single(IN_FLIGHT_TOKENS, "predicted_tokens"),
@@ -351,6 +373,7 @@ ROUTER = {
     **_single(DECISION_TIME, "decision_time_us"),
     **_single(PROMPT_BLOCKS, "required_blocks"),
     **_single(OVERLAP_BLOCKS, "overlap_blocks"),
+    **_by(HELD_TOKENS, "what", resident_tokens="resident", usable_tokens="usable"),
 }
 
 # ---------------------------------------------------------------- rates: kvatlas.cost.learned_rates.LearnedRates
@@ -381,22 +404,41 @@ PROXY_SENT = _counter("proxy.sent", "{try}", "Requests sent to engines, each att
 PROXY_WAIT = _counter("proxy.wait.time", "us", "Time from a request's arrival until it is sent, summed over attempts")
 PROXY_HELD = _counter("proxy.held", "{booking}", "Bookings made over HTTP, by change")
 
+PROXY_BUDGET = _counter("proxy.retries.budget", "{try}", "Further tries, by whether the retry budget allowed them")
+PROXY_QUEUED = _counter("proxy.queued", "{request}", "Requests for which every engine was full, by outcome")
+
 PROXY = {
     **_single(PROXY_REQUESTS, "requests"),
+    **_single(PROXY_UNTOKENIZED, "untokenized"),
     **_by(
         PROXY_ENDS,
         "end",
         answered="answered",
+        refused_by_engine="refused",
         gave_up="gave_up",
-        shed="shed",
         gone="client_gone",
         broken="engine_gone",
+        cut="stopped",
+        shed="shed",
     ),
     **_by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
-    **_single(PROXY_UNTOKENIZED, "untokenized"),
+    **_by(PROXY_BUDGET, "outcome", retried="allowed", retries_denied="denied"),
     **_single(PROXY_SENT, "sent"),
     **_single(PROXY_WAIT, "wait_us"),
-    **_by(PROXY_HELD, "change", held="booked", held_done="done", held_expired="expired"),
+    **_by(PROXY_QUEUED, "outcome", queued="served", queue_full="refused"),
+    **_by(
+        PROXY_HELD, "change", held="booked", held_done="done", held_expired="expired", done_elsewhere="done_elsewhere"
+    ),
+}
+
+# ---------------------------------------------------------------- outliers: router_client.outliers.monitor.OutlierCounters
+
+ENGINE_ANSWERS = _counter("outliers.answers", "{answer}", "Engines' answers, by what they say about their worker")
+EJECTIONS = _counter("outliers.changes", "{worker}", "Workers ejected because they fail, and readmitted")
+
+OUTLIERS = {
+    **_by(ENGINE_ANSWERS, "verdict", good="good", bad="bad"),
+    **_by(EJECTIONS, "change", ejections="ejected", readmissions="readmitted"),
 }
 
 # ---------------------------------------------------------------- tokens: router_client.tokens.counters.TokenCounters
@@ -455,6 +497,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "router": ROUTER,
     "rates": RATES,
     "proxy": PROXY,
+    "outliers": OUTLIERS,
     "tokens": TOKENS,
     "answers": ANSWERS,
 }

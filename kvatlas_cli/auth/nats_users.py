@@ -15,10 +15,12 @@ from kvatlas.bus.subjects import (
     ALL_EVENTS,
     ALL_GRANTS,
     DEAD_STREAM,
+    GRANTS,
     STREAM,
     alive_subject,
     control_subject,
     events_of_worker,
+    grants_of_worker,
 )
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.identities import Identities, Identity
@@ -75,7 +77,7 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER) -> dict[str, Perm
     users = {
         INDEXER: Permissions(
             publish=[ALL_CONTROL, ALL_DEAD, *streams, *consumers, own_inbox[INDEXER]],
-            subscribe=[ALL_ALIVE, ALL_GRANTS, own_inbox[INDEXER]],
+            subscribe=[ALL_ALIVE, GRANTS, own_inbox[INDEXER]],
             responds=True,
         ),
         AUDITOR: Permissions(
@@ -87,12 +89,13 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER) -> dict[str, Perm
         workers = identity.worker_ids()
         others = [] if identity.names_workers else identities.named_workers
         users[user] = Permissions(
-            publish=[*(_subjects(workers, events_of_worker, alive_subject) or [ALL_EVENTS, ALL_ALIVE]), ALL_GRANTS],
+            publish=_subjects(workers, events_of_worker, alive_subject, grants_of_worker)
+            or [ALL_EVENTS, ALL_ALIVE, ALL_GRANTS],
             subscribe=[
                 *(_subjects(workers, control_subject, alive_subject) or [ALL_CONTROL, ALL_ALIVE]),
                 own_inbox[user],
             ],
-            denied=_subjects(others, events_of_worker, alive_subject, control_subject),
+            denied=_subjects(others, events_of_worker, alive_subject, control_subject, grants_of_worker),
             responds=True,
         )
     return users

@@ -30,6 +30,7 @@ _NO_WRITES = frozenset(
             "sscan",
             "time",
             "zcard",
+            "zcount",
             "zrange",
             "zrangebylex",
             "zrangebyscore",

@@ -24,22 +24,30 @@ async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> N
     if as_json:
         print_json(_jsonable(found))
         return
-    print_table(
-        f"prompt of {count_text(found.input_tokens, 'token')}",
-        ("worker", "resident blocks", "of", "resident tokens", "usable tokens", "tiers", "routable"),
-        [
-            (
-                worker.worker_id,
-                str(worker.resident_blocks),
-                str(worker.required_blocks),
-                str(worker.resident_tokens),
-                str(worker.usable_tokens),
-                _tiers_text(worker),
-                "yes" if worker.routable else "no",
-            )
-            for worker in found
-        ],
-    )
+    headers = ["worker", "resident blocks", "of", "resident tokens", "usable tokens", "tiers", "routable"]
+    rows = [_row(worker) for worker in found]
+    notes = [_notes(worker) for worker in found]
+    if any(notes):
+        headers.append("why they end there")
+        rows = [[*row, note or "-"] for row, note in zip(rows, notes, strict=True)]
+    print_table(f"prompt of {count_text(found.input_tokens, 'token')}", headers, rows)
+
+
+def _row(worker: WorkerOverlap) -> list[str]:
+    return [
+        worker.worker_id,
+        str(worker.resident_blocks),
+        str(worker.required_blocks),
+        str(worker.resident_tokens),
+        f"{'at most ' if worker.upper_bound else ''}{worker.usable_tokens}",
+        _tiers_text(worker),
+        "yes" if worker.routable else "no",
+    ]
+
+
+def _notes(worker: WorkerOverlap) -> str:
+    """Why its usable tokens end where they do, and why there may be fewer."""
+    return "; ".join(filter(None, (worker.why, worker.upper_bound)))
 
 
 def _tiers_text(worker: WorkerOverlap) -> str:
@@ -67,4 +75,7 @@ def _worker_jsonable(worker: WorkerOverlap) -> dict[str, Any]:
         "routable": worker.routable,
         "events": worker.events,
         "predicted_tokens": worker.predicted_tokens,
+        "marks": worker.marks,
+        "upper_bound": worker.upper_bound,
+        "why": worker.why,
     }

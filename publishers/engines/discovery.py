@@ -91,6 +91,7 @@ async def discover(
     return offer
 
 
+MAX_RANKS = 1_024
 _REMEDIES = {
     EngineKind.SGLANG: 'to be exact, start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557"}\'',
     EngineKind.VLLM: 'to be exact, start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
@@ -146,8 +147,8 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
         config = {}
     size = info.get("page_size")
     sources: list[EventSource] = []
-    dp_size = info.get("dp_size") if isinstance(info.get("dp_size"), int) else 1
-    ranks = range(dp_size) if dp_size and dp_size > 1 else (None,)
+    dp_size = info.get("dp_size")
+    ranks = range(min(dp_size, MAX_RANKS)) if isinstance(dp_size, int) and dp_size > 1 else (None,)
     if isinstance(config, Mapping) and config.get("publisher") == "zmq":
         endpoint, replay = str(config.get("endpoint") or f"tcp://*:{EVENTS_PORT}"), config.get("replay_endpoint")
         for rank in ranks:

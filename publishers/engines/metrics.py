@@ -5,19 +5,27 @@ Names as released: vLLM 0.9 to 0.33 (`vllm:*`), SGLang 0.4.7 to 0.5.23 (`sglang:
 `queued_prefill_tokens` is an estimate: engines report how many requests wait, not how long their prompts are. It is the
 requests waiting times the mean prompt length so far (prompt tokens over finished requests), which counts cached tokens
 as work too: too high if prefixes are shared.
+
+A page with a number that no engine can mean (infinite, negative, beyond 53 bits) is refused as a whole; fractions are taken
+as 0 to 1.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.fleet.records import EngineKind, ForwardPassMetrics, WorkerState
+from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER, describe_mistake
 
 _PROCESS_START = "process_start_time_seconds"
 _SLEEP = "vllm:engine_sleep_state"
 _CONFIG = "vllm:cache_config_info"
+MAX_SAMPLES = 10_000
+"""Of the wanted metrics."""
+MAX_START_S = MAX_NUMBER // 1_000_000
 _SAME_REQUESTS = {"tp_rank", "pp_rank", "moe_ep_rank", "pid"}
 
 
@@ -97,8 +105,18 @@ def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineMetr
     """An engine's `/metrics` page as its load. Missing metrics count as 0.
 
     Of an instance with several data-parallel ranks only the samples of the context's rank count.
-    Raises InvalidValue for a page that is not in Prometheus' text format, and for an engine kind without metrics.
+    Raises InvalidValue for a page that is not in Prometheus' text format or has impossible numbers, and for an engine kind
+    without metrics.
     """
+    try:
+        return _read(page, context, sampled_us)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise InvalidValue(f"metrics page: {describe_mistake(path, first)}") from error
+
+
+def _read(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
     names = _NAMES.get(context.kind)
     if names is None:
         raise InvalidValue(f"engine kind {str(context.kind)!r} has no metrics page that can be read")
@@ -128,7 +146,7 @@ def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineMetr
         sampled_us=sampled_us,
     )
     awake = [value for labels, value in samples.of(_SLEEP) if labels.get("sleep_state") == "awake"]
-    starts = [value for _, value in samples.of(_PROCESS_START)]
+    starts = [value for _, value in samples.of(_PROCESS_START) if value <= MAX_START_S]
     return EngineMetrics(load, bool(awake) and max(awake) == 0, max(starts) if starts else None, block_size or None)
 
 
@@ -140,15 +158,24 @@ class _Samples:
         self._by_name: dict[str, list[tuple[dict[str, str], float]]] = {}
         wanted = names.all
         lines = [line for line in page.splitlines() if line.partition("{")[0].partition(" ")[0] in wanted]
+        if len(lines) > MAX_SAMPLES:
+            raise InvalidValue(
+                f"metrics page with {len(lines)} samples of the wanted metrics; expected at most {MAX_SAMPLES}"
+            )
         rank = None if dp_rank is None else str(dp_rank)
         try:
             for family in text_string_to_metric_families("\n".join(lines) + "\n"):
                 for sample in family.samples:
                     labels = sample.labels
+                    is_fraction = sample.name in (*names.usage, names.hit_rate)
+                    if not is_fraction and not (0 <= sample.value <= MAX_NUMBER or sample.value != sample.value):
+                        raise InvalidValue(f"metrics page: {sample.name} is {sample.value}; expected 0 to {MAX_NUMBER}")
                     of_rank = next((labels[label] for label in names.rank_labels if label in labels), None)
                     if rank is None or of_rank is None or of_rank == rank:
                         self._by_name.setdefault(sample.name, []).append((labels, sample.value))
-        except ValueError as error:
+        except InvalidValue:
+            raise
+        except DATA_ERRORS as error:
             raise InvalidValue(f"not a metrics page: {error}") from error
 
     def of(self, name: str) -> Iterable[tuple[dict[str, str], float]]:
@@ -191,7 +218,7 @@ def _capacity(samples: _Samples, names: _Names, context: LoadContext) -> tuple[i
     blocks = 0
     for labels, _ in samples.of(_CONFIG):
         blocks = _number(labels.get("num_gpu_blocks"))
-        block_size = block_size or _number(labels.get("block_size"))
+        block_size = block_size or _number(labels.get("block_size"), MAX_BLOCK_TOKENS)
     tokens = int(samples.total(names.total_tokens)) or context.total_tokens
     if not blocks and tokens and block_size:
         blocks = tokens // block_size
@@ -205,5 +232,10 @@ def _active_blocks(samples: _Samples, names: _Names, usage: float, total_blocks:
     return round(usage * total_blocks)
 
 
-def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0
+def _number(text: str | None, largest: int = MAX_NUMBER) -> int:
+    """Raises InvalidValue for a larger one; 0 for other text."""
+    if text is None or not text.isascii() or not text.isdecimal():
+        return 0
+    if len(text) > 20 or int(text) > largest:
+        raise InvalidValue(f"metrics page: {text:.40} in {_CONFIG}; expected at most {largest}")
+    return int(text)

@@ -8,10 +8,10 @@ later) or an array that starts with its tag.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgpack
-
 from kvatlas.errors import EngineEventError, InvalidValue, UnknownTier
 from kvatlas.events import EngineBatch, EngineEvent, EngineHash
+from kvatlas.msgpack_input import unpack
+from kvatlas.validation import MAX_BLOCK_TOKENS
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 
@@ -32,15 +32,10 @@ def decode(
     blocks, or names a tier that is unknown here (whose blocks are never published), it may have removed blocks: the batch
     is `lost` up to there. Raises EngineEventError for a payload that is no batch.
     """
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise EngineEventError(f"payload of {len(payload)} bytes; expected at most {MAX_PAYLOAD_BYTES}")
     try:
-        outer = msgpack.unpackb(payload, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        reason = " ".join(str(error).split())
-        raise EngineEventError(
-            f"payload of {len(payload)} bytes is not msgpack: {type(error).__name__} {reason:.80}".rstrip()
-        ) from error
+        outer = unpack(payload, max_bytes=MAX_PAYLOAD_BYTES, strict_map_key=False)
+    except InvalidValue as error:
+        raise EngineEventError(f"payload of {error}") from error
     if isinstance(outer, dict):
         outer = [outer.get("ts"), outer.get("events"), outer.get("data_parallel_rank")]
     if not isinstance(outer, list) or len(outer) < 2:
@@ -96,8 +91,8 @@ def parent_of(tag: str, fields: Fields) -> EngineHash | None:
 def block_size_of(tag: str, fields: Fields) -> int:
     """The event's `block_size` in tokens; 0 in a placeholder. Raises EngineEventError."""
     block_size = fields.get("block_size", 0)
-    if type(block_size) is not int or block_size < 0:
-        raise EngineEventError(f"{tag} with block_size {block_size!r:.60}; expected a number of tokens")
+    if type(block_size) is not int or not 0 <= block_size <= MAX_BLOCK_TOKENS:
+        raise EngineEventError(f"{tag} with block_size {block_size!r:.60}; expected 0 to {MAX_BLOCK_TOKENS} tokens")
     return block_size
 
 

@@ -3,21 +3,27 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from json import loads
 from time import time
+from typing import Any
 
 import anyio
 import httpx
 
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.fleet.records import EngineKind, EngineState, WorkerState
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
 from publishers.engines.metrics import LoadContext, read_metrics
 from publishers.engines.recognition import diagnose_kind, kind_of_page
 
 POLL_S = 1.0
+POLLS_A_LISTING = 5
+"""vLLM's models are listed at every fifth poll: an adapter may have been loaded again from another path."""
 ANSWER_S = 2.0
+MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
 """Unanswered polls in a row before a busy engine counts as down; if it refuses connections, two are enough."""
 
@@ -36,15 +42,20 @@ class EnginePoller:
         *,
         on_change: Callable[[EngineState], None] = lambda _: None,
         on_restart: Callable[[], None] = lambda: None,
+        on_adapter_moved: Callable[[str], None] = lambda _: None,
         poll_s: float = POLL_S,
     ) -> None:
-        """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now."""
+        """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
+        `on_adapter_moved(name)`: the adapter is loaded from another path now."""
         self.state = EngineState.DOWN
         self.load: WorkerState | None = None
         self.block_size: int | None = None
         self.process_start_s: float | None = None
         self._on_change = on_change
         self._on_restart = on_restart
+        self._on_adapter_moved = on_adapter_moved
+        self._adapter_roots: dict[str, str] = {}
+        self._polls = 0
         self._url = url.rstrip("/")
         self._context = context
         self._counters = counters
@@ -71,22 +82,55 @@ class EnginePoller:
     async def _poll(self, client: httpx.AsyncClient) -> None:
         """Raises no error of the engine: a failed poll is a result."""
         try:
-            health = await client.get(f"{self._url}/health")
-            metrics = await client.get(f"{self._url}/metrics")
-        except httpx.HTTPError as error:
+            health, _ = await self._get(client, "/health")
+            status, page = await self._get(client, "/metrics")
+        except (httpx.HTTPError, TimeoutError, InvalidValue) as error:
             self._record_failure(error)
             return
         self._failures = 0
-        if health.status_code >= 500:
+        if health >= 500:
             self._set_state(EngineState.DOWN)
             return
         if self._context.kind is EngineKind.SGLANG and not self._asked_server_info:
             await self._ask_server_info(client)
-        if metrics.status_code == 200:
-            self._record_metrics(metrics.text)
-        elif metrics.status_code != 404:  # SGLang has the page only with --enable-metrics
+        if status == 200:
+            self._record_metrics(page.decode(errors="replace"))
+        elif status != 404:  # SGLang has the page only with --enable-metrics
             self._counters.load_failures += 1
+        if self._context.kind is EngineKind.VLLM and self._polls % POLLS_A_LISTING == 0:
+            await self._list_adapters(client)
+        self._polls += 1
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
+
+    async def _get(self, client: httpx.AsyncClient, path: str) -> tuple[int, bytes]:
+        """(status, body). Raises httpx' errors, TimeoutError if the whole of it takes too long, InvalidValue if it is too
+        large."""
+        body = bytearray()
+        with anyio.fail_after(ANSWER_S):
+            async with client.stream("GET", f"{self._url}{path}") as answer:
+                async for part in answer.aiter_bytes():
+                    body += part
+                    if len(body) > MAX_PAGE_BYTES:
+                        raise InvalidValue(f"page {path} of more than {MAX_PAGE_BYTES} bytes")
+        return answer.status_code, bytes(body)
+
+    async def _list_adapters(self, client: httpx.AsyncClient) -> None:
+        """vLLM lists adapters as models with a parent; `root` is where one was loaded from."""
+        try:
+            status, body = await self._get(client, "/v1/models")
+            listed: Any = loads(body) if status == 200 else None
+        except (httpx.HTTPError, TimeoutError, *DATA_ERRORS):
+            return
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        for card in cards if isinstance(cards, list) else ():
+            if not isinstance(card, dict) or not card.get("parent"):
+                continue
+            name, root = card.get("id"), card.get("root")
+            if isinstance(name, str) and isinstance(root, str):
+                before = self._adapter_roots.get(name)
+                self._adapter_roots[name] = root
+                if before not in (None, root):
+                    self._on_adapter_moved(name)
 
     def _record_metrics(self, page: str) -> None:
         if not self._kind_known and (found := kind_of_page(page)) is not None:
@@ -94,7 +138,7 @@ class EnginePoller:
             diagnose_kind(self._diagnoses, self._context.kind, found, f"the metrics page at {self._url}")
         try:
             metrics = read_metrics(page, self._context, int(time() * 1_000_000))
-        except InvalidValue as error:
+        except DATA_ERRORS as error:
             self._counters.load_failures += 1
             self._log.report("metrics", f"{self._url}/metrics: {error}")
             return
@@ -109,7 +153,7 @@ class EnginePoller:
                 self._asked_server_info = False
                 self._on_restart()
 
-    def _record_failure(self, error: httpx.HTTPError) -> None:
+    def _record_failure(self, error: Exception) -> None:
         self._counters.load_failures += 1
         self._failures += FAILURES_TO_DOWN / 2 if isinstance(error, httpx.ConnectError) else 1
         if self._failures >= FAILURES_TO_DOWN:
@@ -127,9 +171,9 @@ class EnginePoller:
         """SGLang's capacity, which its metrics page has only in later versions."""
         for path in ("/server_info", "/get_server_info"):
             try:
-                answer = await client.get(f"{self._url}{path}")
-                info = answer.json() if answer.status_code == 200 else None
-            except (httpx.HTTPError, ValueError):
+                status, body = await self._get(client, path)
+                info: Any = loads(body) if status == 200 else None
+            except (httpx.HTTPError, TimeoutError, *DATA_ERRORS):
                 info = None
             if isinstance(info, dict):
                 self._asked_server_info = True
@@ -137,7 +181,7 @@ class EnginePoller:
                     self._context,
                     total_request_slots=_count(info, "max_running_requests"),
                     total_tokens=_count(info, "max_total_num_tokens"),
-                    block_size=self._context.block_size or _count(info, "page_size") or None,
+                    block_size=self._context.block_size or _count(info, "page_size", MAX_BLOCK_TOKENS) or None,
                 )
                 return
 
@@ -147,6 +191,6 @@ def _http_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=ANSWER_S, trust_env=False)
 
 
-def _count(info: dict[str, object], name: str) -> int:
+def _count(info: dict[str, object], name: str, largest: int = MAX_NUMBER) -> int:
     value = info.get(name)
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value <= largest else 0

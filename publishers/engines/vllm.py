@@ -1,9 +1,13 @@
 """vLLM's KV events, versions 0.9 to 0.33 (and the simulated engine's, which speaks the same).
 
 Decisions that the wire leaves open:
-- A group is indexable if its spec kind is one of full attention; with the kind absent (0.20, 0.21 and before) group 0 is.
+- A group's attention is what its spec kind says; events without one (0.20, 0.21 and before, offloading, removals) leave it to
+  what other events of the group say.
+- With EAGLE, a block's hash may cover tokens behind the block (0.33, `lookahead_token_ids`): then a hit drops no block.
 - `locality` REMOTE (0.26 and later) says that the copy is not in this worker's own memory: GPU is then remote_hbm; FS and
   OBJ and STORAGE are shared storage, so object_store; CPU of another host has no tier here and is skipped by name.
+- Events of other tiers than the device's are a KV connector's (offloading, Mooncake, LMCache): with tokens, but without salt
+  and extra keys, although the hash covers them.
 - `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
 """
@@ -11,13 +15,14 @@ Decisions that the wire leaves open:
 from collections.abc import Sequence
 from typing import Any
 
+from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import ExtraKeys
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from publishers.engines import payload as wire
 
-FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+MAX_GROUPS = 1_024
 
 # The order of an array event's fields; in brackets the first version that writes them.
 _FIELDS = {
@@ -34,6 +39,9 @@ _FIELDS = {
         "kv_cache_spec_kind",  # 0.22
         "kv_cache_spec_sliding_window",
         "locality",  # 0.26
+        "ownership",
+        "session_id",
+        "lookahead_token_ids",  # 0.33
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
     "AllBlocksCleared": (),
@@ -79,7 +87,10 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         adapter=wire.adapter_of(tag, fields),
         salt=salt,
         extra_keys=keys,
-        indexable=group == 0 if kind is None else kind in FULL_ATTENTION_KINDS,
+        kind=None if kind is None else AttentionKind.of(kind),
+        window_tokens=_window(tag, fields),
+        lookahead_tokens=_lookahead(tag, fields),
+        offloaded=tier is not Tier.HBM,
     )
 
 
@@ -102,9 +113,26 @@ def _group(tag: str, fields: wire.Fields) -> int:
     group = fields.get("group_idx")
     if group is None:
         return 0
-    if type(group) is not int or group < 0:
-        raise EngineEventError(f"{tag} with group_idx {group!r:.60}; expected an integer or nil")
+    if type(group) is not int or not 0 <= group < MAX_GROUPS:
+        raise EngineEventError(f"{tag} with group_idx {group!r:.60}; expected 0 to {MAX_GROUPS - 1} or nil")
     return group
+
+
+def _window(tag: str, fields: wire.Fields) -> int | None:
+    window = fields.get("kv_cache_spec_sliding_window")
+    if window is not None and (type(window) is not int or window < 1):
+        raise EngineEventError(f"{tag} with kv_cache_spec_sliding_window {window!r:.60}; expected tokens or nil")
+    return window
+
+
+def _lookahead(tag: str, fields: wire.Fields) -> int:
+    """How many tokens behind a block its hash covers, from `lookahead_token_ids`: an array of them for each block."""
+    ahead = fields.get("lookahead_token_ids")
+    if ahead is None:
+        return 0
+    if not isinstance(ahead, list) or any(not isinstance(tokens, (list, tuple)) for tokens in ahead if tokens):
+        raise EngineEventError(f"{tag} with lookahead_token_ids {ahead!r:.60}; expected an array of arrays or nil")
+    return max((len(tokens) for tokens in ahead if tokens), default=0)
 
 
 def _split_extra_keys(

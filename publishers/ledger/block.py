@@ -3,9 +3,13 @@
 names, children            lineage
 copies                     residency, shared_hashes
 usable                     prefix_closure
+held_by                    sparse_holdings
+runs                       marks
 """
 
 from collections.abc import Iterator
+
+from kvatlas.events import EngineHash
 
 COPIES_BITS = 24
 """`Block.copies` has a field of this many bits for each tier, the device tier lowest: usually one small integer."""
@@ -36,13 +40,14 @@ class Block:
     """One block of a chain.
 
     `copies`: how many engine hashes hold it, by tier (see COPIES_BITS). `usable`: flags of the tiers it is usable in, 0
-    if it is not held, ORPHAN if it is held behind a hole. `names`: how many engine hashes stand for it. `held_by`: a bit for
-    each group besides full attention that holds it, in any tier; `runs`: see `marks`.
+    if it is not held, ORPHAN if it is held behind a hole. `names`: how many engine hashes stand for it, `first_name` one of
+    them. `held_by`: a bit for each group besides full attention that holds it, in any tier; `runs`: see `marks`.
     """
 
     __slots__ = (
         "children",
         "copies",
+        "first_name",
         "held_by",
         "index",
         "names",
@@ -62,6 +67,7 @@ class Block:
         self.copies = 0
         self.usable = 0
         self.names = 0
+        self.first_name: EngineHash = 0
         self.held_by = 0
         self.runs = 0
 

@@ -24,3 +24,7 @@ class LedgerCounters:
     forgotten: int = 0
     """Lineages forgotten because the memory of evictions is bounded."""
     block_size_learned: int = 0
+    marked: int = 0
+    unmarked: int = 0
+    regrouped: int = 0
+    """Times that the engine's KV cache groups turned out to be others."""

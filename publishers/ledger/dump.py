@@ -1,12 +1,15 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
-    [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting]
+    [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
+     tokens]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
 salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root]. `owners`: for each name the
 position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names, counts]. `shared`:
 [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens, adapter, salt, extra
-keys]. Usable residency is not saved: it is computed from the rest.
+keys]. `variants`: [hash, the parent's hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. Usable
+residency and marks are not saved: they are computed from the rest. Versions 2 and 3 had no groups, version 2 no variants; they
+are read if all holdings are indexable.
 """
 
 import sys
@@ -16,18 +19,22 @@ from typing import Any
 
 import msgpack
 
+from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas.events import EngineHash, EngineStored
 from publishers.ledger.awaiting_parent import AwaitingParent
 from publishers.ledger.block import Block
+from publishers.ledger.engine_groups import EngineGroups, ToldGroup
 from publishers.ledger.holdings import Holding
 from publishers.ledger.lineage import Lineage
 from publishers.ledger.residency import Residency
 from publishers.ledger.shared_hashes import CertainCopies
 
-VERSION = 2
+VERSION = 4
+WITHOUT_VARIANTS, WITHOUT_GROUPS = 2, 3
+"""The versions before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +67,14 @@ class SavedLedger:
     holdings: list[SavedHolding]
     shared: list[tuple[EngineHash, list[SavedCopies]]]
     awaiting: list[EngineStored]
+    variants: list[tuple[EngineHash, EngineHash]]
+    groups: dict[int, ToldGroup]
+    lookahead_tokens: int
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
-        """Fill the empty parts of a ledger. Raises InvalidValue, LookupError, TypeError or ValueError if it contradicts
-        itself."""
-        holdings = [residency.add_holding(saved.tier, saved.group, saved.indexable) for saved in self.holdings]
+        """Fill the empty parts of a ledger that knows the groups already. Raises InvalidValue, LookupError, TypeError or
+        ValueError if it contradicts itself."""
+        holdings = [residency.add_holding(saved.tier, saved.group) for saved in self.holdings]
         for holding, saved in zip(holdings, self.holdings, strict=True):
             holding.counts.update(saved.counts)
         blocks = self._restore_lineage(lineage)
@@ -94,12 +104,19 @@ class SavedLedger:
             blocks += mine
         for name, position in zip(self.names, self.owners, strict=True):
             lineage.add_name(name, blocks[position])
+        for name, parent_name in self.variants:
+            lineage.variants.hang(name, parent_name)
         lineage.mark_evicted(self.evicted)
         return blocks
 
 
 def pack(
-    identity: list[Any], block_size: int | None, lineage: Lineage, residency: Residency, awaiting: AwaitingParent
+    identity: list[Any],
+    block_size: int | None,
+    groups: EngineGroups,
+    lineage: Lineage,
+    residency: Residency,
+    awaiting: AwaitingParent,
 ) -> bytes:
     """The dump."""
     namespaces: list[list[Any]] = []
@@ -123,7 +140,8 @@ def pack(
         ]
         for name, by_block in residency.shared.by_hash.items()
     ]
-    owners = array("I", [position_of[block] for block in lineage.known.values()])
+    names = {**lineage.known, **lineage.variants.detached}
+    owners = array("I", [position_of[block] for block in names.values()])
     return bytes(
         msgpack.packb(
             [
@@ -131,7 +149,7 @@ def pack(
                 identity,
                 block_size,
                 namespaces,
-                list(lineage.known),
+                list(names),
                 _little_endian(owners),
                 list(lineage.evicted),
                 [
@@ -143,6 +161,9 @@ def pack(
                     [list(one.hashes), one.parent, pack_tokens(one.token_ids), one.adapter, one.salt, one.extra_keys]
                     for one in awaiting
                 ],
+                list(lineage.variants.parent_of.items()),
+                [[index, one.kind.value, one.window_tokens, one.block_size] for index, one in groups.told.items()],
+                groups.lookahead_tokens,
             ]
         )
     )
@@ -152,9 +173,17 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
     """The inverse of `pack`. Raises InvalidValue for other bytes, another version, or other settings."""
     try:
         raw = msgpack.unpackb(dumped)
-        if not isinstance(raw, list) or not raw or raw[0] != VERSION:
-            raise InvalidValue(f"saved ledger of version {raw[0] if isinstance(raw, list) and raw else raw!r:.40}")
-        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting = raw
+        version = raw[0] if isinstance(raw, list) and raw else raw
+        if version == WITHOUT_VARIANTS:
+            raw.append([])
+        if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS):
+            raw += [[], 0]
+        elif version != VERSION:
+            raise InvalidValue(f"saved ledger of version {version!r:.40}")
+        _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
+        variants, told, ahead = engine
+        if version != VERSION and not all(indexable for _, _, indexable, _, _ in holdings):
+            raise InvalidValue("saved ledger of a hybrid model, of a version that did not know its groups")
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
@@ -175,6 +204,9 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
                 EngineStored(hashes, parent, _integers(tokens), block_size, adapter=adapter, salt=salt, extra_keys=keys)
                 for hashes, parent, tokens, adapter, salt, keys in awaiting
             ],
+            variants=[(name, parent_name) for name, parent_name in variants],
+            groups={index: ToldGroup(AttentionKind(kind), window, size) for index, kind, window, size in told},
+            lookahead_tokens=ahead,
         )
     except InvalidValue:
         raise

@@ -8,18 +8,20 @@ from publishers.ledger.block import COPIES_BITS
 class Holding:
     """`counts`: engine hash to copies, none at zero. `peers`: the counts of the tier's other indexable groups.
 
-    A group is indexable if it says how long a prefix can be reused (full attention); `unit` is one copy's part of
-    `Block.copies`.
+    A group is indexable if it is one of full attention, which residency is about; `unit` is one copy's part of
+    `Block.copies`. Of a sparse group whose blocks decide where a prompt can be resumed, `bit` is the bit in `Block.held_by`
+    and `other_tiers` are its counts in other tiers; `bit` is 0 for all other groups.
     """
 
-    __slots__ = ("counts", "flag", "group", "indexable", "peers", "tier", "unit")
+    __slots__ = ("bit", "counts", "flag", "group", "indexable", "other_tiers", "peers", "tier", "unit")
 
-    def __init__(self, tier: Tier, group: int, indexable: bool) -> None:
-        self.tier, self.group, self.indexable = tier, group, indexable
+    def __init__(self, tier: Tier, group: int, indexable: bool, bit: int = 0) -> None:
+        self.tier, self.group, self.indexable, self.bit = tier, group, indexable, bit
         self.counts: dict[EngineHash, int] = {}
         self.flag = tier.flag
         self.unit = 1 << COPIES_BITS * tier
         self.peers: list[dict[EngineHash, int]] = []
+        self.other_tiers: list[dict[EngineHash, int]] = []
 
     def in_all(self, name: EngineHash) -> bool:
         """Is the hash held in every indexable group of the tier? vLLM reuses a block only then."""
@@ -34,15 +36,23 @@ class Holdings:
     def __init__(self) -> None:
         self.by_group: dict[tuple[Tier, int], Holding] = {}
         self.indexed: list[Holding] = []
+        self.sparse: list[Holding] = []
+        """Those with a bit."""
 
-    def add(self, tier: Tier, group: int, indexable: bool) -> Holding:
-        holding = self.by_group[tier, group] = Holding(tier, group, indexable)
+    def add(self, tier: Tier, group: int, indexable: bool, bit: int = 0) -> Holding:
+        holding = self.by_group[tier, group] = Holding(tier, group, indexable, bit)
         if indexable:
             peers = self.of_tier(tier)
             for other in peers:
                 other.peers.append(holding.counts)
             holding.peers = [other.counts for other in peers]
             self.indexed.append(holding)
+        elif bit:
+            others = [other for other in self.sparse if other.group == group]
+            for other in others:
+                other.other_tiers.append(holding.counts)
+            holding.other_tiers = [other.counts for other in others]
+            self.sparse.append(holding)
         return holding
 
     def of_tier(self, tier: Tier) -> list[Holding]:

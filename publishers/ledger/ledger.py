@@ -2,15 +2,19 @@
 
     EngineStored --resolver--> blocks --+
     EngineRemoved, EngineCleared -------+--residency--> changed blocks --prefix_closure--> change --index_events--> events
+                                              |                                              +----> marks --mark_events----+
+                                              +--sparse_holdings------------------------------------+
 
 An engine batch becomes the change of usable residency (prefix-closed, full-attention groups only), as events in an order in
-which each of them leaves a prefix-closed residency.
+which each of them leaves a prefix-closed residency. Where the model has other groups too, the marks say at which of these
+blocks a prompt can be resumed; what events tell of the groups is learned before a batch is folded.
 
 Left out, counted, and still referenced, so that a later removal finds its count:
 - blocks whose parent is unknown, or known only in another scope: never re-rooted, and resolved once it is known;
 - blocks that can't be hashed: token ids beyond 32 bits, tokens that are not a full block each;
 - blocks of another size than the engine's (partial blocks);
-- offload placeholders of an unknown hash. Those of a known one are copies of its block, in any scope.
+- offload placeholders of an unknown hash. Those of a known one are copies of its block, in any scope. So are a connector's
+  events with tokens; those of an unknown hash are left out if the engine uses adapters, salts or extra keys at all.
 A block left out is taken in if the engine stores it again in a way that can be understood.
 
 In doubt everything here under-reports: a count never exceeds the engine's own.
@@ -27,18 +31,24 @@ from kvatlas.events import (
     EngineHash,
     EngineRemoved,
     EngineStored,
+    Heads,
     IndexEvent,
+    Marked,
     ScopeUse,
     SnapshotChunk,
 )
 from publishers.ledger import dump as ledger_dump
+from publishers.ledger.block import Block
 from publishers.ledger.counters import LedgerCounters
+from publishers.ledger.engine_groups import EngineGroups
 from publishers.ledger.holdings import Holdings
 from publishers.ledger.index_events import IndexEvents
 from publishers.ledger.lineage import Lineage
-from publishers.ledger.prefix_closure import PrefixClosure
+from publishers.ledger.mark_events import MarkEvents
+from publishers.ledger.marks import Marks
+from publishers.ledger.prefix_closure import PrefixClosure, UsableChange
 from publishers.ledger.residency import Residency
-from publishers.ledger.resolver import BlockResolver
+from publishers.ledger.resolver import BlockResolver, has_keys
 from publishers.ledger.settings import LedgerSettings
 
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
@@ -60,6 +70,9 @@ class Ledger:
 
     def empty(self) -> None:
         """Forget everything. No event says so: the caller starts a new incarnation."""
+        self.groups = EngineGroups(self.settings)
+        self.reuse = self.groups.reuse(None)
+        self._regrouped = False
         self._begin(Holdings(), self.settings.block_size)
 
     def _begin(self, holdings: Holdings, block_size: int | None) -> None:
@@ -68,10 +81,18 @@ class Ledger:
         self.lineage = Lineage(settings)
         self._resolver = BlockResolver(self.lineage, self.counters, block_size)
         self._residency = Residency(
-            self.lineage, self._resolver, holdings, self.counters, set_semantics=settings.set_semantics
+            self.lineage,
+            self._resolver,
+            holdings,
+            self.counters,
+            self.groups,
+            self.reuse.bits,
+            set_semantics=settings.set_semantics,
         )
         self._closure = PrefixClosure()
         self._index_events = IndexEvents(settings.granularity)
+        self._marks = None if self.reuse.rule is None else Marks(self.reuse.rule)
+        self._mark_events = MarkEvents()
 
     @property
     def block_size(self) -> int | None:
@@ -89,6 +110,22 @@ class Ledger:
         return self._index_events.digest
 
     @property
+    def digest_words(self) -> list[int]:
+        """`Digest.words` of all that is announced now, followed by `MarkDigest.words` if marks count."""
+        words = self.digest.words
+        return words if self._marks is None else words + self._mark_events.digest.words
+
+    @property
+    def dropped(self) -> int | None:
+        """See `SnapshotBegin`: None if residency says all."""
+        return None if self.reuse.rule is None else self.reuse.rule.dropped
+
+    @property
+    def marked_blocks(self) -> int:
+        """How many blocks are marked now."""
+        return self._mark_events.digest.marks
+
+    @property
     def announced_blocks(self) -> int:
         """How many blocks are announced now, in whatever tiers."""
         return self._index_events.blocks
@@ -101,37 +138,117 @@ class Ledger:
     # ---------------------------------------------------------------- folding
 
     def fold(self, batch: EngineBatch) -> list[IndexEvent]:
-        """Take one batch in. Returns the net change of what is announced, in the order in which it must be published."""
+        """Take one batch in. Returns the net change of what is announced, in the order in which it must be published.
+
+        Not if the batch told something of the engine's groups by which other blocks are announced or marked: see
+        `take_regrouped`.
+        """
         self.lineage.forget_unused_scopes()  # what was folded before is published by now
+        events: list[IndexEvent] = [Cleared()] if self._learn(batch) else []
         residency = self._residency
+        residency.drop_unnamed()
         cleared = False
-        forgot_all = False
         for event in batch.events:
             if isinstance(event, EngineStored):
-                if event.block_size != self._resolver.block_size and self._learn_block_size(event):
-                    forgot_all = self._forget_blocks() or forgot_all
-                    residency = self._residency
+                if not self._resolver.uses_keys and has_keys(event):
+                    self._resolver.uses_keys = True
+                    residency.forget_unproven()
                 residency.store(event)
             elif isinstance(event, EngineRemoved):
                 residency.remove(event)
             else:
                 residency.clear(event)
                 cleared = True
-        events: list[IndexEvent] = [Cleared()] if forgot_all else []
-        if changed := residency.take_changed():
-            change = self._closure.settle(changed)
-            self.counters.withdrawn += change.withdrawn
-            self.counters.restored += change.restored
-            events += self._index_events.make(change, cleared)
+        events += self._settle(cleared=cleared)
         if len(self.lineage.evicted) > self._remembered_evictions:
             forgotten = self.lineage.trim(self._remembered_evictions)
-            residency.shared.forget(forgotten)
+            residency.forget(forgotten)
             self.counters.forgotten += len(forgotten)
         return events
 
+    def forget_adapter(self, adapter: str) -> list[IndexEvent]:
+        """The engine has loaded the adapter again from elsewhere: no request will use what it computed before, whose blocks
+        have other engine hashes. Returns the change, as `fold` does.
+
+        If an engine hash stands for blocks with and without the adapter, all is forgotten: see `take_regrouped`.
+        """
+        self.lineage.forget_unused_scopes()
+        self._residency.drop_unnamed()
+        known = {**self.lineage.known, **self.lineage.variants.detached}
+        names = [name for name, block in known.items() if block.namespace.adapter == adapter]
+        if any(name in self._residency.shared.by_hash for name in names):
+            self.empty()
+            self._regrouped = True
+            return []
+        self._residency.forget_names(names)
+        self.counters.forgotten += len(names)
+        return self._settle(cleared=False)
+
+    def _settle(self, *, cleared: bool) -> list[IndexEvent]:
+        """The events of what changed since the last call."""
+        change: UsableChange | None = None
+        events: list[IndexEvent] = []
+        if changed := self._residency.take_changed():
+            change = self._closure.settle(changed)
+            self.counters.withdrawn += change.withdrawn
+            self.counters.restored += change.restored
+            events = self._index_events.make(change, cleared)
+        return events if self._marks is None else self._with_marks(self._marks, change, events)
+
+    def take_regrouped(self) -> bool:
+        """Have the engine's groups turned out to be others since the last call? Then the caller starts a new incarnation."""
+        regrouped, self._regrouped = self._regrouped, False
+        return regrouped
+
+    def _with_marks(self, marks: Marks, change: UsableChange | None, events: list[IndexEvent]) -> list[IndexEvent]:
+        """The events of a change in residency, with those of the marks around them: of any beginning of these, what is
+        marked is held."""
+        touched: list[Block] = self._residency.sparse.take_changed()
+        if change is not None:
+            touched += change.added
+            touched += [block for block, _ in change.removed]
+        if not touched:
+            return events
+        mark_change = marks.settle(dict.fromkeys(touched))
+        self.counters.marked += len(mark_change.marked)
+        self.counters.unmarked += len(mark_change.unmarked)
+        if not mark_change.marked and not mark_change.unmarked:
+            return events
+        return self._mark_events.make(mark_change, events)
+
+    def _learn(self, batch: EngineBatch) -> bool:
+        """Learn the sizes and groups that a batch tells. True if all that was announced is forgotten."""
+        learned = forgot_all = False
+        for event in batch.events:
+            if isinstance(event, EngineStored):
+                learned = self.groups.learn(event) or learned
+                if event.block_size != self.block_size and self._learn_block_size(event):
+                    forgot_all = self._forget_blocks() or forgot_all
+                    learned = True
+        if learned:
+            self._regroup()
+        return forgot_all
+
+    def _regroup(self) -> None:
+        """Bring residency and marks in line with what is known of the engine's groups."""
+        reuse = self.groups.reuse(self.block_size)
+        holdings = self._residency.holdings.by_group.values()
+        misplaced = any(holding.indexable != self.groups.is_full(holding.group) for holding in holdings)
+        before, self.reuse = self.reuse, reuse
+        if reuse.rule == before.rule and not misplaced:
+            return
+        self._regrouped = True
+        self.counters.regrouped += 1
+        saved = ledger_dump.unpack(self.dump(), self._identity)
+        uses_keys, unproven = self._resolver.uses_keys, self._residency.unproven
+        self._begin(Holdings(), self.block_size)
+        self._resolver.uses_keys = uses_keys
+        self._residency.unproven.update(unproven)
+        self._restore(saved)
+
     def _learn_block_size(self, event: EngineStored) -> bool:
         """Take a larger block for the full one, unless the size is set. True if blocks were resolved by another size."""
-        if not event.indexable or not event.token_ids:
+        if not event.token_ids or event.offloaded or not self.groups.is_full(event.group):
             return False
         if event.block_size < 1 or len(event.token_ids) != event.block_size * len(event.hashes):
             return False
@@ -148,8 +265,10 @@ class Ledger:
     def _forget_blocks(self) -> bool:
         """Blocks were resolved by the size of a partial one: all are out, until they are stored again. Were some announced?"""
         announced = self.announced_blocks > 0
+        uses_keys = self._resolver.uses_keys
         self._residency.end_removals()
         self._begin(self._residency.holdings, self.block_size)
+        self._resolver.uses_keys = uses_keys
         return announced
 
     # ---------------------------------------------------------------- what is known
@@ -157,6 +276,15 @@ class Ledger:
     def snapshot(self) -> list[SnapshotChunk]:
         """All that is announced now; at most 32 KiB of hashes a chunk, each of one chain."""
         return self._index_events.chunks(self.lineage.namespaces.values())
+
+    def mark_snapshot(self) -> list[Marked | Heads]:
+        """All marks now, and their heads; at most 32 KiB of hashes an event."""
+        return [] if self._marks is None else self._mark_events.snapshot(self._marks)
+
+    def marked(self) -> Iterator[tuple[bytes, int]]:
+        """What is marked now: (scope id, sequence hash)."""
+        for block in self._marks.marked if self._marks is not None else ():
+            yield block.namespace.scope_id, int.from_bytes(block.sequence_hash, "little")
 
     def resident(self) -> Iterator[tuple[Tier, int, EngineHash]]:
         """What the engine holds: (tier, group, engine hash), whether it can be announced or not."""
@@ -181,7 +309,9 @@ class Ledger:
 
     def dump(self) -> bytes:
         """All of it but the counters, for the saved state."""
-        return ledger_dump.pack(self._identity, self.block_size, self.lineage, self._residency, self._resolver.awaiting)
+        return ledger_dump.pack(
+            self._identity, self.block_size, self.groups, self.lineage, self._residency, self._resolver.awaiting
+        )
 
     @classmethod
     def load(
@@ -192,6 +322,10 @@ class Ledger:
         ledger = cls(settings, remembered_evictions=remembered_evictions)
         saved = ledger_dump.unpack(dumped, ledger._identity)
         try:
+            ledger.groups.restore(saved.groups, saved.lookahead_tokens)
+            ledger.reuse = ledger.groups.reuse(saved.block_size)
+            ledger._begin(Holdings(), saved.block_size)
+            ledger._resolver.uses_keys = True  # it is not saved; perhaps less is claimed than is held
             ledger._restore(saved)
         except (LookupError, TypeError, ValueError) as error:
             raise InvalidValue(f"saved ledger contradicts itself: {error}") from error
@@ -205,7 +339,9 @@ class Ledger:
         ]  # fmt: skip
 
     def _restore(self, saved: ledger_dump.SavedLedger) -> None:
-        self._resolver.block_size = saved.block_size
         saved.restore(self.lineage, self._residency, self._resolver.awaiting)
         changed = sorted(self._residency.take_changed(), key=lambda block: block.index)
-        self._index_events.make(self._closure.settle(changed), cleared=False)
+        change = self._closure.settle(changed)
+        self._index_events.make(change, cleared=False)
+        if self._marks is not None:
+            self._with_marks(self._marks, change, [])

@@ -12,6 +12,7 @@ from kvatlas.events import EngineHash, EngineStored, ScopeUse
 from kvatlas.identity import Scope
 from publishers.ledger.block import Block, Namespace
 from publishers.ledger.settings import LedgerSettings
+from publishers.ledger.variants import Variants
 
 
 class Lineage:
@@ -29,6 +30,7 @@ class Lineage:
             OrderedDict()
         )  # finding a dict's first key again and again is slow
         """The known hashes that no tier holds, in the order of their eviction."""
+        self.variants = Variants()
         self._others: dict[EngineHash, list[Block]] = {}
         """The further blocks of a shared hash."""
         self._namespaces_of: dict[bytes, int] = {}
@@ -104,12 +106,20 @@ class Lineage:
     def add_name(self, name: EngineHash, block: Block) -> None:
         """`name`, unknown so far, stands for `block` from now on."""
         self.known[name] = block
+        if self.variants.detached.pop(name, None) is not None:
+            return  # it counts already
         block.names += 1
+        if block.names == 1:
+            block.first_name = name
+        else:
+            self.variants.add(name, block)
 
     def share_name(self, name: EngineHash, block: Block) -> None:
         """`name` stands for `block` too, besides the block that it is known for."""
         self._others.setdefault(name, []).append(block)
         block.names += 1
+        if block.names == 1:
+            block.first_name = name
 
     def find(self, name: EngineHash, event: EngineStored) -> Block | None:
         """The block that the event means by `name`, its parent's or one of its own; None if it is not known in the event's
@@ -130,18 +140,23 @@ class Lineage:
         evicted = self.evicted
         for name in names:
             evicted[name] = None
+            if self.variants.children_of:
+                self.variants.touch((name,))
 
     def mark_held(self, name: EngineHash) -> None:
         """A tier holds the hash."""
         self.evicted.pop(name, None)
+        if self.variants.children_of:
+            self.variants.touch((name,))
 
-    def trim(self, capacity: int) -> list[EngineHash]:
-        """Forget the hashes evicted first, down to `capacity`; returns them."""
-        forgotten: list[EngineHash] = []
+    def trim(self, capacity: int) -> dict[EngineHash, Block]:
+        """Forget the hashes evicted first, down to `capacity`; returns them with the blocks that they were known for."""
+        forgotten: dict[EngineHash, Block] = {}
         while len(self.evicted) > capacity:
             name, _ = self.evicted.popitem(last=False)
-            self._remove_name((self.known.pop(name), *self._others.pop(name, ())))
-            forgotten.append(name)
+            block = forgotten[name] = self.known.pop(name)
+            lost = self.variants.forget(name, block)
+            self._remove_name((block, *self._others.pop(name, ()), *lost))
         return forgotten
 
     def _remove_name(self, blocks: Iterable[Block]) -> None:

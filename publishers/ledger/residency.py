@@ -4,14 +4,20 @@ Counts are references, since engines announce each physical copy: a block is hel
 has a copy in every indexable group of that tier.
 """
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineCleared, EngineHash, EngineRemoved, EngineStored
 from publishers.ledger.block import COPIES_BITS, Block
 from publishers.ledger.counters import LedgerCounters
+from publishers.ledger.engine_groups import EngineGroups
 from publishers.ledger.holdings import Holding, Holdings
 from publishers.ledger.lineage import Lineage
-from publishers.ledger.resolver import BlockResolver
+from publishers.ledger.resolver import BlockResolver, has_keys
 from publishers.ledger.shared_hashes import SharedHashes
+from publishers.ledger.sparse_holdings import SparseHoldings, is_held_elsewhere
 
 
 class Residency:
@@ -23,10 +29,16 @@ class Residency:
         resolver: BlockResolver,
         holdings: Holdings,
         counters: LedgerCounters,
+        groups: EngineGroups,
+        bits: Mapping[int, int],
         *,
         set_semantics: bool,
     ) -> None:
+        """`bits`: of the sparse groups that decide where a prompt can be resumed (`ReuseOfGroups.bits`)."""
         self.holdings = holdings
+        self.sparse = SparseHoldings(holdings)
+        self._groups = groups
+        self._bits = bits
         self.shared = SharedHashes(lineage, holdings, counters, on_change=self._change_copies)
         self._lineage = lineage
         self._by_group, self._indexed = holdings.by_group, holdings.indexed
@@ -35,6 +47,9 @@ class Residency:
         self._resolver = resolver
         self._counters = counters
         self._counting = not set_semantics
+        self.unproven: set[EngineHash] = set()
+        """Hashes whose block an offloaded event's tokens alone say: it is another one if the engine has keys for it."""
+        self._unnamed: list[Block] = []
         self._changed: list[Block] = []
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
@@ -43,6 +58,7 @@ class Residency:
         """The blocks whose copies changed since the last call; some may come twice."""
         if self._evicted or self._shared_removals:
             self.end_removals()
+        self._lineage.variants.settle(self.holdings.is_held, self._detach, self._attach)
         changed = self._changed
         if changed:
             self._changed = []
@@ -52,26 +68,58 @@ class Residency:
 
     def store(self, event: EngineStored) -> None:
         """One more copy of each hash."""
+        if event.offloaded and event.token_ids:
+            for part in self._split_by_knowledge(event):
+                self._store(part)
+        else:
+            self._store(event)
+
+    def _split_by_knowledge(self, event: EngineStored) -> Iterator[EngineStored]:
+        """An offloaded event, its known hashes as a placeholder has them: they keep their blocks."""
+        hashes, size, known = event.hashes, event.block_size, self._lineage.known
+        if len(event.token_ids) != len(hashes) * size:
+            yield event
+            return
+        first = 0
+        for is_known, run in groupby(hashes, key=known.__contains__):
+            last = first + len(list(run))
+            yield replace(
+                event,
+                hashes=hashes[first:last],
+                parent=hashes[first - 1] if first else event.parent,
+                token_ids=() if is_known else event.token_ids[first * size : last * size],
+                extra_keys=event.extra_keys[first:last] if event.extra_keys and not is_known else None,
+            )
+            first = last
+
+    def _store(self, event: EngineStored) -> None:
         if self._evicted or self._shared_removals:
             self.end_removals()
         hashes, resolver = event.hashes, self._resolver
         self._counters.stored += len(hashes)
         holding = self._by_group.get((event.tier, event.group))
         if holding is None:
-            holding = self.add_holding(event.tier, event.group, event.indexable)
-        blocks = resolver.resolve(event) if holding.indexable and hashes else None
+            holding = self.add_holding(event.tier, event.group)
+        if not holding.indexable:
+            self._store_sparse(event, holding)
+            return
+        blocks = resolver.resolve(event) if hashes else None
         if blocks is None:
             self._store_by_hash(event, holding)
             return
         counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self._shared_hashes
         block_of, count_of, counting = self._block_of, counts.get, self._counting
-        alone = len(self._indexed) == 1
+        alone, sparse = len(self._indexed) == 1, self.sparse
+        if self.unproven and not event.offloaded:
+            self.unproven.difference_update(hashes)
         for name, block in zip(hashes, blocks, strict=True):
             count = count_of(name, 0)
             counts[name] = count + 1 if counting else 1
             owner = block_of(name)
             if owner is None:
                 self._lineage.add_name(name, block)
+                if event.offloaded and not has_keys(event):
+                    self.unproven.add(name)
                 if count and not event.salt_inherited:  # the copies left out before may be another salt's
                     self.shared.add(name, block)
                     self.shared.store(name, block, holding, counting)
@@ -79,9 +127,11 @@ class Residency:
                 if not alone:
                     self.enter_tiers(name, block)
                     continue
+                if sparse:
+                    sparse.enter(name, block)
             elif owner is not block or (shared and name in shared):
                 if name not in shared:
-                    self.shared.split(name, owner, holding, count)
+                    self._split(name, owner, holding, count)
                 self.shared.store(name, block, holding, counting)
                 continue
             elif count:
@@ -92,9 +142,60 @@ class Residency:
                 self._lineage.mark_held(name)
             block.copies += unit
             changed.append(block)
+        if self._lineage.variants.names:
+            self._hang(event, blocks)
         if resolver.awaiting:
             for name, block in resolver.resolve_awaiting(hashes):
                 self.enter_tiers(name, block)
+
+    def _hang(self, event: EngineStored, blocks: Sequence[Block]) -> None:
+        """Note which hash of its parent's block each of these blocks is found behind, where there are several."""
+        variants, parent_name = self._lineage.variants, event.parent
+        for name, block in zip(event.hashes, blocks, strict=True):
+            if parent_name is not None and block.parent in variants.names and name not in self._shared_hashes:
+                variants.hang(name, parent_name)
+            parent_name = name
+
+    def _detach(self, name: EngineHash) -> bool:
+        """The hash stands for no block for now. False if it is none that can be detached."""
+        if name in self._shared_hashes or (block := self._lineage.known.pop(name, None)) is None:
+            return False
+        self._lineage.evicted.pop(name, None)
+        self._lineage.variants.detached[name] = block
+        self.sparse.leave(name, block)
+        self._leave_tiers(name, block)
+        return True
+
+    def _attach(self, name: EngineHash) -> None:
+        """The hash stands for its block again."""
+        block = self._lineage.variants.detached[name]
+        self._lineage.add_name(name, block)
+        self.enter_tiers(name, block)
+        for child, child_block in self._resolver.resolve_awaiting([name]):
+            self.enter_tiers(child, child_block)
+
+    def _leave_tiers(self, name: EngineHash, block: Block) -> None:
+        """The block is no longer held by this hash, whatever is held of the hash."""
+        for holding in {holding.tier: holding for holding in self._indexed if holding.in_all(name)}.values():
+            block.copies -= holding.unit
+        self._changed.append(block)
+
+    def _store_sparse(self, event: EngineStored, holding: Holding) -> None:
+        """Count copies of a group that residency says nothing of: its blocks are those that full attention stored under the
+        same hashes."""
+        counts, counting, bit, shared = holding.counts, self._counting, holding.bit, self._shared_hashes
+        for name in event.hashes:
+            count = counts.get(name, 0)
+            counts[name] = count + 1 if counting else 1
+            if bit and not count:
+                block = self._block_of(name)
+                if block is not None and name not in shared and not is_held_elsewhere(name, holding):
+                    self.sparse.gain(block, bit)
+
+    def _split(self, name: EngineHash, owner: Block, holding: Holding, copies_before: int) -> None:
+        """The hash stands for several blocks from now on: which of them a sparse group holds can't be known."""
+        self.sparse.leave(name, owner)
+        self.shared.split(name, owner, holding, copies_before)
 
     def _store_by_hash(self, event: EngineStored, holding: Holding) -> None:
         """Count copies of hashes that the event resolves to no blocks; those known by their hash are held then: a
@@ -105,11 +206,11 @@ class Residency:
             count = counts.get(name, 0)
             counts[name] = count + 1 if self._counting else 1
             owner = lineage.known.get(name)
-            if not holding.indexable or owner is None:
+            if owner is None:
                 continue
             block = owner if placeholder else lineage.find(name, event)
             if block is not owner and name not in shared.by_hash:
-                shared.split(name, owner, holding, count)
+                self._split(name, owner, holding, count)
             if name in shared.by_hash:
                 if placeholder:
                     shared.store_any(name, holding)
@@ -130,7 +231,7 @@ class Residency:
             return
         counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self._shared_hashes
         block_of, evicted = self._block_of, self._evicted
-        peers, indexable = holding.peers, holding.indexable
+        peers, indexable, bit = holding.peers, holding.indexable, holding.bit
         alone = len(self._indexed) == 1
         for name in hashes:
             count = counts.get(name)
@@ -142,6 +243,10 @@ class Residency:
             else:
                 del counts[name]
             if not indexable:
+                if bit and count == 1:
+                    block = block_of(name)
+                    if block is not None and name not in shared and not is_held_elsewhere(name, holding):
+                        self.sparse.lose(block, bit)
                 continue
             if shared and name in shared:
                 self._shared_removals.append((name, holding))
@@ -184,27 +289,66 @@ class Residency:
                     block.copies -= holding.unit
                     self._changed.append(block)
                     removed.append(name)
+        sparse: dict[int, set[EngineHash]] = {}
+        for holding in cleared:
+            if holding.bit:
+                sparse.setdefault(holding.bit, set()).update(holding.counts)
         for holding in cleared:
             holding.counts.clear()
+        for holding in cleared:
+            for name in sparse.pop(holding.bit, ()):
+                block = known.get(name)
+                if block is not None and name not in shared and not is_held_elsewhere(name, holding):
+                    self.sparse.lose(block, holding.bit)
         self.shared.clear(cleared)
         self._lineage.mark_evicted([name for name in removed if not self.holdings.is_held(name)])
 
+    def forget_unproven(self) -> None:
+        """The engine uses keys: which blocks these hashes stand for is not known."""
+        self.forget_names(self.unproven)
+        self.unproven.clear()
+
+    def forget_names(self, names: Iterable[EngineHash]) -> None:
+        """These hashes stand for no blocks any more, whatever is held of them. Not for shared ones."""
+        self.end_removals()
+        lineage = self._lineage
+        for name in names:
+            block = lineage.known.pop(name, None) or lineage.variants.detached.get(name)
+            if block is None:
+                continue
+            if lineage.variants.detached.pop(name, None) is None:
+                self.sparse.leave(name, block)
+                self._leave_tiers(name, block)
+            lineage.mark_held(name)  # it is forgotten here
+            for lost in (block, *lineage.variants.forget(name, block)):
+                lost.names -= 1
+                self._unnamed.append(lost)
+
+    def drop_unnamed(self) -> None:
+        """Drop the blocks of forgotten hashes; called after their change was published."""
+        for block in self._unnamed:
+            self._lineage.drop(block)
+        self._unnamed.clear()
+
     # ---------------------------------------------------------------- tiers and groups
 
-    def add_holding(self, tier: Tier, group: int, indexable: bool) -> Holding:
+    def add_holding(self, tier: Tier, group: int) -> Holding:
         """A (tier, group) that the engine names for the first time. What the tier's other groups hold is not in it yet."""
         self.end_removals()
+        indexable = self._groups.is_full(group)
         peers = self.holdings.of_tier(tier) if indexable else []
         if peers:
             for name in [name for name in peers[0].counts if peers[0].in_all(name)]:
                 self._leave_tier(name, peers[0])
-        holding = self.holdings.add(tier, group, indexable)
+        holding = self.holdings.add(tier, group, indexable, self._bits.get(group, 0))
         if peers:
             self.shared.recount_all()
         return holding
 
     def enter_tiers(self, name: EngineHash, block: Block) -> None:
         """A hash became known: its block is held wherever the hash is."""
+        if self.sparse:
+            self.sparse.enter(name, block)
         flags = 0
         for holding in self._indexed:
             if not flags & holding.flag and holding.in_all(name):
@@ -214,6 +358,15 @@ class Residency:
             self._changed.append(block)
         else:
             self._lineage.mark_evicted([name])
+
+    def forget(self, forgotten: Mapping[EngineHash, Block]) -> None:
+        """The lineage has forgotten these hashes, which stood for these blocks."""
+        if self.sparse:
+            for name, block in forgotten.items():
+                if name not in self._shared_hashes:
+                    self.sparse.leave(name, block)
+        self.shared.forget(forgotten)
+        self.unproven.difference_update(forgotten)
 
     def _leave_tier(self, name: EngineHash, holding: Holding) -> None:
         block = self._lineage.known.get(name)

@@ -20,13 +20,15 @@ class BlockResolver:
     def __init__(self, lineage: Lineage, counters: LedgerCounters, block_size: int | None) -> None:
         self.block_size = block_size
         self.awaiting = AwaitingParent()
+        self.uses_keys = False
+        """Has the engine told an adapter, a salt or extra keys? Then tokens alone don't say which block an offloaded one is."""
         self._lineage = lineage
         self._counters = counters
 
     def resolve(self, event: EngineStored) -> list[Block] | None:
         """The blocks of the event's hashes; None (counted) if they can't be known."""
         hashes, lineage, counters = event.hashes, self._lineage, self._counters
-        if not event.token_ids:
+        if not event.token_ids or (event.offloaded and self.uses_keys and not has_keys(event)):
             counters.placeholder_unknown += sum(name not in lineage.known for name in hashes)
             return None
         if event.block_size != self.block_size:
@@ -45,7 +47,8 @@ class BlockResolver:
             else:
                 parent = lineage.find(event.parent, event)
                 if parent is None:
-                    if event.salt_inherited:  # else what is left of its copies then may be another salt's
+                    # what is left of its copies when the parent is known may else be another salt's
+                    if event.salt_inherited and not event.offloaded:
                         self.awaiting.keep(event)
                     counters.unknown_parent += len(hashes)
                     return None
@@ -72,6 +75,11 @@ class BlockResolver:
                         parents.append(child)
                         yield child, block
                 lineage.drop(blocks[-1])
+
+
+def has_keys(event: EngineStored) -> bool:
+    """Does the event name more than tokens?"""
+    return event.adapter is not None or event.salt is not None or event.extra_keys is not None
 
 
 def with_root_salt(keys: Sequence[ExtraKeys] | None, salt: str | None) -> Sequence[ExtraKeys] | None:

@@ -11,8 +11,12 @@ class LedgerSettings:
     """Identity and event semantics of one engine.
 
     `block_size`: tokens of a full block; None takes that of the largest block seen. `granularity` g announces only blocks
-    with index % g == g-1. `set_semantics`: the engine announces hits again, so a copy counts once however often it is
-    announced (vLLM with `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
+    with index % g == g-1. `chunk_tokens`: the chunk size of chunked attention, 0 if unknown; `alignment_tokens`: the
+    scheduler's block size, 0 takes the smallest that fits all groups; `eagle`: the engine speculates with EAGLE, and
+    `eagle_groups` are the KV cache groups with its layers, by default those of full attention. `hybrid`: the model has other
+    attention too, of which the events say nothing. `set_semantics`: the engine
+    announces hits again, so a copy counts once however often it is announced (vLLM with `kv_cache_report_mode="full"`).
+    `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
     Raises InvalidValue for sizes below 1 or names that can't be a scope's.
     """
 
@@ -24,6 +28,11 @@ class LedgerSettings:
     granularity: int = 1
     set_semantics: bool = False
     salt_is_tenant: bool = False
+    chunk_tokens: int = 0
+    alignment_tokens: int = 0
+    eagle: bool = False
+    eagle_groups: frozenset[int] = frozenset()
+    hybrid: bool = False
 
     def __post_init__(self) -> None:
         Scope(self.model_id, self.tokenizer_id, None, self.tenant_id)
@@ -31,5 +40,10 @@ class LedgerSettings:
             raise InvalidValue(f"block size {self.block_size}; expected at least 1")
         if self.granularity < 1:
             raise InvalidValue(f"granularity {self.granularity}; expected at least 1")
-        if self.block_bytes < 0:
-            raise InvalidValue(f"bytes per block {self.block_bytes}; expected 0 (unknown) or more")
+        for what, number in (
+            ("bytes per block", self.block_bytes),
+            ("chunk size", self.chunk_tokens),
+            ("scheduler block size", self.alignment_tokens),
+        ):
+            if number < 0:
+                raise InvalidValue(f"{what} {number}; expected 0 (unknown) or more")

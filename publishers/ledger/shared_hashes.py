@@ -4,7 +4,7 @@ A removal then names the hash, not the block. The hash's own count stays right; 
 certainly held. Rare, so nothing here is on the path of other hashes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineHash
@@ -67,7 +67,7 @@ class SharedHashes:
         self.by_hash[name] = copies
         self.recount(name)
 
-    def forget(self, names: Sequence[EngineHash]) -> None:
+    def forget(self, names: Iterable[EngineHash]) -> None:
         """The lineage has forgotten these hashes."""
         for name in names:
             self.by_hash.pop(name, None)

@@ -1,8 +1,9 @@
 """One worker's residency as a change log: engine events go into the ledger, its changes into the outbox (pure).
 
 Invariants:
-- what was put in the outbox of an incarnation, snapshot first, adds up to what the ledger announces, unless a new
-  incarnation is due; then nothing more is put in until that has begun;
+- what was put in the outbox of an incarnation, snapshot first, adds up to what the ledger announces, unless the outbox
+  takes nothing more; then a new incarnation is due. One that is due for another reason may wait for a grant, and the index
+  is told of every change until it begins;
 - a new incarnation is above every one before it, the saved one and every requested one.
 """
 
@@ -25,6 +26,8 @@ class IncarnationReason(StrEnum):
     START = "publisher start"
     STARTED_OVER = "all known blocks were dropped"
     OVERFLOW = "the outbox was full"
+    TOO_LARGE = "the stream takes smaller messages only"
+    REGROUPED = "the engine's KV cache groups became known"
     REQUESTED = "a snapshot was requested"
     TAKEN_OVER = "the other publisher is silent"
 
@@ -54,6 +57,8 @@ class Changelog:
         self._rng = rng or random.Random()
         self._requested = 0
         self._pending: list[EngineEvent] = []
+        self._sealed = False
+        """The next change is the last one of this incarnation."""
 
     # ---------------------------------------------------------------- from the engine
 
@@ -74,30 +79,58 @@ class Changelog:
         if not self._pending:
             return []
         events, self._pending = self._pending, []
-        return self.ledger.fold(EngineBatch(events))
+        return self._unless_regrouped(self.ledger.fold(EngineBatch(events)), IncarnationReason.REGROUPED)
+
+    def forget_adapter(self, adapter: str) -> list[IndexEvent]:
+        """See `Ledger.forget_adapter`. Pending events were folded before."""
+        return self._unless_regrouped(self.ledger.forget_adapter(adapter), IncarnationReason.STARTED_OVER)
+
+    def _unless_regrouped(self, change: list[IndexEvent], reason: IncarnationReason) -> list[IndexEvent]:
+        """The ledger's change; if the engine's groups turned out to be others, that all is gone, then nothing more until the
+        new incarnation, which says where the worker can resume."""
+        if not self.ledger.take_regrouped():
+            return change
+        if self.outbox.incarnation or self.incarnation_due is not None:
+            self.require_incarnation(reason)
+        self._sealed = True
+        return [Cleared()]
 
     def publish(self, events: Sequence[IndexEvent], now_us: int, now_s: float, headers: Headers = None) -> int:
-        """Put a change in the outbox. Returns how many messages it takes; 0 also while a new incarnation is due, whose snapshot
-        will have it all."""
-        if not events or self.incarnation_due is not None or not self.outbox.incarnation:
+        """Put a change in the outbox. Returns how many messages it takes; 0 also if the outbox takes nothing more before the
+        new incarnation that is due, whose snapshot will have it all."""
+        if not events or self.outbox.overflowed or not self.outbox.incarnation:
             return 0
         messages = self.outbox.put(events, self.ledger.uses, now_us, headers)
         if not messages:
             self._counters.overflows += 1
             self.require_incarnation(IncarnationReason.OVERFLOW)
             return 0
+        if self._sealed:
+            self.outbox.overflowed, self._sealed = True, False
         self._count(events, messages)
         self._checkpoints.record_messages(messages, now_s)
         return messages
 
-    def start_over(self) -> None:
-        """What the engine holds is not known any more: the ledger is empty, and a new incarnation says so."""
+    def start_over(self, now_us: int) -> None:
+        """What the engine holds is not known any more: the ledger is empty, and a new incarnation says so; the one before says
+        it at once."""
         self._pending.clear()
+        announced = self.ledger.announced_blocks > 0
         self.ledger.empty()
+        if announced:
+            self.publish([Cleared()], now_us, 0.0)
         if self.outbox.incarnation or self.incarnation_due is not None:
             self.require_incarnation(IncarnationReason.STARTED_OVER)
 
     # ---------------------------------------------------------------- incarnations
+
+    def split_smaller(self, seq: int) -> bool:
+        """The stream refused this message for its size: a new incarnation is due, in messages of at most half of that. False if
+        they can't be any smaller."""
+        if not self.outbox.halve_messages(seq):
+            return False
+        self.require_incarnation(IncarnationReason.TOO_LARGE)
+        return True
 
     def require_incarnation(self, reason: IncarnationReason) -> None:
         """A new incarnation is due. The first reason stands."""
@@ -130,7 +163,7 @@ class Changelog:
     @property
     def snapshot_bytes(self) -> int:
         """About how large a snapshot would be now."""
-        return self.ledger.digest.blocks * HASH_BYTES
+        return (self.ledger.digest.blocks + 3 * self.ledger.marked_blocks) * HASH_BYTES
 
     def begin_incarnation(self, incarnation: int, now_us: int) -> bool:
         """Begin the incarnation that is due with a snapshot of all that is announced, pending events folded in.
@@ -140,8 +173,18 @@ class Changelog:
         if self.yielded or incarnation <= max(self.outbox.incarnation, self.saved_incarnation, self._requested):
             return False
         self.fold()
+        self._sealed = False
         chunks = self.ledger.snapshot()
-        messages = self.outbox.begin(incarnation, chunks, self.ledger.digest.words, self.ledger.uses, now_us)
+        ledger = self.ledger
+        messages = self.outbox.begin(
+            incarnation,
+            chunks,
+            ledger.digest_words,
+            ledger.uses,
+            now_us,
+            dropped=ledger.dropped,
+            marks=ledger.mark_snapshot(),
+        )
         self.incarnation_due = None
         self._checkpoints.reset()
         self._counters.snapshots += 1
@@ -172,14 +215,14 @@ class Changelog:
 
     def checkpoint_in(self, now_s: float) -> float | None:
         """Seconds until a checkpoint is due; None if none will be."""
-        return self._checkpoints.due_in(now_s) if self.incarnation_due is None else None
+        return self._checkpoints.due_in(now_s) if not self.outbox.overflowed else None
 
     def checkpoint(self, now_us: int) -> None:
         """Put a checkpoint of all that was published. Pending events were folded and published before, or wait."""
-        if self.incarnation_due is not None or not self.outbox.incarnation:
+        if self.outbox.overflowed or not self.outbox.incarnation:
             return
         self._checkpoints.reset()
-        if self.outbox.checkpoint(self.ledger.digest.words, now_us):
+        if self.outbox.checkpoint(self.ledger.digest_words, now_us):
             self._counters.checkpoints += 1
             self._counters.messages += 1
         else:

@@ -5,6 +5,7 @@ doesn't become a storm.
 """
 
 import random
+from collections.abc import Callable
 
 import anyio
 from nats.aio.client import Client
@@ -23,14 +24,21 @@ LONGEST_PAUSE_S = 3.0
 
 
 async def await_grant(
-    client: Client, partition: int, request: GrantRequest, counters: PublisherCounters, rng: random.Random
+    client: Client,
+    partitions: int,
+    next_request: Callable[[], GrantRequest | None],
+    counters: PublisherCounters,
+    rng: random.Random,
 ) -> None:
-    """Ask until granted, with jitter: when the owner says so, or with back-off if no owner answers."""
+    """Ask until granted, with jitter: when the owner says so, or with back-off if no owner answers. `next_request` is called
+    each time: what is held changes meanwhile; None: no grant is needed any more."""
     backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-    while True:
+    while (request := next_request()) is not None:
         counters.grants_asked += 1
         try:
-            answer = await client.request(grant_subject(partition), request.pack(), timeout=ANSWER_S)
+            answer = await client.request(
+                grant_subject(request.worker_id, partitions), request.pack(), timeout=ANSWER_S
+            )
             reply = GrantReply.unpack(answer.data)
         except (NatsError, TimeoutError, InvalidValue) as error:
             counters.grants_unanswered += 1

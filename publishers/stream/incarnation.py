@@ -1,7 +1,4 @@
-"""Incarnation numbers: one for each unbroken series of a worker's messages; they only grow.
-
-    63                                             20 19                 0
-    milliseconds since 1970, or one above the others | random
+"""Incarnation numbers (`kvatlas.incarnation`): one for each unbroken series of a worker's messages; they only grow.
 
 Above the publisher's last, the saved and the requested one, so that the index takes it. From the clock, so that a publisher
 which lost its state directory is still above its former self. With random low bits, so that two publishers which both
@@ -12,8 +9,7 @@ import random
 
 from kvatlas.bus.wire import MAX_INCARNATION
 from kvatlas.errors import InvalidValue
-
-RANDOM_BITS = 20
+from kvatlas.incarnation import RANDOM_BITS
 
 
 def next_incarnation(*, last: int = 0, saved: int = 0, requested: int = 0, now_us: int, rng: random.Random) -> int:

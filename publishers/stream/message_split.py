@@ -1,25 +1,34 @@
 """Splits the events of one flush into messages that fit the bus, keeping their order.
 
 The index applies a message as a whole, so its residency must be right after each part: the ledger's order (added tiers, lost
-tiers, removals child first, stores parent first) guarantees that wherever the events are split.
+tiers, removals child first, stores parent first) guarantees that wherever the events are split; the same holds of its marks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from kvatlas.blocks.digest import WORDS
+from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.events import IndexEvent, Removed, ScopeUse, SnapshotChunk, Stored
+from kvatlas.events import Heads, IndexEvent, Marked, Removed, ScopeUse, SnapshotChunk, Stored, Unmarked
 from kvatlas.identity import MAX_NAME_BYTES
 
 # Upper bounds of what msgpack takes, in bytes (see kvatlas.bus.wire for the arrays).
 _ENVELOPE_BYTES = 1 + 1 + (2 + 64) + 9 + 9 + 9 + 5 + 5
 _STORED_BYTES = 1 + 1 + 10 + 1 + 5 + 10 + 9 + 2
 _REMOVED_BYTES = 1 + 1 + 10 + 1 + 5
-_OTHER_BYTES = 1 + 1 + 9 + 3 + WORDS * 9
+_MARKED_BYTES = 1 + 1 + 10 + 5 + 5
+_OTHER_BYTES = 1 + 1 + 9 + 3 + (WORDS + MARK_WORDS) * 9
 _LARGEST_SCOPE_BYTES = 10 + 1 + 4 * (3 + MAX_NAME_BYTES) + 9 + 9
 
-_SCOPED = (Stored, SnapshotChunk, Removed)
+SMALLEST_MESSAGE_BYTES = 4096
+"""A limit that every event fits, cut between its hashes, with the longest names."""
+
+_OF_BLOCKS = (Stored, SnapshotChunk, Removed)
+_OF_MARKS = (Marked, Unmarked, Heads)
+_SCOPED = (*_OF_BLOCKS, *_OF_MARKS)
+
+_Event = TypeVar("_Event", bound=IndexEvent)
 
 Part = tuple[list[IndexEvent], dict[bytes, ScopeUse]]
 """One message's events, and the scopes they use."""
@@ -31,6 +40,10 @@ def event_bytes(event: IndexEvent) -> int:
         return _STORED_BYTES + len(event.hashes)
     if isinstance(event, Removed):
         return _REMOVED_BYTES + len(event.hashes)
+    if isinstance(event, (Marked, Unmarked)):
+        return _MARKED_BYTES + len(event.hashes)
+    if isinstance(event, Heads):
+        return _MARKED_BYTES + len(event.hashes) + len(event.bits)
     return _OTHER_BYTES
 
 
@@ -66,7 +79,7 @@ def _split(
         scope_id = event.scope_id if isinstance(event, _SCOPED) else None
         use = uses[scope_id] if scope_id is not None else None
         largest = limit_bytes - _ENVELOPE_BYTES - (scope_bytes(use) if use is not None else 0)
-        for piece in (event,) if event_bytes(event) <= largest else _split_event(event, largest, granularity):
+        for piece in (event,) if event_bytes(event) <= largest else _pieces(event, largest, granularity):
             size = event_bytes(piece)
             if use is not None and scope_id not in scopes:
                 size += scope_bytes(use)
@@ -83,8 +96,28 @@ def _split(
     return parts
 
 
-def _split_event(event: IndexEvent, largest_bytes: int, granularity: int) -> Iterator[IndexEvent]:
-    if not isinstance(event, (Stored, Removed)):
+def _pieces(event: IndexEvent, largest_bytes: int, granularity: int) -> Iterator[IndexEvent]:
+    if isinstance(event, _OF_MARKS):
+        return _split_marks(event, largest_bytes)
+    return _split_event(event, largest_bytes, granularity)
+
+
+def split_chunks(
+    chunks: Sequence[SnapshotChunk], uses: Mapping[bytes, ScopeUse], limit_bytes: int, granularity: int = 1
+) -> Sequence[SnapshotChunk]:
+    """The chunks, cut so that each fits a message of `limit_bytes`: a snapshot's end counts them."""
+    pieces: list[SnapshotChunk] = []
+    for chunk in chunks:
+        largest = limit_bytes - _ENVELOPE_BYTES - scope_bytes(uses[chunk.scope_id])
+        if event_bytes(chunk) <= largest:
+            pieces.append(chunk)
+        else:
+            pieces += _split_event(chunk, largest, granularity)
+    return pieces
+
+
+def _split_event(event: _Event, largest_bytes: int, granularity: int) -> Iterator[_Event]:
+    if not isinstance(event, _OF_BLOCKS):
         raise ValueError(f"event {type(event).__name__} of {event_bytes(event)} bytes can't be split")
     fixed = event_bytes(event) - len(event.hashes)
     step = (largest_bytes - fixed) // HASH_BYTES * HASH_BYTES
@@ -98,6 +131,15 @@ def _split_event(event: IndexEvent, largest_bytes: int, granularity: int) -> Ite
             yield replace(event, hashes=hashes, parent=parent, first_index=first_index)
 
 
+def _split_marks(event: Marked | Unmarked | Heads, largest_bytes: int) -> Iterator[IndexEvent]:
+    step = (largest_bytes - _MARKED_BYTES) // (2 * HASH_BYTES) * HASH_BYTES  # a head has as many bytes of bits
+    for at in range(0, len(event.hashes), step):
+        if isinstance(event, Heads):
+            yield replace(event, hashes=event.hashes[at : at + step], bits=event.bits[at : at + step])
+        else:
+            yield replace(event, hashes=event.hashes[at : at + step])
+
+
 def block_count(events: Sequence[IndexEvent]) -> int:
     """How many block announcements and withdrawals the events carry."""
-    return sum(len(e.hashes) for e in events if isinstance(e, _SCOPED)) // HASH_BYTES
+    return sum(len(e.hashes) for e in events if isinstance(e, _OF_BLOCKS)) // HASH_BYTES

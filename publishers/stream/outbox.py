@@ -14,8 +14,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvatlas.bus import wire
-from kvatlas.events import Checkpoint, IndexEvent, Message, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd
-from publishers.stream.message_split import split_into_messages
+from kvatlas.events import (
+    Checkpoint,
+    Heads,
+    IndexEvent,
+    Marked,
+    Message,
+    ScopeUse,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+)
+from publishers.stream.message_split import SMALLEST_MESSAGE_BYTES, split_chunks, split_into_messages
 
 Headers = Mapping[str, str] | None
 
@@ -120,10 +130,14 @@ class Outbox:
         uses: Mapping[bytes, ScopeUse],
         ts_us: int,
         headers: Headers = None,
+        *,
+        dropped: int | None = None,
+        marks: Sequence[Marked | Heads] = (),
     ) -> int:
         """Start an incarnation with a snapshot; what was left of the one before is dropped. Returns its number of messages.
 
-        `digest`: `Digest.words` of all the chunks. `incarnation` is above the one before.
+        `digest`: as in `SnapshotEnd`, of all the chunks and marks. `incarnation` is above the one before. `dropped`: see
+        `SnapshotBegin`; `marks` only with it.
         """
         if incarnation <= self.incarnation:
             raise ValueError(f"incarnation {incarnation} after {self.incarnation}; expected a higher one")
@@ -134,8 +148,9 @@ class Outbox:
         self.round += 1
         self._base = self._sent = self._sent_bytes = self._position = 0
         self._counted_messages = self._counted_bytes = 0
-        events: list[IndexEvent] = [SnapshotBegin(), *chunks, SnapshotEnd(len(chunks), digest)]
-        largest = min(self.limits.message_bytes, wire.SNAPSHOT_MESSAGE_BYTES)
+        largest = min(self.limits.message_bytes, wire.MAX_SNAPSHOT_MESSAGE_BYTES)
+        pieces = split_chunks(chunks, uses, largest, self._granularity)
+        events: list[IndexEvent] = [SnapshotBegin(dropped), *pieces, *marks, SnapshotEnd(len(pieces), digest)]
         payloads = self._encode(events, uses, ts_us, largest)
         self._kept.extend(_Kept(payload, headers, 0) for payload in payloads)
         return len(payloads)
@@ -165,6 +180,16 @@ class Outbox:
         self._kept.extend(_Kept(payload, headers, len(payload)) for payload in payloads)
         return len(payloads)
 
+    def halve_messages(self, seq: int) -> bool:
+        """This message is too large for the stream: from the next `begin` on none is larger than half of it; what is kept is
+        dropped. False, and nothing is changed, if messages can't be that small."""
+        largest_bytes = len(self._kept[seq - self._base].payload) // 2
+        if largest_bytes < SMALLEST_MESSAGE_BYTES:
+            return False
+        self.limit_message_bytes(largest_bytes)
+        self.drop()
+        return True
+
     def drop(self) -> None:
         """Nothing more of this incarnation is sent; nothing is taken until the next `begin`."""
         self._base += len(self._kept)
@@ -177,7 +202,7 @@ class Outbox:
         self.overflowed = True
 
     def checkpoint(self, digest: Sequence[int], ts_us: int) -> int:
-        """Put a checkpoint: `digest` (`Digest.words`) is of everything put in so far."""
+        """Put a checkpoint: `digest` (see `Checkpoint`) is of everything put in so far."""
         return self.put([Checkpoint(digest)], {}, ts_us)
 
     def _encode(

@@ -16,6 +16,7 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.runtime.wakeup import Wakeup
 from publishers.counters import PublisherCounters
+from publishers.stream.message_split import SMALLEST_MESSAGE_BYTES
 from publishers.stream.outbox import Outbox
 from publishers.stream.puback import NegativeAck, Refusal, read_ack
 
@@ -50,14 +51,17 @@ class Sender:
         counters: PublisherCounters,
         *,
         on_progress: Callable[[], None] = lambda: None,
+        on_too_large: Callable[[int], bool] = lambda _: False,
         ack_timeout_s: float = ACK_TIMEOUT_S,
     ) -> None:
-        """`on_progress` is called when the outbox has become empty, and when trouble ends."""
+        """`on_progress` is called when the outbox has become empty, and when trouble ends. `on_too_large(seq)`: this message is
+        larger than the stream allows; True if smaller ones will come instead."""
         self._client = client
         self._outbox = outbox
         self._subject = subject
         self._counters = counters
         self._on_progress = on_progress
+        self._on_too_large = on_too_large
         self._wakeup = Wakeup()
         self._inbox = client.new_inbox()
         self._subscription: Subscription | None = None
@@ -131,15 +135,17 @@ class Sender:
 
     async def _send(self) -> None:
         take, publish, counters = self._outbox.take, self._client.publish, self._counters
+        seq = 0
         try:
             while (outgoing := take()) is not None:
+                seq = outgoing.seq
                 reply = f"{self._inbox}.{outgoing.round}.{outgoing.seq}"
                 headers = dict(outgoing.headers) if outgoing.headers else None
                 await publish(self._subject, outgoing.payload, reply=reply, headers=headers)
                 counters.sends += 1
                 counters.sent_bytes += len(outgoing.payload)
         except MaxPayloadError:
-            self._retry(NegativeAck(Refusal.TOO_LARGE, f"the server takes {self._client.max_payload} bytes"))
+            self._refuse(seq, NegativeAck(Refusal.TOO_LARGE, f"the server takes {self._client.max_payload} bytes"))
         except (OutboundBufferLimitError, ConnectionClosedError, ConnectionDrainingError):
             self._go_back()  # the next step finds the connection gone, or room again
 
@@ -155,7 +161,7 @@ class Sender:
         answer = read_ack(data, None if data else msg.headers)
         if not isinstance(answer, int):
             if int(round_) == self._outbox.round:
-                self._retry(answer)
+                self._refuse(int(seq), answer)
             return
         outbox = self._outbox
         if released := outbox.acknowledge(int(round_), int(seq), answer):
@@ -176,11 +182,19 @@ class Sender:
             self._go_back()
             self._wakeup.wake()
 
-    def _retry(self, refused: NegativeAck) -> None:
-        """A message was refused: all unacknowledged ones are sent again after the back-off."""
+    def _refuse(self, seq: int, refused: NegativeAck) -> None:
+        """A message was refused: all unacknowledged ones are sent again after the back-off, or, if it was too large, smaller
+        ones are."""
         counter = _COUNTER[refused.refusal]
         setattr(self._counters, counter, getattr(self._counters, counter) + 1)
-        self._set_trouble(str(refused))
+        if refused.refusal is Refusal.TOO_LARGE:
+            if self._on_too_large(seq):
+                largest_bytes = self._outbox.limits.message_bytes
+                log.info("worker %s: %s; sending at most %d bytes", self._outbox.worker_id, refused, largest_bytes)
+                return
+            self._set_trouble(f"{refused}; expected its max_msg_size to be {2 * SMALLEST_MESSAGE_BYTES} or more")
+        else:
+            self._set_trouble(str(refused))
         self._not_before_s = monotonic() + self._backoff.next_s()
         self._go_back()
         self._wakeup.wake()

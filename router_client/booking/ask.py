@@ -1,12 +1,12 @@
 """From quotes to the ask of a booking: each worker's cost without load, and the prompt cut into steps."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from kvatlas.reservations import STEP_BLOCKS, Ask, Offer, OfferKind, StepChain
+from kvatlas.reservations import STEP_BLOCKS, Ask, Crowd, Offer, OfferKind, StepChain
 from router_client.pricing.pool import Candidate
 from router_client.pricing.quotes import KindQuote, Quote
-from router_client.pricing.slo import build_limits
+from router_client.pricing.slo import build_limits, decode_us
 from router_client.prompt import Prompt
 from router_client.prompt_chain import PromptChain
 from router_client.settings import BookingSettings, RouterSettings
@@ -15,9 +15,15 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 def build_ask(
-    prompt: Prompt, quotes: Sequence[Quote], chains: Mapping[int, PromptChain], settings: RouterSettings
+    prompt: Prompt,
+    quotes: Sequence[Quote],
+    chains: Mapping[int, PromptChain],
+    settings: RouterSettings,
+    usual_block_size: int | None,
+    crowds: Mapping[bytes, Quote] = MappingProxyType({}),
 ) -> Ask:
-    """Offers in the order of `quotes`. `chains`: by block size, as far as hashed; more is hashed as needed.
+    """Offers in the order of `quotes`, and to crowds by likeness. `chains`: by block size, as far as hashed; more is hashed as
+    needed. `usual_block_size`: of the pool, for workers that have announced no block yet.
 
     Raises InvalidValue for a token id that is out of range.
     """
@@ -25,41 +31,44 @@ def build_ask(
     step_chains: list[StepChain] = []
     numbers: dict[int, int] = {}  # of the step chains, by block size
     predicts = booking.reservations and booking.prefixes_in_flight
-    usual_size = _usual_block_size(prompt, quotes) if predicts else DEFAULT_BLOCK_SIZE
     kinds: dict[KindQuote, tuple[OfferKind, int]] = {}
-    offers = []
-    for quote in quotes:
-        for_kind = quote.for_kind
-        if for_kind not in kinds:
-            size = for_kind.block_size or usual_size
+
+    def kind_of(for_kind: KindQuote) -> tuple[OfferKind, int]:
+        known = kinds.get(for_kind)
+        if known is None:
+            size = for_kind.block_size or prompt.block_size or usual_block_size or DEFAULT_BLOCK_SIZE
             if predicts and size not in numbers and prompt.input_tokens >= size * STEP_BLOCKS:
                 hashes = (chains.get(size) or PromptChain(prompt, size)).all_hashes()
                 step_chain = StepChain.of(prompt.scope.scope_id, size, hashes)
                 if step_chain.hashes:
                     numbers[size] = len(step_chains)
                     step_chains.append(step_chain)
-            kinds[for_kind] = _offer_kind(for_kind, size, numbers.get(size), booking), size * STEP_BLOCKS
-        kind, step_tokens = kinds[for_kind]
-        offers.append(
-            Offer(
-                quote.id,
-                kind,
-                quote.held.tokens // step_tokens,
-                quote.cached_tokens,
-                quote.base_us + quote.surcharge_us,
-                quote.work_us,
-            )
-        )
-    return Ask(offers, step_chains, booking.again_factor, limits=build_limits(prompt, quotes, settings.limits))
+            known = kinds[for_kind] = _offer_kind(for_kind, size, numbers.get(size), booking), size * STEP_BLOCKS
+        return known
+
+    def offer_of(quote: Quote, worker_id: str) -> Offer:
+        kind, step_tokens = kind_of(quote.for_kind)
+        base_us, held_steps = quote.base_us + quote.surcharge_us, quote.held.tokens // step_tokens
+        return Offer(worker_id, kind, held_steps, quote.cached_tokens, base_us, quote.work_us)
+
+    offers = [offer_of(quote, quote.id) for quote in quotes]
+    limits = build_limits(prompt, quotes, settings.limits, tuple(crowds.values()))
+    to_crowds = [
+        Crowd(likeness, offer_of(quote, ""), 0.0 if limits is None else decode_us(prompt, quote))
+        for likeness, quote in crowds.items()
+    ]
+    return Ask(offers, step_chains, booking.again_factor, limits, crowds=to_crowds)
 
 
 def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, settings: BookingSettings) -> OfferKind:
     rule, eventless = for_kind.example.rule, not for_kind.example.endpoint.events
-    limit = for_kind.prompt.input_tokens - rule.recomputed_tokens
+    readable = for_kind.prompt.reading.readable_tokens(for_kind.example.endpoint.kind)
+    limit = rule.limit_tokens(for_kind.prompt.input_tokens, readable)
     if rule.block_aligned:
         limit -= limit % block_size
     return OfferKind(
-        chain=chain,
+        # where a prompt that is being computed will be resumable is not known with marks: such a worker is predicted nothing
+        chain=None if for_kind.example.endpoint.marks else chain,
         limit_tokens=max(0, limit),
         lost_tokens=rule.dropped_blocks * block_size,
         prices=for_kind.prices,
@@ -70,11 +79,3 @@ def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, setting
 
 def _capacity_steps(candidate: Candidate, settings: BookingSettings) -> int:
     return max(1, (candidate.total_blocks or settings.predicted_capacity_blocks) // STEP_BLOCKS)
-
-
-def _usual_block_size(prompt: Prompt, quotes: Sequence[Quote]) -> int:
-    """For workers that have announced no block yet: the size that most of the pool has."""
-    if prompt.block_size is not None:
-        return prompt.block_size
-    sizes = Counter(quote.candidate.block_size for quote in quotes if quote.candidate.block_size)
-    return min(sizes, key=lambda size: (-sizes[size], size), default=DEFAULT_BLOCK_SIZE)

@@ -9,13 +9,14 @@ from kvatlas.errors import Unreachable
 from kvatlas.reservations import (
     Ask,
     Booking,
+    CrowdsUnknown,
     Evaluation,
     MemoryReservations,
     Outcome,
     Reservations,
     WorkerReport,
 )
-from kvatlas.reservations.evaluation import WorkerLoad, evaluate
+from kvatlas.reservations.evaluation import Candidates, WorkerLoad, evaluate
 from kvatlas.reservations.protocol import ID_BYTES
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
@@ -60,6 +61,11 @@ class Booker:
         self._breaker = CircuitBreaker()
         self._last_reported: dict[tuple[int, str], object] = {}
 
+    @property
+    def sorts_workers(self) -> bool:
+        """Do the reservations know the workers by likeness, so that an ask may have crowds?"""
+        return self._settings.booking.reservations and self._reservations.fed_by_indexer
+
     # ------------------------------------------------------------ in the store, with the other routers
 
     def may_call_store(self) -> bool:
@@ -92,6 +98,9 @@ class Booker:
         try:
             evaluation = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
+        except CrowdsUnknown:
+            answered = True
+            raise
         finally:
             if not answered:  # the store may have booked it all the same, or may book it yet
                 for id in ids:
@@ -162,4 +171,4 @@ def evaluate_without_bookings(ask: Ask, quotes: Sequence[Quote]) -> Evaluation:
     """By reported load alone; `quotes` are those of the ask's offers."""
     candidates = [quote.candidate for quote in quotes]
     busy = {c.id: WorkerLoad(c.load if c.load_known else None, Load()) for c in candidates}
-    return evaluate(ask, busy, (), 0)
+    return evaluate(ask, Candidates.of(ask, {}), busy, (), 0)

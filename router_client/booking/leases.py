@@ -1,4 +1,7 @@
-"""A router's lease in each pool that it books in, and the reports that the store has not received yet."""
+"""A router's lease in each pool that it books in, and the reports that the store has not received yet.
+
+No request waits for the store to hear of its first token or its end: reports are queued, and sent together.
+"""
 
 import asyncio
 import logging
@@ -20,6 +23,9 @@ CLOSE_S = 1.0
 KEEP_S = 30.0
 """A report is tried for this long, or a lease's length if that is longer: by then the lease would have ended it."""
 MOST_PENDING = 100_000
+LINGER_S = 0.001
+"""Reports that come within this time of each other are sent together."""
+MOST_TOGETHER = 256
 
 _log = logging.getLogger("router_client")
 
@@ -32,9 +38,9 @@ class _PendingReport(NamedTuple):
 
 
 class Leases:
-    """Renews the lease while the client is entered; otherwise a lease lasts from one booking to the next.
+    """Renews the lease and sends reports while the client is entered; otherwise a lease lasts from one booking to the next.
 
-    A report that the store did not receive in time is repeated in the background.
+    A report that the store did not receive is repeated.
     """
 
     def __init__(
@@ -60,8 +66,13 @@ class Leases:
         self._live[pool_id] -= 1
         self._counters.released += 1
 
+    @property
+    def sends_reports(self) -> bool:
+        """May a reservation leave its reports to `report_later`? Not if nobody sends them, or they need not travel."""
+        return self._task.running and self._reservations.fed_by_indexer
+
     def report_later(self, pool_id: str, id: bytes, outcome: Outcome | None) -> None:
-        """Report to the store when it answers: how a reservation ended, or (None) that its first token is there."""
+        """Report to the store soon, or when it answers: how a reservation ended, or (None) that its first token is there."""
         until_s = time.monotonic() + max(self._lease_s, KEEP_S)
         self._pending.append(_PendingReport(pool_id, id, outcome, until_s))
         self._wake.set()
@@ -95,6 +106,8 @@ class Leases:
             except TimeoutError:
                 next_beat = time.monotonic() + beat_s
                 await self._renew()
+            if self._pending:
+                await asyncio.sleep(LINGER_S)
             self._wake.clear()
             try:
                 await self._report_pending()
@@ -121,13 +134,20 @@ class Leases:
                 self._counters.lapsed += not still_held
 
     async def _report_pending(self) -> None:
-        """Raises what the store raises; the report that it failed on is kept."""
+        """Raises what the store raises; then the reports that it did not confirm are kept."""
         while self._pending:
-            report = self._pending[0]
-            if time.monotonic() < report.until_s:
-                async with asyncio.timeout(CLOSE_S):
-                    if report.outcome is None:
-                        await self._reservations.record_first_token(report.pool_id, report.id)
-                    else:
-                        await self._reservations.release(report.pool_id, report.id, report.outcome)
-            self._pending.popleft()
+            taken = [self._pending.popleft() for _ in range(min(len(self._pending), MOST_TOGETHER))]
+            now_s = time.monotonic()
+            by_pool: dict[str, list[_PendingReport]] = {}
+            for report in taken:
+                if now_s < report.until_s:
+                    by_pool.setdefault(report.pool_id, []).append(report)
+            try:
+                for pool_id in list(by_pool):
+                    async with asyncio.timeout(CLOSE_S):
+                        ends = [(report.id, report.outcome) for report in by_pool[pool_id]]
+                        await self._reservations.record_ends(pool_id, ends)
+                    del by_pool[pool_id]
+            finally:
+                kept = [report for reports in by_pool.values() for report in reports]
+                self._pending.extendleft(reversed(kept))

@@ -6,7 +6,8 @@ from router_client.decision.fail_open import STORE_FAILURES, Deadline, LateCalls
 
 
 class Reservation:
-    """Every call is safe to repeat, and none raises if the store does not answer: the report is repeated later."""
+    """Every call is safe to repeat, and none raises if the store does not answer: the report is repeated later. While the
+    client is entered none waits for the store at all."""
 
     def __init__(
         self,
@@ -45,6 +46,9 @@ class Reservation:
         await self._report(outcome)
 
     async def _report(self, outcome: Outcome | None) -> None:
+        if self._leases is not None and self._leases.sends_reports:
+            self._leases.report_later(self.pool_id, self.id, outcome)
+            return
         deadline = Deadline(self._deadline_ms, self._late_calls)
         received = False
         try:

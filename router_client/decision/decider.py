@@ -5,18 +5,21 @@ one deadline. If the store is slow or away, the step goes on without it.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from kvatlas.errors import Unreachable
 from kvatlas.request import SelectionResult
-from kvatlas.reservations import Ask, Evaluation, Reservations
+from kvatlas.reservations import Ask, CrowdsUnknown, Evaluation, Outcome, Reservations
 from router_client.booking.booker import Booker, BookingResult, evaluate_without_bookings
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
-from router_client.decision.fail_open import Basis, Deadline, LateCalls
+from router_client.decision.fail_open import STORE_FAILURES, Basis, Deadline, LateCalls
 from router_client.decision.fleet_cache import FleetCache
 from router_client.decision.index_lookup import IndexLookup, Situation
 from router_client.decision.policy import RoutingPolicy
+from router_client.pricing.crowds import CrowdQuotes
 from router_client.pricing.overlap import OverlapIndex, PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
@@ -28,7 +31,10 @@ from router_client.settings import RouterSettings
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`results` cheapest first, empty if no worker may get the prompt. `worker_id`: the worker to use."""
+    """`results` cheapest first, empty if no worker may get the prompt. `worker_id`: the worker to use.
+
+    `unread`: how many more candidates there are, which cost no less.
+    """
 
     pool: Pool
     results: Sequence[SelectionResult]
@@ -37,6 +43,7 @@ class Decision:
     why: str = ""
     would_be: str | None = None
     reservation: Reservation | None = None
+    unread: int = 0
 
     @property
     def result(self) -> SelectionResult:
@@ -115,24 +122,36 @@ class Decider:
             if evaluated.predicted_tokens
         }
 
-    async def decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> Decision:
-        """The worker to use, reserved if `book`.
+    async def decide(
+        self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool = False
+    ) -> Decision:
+        """The worker to use, reserved if `book`. `explain_all`: read every candidate.
 
         Within the deadline, whatever the store does. Raises Unreachable if the pool was never read.
         """
         deadline, call_store = self._start_deadline(), self._booker.may_call_store()
         situation = await self._read_situation(prompt, avoid, deadline, call_store=call_store)
+        if call_store and not explain_all and self._booker.sorts_workers:
+            quotes = self._policy.quote_crowds(prompt, situation.pool, situation.lookup)
+            if quotes is not None:
+                call = self._decide_in_crowds(prompt, situation, quotes, deadline, book=book)
+                decision, failure = await self._booker.try_store(call, deadline)
+                if decision is not None:
+                    return decision
+                situation = replace(situation, why=situation.why or failure)
+                call_store = not failure  # without one, the store does not know these crowds
         case = self._price(prompt, situation, follow=True)
         if case is None:
             return Decision(situation.pool, ())
         if not self._settings.booking.reservations:
             return self._decide(case, evaluate_without_bookings(case.ask, case.quotes))
+        failure = "reservations: no answer lately"
         if call_store:
             call = self._decide_in_store(case, deadline, book=book)
             decision, failure = await self._booker.try_store(call, deadline)
             if decision is not None:
                 return decision
-            case = replace(case, situation=replace(situation, why=situation.why or failure))
+        case = replace(case, situation=replace(situation, why=situation.why or failure))
         return self._decide_alone(case, book=book)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairDecision:
@@ -143,7 +162,7 @@ class Decider:
         if not pairs.can_serve:
             return PairDecision(situation.pool, None)
         quotes, why = pairs.all_quotes, situation.why
-        ask = pairs.to_pair_ask(self._policy.ask(prompt, quotes, situation.lookup))
+        ask = pairs.to_pair_ask(self._policy.ask(prompt, situation.pool, quotes, situation.lookup))
         result: BookingResult | None = None
         if not self._settings.booking.reservations:
             result = BookingResult(evaluate_without_bookings(ask, quotes))
@@ -160,7 +179,10 @@ class Decider:
     # ------------------------------------------------------------ steps
 
     def _start_deadline(self) -> Deadline:
-        return Deadline(self._settings.deadline_ms, self.late_calls)
+        least_ms, most_ms = self._settings.deadline_ms, self._settings.most_deadline_ms
+        if least_ms is None:
+            return Deadline(None, self.late_calls)
+        return Deadline(self.late_calls.latency.deadline_ms(least_ms, most_ms), self.late_calls)
 
     async def _read_situation(
         self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool
@@ -174,7 +196,9 @@ class Decider:
         if not quotes:
             return None
         followed = self._policy.choose_followed(prompt, situation.pool) if follow else None
-        return _Case(prompt, situation, quotes, self._policy.ask(prompt, quotes, situation.lookup), followed)
+        return _Case(
+            prompt, situation, quotes, self._policy.ask(prompt, situation.pool, quotes, situation.lookup), followed
+        )
 
     async def _look(self, case: _Case) -> Evaluation:
         """Under load, as it is now; nothing is booked. Raises what the store raises."""
@@ -191,6 +215,38 @@ class Decider:
             ask = _narrow_ask(case.ask, decision.worker_id)
             _, reservations = await self._booker.book(case.prompt, ask, deadline)
         return replace(decision, reservation=reservations[0]) if reservations else decision
+
+    async def _decide_in_crowds(
+        self, prompt: Prompt, situation: Situation, quotes: CrowdQuotes, deadline: Deadline, *, book: bool
+    ) -> Decision | None:
+        """The same, reading few workers; None if the store knows too few of them. Raises what the store raises, and
+        TimeoutError."""
+        ask = self._policy.ask_crowds(prompt, quotes, situation.lookup)
+        try:
+            evaluation, reservations = await self._booker.look_or_book(prompt, ask, deadline, book=book)
+        except CrowdsUnknown:
+            return None
+        matched, by_offer, chosen = quotes.match(evaluation)
+        if chosen is None:
+            # the worker is newer than the pool as read here
+            with suppress(*STORE_FAILURES):  # without a new reading, the choice fails below
+                pool = await deadline.wait_for(self._fleet.read_again(prompt.scope.pool_id))
+                quotes = replace(quotes, pool=pool)
+                matched, by_offer, chosen = quotes.match(evaluation)
+        if chosen is None:
+            for reservation in reservations:
+                await reservation.end(Outcome.FAILED)
+            raise Unreachable(f"worker {evaluation.worker_id} was chosen, but has no fleet record that can be read")
+        results = RankedResults(matched, by_offer, chosen=chosen, criteria=self._policy.criteria(prompt))
+        return Decision(
+            quotes.pool,
+            results,
+            evaluation.worker_id,
+            situation.basis,
+            situation.why,
+            reservation=reservations[0] if reservations else None,
+            unread=len(quotes.pool.candidates) - len(matched),
+        )
 
     def _decide_alone(self, case: _Case, *, book: bool) -> Decision:
         """By what this router knows itself: loads as last read, and its own bookings."""

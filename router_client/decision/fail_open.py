@@ -15,6 +15,7 @@ T = TypeVar("T")
 FAILURES = 3
 REST_S = 0.25
 LAST_CHECKS = 3
+CALLS_A_DECISION = 3
 READ_SHARE = 0.6
 """How much of a decision's time reading the pool and the index may take, so that some is left to book."""
 
@@ -35,16 +36,40 @@ class Basis(StrEnum):
     POLICY = "policy"
 
 
+class StoreLatency:
+    """How long the store's answers take, smoothed as TCP smooths its round trips (RFC 6298, 2). Waiting for the event loop
+    is part of it: on a busy machine the store does not answer later, but its answers are read later."""
+
+    def __init__(self) -> None:
+        self._mean_s = 0.0
+        self._deviation_s = 0.0
+        self._known = False
+
+    def record(self, seconds: float) -> None:
+        """A call was answered."""
+        if not self._known:
+            self._mean_s, self._deviation_s, self._known = seconds, seconds / 2, True
+            return
+        self._deviation_s += (abs(seconds - self._mean_s) - self._deviation_s) / 4
+        self._mean_s += (seconds - self._mean_s) / 8
+
+    def deadline_ms(self, least_ms: float, most_ms: float) -> float:
+        """Time for a decision, which makes up to CALLS_A_DECISION calls; a store that never answers does not change it."""
+        enough_ms = CALLS_A_DECISION * (self._mean_s + 4 * self._deviation_s) * 1_000
+        return min(max(least_ms, enough_ms), max(least_ms, most_ms))
+
+
 class LateCalls:
     """Store calls past their deadline, left running to their end: a connection that is just being made, and would be
     cancelled every time, is there for the next call. The store's own time limit ends them."""
 
     def __init__(self) -> None:
+        self.latency = StoreLatency()
         self._late: set[asyncio.Task[Any]] = set()
 
     async def wait_for(self, call: Coroutine[Any, Any, T], seconds: float) -> T:
         """The call's result. Raises TimeoutError if it takes longer, and what the call raises."""
-        task = asyncio.create_task(call)
+        task = asyncio.create_task(self._measure(call))
         try:
             async with asyncio.timeout(max(0.0, seconds)):
                 return await asyncio.shield(task)
@@ -66,6 +91,12 @@ class LateCalls:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+
+    async def _measure(self, call: Coroutine[Any, Any, T]) -> T:
+        began = time.monotonic()
+        answer = await call
+        self.latency.record(time.monotonic() - began)
+        return answer
 
     def _discard(self, task: asyncio.Task[Any]) -> None:
         self._late.discard(task)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from kvatlas.blocks.reuse import ReuseRules
@@ -63,8 +64,11 @@ class FleetCache:
         rules: ReuseRules | None = None,
         clock: Callable[[], float] = time.monotonic,
         profile: Callable[[str], Awaitable[CostProfile]] | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`profile`: the prices of a pool's workers; called while the records are read."""
+        """`profile`: the prices of a pool's workers; called while the records are read. `on_failure`: called for a read that
+        was not done in time."""
+        self._on_failure = on_failure
         self._reader = reader
         self._rules = rules
         self._max_age_s = max_age_ms / 1_000
@@ -85,6 +89,13 @@ class FleetCache:
             read.add_done_callback(lambda done: self._discard(pool_id, done))
         return await asyncio.shield(read)
 
+    async def read_again(self, pool_id: str) -> Pool:
+        """The pool as it is now. Raises Unreachable."""
+        kept = self._kept.get(pool_id)
+        if kept is not None:
+            self._kept[pool_id] = (float("-inf"), kept[1])
+        return await self.read_pool(pool_id)
+
     async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> Pool:
         """The pool within READ_SHARE of the deadline; as last known if that fails, or if `call_store` is False.
 
@@ -98,6 +109,7 @@ class FleetCache:
         try:
             return await deadline.wait_for(self.read_pool(pool_id), READ_SHARE)
         except STORE_FAILURES:
+            self._on_failure()
             return self.last_known(pool_id) or known
 
     def last_known(self, pool_id: str) -> Pool | None:
@@ -114,9 +126,16 @@ class FleetCache:
 
     async def _read(self, pool_id: str) -> Pool:
         began = self._clock()
-        read, profile = await asyncio.gather(self._reader.pool(pool_id), self._profile(pool_id))
+        read = await self._reader.pool(pool_id)
+        if not read and pool_id not in self._last:
+            return Pool.of({}, self._rules)  # of a pool that does not exist nothing is kept, learned or read again
         records = self._last.setdefault(pool_id, LastKnownRecords(self._clock)).update(read)
-        pool = Pool.of(records, self._rules, profile)
+        profile = await self._profile(pool_id)
+        known = self.last_known(pool_id)
+        if known is not None and _is_of(known, records, profile):
+            pool = replace(known)  # another reading of the same
+        else:
+            pool = Pool.of(records, self._rules, profile)
         self._kept[pool_id] = (began, pool)
         return pool
 
@@ -124,6 +143,13 @@ class FleetCache:
         del self._reads[pool_id]
         if not read.cancelled():
             read.exception()  # retrieved, or asyncio logs that it never was
+
+
+def _is_of(pool: Pool, records: Mapping[str, FleetRecord], profile: CostProfile) -> bool:
+    """Was the pool made from just these? Readers give the same object for a record that has not changed."""
+    before = pool.records
+    same = pool.profile is profile and len(before) == len(records)
+    return same and all(before.get(id) is record for id, record in records.items())
 
 
 async def _default_profile(pool_id: str) -> CostProfile:

@@ -4,15 +4,17 @@ Pure, and the same on every router with the same settings; only a followed polic
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from kvatlas.reservations import Ask
 from router_client.booking.ask import build_ask
+from router_client.pricing.crowds import CrowdQuotes, quote_crowds
 from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
 from router_client.pricing.quotes import Quote, quote_candidates, rendezvous_weight
 from router_client.pricing.ranking import Criteria
-from router_client.pricing.surcharges import add_surcharges
+from router_client.pricing.surcharges import add_session_surcharge, add_surcharges, session_worker
 from router_client.prompt import Prompt
 from router_client.settings import RouterSettings, SloMode
 
@@ -43,15 +45,41 @@ class RoutingPolicy:
             prompt, quote_candidates(prompt, pool, lookup.held, fingerprint=fingerprint), fingerprint
         )
 
+    def quote_crowds(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> CrowdQuotes | None:
+        """The same with few candidates named, the cheapest of the others being found in the store; None if that is not
+        possible."""
+        settings = self._settings
+        if settings.temperature or settings.follow is not None or settings.explain_all:
+            return None
+        fingerprint = lookup.fingerprint + self._seed
+        if not (settings.session_us and prompt.session_id):
+            return quote_crowds(prompt, pool, lookup.held, fingerprint)
+        home = session_worker(prompt.session_id, sorted(pool.candidate_of))
+        quotes = quote_crowds(prompt, pool, lookup.held, fingerprint, named=[home])
+        if quotes is None:
+            return None
+        away = add_session_surcharge(quotes.crowds.values(), home, settings.session_us, members=True)
+        return replace(
+            quotes,
+            named=add_session_surcharge(quotes.named, home, settings.session_us),
+            crowds=dict(zip(quotes.crowds, away, strict=True)),
+        )
+
     def quote_pairs(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> PairQuotes:
         """The same for prefill and decode workers."""
         fingerprint, least = lookup.fingerprint + self._seed, self._settings.pairs.least_new_tokens
         pairs = quote_pairs(prompt, pool, lookup.held, fingerprint=fingerprint, least_new_tokens=least)
         return pairs.add_surcharges(lambda answering: self._add_surcharges(prompt, answering, fingerprint))
 
-    def ask(self, prompt: Prompt, quotes: Sequence[Quote], lookup: PromptLookup) -> Ask:
+    def ask(self, prompt: Prompt, pool: Pool, quotes: Sequence[Quote], lookup: PromptLookup) -> Ask:
         """The booking's question: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
-        return build_ask(prompt, quotes, lookup.chains, self._settings)
+        return build_ask(prompt, quotes, lookup.chains, self._settings, pool.usual_block_size)
+
+    def ask_crowds(self, prompt: Prompt, quotes: CrowdQuotes, lookup: PromptLookup) -> Ask:
+        """The same about named workers and crowds."""
+        usual_size = quotes.pool.usual_block_size
+        ask = build_ask(prompt, quotes.named, lookup.chains, self._settings, usual_size, quotes.crowds)
+        return replace(ask, skipped=tuple(quotes.pool.skipped), least_members=quotes.least_members, ring=quotes.ring)
 
     def criteria(self, prompt: Prompt) -> Criteria:
         """The terms and limits of results: the same as in the ask."""

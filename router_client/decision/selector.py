@@ -1,4 +1,4 @@
-"""Which workers may get a request: by their labels, and by lists of their ids."""
+"""Which workers may get a request: by their labels, by lists of their ids, and by what is known of each."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -8,16 +8,20 @@ from kvatlas.fleet.records import EngineEndpoint
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Workers that have all of `labels`, are on the `allow` list (absent: all are), and not on the `deny` list."""
+    """Workers that have all of `labels`, are on the `allow` list (absent: all are), and not on the `deny` list. `unfit`: others
+    that can't serve the request, by id, each with the reason."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     allow: Collection[str] | None = None
     deny: Collection[str] = ()
+    unfit: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, worker: EngineEndpoint) -> str | None:
         """Why a worker may not get the request, in a few words; None if it may."""
         if worker.id in self.deny:
             return "it is on the deny list"
+        if (why := self.unfit.get(worker.id)) is not None:
+            return why
         if self.allow is not None and worker.id not in self.allow:
             return "it is not on the allow list"
         for name, value in self.labels.items():

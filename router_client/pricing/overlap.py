@@ -6,12 +6,14 @@ Each block shape of the pool (block size and granularity) is looked up with its 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from kvatlas.blocks.hashing import HASH_BYTES, thin
-from kvatlas.blocks.residency import Overlap
+from kvatlas.blocks.residency import Overlap, WorkerRuns
+from kvatlas.blocks.reuse import ReuseRule
 from kvatlas.blocks.tiers import Tier, tiers_of
+from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS
 from router_client.pricing.pool import BlockShape
@@ -22,8 +24,10 @@ from router_client.prompt_chain import PromptChain
 class OverlapIndex(Protocol):
     """The only call that a router makes to the index; every `kvatlas.index.protocol.ResidencyIndex` has it."""
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
-        """How many leading blocks of a chain each active worker holds. Raises Unreachable."""
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
+        """How many leading blocks of a chain each active worker holds, and can resume. Raises Unreachable."""
 
 
 class Run(NamedTuple):
@@ -39,18 +43,33 @@ class Run(NamedTuple):
 class HeldPrefix(NamedTuple):
     """How much of a prompt's start one worker holds: its runs, in order, in whole blocks of its own size.
 
-    `in_hbm`: all of it is in HBM.
+    `in_hbm`: all of it is in HBM. `reach_tokens`: up to where its marks let its engine resume this prompt; None of a worker
+    without marks, whose engine's rule says it.
     """
 
     runs: tuple[Run, ...] = ()
     tokens: int = 0
     in_hbm: bool = True
+    reach_tokens: int | None = None
 
     @classmethod
-    def of(cls, runs: tuple[Run, ...]) -> "HeldPrefix":
+    def of(cls, runs: tuple[Run, ...], reach_tokens: int | None = None) -> "HeldPrefix":
         if len(runs) == 1:  # as most are
-            return cls(runs, runs[0].tokens, runs[0].tiers[0] is Tier.HBM)
-        return cls(runs, sum(run.tokens for run in runs), all(run.tiers[0] is Tier.HBM for run in runs))
+            return cls(runs, runs[0].tokens, runs[0].tiers[0] is Tier.HBM, reach_tokens)
+        in_hbm = all(run.tiers[0] is Tier.HBM for run in runs)
+        return cls(runs, sum(run.tokens for run in runs), in_hbm, reach_tokens)
+
+    @property
+    def copied_tokens(self) -> int:
+        """How much of it is worth anything to an engine."""
+        return self.tokens if self.reach_tokens is None else self.reach_tokens
+
+    def usable_tokens(self, rule: ReuseRule, prompt: Prompt, kind: EngineKind, block_size: int) -> int:
+        """How many of the prompt's first tokens an engine of this rule and kind would not compute again."""
+        readable = prompt.reading.readable_tokens(kind)
+        if self.reach_tokens is None:
+            return rule.usable_tokens(self.tokens, prompt.input_tokens, block_size, readable)
+        return self.reach_tokens if readable is None or self.reach_tokens <= readable else 0
 
 
 NOTHING_HELD = HeldPrefix()
@@ -83,10 +102,7 @@ async def look_up_overlap(
     """Look a prompt up for a pool's workers, by block shape (`Pool.block_shapes`). Raises Unreachable."""
     chains = {shape.block_size: PromptChain(prompt, shape.block_size) for shape in block_shapes}
     results = await _gather(
-        [
-            _look_up_shape(index, prompt.scope, chains[shape.block_size], shape, ids)
-            for shape, ids in block_shapes.items()
-        ]
+        [_look_up_shape(index, prompt, chains[shape.block_size], shape, ids) for shape, ids in block_shapes.items()]
     )
     held: dict[str, HeldPrefix] = {}
     for result in results:
@@ -106,27 +122,35 @@ class _ShapeLookup(NamedTuple):
 
 
 async def _look_up_shape(
-    index: OverlapIndex, scope: Scope, chain: PromptChain, shape: BlockShape, workers: Set[str]
+    index: OverlapIndex, prompt: Prompt, chain: PromptChain, shape: BlockShape, workers: Set[str]
 ) -> _ShapeLookup:
-    runs: dict[str, list[tuple[int, int]]] = {}
+    runs: dict[str, WorkerRuns] = {}
+    reach: dict[str, int] = {}
+    every_block = shape.granularity == 1  # of others, no worker has marks
+    limit = (prompt.input_tokens - 1) // shape.block_size  # an engine computes at least the last token
     first_index = number = round_trips = 0
     while chunk := chain.chunk(number):
         hashes = thin(chunk, shape.granularity, first_index)
         if hashes:
             round_trips += 1
-            overlap = await index.overlap(scope, hashes)
+            if every_block:
+                overlap = await index.overlap(prompt.scope, hashes, first_index=first_index, limit=limit)
+                for worker_id, blocks in overlap.reach().items():
+                    reach[worker_id] = max(blocks, reach.get(worker_id, 0))
+            else:
+                overlap = await index.overlap(prompt.scope, hashes)
             before, whole = first_index // shape.granularity, len(hashes) // HASH_BYTES
             reached_end = False
             for worker_id, found in overlap.runs_by_worker().items():
                 if worker_id in workers:
                     reached_end = reached_end or _length(found) == whole
                     if before:
-                        known = runs.setdefault(worker_id, [])
+                        known = runs.get(worker_id, ())
                         # residency is prefix-closed: what an earlier chunk's result did not show is held now
                         if missing := before - _length(known):
                             _, first_flags = found[0]
-                            known.append((missing, first_flags))
-                        known.extend(found)
+                            known = (*known, (missing, first_flags))
+                        runs[worker_id] = (*known, *found)
                     else:
                         runs[worker_id] = found
             if not reached_end:
@@ -134,13 +158,11 @@ async def _look_up_shape(
         first_index += len(chunk) // HASH_BYTES
         number += 1
     step_tokens = shape.block_size * shape.granularity
-    equal: dict[tuple[Any, ...], HeldPrefix] = {}  # many workers hold the same part of a shared prompt
     held: dict[str, HeldPrefix] = {}
     for worker_id, found in runs.items():
-        key = found[0] if len(found) == 1 else tuple(found)
-        if (prefix := equal.get(key)) is None:
-            prefix = equal[key] = HeldPrefix.of(_merge_runs(found, step_tokens))
-        held[worker_id] = prefix
+        resumed = reach.get(worker_id)
+        prefix = _prefix_of(found, step_tokens)
+        held[worker_id] = prefix if resumed is None else prefix._replace(reach_tokens=resumed * shape.block_size)
     return _ShapeLookup(held, round_trips)
 
 
@@ -158,6 +180,12 @@ async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[
 
 def _length(found: Sequence[tuple[int, int]]) -> int:
     return sum(length for length, _ in found)
+
+
+@lru_cache(maxsize=16_384)
+def _prefix_of(found: WorkerRuns, step_tokens: int) -> HeldPrefix:
+    """Many workers, and many prompts, have the same; equal ones are one object."""
+    return HeldPrefix.of(_merge_runs(found, step_tokens))
 
 
 def _merge_runs(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:

@@ -1,5 +1,6 @@
 """A pool's workers as pricing needs them, worked out once for each read of the fleet records, not for each request."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,10 @@ from kvatlas.fleet.records import (
     Liveness,
     Role,
 )
-from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit
+from kvatlas.reservations.likeness import likeness_of
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, limit_of
+
+MOST_SKIPPED = 64
 
 
 class BlockShape(NamedTuple):
@@ -45,7 +49,8 @@ class Candidate:
 
     `kind`: one number for all workers on which a request costs the same, apart from what they hold and their load.
     `block_size` 0: it has announced no block yet. `load`: as reported, or the pool's mean. `total_blocks`: the size of its
-    cache, 0 if unknown. `limit`: how many requests and tokens it has room for.
+    cache, 0 if unknown. `limit`: how many requests and tokens it has room for. `likeness`: as the store knows it
+    (`kvatlas.reservations.likeness`).
     """
 
     id: str
@@ -57,6 +62,21 @@ class Candidate:
     load_known: bool
     total_blocks: int = 0
     limit: Limit = UNKNOWN_LIMIT
+    likeness: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Candidates of one likeness. `ids`: those of `example`'s kind; `odd`: those of other kinds."""
+
+    likeness: bytes
+    example: Candidate
+    ids: frozenset[str]
+    odd: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ids) + len(self.odd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +87,8 @@ class Pool:
     do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out`
     are all that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that
     announces blocks; `sources` are the workers whose copies others may read, if they share a transfer group. `profile`:
-    the prices now.
+    the prices now. `groups` has all candidates, and besides them up to MOST_SKIPPED that a caller does not want (`skipped`);
+    it is empty if they are more. `usual_block_size`: what most candidates have; None: none has announced blocks.
     """
 
     records: Mapping[str, FleetRecord]
@@ -79,6 +100,10 @@ class Pool:
     decoders: tuple[Candidate, ...] = ()
     unable: Mapping[str, str] = field(default_factory=dict)
     profile: CostProfile = field(default_factory=EngineProfile)
+    candidate_of: Mapping[str, Candidate] = field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
+    skipped: frozenset[str] = frozenset()
+    usual_block_size: int | None = None
 
     @classmethod
     def of(
@@ -119,6 +144,9 @@ class Pool:
             whole_candidates if decoders == whole else candidates(decoders),
             unable,
             profile or EngineProfile(),
+            {candidate.id: candidate for candidate in whole_candidates},
+            _groups_of(whole_candidates),
+            usual_block_size=_usual_block_size(whole_candidates),
         )
 
     @property
@@ -141,13 +169,19 @@ class Pool:
         def keep(some: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
             return tuple(candidate for candidate in some if candidate.id not in reasons)
 
+        candidates = keep(self.candidates)
+        skipped = self.skipped | {id for id in reasons if id in self.candidate_of}
         return replace(
             self,
-            candidates=keep(self.candidates),
+            candidates=candidates,
             left_out=dict(sorted({**self.left_out, **reasons}.items())),
             prefillers=keep(self.prefillers),
             decoders=keep(self.decoders),
             unable=dict(sorted({**self.unable, **reasons}.items())),
+            candidate_of={id: candidate for id, candidate in self.candidate_of.items() if id not in reasons},
+            groups=self.groups if candidates and len(skipped) <= MOST_SKIPPED else (),
+            skipped=skipped,
+            usual_block_size=_usual_block_size(candidates),
         )
 
     def without(self, avoid: Collection[str]) -> "Pool":
@@ -174,9 +208,30 @@ def _build_candidates(
         endpoint = record.endpoint
         metrics = record.load.forward_pass if record.load else ForwardPassMetrics()
         size, blocks = endpoint.block_size or 0, metrics.total_kv_blocks
-        limit = Limit(metrics.total_request_slots, blocks * size)
+        limit = limit_of(record)
         rule, id, cache_blocks = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
-        alike = (size, rule, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
+        engine = (endpoint.kind, endpoint.marks, endpoint.upper_bound)
+        alike = (size, rule, engine, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
-        candidates.append(Candidate(id, kind, endpoint, size, rule, load or mean, load is not None, blocks, limit))
+        known, likeness = load is not None, likeness_of(record)
+        candidates.append(Candidate(id, kind, endpoint, size, rule, load or mean, known, blocks, limit, likeness))
     return tuple(candidates)
+
+
+def _groups_of(candidates: Sequence[Candidate]) -> tuple[Group, ...]:
+    """By likeness; the example is of the kind that most of them have."""
+    alike: dict[bytes, list[Candidate]] = {}
+    for candidate in candidates:
+        alike.setdefault(candidate.likeness, []).append(candidate)
+    groups = []
+    for likeness, members in alike.items():
+        ((kind, _),) = Counter(candidate.kind for candidate in members).most_common(1)
+        ids = frozenset(candidate.id for candidate in members if candidate.kind == kind)
+        example = next(candidate for candidate in members if candidate.kind == kind)
+        groups.append(Group(likeness, example, ids, tuple(c.id for c in members if c.kind != kind)))
+    return tuple(groups)
+
+
+def _usual_block_size(candidates: Sequence[Candidate]) -> int | None:
+    sizes = Counter(candidate.block_size for candidate in candidates if candidate.block_size)
+    return min(sizes, key=lambda size: (-sizes[size], size), default=None)

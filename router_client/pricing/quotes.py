@@ -57,8 +57,8 @@ class KindQuote:
     prices: Prices
     base_us: float
     work_us: float
-    hbm_prices: dict[int, PrefixPrice] = field(default_factory=dict)
-    """By the number of tokens held in HBM."""
+    hbm_prices: dict[tuple[int, int | None], PrefixPrice] = field(default_factory=dict)
+    """By the number of tokens held in HBM, and up to where marks let the engine resume."""
 
     @classmethod
     def of(cls, prompt: Prompt, example: Candidate, profile: CostProfile) -> "KindQuote":
@@ -84,21 +84,22 @@ class KindQuote:
         known = self.block_size or self.prompt.block_size
         return self.prompt.required_blocks(known) if known else 0
 
-    def usable_tokens(self, resident_tokens: int) -> int:
-        """How many of the prompt's first tokens, if resident, the engine would not compute again."""
-        return self.example.rule.usable_tokens(resident_tokens, self.prompt.input_tokens, self.block_tokens)
+    def usable_tokens(self, held: HeldPrefix) -> int:
+        """How many of the prompt's first tokens the engine would not compute again if it held this."""
+        return held.usable_tokens(self.example.rule, self.prompt, self.example.endpoint.kind, self.block_tokens)
 
     def price_prefix(self, held: HeldPrefix) -> PrefixPrice:
         """On a worker that holds this."""
         if not held.in_hbm:
-            usable = self.usable_tokens(held.tokens)
+            usable = self.usable_tokens(held)
             return PrefixPrice(usable, *self.price_pieces(self.pieces(held.runs, 0, usable)))
-        known = self.hbm_prices.get(held.tokens)
+        key = held.tokens, held.reach_tokens
+        known = self.hbm_prices.get(key)
         if known is None:
-            usable = self.usable_tokens(held.tokens)
+            usable = self.usable_tokens(held)
             saved_us = worth_us(self.prices, usable)
             known = PrefixPrice(usable, self.base_us - saved_us, self.work_us - saved_us)
-            self.hbm_prices[held.tokens] = known
+            self.hbm_prices[key] = known
         return known
 
     def price_pieces(self, pieces: Sequence[Piece]) -> tuple[float, float]:
@@ -180,20 +181,33 @@ def quote_candidates(
     candidates: Sequence[Candidate] | None = None,
 ) -> list[Quote]:
     """A quote for every candidate (`candidates` absent: the pool's), in the order in which ties are broken."""
-    sources = _CopySources(pool, held) if pool.sources else None
-    some = pool.candidates if candidates is None else candidates
-    weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in some]
-    kinds: dict[int, KindQuote] = {}
-    quotes = []
-    for i in sorted(range(len(some)), key=weights.__getitem__, reverse=True):
-        candidate = some[i]
-        for_kind = kinds.get(candidate.kind)
+    desk = QuoteDesk(prompt, pool, held)
+    return desk.quote_all(pool.candidates if candidates is None else candidates, fingerprint)
+
+
+class QuoteDesk:
+    """Quotes workers of a pool for one prompt, with what they have in common worked out once."""
+
+    def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
+        self._prompt = prompt
+        self._profile = pool.profile
+        self._held = held
+        self._sources = _CopySources(pool, held) if pool.sources else None
+        self._kinds: dict[int, KindQuote] = {}
+
+    def quote(self, candidate: Candidate, prefix: HeldPrefix) -> Quote:
+        """For a candidate that holds this."""
+        for_kind = self._kinds.get(candidate.kind)
         if for_kind is None:
-            for_kind = kinds[candidate.kind] = KindQuote.of(prompt, candidate, pool.profile)
-        prefix = held.get(candidate.id, NOTHING_HELD)
+            for_kind = self._kinds[candidate.kind] = KindQuote.of(self._prompt, candidate, self._profile)
         quote = Quote(candidate, for_kind, prefix, *for_kind.price_prefix(prefix))
-        quotes.append(quote if sources is None else sources.add_best(quote))
-    return quotes
+        return quote if self._sources is None else self._sources.add_best(quote)
+
+    def quote_all(self, candidates: Sequence[Candidate], fingerprint: bytes) -> list[Quote]:
+        """In the order in which ties are broken."""
+        weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in candidates]
+        order = sorted(range(len(candidates)), key=weights.__getitem__, reverse=True)
+        return [self.quote(candidates[i], self._held.get(candidates[i].id, NOTHING_HELD)) for i in order]
 
 
 def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:
@@ -240,9 +254,9 @@ class _CopySources:
         """The quote with the copy to read, if one makes it cheaper."""
         for_kind, best = quote.for_kind, quote
         reader = quote.candidate.endpoint
-        for source in self._of(reader, quote.held.tokens):
+        for source in self._of(reader, quote.held.copied_tokens):
             copy = self._held[source.id]
-            reach = for_kind.usable_tokens(copy.tokens)
+            reach = for_kind.usable_tokens(copy)
             if reach > quote.usable_tokens:
                 near = source.locality_domain == reader.locality_domain
                 transfers = for_kind.pieces(copy.runs, quote.usable_tokens, reach, own=False, same_domain=near)
@@ -260,11 +274,11 @@ class _CopySources:
             if deepest is None:
                 continue
             for source in (deepest.by_domain.get(candidate.locality_domain), deepest.of_all):
-                if source is not None and self._held[source.id].tokens > own_tokens:
+                if source is not None and self._held[source.id].copied_tokens > own_tokens:
                     found[source.id] = source
         return list(found.values())
 
     def _depth(self, endpoint: EngineEndpoint) -> tuple[int, int]:
         """Deeper is better; at equal depth the copy whose farthest tier is nearer."""
         held = self._held[endpoint.id]
-        return held.tokens, -max(run.tiers[0] for run in held.runs)
+        return held.copied_tokens, -max(run.tiers[0] for run in held.runs)

@@ -136,4 +136,5 @@ def _price_with_load(quote: Quote, evaluated: OfferEvaluation, criteria: Criteri
         predicted,
         Over(over),
         plan=plan,
+        upper_bound=quote.candidate.endpoint.upper_bound,
     )

@@ -10,25 +10,33 @@ from router_client.prompt import Prompt
 from router_client.settings import LimitSettings, SloMode
 
 
-def build_limits(prompt: Prompt, quotes: Sequence[Quote], settings: LimitSettings) -> Limits | None:
-    """The limits of quotes, in their order; None if there is nothing to check.
+def build_limits(
+    prompt: Prompt, quotes: Sequence[Quote], settings: LimitSettings, crowds: Sequence[Quote] = ()
+) -> Limits | None:
+    """The limits of quotes, in their order; None if there is nothing to check. `crowds`: the quotes for members of crowds.
 
     Under a profile that predicts no time the SLO is not checked.
     """
     each = [quote.candidate.limit for quote in quotes] if settings.room else [UNKNOWN_LIMIT] * len(quotes)
-    if settings.slo is SloMode.TOLD or not quotes or quotes[0].for_kind.cold_cost.ttft_us is None:
-        return Limits(each, prompt.input_tokens) if each.count(UNKNOWN_LIMIT) < len(each) else None
+    predicts_time = any(quote.for_kind.cold_cost.ttft_us is not None for quote in (*quotes[:1], *crowds[:1]))
+    if settings.slo is SloMode.TOLD or not predicts_time:
+        if (crowds and settings.room) or each.count(UNKNOWN_LIMIT) < len(each):
+            return Limits(each, prompt.input_tokens, crowds_have_room=not settings.room)
+        return None
     return Limits(
-        [
-            Limit(one.slots, one.kv_tokens, prompt.output_tokens * (quote.for_kind.cold_cost.tpot_us or 0))
-            for one, quote in zip(each, quotes, strict=True)
-        ],
+        [Limit(one.slots, one.kv_tokens, decode_us(prompt, quote)) for one, quote in zip(each, quotes, strict=True)],
         prompt.input_tokens,
         prompt.slo.ttft_ms * 1_000,
         prompt.output_tokens * prompt.slo.tpot_ms * 1_000,
         settings.slo_factor if settings.slo is SloMode.PENALTY else 0.0,
         settings.slo is SloMode.FILTER,
+        not settings.room,
     )
+
+
+def decode_us(prompt: Prompt, quote: Quote) -> float:
+    """What all tokens behind the first take on a worker without load."""
+    return prompt.output_tokens * (quote.for_kind.cold_cost.tpot_us or 0)
 
 
 class Advice(StrEnum):

@@ -11,7 +11,7 @@ are never negative, and zero for the worker that they favour: its cost stays the
   booking, which stays one call, and the same prompt draws the same on every router.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import log
 
 from kvatlas.cost.protocol import TermKind
@@ -31,6 +31,17 @@ def session_worker(session_id: str, workers: Sequence[str]) -> str:
 def gumbel(fingerprint: bytes, worker_id: str) -> float:
     """A worker's draw for a prompt, with a Gumbel distribution."""
     return -log(-log((rendezvous_weight(b"softening\x00" + fingerprint, worker_id) + 0.5) / _HASHES))
+
+
+def add_session_surcharge(
+    quotes: Iterable[Quote], home: str, session_us: float, *, members: bool = False
+) -> list[Quote]:
+    """The quotes with the surcharge on all workers but `home`. `members`: they are for members of crowds, which it is not."""
+    away = (Surcharge(SESSION, round(session_us), 1),)
+    return [
+        quote if quote.id == home and not members else quote._replace(surcharges=away, surcharge_us=away[0].us)
+        for quote in quotes
+    ]
 
 
 def add_surcharges(

@@ -13,10 +13,9 @@ _NULL = (b'"usage":null', b'"usage": null')
 
 
 class EventStream:
-    """Bytes in, bytes out. `usage` is the last one seen.
+    """Bytes in, whole events out: should the engine go away, an error event can follow. `usage` is the last one seen.
 
-    `hide_usage`: leave out the event that has a usage and no choice; then the stream passes event by event, else as it
-    comes.
+    `hide_usage`: leave out the event that has a usage and no choice.
     """
 
     def __init__(self, *, hide_usage: bool) -> None:
@@ -38,13 +37,12 @@ class EventStream:
         if len(self._rest) > MOST_BYTES:
             passed.append(self._rest)
             self._rest = b""
-        return b"".join(passed) if self._hide else chunk
+        return b"".join(passed)
 
     def end(self) -> bytes:
         """The rest at the end of the stream: an event without its empty line."""
         rest, self._rest = self._rest, b""
-        hidden = bool(rest) and self._read(rest)
-        return rest if self._hide and not hidden else b""
+        return b"" if rest and self._read(rest) else rest
 
     def _read(self, event: bytes) -> bool:
         """True for an event to leave out."""

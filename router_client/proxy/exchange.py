@@ -1,34 +1,40 @@
-"""One request through the proxy: a worker is chosen and booked, and another one if that is full or away.
+"""One request through the proxy: a worker is chosen and booked, and another one if that fails.
 
-Nothing is sent to the client before the first byte of an answer is there; until then the request may go to another worker.
-The booking of each try ends with the try.
+Nothing is sent to the client before the first byte of a good answer is there; until then the request may go to another worker.
+The booking of each try ends with the try: finished by a good answer, failed by anything else.
 """
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from opentelemetry.trace import Span
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
+from kvatlas.reservations.limits import NO_ROOM
 from router_client.client import RouterClient
 from router_client.errors import NoWorkers
+from router_client.outliers.avoidance import Avoidance, EnginesRest
+from router_client.outliers.monitor import OutlierMonitor
+from router_client.outliers.retry_budget import RetryBudget
 from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
+from router_client.proxy.access_log import log_access
+from router_client.proxy.admission_queue import AdmissionQueue, QueueFull
 from router_client.proxy.answer_relay import AnswerRelay
-from router_client.proxy.client_request import ClientRequest, send_answer, send_error
+from router_client.proxy.catalogue import Catalogue
+from router_client.proxy.client_request import ClientRequest, ErrorKind, send_answer, send_error
 from router_client.proxy.counters import ProxyCounters
+from router_client.proxy.headers import decision_header
 from router_client.proxy.request_reader import RequestReader, UnknownModel
 from router_client.proxy.tracing import describe_answer, describe_try, request_span
-from router_client.proxy.upstream import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
 from router_client.results import Choice
 from router_client.tokens.prompt_reader import RequestPrompt
-
-SHUN_S = 2.0
-"""How long a worker that did not answer is avoided: by then its fleet record says that it is down."""
+from router_client.upstream.engine_answer import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
+from router_client.upstream.status import Verdict, judge, retry_after_s
 
 _log = logging.getLogger("router_client.proxy")
 
@@ -43,10 +49,27 @@ class RequestShed(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """`most_attempts`: workers tried for one request. `shed`: refuse a request if that is the advice."""
+    """`most_attempts`: workers tried for one request. `shed`: refuse a request if that is the advice. `tenant_header` and
+    `priority_header`: where a request's tenant and priority in the queue are, in lower case; '' for none."""
 
     most_attempts: int = 4
     shed: bool = False
+    tenant_header: str = ""
+    priority_header: str = ""
+    access_log: bool = True
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """What became of one request's tries so far. `refused`: the last engine's answer that was no good one, with its header.
+    `doubted`: a worker whose refusal may be the request's own fault, and its status."""
+
+    number: int = 0
+    tried: frozenset[str] = frozenset()
+    line: str = ""
+    refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
+    doubted: tuple[str, int] | None = None
+    free: bool = False
 
 
 class Exchange:
@@ -56,117 +79,282 @@ class Exchange:
         self,
         client: RouterClient,
         reader: RequestReader,
+        catalogue: Catalogue,
         relay: AnswerRelay,
+        outliers: OutlierMonitor,
         counters: ProxyCounters,
+        queue: AdmissionQueue,
         settings: ExchangeSettings | None = None,
+        budget: RetryBudget | None = None,
     ) -> None:
         self._client = client
         self._reader = reader
+        self._catalogue = catalogue
         self._relay = relay
+        self._outliers = outliers
+        self._avoidance = Avoidance(outliers, catalogue.workers_of)
         self._counters = counters
+        self._queue = queue
         self._settings = settings or ExchangeSettings()
-        self._shunned: dict[str, float] = {}
+        self._budget = budget or RetryBudget()
+        self._running: dict[asyncio.Task[None], ClientRequest] = {}
+        self._cutting = False
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests run."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """How many of them wait for a worker with room."""
+        return self._queue.waiting()
 
     async def run(self, request: ClientRequest) -> None:
         """Answer one request. If the client goes away, everything that runs for it is cancelled, at the engine too."""
         self._counters.requests += 1
         answering = asyncio.ensure_future(self._answer(request))
         leaving = asyncio.ensure_future(request.wait_until_gone())
+        self._running[answering] = request
+        gone = False
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
+            if not answering.done() and request.complete:
+                await asyncio.wait((answering,))  # only the report to the other routers is left
+            elif not answering.done():
+                gone = True
                 self._counters.gone += 1
         finally:
             for task in (answering, leaving):
                 task.cancel()
             await asyncio.wait((answering, leaving))
+            del self._running[answering]
+            if self._settings.access_log:
+                log_access(request, gone=gone)
         if not answering.cancelled():
             answering.result()
+        elif self._cutting and not gone:
+            self._counters.cut += 1
+            await request.break_off(ErrorKind.UNAVAILABLE, "the router stops; send the request again")
+
+    async def wait_until_idle(self) -> None:
+        """Returns when nothing runs any more."""
+        while self._running:
+            await asyncio.wait(self._running)
+            await asyncio.sleep(0)
+
+    def cut(self) -> int:
+        """End everything that still runs, each with an error for its client; how many that are."""
+        self._cutting = True
+        for answering in self._running:
+            answering.cancel()
+        return len(self._running)
 
     async def _answer(self, request: ClientRequest) -> None:
-        with request_span(request.for_engine.path, request.headers) as span:
+        with request_span(request.for_engine.path, request.headers, method=request.for_engine.method) as span:
             try:
-                read = await self._reader.read(request.text, request.id)
+                read = await self._read(request)
             except UnknownModel as error:
-                await _refuse(request, span, 404, "NotFoundError", str(error))
+                await _refuse(request, span, ErrorKind.NO_MODEL, str(error), param="model")
                 return
             except InvalidValue as error:
-                await _refuse(request, span, 400, "BadRequestError", str(error))
+                await _refuse(request, span, ErrorKind.INVALID, str(error))
                 return
             except Unreachable as error:
-                await _refuse(request, span, 503, "ServiceUnavailableError", str(error))
+                await _refuse(request, span, ErrorKind.UNAVAILABLE, str(error))
                 return
-            if read.prompt_tokens is None:
-                self._counters.untokenized += 1
             if (session_id := request.session_id) is not None:
                 read = replace(read, prompt=replace(read.prompt, session_id=session_id))
             await self._try_workers(request, read, span)
 
+    async def _read(self, request: ClientRequest) -> RequestPrompt:
+        if request.text is None:
+            return await self._reader.read_length(request.model, request.letters, request.id)
+        read = await self._reader.read(request.text, request.id)
+        self._counters.untokenized += read.prompt_tokens is None
+        return read
+
     async def _try_workers(self, request: ClientRequest, read: RequestPrompt, span: Span) -> None:
-        tried: set[str] = set()
-        refusal: WholeAnswer | None = None
-        line = ""
-        begun = False
-        for attempt in range(1, self._settings.most_attempts + 1):
-            worker_id = ""
-            try:
-                async with self._book(read.prompt, tried) as choice:
-                    worker_id = choice.worker_id
-                    if self._settings.shed and attempt == 1 and choice.advice is Advice.SHED:
-                        raise RequestShed(choice.retry_after_s)
-                    async with self._relay.send(request, choice) as answer:
-                        describe_try(span, worker_id=worker_id, attempt=attempt, status=answer.status)
-                        describe_answer(span, answer.status, worker_id)
-                        begun = True
-                        await self._relay.pass_on(request, read.prompt_tokens, choice, attempt, answer)
-                return
-            except EngineRefused as error:
-                self._counters.refused += 1
-                refusal, line = error.answer, str(error)
-                describe_try(span, worker_id=worker_id, attempt=attempt, status=error.answer.status)
-            except EngineUnreachable as error:
-                self._counters.unreachable += 1
-                line = str(error)
-                self._shunned[worker_id] = time.monotonic() + SHUN_S
-                _log.warning("worker %s: %s; avoiding it for %g s, trying another", worker_id, line, SHUN_S)
-                describe_try(span, worker_id=worker_id, attempt=attempt, status=None, note=line)
-            except RequestShed as error:
-                self._counters.shed += 1
-                describe_answer(span, 503, None)
-                await send_error(request.send, 503, "ServiceUnavailableError", str(error), error.retry_after_s)
-                return
-            except EngineLost:
-                return  # the client has its error event; the booking ended as failed
-            except (NoWorkers, Unreachable) as error:
-                if begun:  # only the booking could not be released; it expires
-                    _log.warning("worker %s: booking not released (%s); it expires", worker_id, error)
-                    return
-                line = line or str(error)
+        attempts = _Attempts()
+        self._budget.record_request()
+        while attempts.number < self._settings.most_attempts:
+            if attempts.number and not attempts.free and not self._budget.take():
+                self._counters.retries_denied += 1
                 break
-            tried.add(worker_id)
-        self._counters.gave_up += 1
-        if refusal is not None:
-            describe_answer(span, refusal.status, None)
-            await send_answer(request.send, refusal)
+            self._counters.retried += attempts.number > 0
+            attempts.number += 1
+            try:
+                if await self._try(request, read, attempts, span):
+                    return
+            except (RequestShed, QueueFull, EnginesRest) as error:
+                if attempts.refused is not None:
+                    break
+                await self._hold_off(request, span, error)
+                return
+            except (NoWorkers, Unreachable) as error:
+                attempts.line = attempts.line or str(error)
+                break
+        if attempts.refused is not None:
+            answer, header = attempts.refused
+            if judge(answer.status) is Verdict.ELSEWHERE:
+                self._counters.gave_up += 1
+            else:
+                self._counters.refused_by_engine += 1
+            describe_answer(span, answer.status, None)
+            await send_answer(request.send, answer, (header,))
             return
-        await _refuse(request, span, 503, "ServiceUnavailableError", line)
+        self._counters.gave_up += 1
+        await _refuse(request, span, ErrorKind.UNAVAILABLE, attempts.line)
+
+    async def _try(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts, span: Span) -> bool:
+        """One try; True if the client has its answer. Raises what booking raises."""
+        async with self._book(request, read, attempts) as choice:
+            worker_id, pool_id = choice.worker_id, read.prompt.scope.pool_id
+            attempts.tried |= {worker_id}
+            attempts.free = False
+            header = decision_header(choice, read, attempt=attempts.number)
+            request.decision = header[1].decode()
+            self._outliers.record_sent(pool_id, worker_id)
+            judged = False
+            try:
+                async with self._relay.send(request, choice) as answer:
+                    describe_try(span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
+                    if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
+                        raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
+                    judged = True
+                    self._outliers.record_good(pool_id, worker_id)
+                    await self._blame_doubted(request, pool_id, worker_id, attempts)
+                    self._counters.answered += 1
+                    describe_answer(span, answer.status, worker_id)
+                    await self._relay.pass_on(request, choice, header, answer)
+            except EngineRefused as error:
+                judged = True
+                attempts.refused, attempts.line = (error.answer, header), str(error)
+                await choice.fail()
+                return await self._judge_refusal(request, pool_id, worker_id, attempts, span)
+            except EngineUnreachable as error:
+                judged = True
+                self._counters.unreachable += 1
+                attempts.line, attempts.free = str(error), not error.connected
+                self._outliers.record_bad(pool_id, worker_id, str(error), unreachable=True)
+                _log.warning("worker %s: %s; trying another", worker_id, error)
+                describe_try(span, worker_id=worker_id, attempt=attempts.number, status=None, note=str(error))
+                await choice.fail()
+                return False
+            except EngineLost as error:
+                self._outliers.record_bad(pool_id, worker_id, str(error))
+                await choice.fail()
+                await self._relay.break_off(request, choice, error)
+            finally:
+                if not judged:
+                    self._outliers.record_unknown(pool_id, worker_id)
+        return True
+
+    async def _judge_refusal(
+        self, request: ClientRequest, pool_id: str, worker_id: str, attempts: _Attempts, span: Span
+    ) -> bool:
+        """False to try another worker; True if the client was given the refusal."""
+        assert attempts.refused is not None
+        answer, header = attempts.refused
+        verdict, status = judge(answer.status), answer.status
+        if verdict is Verdict.ELSEWHERE:
+            self._counters.refused += 1
+            if (seconds := retry_after_s(answer.headers)) is not None and status in (429, 503):
+                self._outliers.rest(pool_id, worker_id, seconds)
+                self._outliers.record_unknown(pool_id, worker_id)
+            else:
+                self._outliers.record_bad(pool_id, worker_id, f"status {status}")
+            return False
+        self._outliers.record_unknown(pool_id, worker_id)
+        if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
+            attempts.doubted = worker_id, status
+            return False
+        self._counters.refused_by_engine += 1
+        describe_answer(span, status, worker_id)
+        await send_answer(request.send, answer, (header,))
+        return True
+
+    async def _blame_doubted(self, request: ClientRequest, pool_id: str, worker_id: str, attempts: _Attempts) -> None:
+        """A worker answers what another one refused: that was not the request's fault."""
+        if attempts.doubted is None:
+            return
+        doubted, status = attempts.doubted
+        self._outliers.record_bad(pool_id, doubted, f"status {status} to a request that {worker_id} answers")
+        if status == 404 and request.model is not None:
+            await self._catalogue.forget_name(doubted, request.model)
+
+    async def _hold_off(self, request: ClientRequest, span: Span, error: RequestShed | QueueFull | EnginesRest) -> None:
+        kind = ErrorKind.BUSY
+        if isinstance(error, RequestShed):
+            self._counters.shed += 1
+            kind = ErrorKind.UNAVAILABLE
+        elif isinstance(error, QueueFull):
+            self._counters.queue_full += 1
+        else:
+            self._counters.gave_up += 1
+        describe_answer(span, kind.status, None)
+        await send_error(request.send, kind, str(error), retry_after_s=error.retry_after_s)
+
+    # ------------------------------------------------------------ booking
 
     @asynccontextmanager
-    async def _book(self, prompt: Prompt, tried: set[str]) -> AsyncIterator[Choice]:
-        """A worker that was not tried yet; those that lately did not answer only if no other is left."""
-        now = time.monotonic()
-        self._shunned = {worker_id: until for worker_id, until in self._shunned.items() if until > now}
-        shunned = self._shunned.keys() - tried
-        async with AsyncExitStack() as stack:
-            try:
-                choice = await stack.enter_async_context(self._client.route(prompt, avoid=tried | shunned))
-            except NoWorkers:
-                if not shunned:
-                    raise
-                choice = await stack.enter_async_context(self._client.route(prompt, avoid=tried))
+    async def _book(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Choice]:
+        """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
+        prompt = read.prompt
+        if attempts.number == 1 and self._queue.settings.requests:
+            choice = await self._book_in_turn(request, prompt)
+        else:
+            choice = await self._book_now(prompt, attempts.tried)
+        try:
+            if self._settings.shed and attempts.number == 1 and choice.advice is Advice.SHED:
+                raise RequestShed(choice.retry_after_s)
             yield choice
+        finally:
+            await _end(choice)
+            self._queue.record_end(prompt.scope.pool_id)
+
+    async def _book_now(self, prompt: Prompt, tried: frozenset[str]) -> Choice:
+        return await self._avoidance.choose(prompt, tried, lambda avoid: self._client.book(prompt, avoid=avoid))
+
+    async def _book_in_turn(self, request: ClientRequest, prompt: Prompt) -> Choice:
+        waited = False
+
+        async def book() -> Choice | None:
+            nonlocal waited
+            try:
+                choice = await self._book_now(prompt, frozenset())
+            except EnginesRest:
+                waited = True
+                return None
+            if not choice.result.over & NO_ROOM:
+                return choice
+            waited = True
+            await choice.fail()
+            return None
+
+        tenant = request.header(self._settings.tenant_header.encode()) if self._settings.tenant_header else None
+        admit = partial(self._queue.admit, prompt.scope.pool_id, book, tokens=prompt.input_tokens)
+        choice: Choice = await admit(priority=self._priority(request), tenant=tenant or prompt.scope.tenant_id)
+        self._counters.queued += waited
+        return choice
+
+    def _priority(self, request: ClientRequest) -> int:
+        """As vLLM's: lower is earlier, 0 by default."""
+        given = request.header(self._settings.priority_header.encode()) if self._settings.priority_header else None
+        try:
+            return int(given or 0)
+        except ValueError:
+            return 0
 
 
-async def _refuse(request: ClientRequest, span: Span, status: int, kind: str, line: str) -> None:
-    describe_answer(span, status, None)
-    await send_error(request.send, status, kind, line)
+async def _end(choice: Choice) -> None:
+    """As failed; a choice that was finished stays finished."""
+    try:
+        await choice.fail()
+    except Unreachable as error:
+        _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
+
+
+async def _refuse(request: ClientRequest, span: Span, kind: ErrorKind, line: str, param: str | None = None) -> None:
+    describe_answer(span, kind.status, None)
+    await send_error(request.send, kind, line, param=param)

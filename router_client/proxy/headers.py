@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from router_client.pricing.slo import Advice
-from router_client.results import Choice
+from router_client.results import RANK_HEADER, Choice, fell_open_for_want_of
+from router_client.tokens.prompt_reader import RequestPrompt
 
 DECISION_HEADER = "X-KVAtlas-Decision"
 
@@ -21,7 +22,8 @@ _OWN = {
     b"transfer-encoding",
     b"upgrade",
 }
-_REQUEST_OWN = {*_OWN, b"host", b"content-length", b"accept-encoding", b"expect"}
+# the rank is the choice's: a client's own would reach another worker than the one that was booked
+_REQUEST_OWN = {*_OWN, b"host", b"content-length", b"accept-encoding", b"expect", RANK_HEADER.lower().encode()}
 _CREDENTIALS = {b"authorization", b"cookie", b"x-api-key", b"api-key"}
 _ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
 
@@ -46,20 +48,24 @@ def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
     return [(name.lower(), value) for name, value in listed if name.lower() not in left_out]
 
 
-def decision_header(choice: Choice, *, attempt: int, prompt_tokens: int | None) -> tuple[bytes, bytes]:
+def decision_header(choice: Choice, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:
     """The decision as one header: a structured field (RFC 9651), the worker with parameters.
 
     `cached`: tokens that its engine should find cached; `unconfirmed`: those of them that no event has confirmed, absent if
-    there are none; `prompt`: the prompt's tokens, absent if not known; `attempt`: 1 for the first worker tried; `by`: what
-    the choice was made by; `cost-us`: the expected cost; `advice`: `queue` or `shed`, absent if an engine has room and meets
-    the SLO.
+    there are none; `prompt`: the prompt's tokens; if they are not known, `untokenized` says why instead; `attempt`: 1 for
+    the first worker tried; `by`: what the choice was made by, `open`: what did not answer in time for it, absent if all did;
+    `cost-us`: the expected cost; `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
     """
     parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]
     if choice.unconfirmed_tokens:
         parts.append(f"unconfirmed={choice.unconfirmed_tokens}")
-    if prompt_tokens is not None:
-        parts.append(f"prompt={prompt_tokens}")
-    parts += [f"attempt={attempt}", f"by={choice.mode}", f"cost-us={choice.score_us}"]
+    parts.append(f"untokenized={read.untokenized}" if read.prompt_tokens is None else f"prompt={read.prompt_tokens}")
+    parts += [
+        f"attempt={attempt}",
+        f"by={choice.mode}",
+        *([f"open={lacked}"] if (lacked := fell_open_for_want_of(choice)) else []),
+        f"cost-us={choice.score_us}",
+    ]
     if choice.advice is not Advice.GO:
         parts.append(f"advice={choice.advice}")
     return DECISION_HEADER.lower().encode(), ";".join(parts).encode()

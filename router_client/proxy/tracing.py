@@ -14,17 +14,17 @@ _NAMES = (b"traceparent", b"tracestate")
 
 
 @contextmanager
-def request_span(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[Span]:
+def request_span(path: str, headers: Iterable[tuple[bytes, bytes]], *, method: str = "POST") -> Iterator[Span]:
     """The SERVER span of one request, a child of the caller's; current inside the block. No span while tracing is off."""
     if not tracing_enabled():
         yield INVALID_SPAN
         return
     carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in _NAMES}
     with trace.get_tracer("kvatlas").start_as_current_span(
-        f"POST {path}",
+        f"{method} {path}",
         context=_PROPAGATOR.extract(carrier),
         kind=SpanKind.SERVER,
-        attributes={"http.request.method": "POST", "url.path": path},
+        attributes={"http.request.method": method, "url.path": path},
     ) as span:
         yield span
 

@@ -16,7 +16,8 @@ _log = logging.getLogger("router_client.tokens")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerBudget:
-    """`deadline_ms`: after that a request is routed without its tokens. `most_pending`: prompts that wait for their tokens.
+    """`deadline_ms`: after that a request is routed without its tokens. `most_pending`: calls to the tokenizer at a time; more
+    requests wait for one of them to end, within the deadline.
 
     A prompt costs its engine about 40 us a token, a local tokenizer 1 us: waiting is cheaper than a miss.
     """
@@ -39,6 +40,7 @@ class BudgetedTokenizer:
         self.counters = counters or TokenCounters()
         self._tokenizer = tokenizer
         self._pending: set[asyncio.Task[Sequence[int]]] = set()
+        self._slots = asyncio.Semaphore(self.budget.most_pending)
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
         """As an array of machine words. Raises CannotTokenize, and InvalidValue for a token id that is out of range."""
@@ -66,13 +68,19 @@ class BudgetedTokenizer:
         await asyncio.gather(*self._pending, return_exceptions=True)
 
     async def _tokenize_in_time(self, request: TextRequest) -> Sequence[int]:
-        if len(self._pending) >= self.budget.most_pending:
-            raise CannotTokenize(Why.BUSY, f"{len(self._pending)} prompts wait for the tokenizer")
+        deadline = asyncio.get_running_loop().time() + self.budget.deadline_ms / 1_000
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._slots.acquire()
+        except TimeoutError:
+            waited = f"{self.budget.deadline_ms:g} ms"
+            line = f"{len(self._pending)} prompts are with the tokenizer, and none was done within {waited}"
+            raise CannotTokenize(Why.BUSY, line) from None
         task = asyncio.ensure_future(self._tokenizer.token_ids(request))
         self._pending.add(task)
         task.add_done_callback(self._discard)
         try:
-            done, _ = await asyncio.wait((task,), timeout=self.budget.deadline_ms / 1_000)
+            done, _ = await asyncio.wait((task,), timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
         except asyncio.CancelledError:
             task.cancel()
             raise
@@ -89,6 +97,7 @@ class BudgetedTokenizer:
 
     def _discard(self, task: asyncio.Task[Sequence[int]]) -> None:
         self._pending.discard(task)
+        self._slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.debug("tokenizer: %s", error)  # also for late calls
 

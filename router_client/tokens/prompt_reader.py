@@ -28,10 +28,12 @@ class PromptSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompt:
-    """A request's prompt. `prompt_tokens` None: not known; then the prompt's length is a guess, and it matches nothing."""
+    """A request's prompt. `prompt_tokens` None: not known; then the prompt's length is a guess, it matches nothing, and
+    `untokenized` says why."""
 
     prompt: Prompt
     prompt_tokens: int | None
+    untokenized: str = ""
 
 
 class PromptReader:
@@ -46,11 +48,12 @@ class PromptReader:
 
     async def read(self, request: TextRequest, scope: Scope, request_id: str | None = None) -> RequestPrompt:
         """Raises InvalidValue for a request that no engine would accept."""
-        tokens = await self._tokenize(request)
+        tokens, why = await self._tokenize(request)
         expected = min(request.output_tokens or self.settings.output_tokens, self.settings.output_tokens)
         if tokens is None:
-            guess = _guess_prompt(request, scope, expected, request_id)
-            return RequestPrompt(replace(guess, slo=self.settings.slo, session_id=request.session_id), None)
+            guess = self.guess(scope, _letters(request), request_id, expected)
+            said = replace(guess.prompt, session_id=request.session_id, reading=request.cache_reading)
+            return replace(guess, prompt=said, untokenized=why)
         salt = request.cache_salt
         keys = ((salt,),) if salt is not None and not self.settings.salt_is_tenant else None
         prompt = Prompt.of_tokens(
@@ -62,23 +65,39 @@ class PromptReader:
             id=request_id,
             memory=self._memory,
             session_id=request.session_id,
+            reading=request.cache_reading,
         )
         return RequestPrompt(prompt, len(tokens))
 
-    async def _tokenize(self, request: TextRequest) -> Sequence[int] | None:
+    def guess(
+        self, scope: Scope, letters: int, request_id: str | None = None, output_tokens: int | None = None
+    ) -> RequestPrompt:
+        """The prompt of a request whose tokens are not known: its length is about that of `letters` characters."""
+        expected = self.settings.output_tokens if output_tokens is None else output_tokens
+        length = letters // LETTERS_A_TOKEN
+        prompt = Prompt.of_hashes(
+            scope,
+            b"",
+            DEFAULT_BLOCK_TOKENS,
+            input_tokens=length,
+            output_tokens=expected,
+            slo=self.settings.slo,
+            id=request_id,
+        )
+        return RequestPrompt(prompt, None, "unread")
+
+    async def _tokenize(self, request: TextRequest) -> tuple[Sequence[int] | None, str]:
+        """None and why, if they are not known."""
         if self._tokenizer is None:
-            return request.token_ids
+            return request.token_ids, "off"
         try:
-            return await self._tokenizer.token_ids(request)
-        except CannotTokenize:
-            return None
+            return await self._tokenizer.token_ids(request), ""
+        except CannotTokenize as error:
+            return None, error.why.value
 
 
-def _guess_prompt(request: TextRequest, scope: Scope, output_tokens: int, request_id: str | None) -> Prompt:
+def _letters(request: TextRequest) -> int:
     try:
-        length = request.letters // LETTERS_A_TOKEN
+        return request.letters
     except InvalidValue:
-        length = 0
-    return Prompt.of_hashes(
-        scope, b"", DEFAULT_BLOCK_TOKENS, input_tokens=length, output_tokens=output_tokens, id=request_id
-    )
+        return 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+from kvatlas.blocks.reuse import CacheReading
 from kvatlas.errors import InvalidValue
 
 
@@ -69,6 +70,23 @@ class TextRequest:
     def cache_salt(self) -> str | None:
         salt = self.body.get("cache_salt")
         return salt if isinstance(salt, str) and salt else None
+
+    @property
+    def cache_reading(self) -> CacheReading:
+        """What it says of reading the engine's prefix cache.
+
+        vLLM computes the whole prompt for `prompt_logprobs` (0 too), and for `logprobs` of a completion with `echo`; SGLang
+        from `logprob_start_len` on with `return_logprob`, and the whole prompt for `logprobs` with `echo`.
+        """
+        body = self.body
+        echoes = self.api is Api.COMPLETIONS and body.get("echo") is True and body.get("logprobs") is not None
+        skip = body.get("skip_reading_prefix_cache")
+        start = body.get("logprob_start_len") if body.get("return_logprob") is True else None
+        return CacheReading(
+            skip=skip if isinstance(skip, bool) else None,
+            prompt_logprobs=body.get("prompt_logprobs") is not None or echoes,
+            logprob_start_len=start if type(start) is int and start >= 0 else 0 if echoes else -1,
+        )
 
     @property
     def prompts(self) -> int:

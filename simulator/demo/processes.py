@@ -80,7 +80,7 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
         for name, flags in settings.routers.items():
             port = free_port()
             routers[name] = f"http://{LOOPBACK}:{port}"
-            args = ["router", *servers, "--port", str(port), *flags]
+            args = ["router", *servers, "--port", str(port), "--drain-s", "0", *flags]
             parts.append(_Part(f"router-{name}", args, f"{routers[name]}/health", folder))
         for part in parts:
             await stack.enter_async_context(part.running())

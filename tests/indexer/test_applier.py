@@ -1,5 +1,6 @@
 """One shard's applier over the memory index; tests fill its queues."""
 
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -85,13 +86,16 @@ async def test_a_call_is_bounded_in_bytes_and_every_partition_gets_its_turn() ->
     assert set(order[:3]) == {one.queue.partition for one in filled}
 
 
-async def test_a_message_that_the_index_refuses_does_not_stop_the_others() -> None:
+@pytest.mark.parametrize(
+    "error", [InvalidValue("scope id of another scope"), struct.error("too large"), OverflowError()]
+)
+async def test_a_message_that_the_index_refuses_does_not_stop_the_others(error: Exception) -> None:
     refused: list[tuple[int, int]] = []
 
     class RefusingIndex(MemoryIndex):
         async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
             if any(raw[WORKER_ID] == "bad" for batch in batches for raw in batch.messages):
-                raise InvalidValue("scope id of another scope")
+                raise error
             return await super().apply(shard, batches)
 
     index = RefusingIndex()

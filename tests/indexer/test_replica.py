@@ -223,7 +223,7 @@ async def test_a_snapshot_of_an_unknown_worker_is_requested(servers: Servers, na
             return bool(requests)
 
         await until(beat_until_requested, deadline_s=15, what="a snapshot is requested")
-        assert requests[0] == ControlRequest(op=ControlOp.SNAPSHOT, above=41)
+        assert requests[0] == ControlRequest(op=ControlOp.SNAPSHOT, above=41, partitions=64)
         assert a.doubts == {"w0": "unknown"}
         await worker.start(incarnation=42)
 
@@ -296,7 +296,7 @@ async def test_a_store_that_lost_everything_is_filled_again(
 async def test_the_owner_grants_large_snapshots_up_to_its_limit(servers: Servers, nats_client: Client) -> None:
     async def ask(worker_id: str, megabytes: int) -> GrantReply:
         request = GrantRequest(worker_id=worker_id, incarnation=1, snapshot_bytes=megabytes << 20)
-        reply = await nats_client.request(grant_subject(partition_of(worker_id, PARTITIONS)), request.pack(), timeout=5)
+        reply = await nats_client.request(grant_subject(worker_id, PARTITIONS), request.pack(), timeout=5)
         return GrantReply.unpack(reply.data)
 
     async with servers.replica("a") as a:

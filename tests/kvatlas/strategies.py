@@ -2,14 +2,16 @@
 
 from hypothesis import strategies as st
 
-from kvatlas.blocks.digest import WORDS
+from kvatlas.blocks.digest import MARK_WORDS, WORDS
 from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
 from kvatlas.blocks.tiers import FLAG_PINNED, FLAG_RESUMABLE, Tier
 from kvatlas.bus.wire import MAX_INCARNATION, MAX_SEQ
 from kvatlas.events import (
     Checkpoint,
     Cleared,
+    Heads,
     IndexEvent,
+    Marked,
     Message,
     Removed,
     ScopeUse,
@@ -17,8 +19,10 @@ from kvatlas.events import (
     SnapshotChunk,
     SnapshotEnd,
     Stored,
+    Unmarked,
 )
 from kvatlas.identity import Scope
+from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 
 token_ids = st.integers(0, (1 << 32) - 1)
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
@@ -27,9 +31,19 @@ worker_ids = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 hash_values = st.integers(0, (1 << 64) - 1)
 packed_hashes = st.lists(hash_values, min_size=1, max_size=8).map(pack_hashes)
 tiers = st.sampled_from(Tier)
-digests = st.lists(st.integers(0, MAX_SEQ), min_size=WORDS, max_size=WORDS)
+digests = st.sampled_from([WORDS, WORDS + MARK_WORDS]).flatmap(
+    lambda words: st.lists(st.integers(0, MAX_SEQ), min_size=words, max_size=words)
+)
+heads = st.dictionaries(hash_values, st.integers(0, (1 << 64) - 1), min_size=1, max_size=8).map(
+    lambda bits: (pack_hashes(list(bits)), b"".join(one.to_bytes(8, "big") for one in bits.values()))
+)
 parents = st.none() | st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
 block_flags = st.sampled_from([0, FLAG_PINNED, FLAG_RESUMABLE, FLAG_PINNED | FLAG_RESUMABLE])
+
+
+def _once(event: IndexEvent) -> object:
+    """A message has at most one of these; it may have any number of others."""
+    return type(event) if isinstance(event, (Cleared, SnapshotBegin, SnapshotEnd)) else repr(event)
 
 
 @st.composite
@@ -37,7 +51,8 @@ def messages(draw: st.DrawFn) -> Message:
     """A message whose events name scopes that it describes."""
     used = draw(st.lists(scopes, min_size=1, max_size=3, unique=True))
     uses = {
-        scope.scope_id: ScopeUse(scope, draw(st.integers(1, 4096)), draw(st.integers(0, 1 << 40))) for scope in used
+        scope.scope_id: ScopeUse(scope, draw(st.integers(1, MAX_BLOCK_TOKENS)), draw(st.integers(0, MAX_BLOCK_BYTES)))
+        for scope in used
     }
     ids = st.sampled_from(sorted(uses))
     fields = (ids, tiers, packed_hashes, parents, st.integers(0, 1 << 40), block_flags)
@@ -48,13 +63,16 @@ def messages(draw: st.DrawFn) -> Message:
         st.builds(SnapshotEnd, st.integers(0, MAX_SEQ), digests),
         st.builds(Checkpoint, digests),
         st.just(Cleared()),
-        st.just(SnapshotBegin()),
+        st.builds(SnapshotBegin, st.none() | st.integers(0, 255)),
+        st.builds(Marked, ids, packed_hashes),
+        st.builds(Unmarked, ids, packed_hashes),
+        st.builds(lambda scope_id, drawn: Heads(scope_id, *drawn), ids, heads),
     )
     return Message(
         draw(worker_ids),
         draw(st.integers(1, MAX_INCARNATION)),
         draw(st.integers(0, MAX_SEQ)),
-        draw(st.lists(events, max_size=6)),
+        draw(st.lists(events, max_size=6, unique_by=_once)),
         uses,
-        draw(st.integers(0, 1 << 60)),
+        draw(st.integers(0, MAX_SEQ)),
     )

@@ -43,7 +43,7 @@ def test_a_wrong_hint_is_described(hints: dict[str, Any], line: str) -> None:
             msgpack.packb({"id": "w", "sampled_us": 1 << 60}),
             f"WorkerState field sampled_us is {1 << 60}; expected at most",
         ),
-        (b"\xc1", "not a WorkerState: FormatError"),
+        (b"\xc1", "not a WorkerState: 1 bytes that are not msgpack: FormatError"),
     ],
 )
 def test_a_wrong_record_is_described(payload: bytes, line: str) -> None:

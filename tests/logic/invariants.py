@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import tiers_of
 from kvatlas.bus import wire
-from kvatlas.events import Checkpoint, Cleared, Message, Removed, SnapshotBegin, SnapshotEnd
+from kvatlas.events import Checkpoint, Cleared, Heads, Marked, Message, Removed, SnapshotBegin, SnapshotEnd, Unmarked
 from kvatlas.index.holder_entries import flags_in, number_bytes
 from kvatlas.index.memory.shard import MemoryShard, Record
 from tests.logic.engine import ADAPTERS, TieredBlock, hash_of, path_with_hash, scope_of
@@ -184,7 +184,7 @@ def _after(state: Residency, message: Message) -> Residency:
     for event in message.events:
         if isinstance(event, (SnapshotBegin, Cleared)):
             held.clear()
-        elif isinstance(event, (SnapshotEnd, Checkpoint)):
+        elif isinstance(event, (SnapshotEnd, Checkpoint, Marked, Unmarked, Heads)):
             continue
         else:
             keys = [event.hashes[at : at + HASH_BYTES] for at in range(0, len(event.hashes), HASH_BYTES)]

@@ -103,11 +103,11 @@ class Publisher:
     def _follow(self, step: Step) -> None:
         while True:
             if step.empty:
-                self.changelog.start_over()
+                self.changelog.start_over(self.world.now_us)
             for _, payload in step.take:
                 batch = self.engine.payloads[payload]
                 if batch.lost and self._distrust.record_loss(self.world.now_s):
-                    self.changelog.start_over()
+                    self.changelog.start_over(self.world.now_us)
                 if self._distrust.is_trusted(self.world.now_s):
                     self.changelog.record(batch)
             if step.ask_from is None:

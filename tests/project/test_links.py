@@ -175,7 +175,12 @@ def flags_by_command() -> dict[str, set[str]]:
     group = typer.main.get_command(application())
     commands = getattr(group, "commands")  # noqa: B009 - typer's own class of a group has no stable name
     return {
-        name: {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        name: {
+            flag
+            for each in (command, *getattr(command, "commands", {}).values())  # `auth` has commands of its own
+            for one in each.params
+            for flag in (*one.opts, *one.secondary_opts)
+        }
         for name, command in commands.items()
     }
 

@@ -58,5 +58,5 @@ async def assert_published(client: Client, publisher: Publisher, ledger: Ledger)
         await until(lambda: publisher.ledger.digest == ledger.digest, what="all batches folded")
         await publisher.flush()
     published = await read_stream(client)
-    assert await published.index.digest(publisher.worker_id) == ledger.digest.words
+    assert await published.index.digest(publisher.worker_id) == ledger.digest_words
     assert published.outcomes["failed_checks"] == 0

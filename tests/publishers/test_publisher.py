@@ -1,7 +1,7 @@
 """The embedded publisher over a real NATS server."""
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
 
 import anyio
@@ -20,10 +20,11 @@ from kvatlas.embedded import EmbeddedServer, nats_server
 from kvatlas.errors import InvalidValue
 from kvatlas.events import Checkpoint, EngineRemoved, EngineStored, SnapshotBegin, SnapshotEnd
 from kvatlas.fleet.records import EngineState, Heartbeat
-from kvatlas.identity import Scope, partition_of
+from kvatlas.identity import Scope
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
 from tests.eventually import until
+from tests.publishers.engines.engine_http import engine_http
 from tests.publishers.published_stream import PARTITIONS, read_stream
 
 pytestmark = pytest.mark.anyio
@@ -46,6 +47,13 @@ async def flushed(publisher: Publisher, deadline_s: float = 15) -> None:
 
 def tokens(count: int, first: int = 0) -> list[int]:
     return list(range(first, first + count))
+
+
+def grant_all(client: Client) -> Callable[[Msg], Awaitable[None]]:
+    async def owner(msg: Msg) -> None:
+        await client.publish(msg.reply, GrantReply(granted=True).pack())
+
+    return owner
 
 
 async def ask(client: Client, request: ControlRequest) -> ControlReply:
@@ -269,7 +277,7 @@ async def test_an_impossible_request_is_refused_and_changes_nothing(nats_client:
         own = publisher.changelog.outbox.incarnation
         reply = await ask(nats_client, ControlRequest(op=ControlOp.SNAPSHOT, above=(1 << 64) - 1))
         assert not reply.ok
-        assert "no number of 64 bits" in reply.note
+        assert "days ahead of this clock" in reply.note
         garbage = await nats_client.request(control_subject("w"), b"\xc1", timeout=5)
         assert not ControlReply.unpack(garbage.data).ok
         assert publisher.changelog.outbox.incarnation == own
@@ -300,7 +308,7 @@ async def test_a_large_snapshot_waits_for_a_grant(nats_client: Client) -> None:
         reply = GrantReply(granted=len(asked) > 2, retry_after_ms=50)
         await nats_client.publish(msg.reply, reply.pack())
 
-    await nats_client.subscribe(grant_subject(partition_of("w", PARTITIONS)), cb=owner)
+    await nats_client.subscribe(grant_subject("w", PARTITIONS), cb=owner)
     async with Publisher(SETTINGS, nats=nats_client, begin=False, rng=random.Random(1)) as publisher:
         await publisher.stored(tokens(16 * 10_000))
         publisher.begin_publishing()
@@ -314,6 +322,95 @@ async def test_a_large_snapshot_waits_for_a_grant(nats_client: Client) -> None:
         assert await published.index.digest("w") == publisher.ledger.digest.words
 
 
+async def test_while_a_grant_is_awaited_the_old_incarnation_is_told_on(nats_client: Client) -> None:
+    asked: list[GrantRequest] = []
+
+    async def owner(msg: Msg) -> None:
+        asked.append(GrantRequest.unpack(msg.data))
+        await nats_client.publish(msg.reply, GrantReply(granted=len(asked) == 1, retry_after_ms=1).pack())
+
+    await nats_client.subscribe(grant_subject("w", PARTITIONS), cb=owner)
+    async with Publisher(SETTINGS, nats=nats_client, begin=False, rng=random.Random(1)) as publisher:
+        names = await publisher.stored(tokens(16 * 10_000))
+        publisher.begin_publishing()
+        await flushed(publisher)
+        first = publisher.changelog.outbox.incarnation
+        await ask(nats_client, ControlRequest(op=ControlOp.SNAPSHOT, above=first))
+        await until(lambda: len(asked) > 2, what="the second snapshot is not granted")
+        await publisher.removed(list(reversed(names[9_000:])))
+        await until(lambda: asked[-1].snapshot_bytes == 9_000 * 8, what="the size asked for is that of now")
+        await until(lambda: publisher.changelog.outbox.empty, what="the removals are in the stream")
+        assert publisher.changelog.outbox.incarnation == first
+        assert await (await read_stream(nats_client)).residencies("w") == 9_000
+        await publisher.removed(list(reversed(names[5:9_000])))
+        await until(lambda: publisher.changelog.outbox.incarnation > first, what="a small snapshot needs no grant")
+        await flushed(publisher)
+        assert await (await read_stream(nats_client)).residencies("w") == 5
+
+
+@pytest.mark.parametrize("max_msg_size", [100_000, 10_000])
+async def test_a_stream_with_smaller_messages_gets_smaller_messages(fresh_nats: str, max_msg_size: int) -> None:
+    client = await connect_nats(fresh_nats, name="test", wait=False)
+    try:
+        config = StreamConfig(STREAM, subjects=[ALL_EVENTS], storage=StorageType.MEMORY, max_msg_size=max_msg_size)
+        await client.jetstream().add_stream(config)
+        async with Publisher(SETTINGS, nats=client) as publisher:
+            await flushed(publisher)
+            await publisher.stored(tokens(16 * 20_000))
+            await client.subscribe(grant_subject("w", PARTITIONS), cb=grant_all(client))
+            await flushed(publisher)
+            published = await read_stream(client)
+            assert await published.residencies("w") == 20_000
+            assert publisher.counters.refused_too_large and publisher.status()["trouble"] is None
+    finally:
+        await client.close()
+
+
+async def test_a_stream_that_takes_no_event_is_named_with_the_cure(fresh_nats: str) -> None:
+    client = await connect_nats(fresh_nats, name="test", wait=False)
+    try:
+        await client.jetstream().add_stream(
+            StreamConfig(STREAM, subjects=[ALL_EVENTS], storage=StorageType.MEMORY, max_msg_size=64)
+        )
+        async with Publisher(SETTINGS, nats=client) as publisher:
+            await publisher.stored(tokens(64))
+            line = await until(lambda: publisher.status()["trouble"], what="publishing is blocked")
+            assert line.startswith("message larger than the stream allows")
+            assert line.endswith("expected its max_msg_size to be 8192 or more")
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("where", ["heartbeat", "request", "saved state"])
+async def test_an_incarnation_of_no_publisher_silences_nobody(nats_client: Client, where: str) -> None:
+    highest = (1 << 64) - 1
+    saved = highest if where == "saved state" else 0
+    async with Publisher(SETTINGS, nats=nats_client, saved_incarnation=saved) as publisher:
+        await flushed(publisher)
+        if where == "heartbeat":
+            beat = publisher._heartbeats.heartbeat().model_copy(update={"incarnation": highest})
+            await nats_client.publish(alive_subject("w"), beat.pack())
+            await until(lambda: publisher.counters.heartbeats_bad, what="the heartbeat is refused")
+        elif where == "request":
+            reply = await ask(nats_client, ControlRequest(op=ControlOp.SNAPSHOT, above=highest))
+            assert not reply.ok and "days ahead of this clock" in reply.note and publisher.counters.control_bad == 1
+        await publisher.stored(tokens(64))
+        await flushed(publisher)
+        assert not publisher.changelog.yielded
+        assert await (await read_stream(nats_client)).residencies("w") == 4
+
+
+async def test_what_the_ledger_can_not_take_in_costs_what_is_held_and_not_the_process(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
+        await publisher.stored(tokens(64))
+        await flushed(publisher)
+        await publisher.stored(EngineStored([[1]], None, tokens(16), 16))  # type: ignore[list-item]
+        await until(lambda: publisher.counters.folds_failed, what="the batch is refused")
+        await publisher.stored(tokens(32))
+        await flushed(publisher)
+        assert await (await read_stream(nats_client)).residencies("w") == 2
+
+
 async def test_a_small_snapshot_needs_no_grant(nats_client: Client) -> None:
     async with Publisher(SETTINGS, nats=nats_client, begin=False) as publisher:
         await publisher.stored(tokens(16 * 1000))
@@ -324,7 +421,6 @@ async def test_a_small_snapshot_needs_no_grant(nats_client: Client) -> None:
 
 
 async def test_nothing_is_published_twice_while_a_grant_is_awaited(nats_client: Client) -> None:
-    partition = partition_of("w", PARTITIONS)
     async with Publisher(SETTINGS, nats=nats_client, begin=False) as publisher:
         await publisher.stored(tokens(16 * 10_000))
         publisher.begin_publishing()
@@ -334,7 +430,7 @@ async def test_nothing_is_published_twice_while_a_grant_is_awaited(nats_client: 
         async def owner(msg: Msg) -> None:
             await nats_client.publish(msg.reply, GrantReply(granted=True).pack())
 
-        await nats_client.subscribe(grant_subject(partition), cb=owner)
+        await nats_client.subscribe(grant_subject("w", PARTITIONS), cb=owner)
         await flushed(publisher)
         published = await read_stream(nats_client)
         assert await published.index.digest("w") == publisher.ledger.digest.words
@@ -398,3 +494,19 @@ async def test_a_gentle_close_says_draining_after_everything_is_published(nats_c
         beats.append(Heartbeat.unpack((await subscription.next_msg(timeout=1)).data))
     assert (beats[-1].state, beats[-1].acked_seq) == (EngineState.DRAINING, last)
     assert all(a.sent_us <= b.sent_us for a, b in pairwise(beats))
+
+
+async def test_an_engine_that_fell_asleep_holds_nothing_in_hbm_before_it_says_so(nats_client: Client) -> None:
+    with engine_http() as engine:
+        engine.pages = {"/health": (200, ""), "/metrics": (200, "")}
+        settings = SETTINGS.model_copy(update={"engine_url": engine.url})
+        async with Publisher(settings, nats=nats_client) as publisher:
+            assert publisher.poller is not None
+            await publisher.poller.poll_once()
+            await publisher.stored(tokens(64))
+            await publisher.stored(tokens(32), tier="cpu")
+            await flushed(publisher)
+            engine.pages["/metrics"] = (200, 'vllm:engine_sleep_state{sleep_state="awake"} 0\n')
+            await publisher.poller.poll_once()
+            await flushed(publisher)
+            assert [publisher.ledger.digest.count(tier) for tier in (Tier.HBM, Tier.CPU_DRAM)] == [0, 2]

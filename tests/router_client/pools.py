@@ -70,9 +70,11 @@ class CountingIndex:
         self._index = index
         self.questions: list[int] = []
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
         self.questions.append(len(hashes) // HASH_BYTES)
-        return await self._index.overlap(scope, hashes, verify=verify)
+        return await self._index.overlap(scope, hashes, first_index=first_index, limit=limit, verify=verify)
 
 
 class CountingFleet:

@@ -1,14 +1,17 @@
-"""`/v1/route` and `/v1/done`: the same choice for routers in other languages."""
+"""`/kvatlas/route` and `/kvatlas/done` (aliases: `/v1/route`, `/v1/done`): the same choice for routers in other languages."""
 
+import struct
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
+from kvatlas.identity import pool_id
+from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from simulator.http.chat_template import render
 from tests.eventually import until
-from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router_client.proxy.engines import MODEL, SCOPE, running_fleet, running_proxy
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +20,13 @@ PROMPT = list(range(1_000, 3_000))
 
 
 async def test_a_worker_is_chosen_booked_and_released(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, {"w1": {}, "w2": {}}) as fleet, running_proxy(valkey_url) as client:
+    async def released() -> bool:
+        return not await store.client.zcard(pool_keys(pool_id(MODEL, MODEL))[3])
+
+    async with (
+        running_fleet(store, {"w1": {}, "w2": {}}) as fleet,
+        running_proxy(valkey_url, learn=False) as client,
+    ):
         await fleet.holds("w2", PROMPT)
         bodies: list[dict[str, Any]] = [
             {"token_ids": PROMPT},
@@ -36,6 +45,7 @@ async def test_a_worker_is_chosen_booked_and_released(store: Store, valkey_url: 
             assert (await client.post("/v1/done", json=done)).json() == {"known": True}
             assert (await client.post("/v1/done", json=done)).json() == {"known": False}
             assert (await client.post("/v1/done", json=first)).json() == {"known": False}
+            await until(released, what="the store has heard of the end")
         counted = (await client.get("/status")).json()
         assert counted["held"] == 0 and counted["proxy"]["held"] == 3
 
@@ -51,7 +61,47 @@ async def test_route_tokenizes_a_chat_and_avoids_workers(store: Store, valkey_ur
         assert (await client.post("/v1/route", json=body)).json()["worker"] == "w2"
         assert (await client.post("/v1/route", json={**body, "avoid": ["w2"]})).json()["worker"] == "w1"
         none = await client.post("/v1/route", json={**body, "avoid": ["w1", "w2"]})
-        assert none.status_code == 503 and "none of 2 workers" in none.json()["error"]
+        assert none.status_code == 503 and "none of 2 workers" in none.json()["error"]["message"]
+
+
+async def load_of(store: Store, worker_id: str) -> int:
+    """Requests booked on a worker, by the store."""
+    packed = await store.client.hget(pool_keys(SCOPE.pool_id)[1], worker_id)
+    return int(struct.unpack_from(">9d", packed)[7]) if packed else 0
+
+
+async def test_any_router_ends_what_another_one_booked(store: Store, valkey_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_fleet(store, {"w1": {}}))
+        one = await stack.enter_async_context(running_proxy(valkey_url, held_s=2))
+        other = await stack.enter_async_context(running_proxy(valkey_url))
+        ids = [(await one.post("/kvatlas/route", json={"token_ids": PROMPT})).json()["id"] for _ in range(2)]
+        assert await load_of(store, "w1") == 2
+        first = {"id": ids[0], "phase": "first_token"}
+        assert (await other.post("/kvatlas/done", json=first)).json() == {"known": True}
+        assert (await other.post("/kvatlas/done", json={"id": ids[0]})).json() == {"known": True}
+        assert (await other.post("/v1/done", json={"id": ids[1], "status": 500})).json() == {"known": True}
+        assert await load_of(store, "w1") == 0
+        for wrong in (ids[0], ids[0][:-2], "a", "", "=", "ÿ"):
+            assert (await other.post("/kvatlas/done", json={"id": wrong})).json() == {"known": False}
+        counted = (await other.get("/status")).json()
+        assert counted["proxy"]["done_elsewhere"] == 2 and counted["outliers"]["bad"] == 1
+
+        async def is_forgotten() -> bool:
+            return bool((await one.get("/status")).json()["held"] == 0)
+
+        await until(is_forgotten, what="the router that booked them no longer holds them")
+        assert (await one.get("/status")).json()["proxy"]["held_expired"] == 0
+
+
+async def test_a_model_that_nobody_serves_makes_no_pool(store: Store, valkey_url: str) -> None:
+    async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
+        for number in range(20):
+            hints = {"model_id": f"m{number}", "tokenizer_id": "t", "token_ids": [1, 2]}
+            answer = await client.post("/kvatlas/route", json=hints)
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+        pools = {key.split(b"}")[0] async for key in store.client.scan_iter("kva:{pool:*")}
+        assert len(pools) == 1
 
 
 async def test_a_booking_whose_end_is_not_reported_expires(store: Store, valkey_url: str) -> None:
@@ -83,4 +133,4 @@ async def test_a_wrong_call_is_one_line(
 ) -> None:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
         answer = await client.post(path, json=body)
-        assert answer.status_code == code and said in answer.json()["error"]
+        assert answer.status_code == code and said in answer.json()["error"]["message"]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from kvatlas.blocks.digest import Digest, FlagDigest
+from kvatlas.blocks.digest import Digest, FlagDigest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import ShardRuns
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
@@ -11,6 +11,7 @@ from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.gallop import STRIDE, gallop, walk
 from kvatlas.index.holder_entries import (
     MAX_HOLDER,
+    depths_by_number,
     entries_of,
     find_entry,
     flags_in,
@@ -19,6 +20,8 @@ from kvatlas.index.holder_entries import (
     without_entry,
     without_holder,
 )
+from kvatlas.index.mark_lookup import HIGHEST_POSITION
+from kvatlas.index.memory.mark_table import MarkTable
 
 
 @dataclass(slots=True)
@@ -57,6 +60,7 @@ class BlockTable:
         self.blocks: dict[bytes, dict[bytes, bytes]] = {}
         self.parents: dict[bytes, dict[bytes, bytes]] = {}
         self.children: dict[bytes, dict[bytes, list[bytes]]] = {}
+        self.marks = MarkTable()
         self.holders: dict[int, Holder] = {}
         self.active: dict[int, str] = {}
         self.retired: dict[int, None] = {}
@@ -96,6 +100,7 @@ class BlockTable:
                     rest = without_holder(value, number)
                     if rest != value:
                         self._replace(scope_id, key, rest)
+            self.marks.forget(number)
             del self.retired[holder], self.holders[holder]
             self._free.append(holder)
         return len(self.retired)
@@ -147,7 +152,7 @@ class BlockTable:
     def forget_empty_scopes(self) -> Collection[bytes]:
         """Keep nothing of scopes without a block. Returns the other scopes."""
         for scope_id in [scope_id for scope_id, blocks in self.blocks.items() if not blocks]:
-            for kept in (self.blocks, self.parents, self.children):
+            for kept in (self.blocks, self.parents, self.children, self.marks.marks, self.marks.heads):
                 kept.pop(scope_id, None)
             for holder in self.holders.values():
                 holder.touched.pop(scope_id, None)
@@ -167,13 +172,25 @@ class BlockTable:
 
     # ------------------------------------------------------------ questions
 
-    def overlap(self, scope_id: bytes, hashes: bytes, stride: int = STRIDE) -> ShardRuns:
-        """Runs of equal holders; stride 0 walks every block."""
+    def overlap(
+        self,
+        scope_id: bytes,
+        hashes: bytes,
+        stride: int = STRIDE,
+        *,
+        first_index: int = 0,
+        limit: int = HIGHEST_POSITION,
+    ) -> ShardRuns:
+        """Runs of equal holders, and where the marked ones of them can resume the chain; stride 0 walks every block."""
         blocks = self.blocks.get(scope_id)
         if not blocks:
             return ShardRuns((), (), {})
         values, lengths = gallop(blocks.get, hashes, stride) if stride else walk(blocks.get, hashes)
-        return ShardRuns(values, lengths, self.active)
+        if not values or not self.marks.marked:
+            return ShardRuns(values, lengths, self.active)
+        depths = depths_by_number(values, lengths)
+        positions = self.marks.positions(scope_id, hashes, depths, limit, first_index, walk=not stride)
+        return ShardRuns(values, lengths, self.active, positions)
 
     def entries(self, scope_id: bytes, key: bytes) -> Iterator[tuple[int, int]]:
         """(holder, flags) of the active holders of one block."""
@@ -204,8 +221,12 @@ class BlockTable:
         return counted, strays
 
     def is_sound(self, holder: int, count: HolderCount) -> bool:
-        """Is each entry in some tier, with the flags that messages set?"""
-        return not count.untiered and count.flags.words == self.holders[holder].flags.words
+        """Is each entry in some tier, with the flags that messages set? Are the marks those of their digest?"""
+        if count.untiered or count.flags.words != self.holders[holder].flags.words:
+            return False
+        marks = self.marks.marked.get(number_bytes(holder))
+        found = self.marks.recount(number_bytes(holder))
+        return found.words == (marks.digest if marks is not None else MarkDigest()).words
 
     def recount_one(self, holder: int) -> HolderCount:
         """What one holder has, counted from the blocks."""

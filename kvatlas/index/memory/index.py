@@ -9,7 +9,8 @@ from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
 from kvatlas.bus.wire import SCOPES, scope_use
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.direct_writes import DirectWrites
-from kvatlas.index.gallop import differences
+from kvatlas.index.gallop import STRIDE, differences
+from kvatlas.index.mark_lookup import check_reach
 from kvatlas.index.memory.block_table import BlockTable
 from kvatlas.index.memory.shard import MemoryShard
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, RecountResult, Room, ScrubResult, WorkerRecord
@@ -72,22 +73,30 @@ class MemoryIndex(DirectWrites):
                 digests.setdefault(one.scope, Digest()).add(one.scope.scope_id, one.tier, key)
             scopes = {scope: digest.words for scope, digest in digests.items()}
             sound = self._shard_of(worker_id).is_sound(worker_id)
-            found.append(RecountResult(worker_id, record.incarnation, record.seq, False, scopes, sound))
+            marks = self._shard_of(worker_id).mark_words(record.active)
+            found.append(RecountResult(worker_id, record.incarnation, record.seq, False, scopes, sound, marks))
         return found
 
-    def overlap_now(self, scope: Scope, hashes: bytes) -> Overlap:
+    def overlap_now(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, stride: int = STRIDE
+    ) -> Overlap:
         """`overlap` without a task switch, for callers in the same process."""
         self._prefix_scans += 1
         scope_id = scope.scope_id
-        return Overlap([shard.table.overlap(scope_id, hashes) for shard in self._shards], len(hashes) // HASH_BYTES)
+        first, most = check_reach(first_index, limit)
+        shards = [
+            shard.table.overlap(scope_id, hashes, stride, first_index=first, limit=most) for shard in self._shards
+        ]
+        return Overlap(shards, len(hashes) // HASH_BYTES)
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
-        found = self.overlap_now(scope, hashes)
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
+        found = self.overlap_now(scope, hashes, first_index=first_index, limit=limit)
         if not verify:
             return found
-        walked = Overlap(
-            [shard.table.overlap(scope.scope_id, hashes, stride=0) for shard in self._shards], found.looked_up
-        )
+        walked = self.overlap_now(scope, hashes, first_index=first_index, limit=limit, stride=0)
+        self._prefix_scans -= 1
         return Overlap(found.shards, found.looked_up, differences(found, walked))
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
@@ -129,7 +138,7 @@ class MemoryIndex(DirectWrites):
     async def digest(self, worker_id: str) -> Sequence[int] | None:
         shard = self._shard_of(worker_id)
         record = shard.workers.get(worker_id)
-        return shard.table.holders[record.active].digest.words if record is not None and record.active >= 0 else None
+        return shard.digest_words(record.active) if record is not None and record.active >= 0 else None
 
     async def length(self) -> int:
         tables = [shard.table for shard in self._shards]

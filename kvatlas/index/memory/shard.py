@@ -12,7 +12,9 @@ from typing import Any
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
 from kvatlas.index.apply_counts import ApplyCounts
-from kvatlas.index.memory.block_table import BlockTable
+from kvatlas.index.holder_entries import number_bytes
+from kvatlas.index.memory.block_table import BlockTable, split
+from kvatlas.index.memory.mark_table import HolderMarks
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ScrubResult, WorkerRecord
 
 
@@ -114,8 +116,12 @@ class MemoryShard:
                 return self._close(record)
             self.table.retire(record.loading)
             record.loading, record.chunks = self.table.allocate(worker_id), 0
+            if len(event) > wire.DROPPED:
+                self.table.marks.marked[number_bytes(record.loading)] = HolderMarks(event[wire.DROPPED])
         elif code == wire.CLEARED:
             fresh = self.table.allocate(worker_id)
+            if (marks := self.table.marks.marked.get(number_bytes(max(holder, 0)))) is not None:
+                self.table.marks.marked[number_bytes(fresh)] = HolderMarks(marks.dropped)
             self.table.retire(holder)
             if record.loading >= 0:
                 record.loading = fresh
@@ -123,13 +129,15 @@ class MemoryShard:
                 record.active = fresh
                 self.table.activate(fresh)
         elif code == wire.CHECKPOINT:
-            if holder < 0 or self.table.holders[holder].digest.words != event[wire.CHECKPOINT_DIGEST]:
+            if holder < 0 or self.digest_words(holder) != event[wire.CHECKPOINT_DIGEST]:
                 self.counts.failed_checks += 1
                 record.bad = True
         elif code == wire.END:
             return self._end(worker_id, record, event)
         elif holder < 0 or (code == wire.CHUNK and record.loading < 0):
             return self._close(record)
+        elif code in (wire.MARKED, wire.UNMARKED, wire.HEADS):
+            return self._act_on_marks(record, event, scopes)
         elif code == wire.REMOVED:
             scope_id, tier, hashes = event[wire.SCOPE_ID], event[wire.TIER], event[wire.HASHES]
             self.table.remove(holder, scope_id, Tier(tier), hashes, self.counts)
@@ -145,11 +153,39 @@ class MemoryShard:
             self.table.link(scope_id, parent or b"", hashes)
         return True
 
+    def _act_on_marks(self, record: Record, event: list[Any], scopes: dict[bytes, list[Any]]) -> bool:
+        marks, number = self.table.marks, number_bytes(record.changing)
+        if self.full and event[wire.CODE] != wire.UNMARKED:
+            record.oom = True
+            return self._close(record)
+        if number not in marks.marked:  # residency says all of this worker
+            return self._close(record)
+        scope_id, hashes = event[wire.SCOPE_ID], event[wire.MARK_HASHES]
+        use = scopes[scope_id]
+        holder = self.table.holders[record.changing]
+        holder.touched.setdefault(scope_id, (use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES]))
+        if event[wire.CODE] == wire.MARKED:
+            marks.mark(number, scope_id, split(hashes))
+        elif event[wire.CODE] == wire.UNMARKED:
+            marks.unmark(number, scope_id, split(hashes))
+        else:
+            marks.set_heads(number, scope_id, hashes, event[wire.HEAD_BITS])
+        return True
+
+    def mark_words(self, holder: int) -> list[int]:
+        """`MarkDigest.words`, counted from the marks; empty for a holder without marks."""
+        number = number_bytes(holder)
+        return self.table.marks.recount(number).words if number in self.table.marks.marked else []
+
+    def digest_words(self, holder: int) -> list[int]:
+        """Of all that a holder has: `Digest.words`, with marks followed by `MarkDigest.words`."""
+        marks = self.table.marks.marked.get(number_bytes(holder))
+        return self.table.holders[holder].digest.words + (marks.digest.words if marks is not None else [])
+
     def _end(self, worker_id: str, record: Record, event: list[Any]) -> bool:
         if record.loading < 0:
             return self._close(record)
-        digest = self.table.holders[record.loading].digest
-        if record.chunks != event[wire.CHUNKS] or digest.words != event[wire.END_DIGEST]:
+        if record.chunks != event[wire.CHUNKS] or self.digest_words(record.loading) != event[wire.END_DIGEST]:
             # the last incarnation's blocks go on answering until the next snapshot is complete
             self.counts.failed_checks += 1
             self.table.retire(record.loading)

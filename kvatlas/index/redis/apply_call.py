@@ -13,7 +13,7 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.bus.wire import BLOCK_BYTES, BLOCK_SIZE, CODE, FLAGS, HASHES, REMOVED, SCOPE_ID, STORED, TIER
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.protocol import WorkerRecord
-from kvatlas.index.redis.call_plan import WITH_HASHES, CallBatch, Part
+from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES, CallBatch, Part
 from kvatlas.index.redis.records import StoredRecord, pack_incarnation, pairs
 
 MAX_JOINT_BLOCKS = 1_024
@@ -88,9 +88,9 @@ class _WorkerMessages:
 
 def pack_call(
     reuse_ms: int, most_cost: float, call: Sequence[CallBatch], *, parents: bool = False
-) -> tuple[list[bytes], bytes]:
-    """(scope ids whose keys the call needs, in order; the packed argument). Work is per message: a block costs an entry of a
-    set and two additions.
+) -> tuple[list[bytes], list[bytes], bytes]:
+    """(scope ids whose blocks the call needs, in order; those of them whose marks it needs; the packed argument). Work is per
+    message: a block costs an entry of a set and two additions.
 
     A worker's consecutive messages with the same kind of event, scope, tier and flags travel as one group. If the worker's
     seq is inside a group, its first messages are applied again, which changes nothing: all are stores, or all removals. The
@@ -100,6 +100,7 @@ def pack_call(
     hashes_by_scope: dict[bytes, list[bytes]] = {}
     positions: list[tuple[int, int, int, int]] = []
     workers: dict[str, _WorkerMessages] = {}
+    marked: set[bytes] = set()
     for batch, messages, complete in call:
         if batch.position is not None:
             after = -1 if batch.after_seq is None else batch.after_seq
@@ -112,9 +113,13 @@ def pack_call(
             if worker is None:
                 worker = workers[worker_id] = _WorkerMessages(batch.partition, {}, [])
             for event in events:
-                if event[CODE] in WITH_HASHES:
+                if event[CODE] in HASHES_AT:
                     scope_id = event[SCOPE_ID]
-                    hashes_by_scope.setdefault(scope_id, []).append(event[HASHES])
+                    some = hashes_by_scope.setdefault(scope_id, [])
+                    if event[CODE] in WITH_HASHES:
+                        some.append(event[HASHES])
+                    else:
+                        marked.add(scope_id)
                     if scope_id not in worker.uses:
                         entry = scopes[scope_id]
                         worker.uses[scope_id] = pack(">II", entry[BLOCK_SIZE], entry[BLOCK_BYTES])
@@ -139,8 +144,11 @@ def pack_call(
         (scope_id, int(scope_id in repeating), len(packed) // HASH_BYTES, _sample(packed))
         for scope_id, packed in packed_by_scope.items()
     ]
+    with_marks = [scope_id for scope_id in packed_by_scope if scope_id in marked]
+    numbers = [number for number, scope_id in enumerate(packed_by_scope, 1) if scope_id in marked]
     # the store's Lua reads byte strings only in msgpack's older form, where text and bytes are one type
-    return list(packed_by_scope), msgpack.packb((reuse_ms, most_cost, scopes, positions, by_worker), use_bin_type=False)
+    argument = msgpack.packb((reuse_ms, most_cost, scopes, positions, by_worker, numbers), use_bin_type=False)
+    return list(packed_by_scope), with_marks, argument
 
 
 def _sample(packed_hashes: bytes) -> bytes:

@@ -9,7 +9,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.bus.wire import CHUNK, CODE, EVENTS, HASHES, PARENT, REMOVED, SCOPE_ID, STORED, WORKER_ID, RawMessage
+from kvatlas.bus.wire import (
+    CHUNK,
+    CODE,
+    EVENTS,
+    HASHES,
+    HEAD_BITS,
+    HEADS,
+    MARK_HASHES,
+    MARKED,
+    PARENT,
+    REMOVED,
+    SCOPE_ID,
+    STORED,
+    UNMARKED,
+    WORKER_ID,
+    RawMessage,
+)
 from kvatlas.index.protocol import PartitionBatch
 
 CALL_COST = 600
@@ -21,7 +37,12 @@ SWITCH_COST = 20
 WHOLE_STEPS = 64
 """A message of up to this many steps is never cut."""
 
+MARK_COSTS = {MARKED: 4, UNMARKED: 4, HEADS: 6}
+"""Of one hash of an event of marks: each value is taken apart."""
+
 WITH_HASHES = frozenset((STORED, REMOVED, CHUNK))
+HASHES_AT = {**dict.fromkeys(WITH_HASHES, HASHES), **dict.fromkeys(MARK_COSTS, MARK_HASHES)}
+"""Index of an event's hashes, by code; these events name a scope."""
 
 
 class Part(NamedTuple):
@@ -73,21 +94,25 @@ class _Budget:
         self._workers: set[str] = set()
         self._scopes: set[tuple[str, bytes]] = set()
 
+    def _weight(self, event: list[Any]) -> float:
+        """What one hash of an event costs."""
+        return MARK_COSTS.get(event[CODE]) or self._weights.get(event[SCOPE_ID], 1.0)
+
     def measure(self, raw: RawMessage) -> tuple[float, int]:
         """What a whole message costs, and its steps."""
         worker_id = raw[WORKER_ID]
         priced: set[bytes] = set()
         cost, steps = 0.0 if worker_id in self._workers else WORKER_COST, 0
         for event in raw[EVENTS]:
-            if event[CODE] not in WITH_HASHES:
+            if event[CODE] not in HASHES_AT:
                 cost += SWITCH_COST
                 steps += 1
                 continue
-            scope_id, blocks = event[SCOPE_ID], len(event[HASHES]) // HASH_BYTES
+            scope_id, blocks = event[SCOPE_ID], _hashes(event)
             if scope_id not in priced and (worker_id, scope_id) not in self._scopes:
                 priced.add(scope_id)
                 cost += SCOPE_COST
-            cost += EVENT_COST + blocks * self._weights.get(scope_id, 1.0)
+            cost += EVENT_COST + blocks * self._weight(event)
             steps += blocks
         return cost, steps
 
@@ -95,7 +120,7 @@ class _Budget:
         """A whole message."""
         self.room -= cost
         self._workers.add(raw[WORKER_ID])
-        self._scopes.update((raw[WORKER_ID], event[SCOPE_ID]) for event in raw[EVENTS] if event[CODE] in WITH_HASHES)
+        self._scopes.update((raw[WORKER_ID], event[SCOPE_ID]) for event in raw[EVENTS] if event[CODE] in HASHES_AT)
         return CallMessage(raw, None)
 
     def cut(self, raw: RawMessage, first_step: int) -> tuple[CallMessage, int]:
@@ -109,18 +134,18 @@ class _Budget:
             before, code = step, event[CODE]
             begin = max(first_step - before, 0)
             steps = 1
-            if code in WITH_HASHES:
-                scope_id, steps = event[SCOPE_ID], len(event[HASHES]) // HASH_BYTES
+            if code in HASHES_AT:
+                scope_id, steps = event[SCOPE_ID], _hashes(event)
             step = before + steps
             if begin >= steps:
                 continue
-            if code not in WITH_HASHES:
+            if code not in HASHES_AT:
                 self.room -= SWITCH_COST
                 fits = int(self.room >= 0)
             else:
                 self.room -= EVENT_COST if scope_id in scopes else EVENT_COST + SCOPE_COST
                 scopes.add(scope_id)
-                weight = self._weights.get(scope_id, 1.0)
+                weight = self._weight(event)
                 fits = min(int(max(self.room, 0.0) / weight), steps - begin)
                 self.room -= fits * weight
             fits = fits if ends else max(fits, 1)
@@ -166,12 +191,20 @@ def cut_call(
     return call, None
 
 
+def _hashes(event: list[Any]) -> int:
+    """How many an event has."""
+    return len(event[HASHES_AT[event[CODE]]]) // HASH_BYTES
+
+
 def _piece(event: list[Any], begin: int, end: int) -> list[Any]:
     """Some of an event's hashes."""
-    hashes = event[HASHES]
-    piece = [*event[:HASHES], hashes[begin * HASH_BYTES : end * HASH_BYTES], *event[HASHES + 1 :]]
-    if begin and event[CODE] != REMOVED:
-        piece[PARENT] = hashes[(begin - 1) * HASH_BYTES : begin * HASH_BYTES]
-    if event[CODE] == CHUNK and end * HASH_BYTES < len(hashes):
-        piece[CODE] = STORED
+    code, at, piece = event[CODE], HASHES_AT[event[CODE]], [*event]
+    piece[at] = event[at][begin * HASH_BYTES : end * HASH_BYTES]
+    if code == HEADS:
+        piece[HEAD_BITS] = event[HEAD_BITS][begin * HASH_BYTES : end * HASH_BYTES]
+    elif code in (STORED, CHUNK):
+        if begin:
+            piece[PARENT] = event[HASHES][(begin - 1) * HASH_BYTES : begin * HASH_BYTES]
+        if code == CHUNK and end * HASH_BYTES < len(event[HASHES]):
+            piece[CODE] = STORED
     return piece

@@ -5,18 +5,20 @@ Each write is one server-side function (`functions/*.lua`); this file only names
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from math import inf
+from typing import Any
 
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency, ShardRuns
 from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
-from kvatlas.errors import NoIndexYet, NotSupported
+from kvatlas.errors import InvalidValue, NoIndexYet, NotSupported
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
-from kvatlas.index.holder_entries import entries_of
+from kvatlas.index.holder_entries import depths_by_number, entries_of
+from kvatlas.index.mark_lookup import MarkedHolder, check_reach, walk_positions
 from kvatlas.index.protocol import (
     ApplyResult,
     PartitionBatch,
@@ -32,7 +34,13 @@ from kvatlas.index.redis.holder_names import HolderNames
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.layout import check_suitable, layout_errors, make_layout, read_layout
-from kvatlas.index.redis.records import pack_incarnation, pack_position, unpack_incarnation, unpack_position
+from kvatlas.index.redis.records import (
+    pack_incarnation,
+    pack_position,
+    unpack_incarnation,
+    unpack_position,
+    unpack_reach,
+)
 from kvatlas.index.redis.recount import WORKERS_A_PASS, Recount
 from kvatlas.index.redis.scope_registry import ScopeRegistry
 from kvatlas.index.redis.scrub import Scrub
@@ -143,11 +151,12 @@ class RedisIndex(DirectWrites):
     async def _apply_call(self, shard: int, call: Sequence[CallBatch], most_cost: float) -> tuple[ApplyAnswer, bool]:
         """One call's answer, whose weights are known from then on, and whether the store has no memory."""
         k, weights = self._keys[shard], self._weights[shard]
-        scope_ids, argument = pack_call(self._reuse_ms, most_cost, call, parents=self._side_index)
+        scope_ids, with_marks, argument = pack_call(self._reuse_ms, most_cost, call, parents=self._side_index)
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta, k.steps]
         keys += [k.blocks(scope_id) for scope_id in scope_ids]
         if self._side_index:
             keys += [key for scope_id in scope_ids for key in (k.children(scope_id), k.parents(scope_id))]
+        keys += [k.marked, *(k.marks(scope_id) for scope_id in with_marks)]
         no_room = False
         try:
             packed = await self._functions.call("kvatlas_apply", keys, [argument])
@@ -155,6 +164,10 @@ class RedisIndex(DirectWrites):
             # closes the workers whose stores can't be applied: that gives memory back, and removals go on
             packed = await self._functions.call("kvatlas_apply_oom", keys, [argument])
             no_room = True
+        except ResponseError as error:
+            if "@user_function" in str(error):  # not the store's trouble: what it holds of a worker can't be read
+                raise InvalidValue(f"the store's function failed: {error}") from error
+            raise
         answer = unpack_answer(packed)
         if len(weights) > WEIGHTS_REMEMBERED:
             weights.clear()
@@ -208,27 +221,56 @@ class RedisIndex(DirectWrites):
 
     # ------------------------------------------------------------ questions
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
         self._prefix_scans += 1
-        found = await self._overlap(scope.scope_id, hashes, STRIDE)
+        reach = check_reach(first_index, limit)
+        found = await self._overlap(scope.scope_id, hashes, STRIDE, reach)
         if not verify:
             return found
-        walked = await self._overlap(scope.scope_id, hashes, 0)
-        return Overlap(found.shards, found.looked_up, differences(found, walked))
+        walked = await self._overlap(scope.scope_id, hashes, 0, reach)
+        shards = [
+            await self._walk_marks(reader, scope.scope_id, hashes, reach, shard) if shard.positions else shard
+            for reader, shard in zip(self._readers, walked.shards, strict=True)
+        ]
+        return Overlap(found.shards, found.looked_up, differences(found, Overlap(shards, walked.looked_up)))
 
-    async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int) -> Overlap:
-        calls = [([k.blocks(scope_id), k.meta], [hashes, stride]) for k in self._keys]
+    async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int, reach: tuple[int, int]) -> Overlap:
+        args = [hashes, stride, *reach]
+        calls = [([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], [*args, b""]) for k in self._keys]
         for attempt in range(_NAME_TRIES):
             answers = await self._functions.call_ro_many("kvatlas_overlap", calls)
             shards = []
-            for names, (version, values, lengths) in zip(self._names, answers, strict=True):
+            for names, (keys, _), answer in zip(self._names, calls, answers, strict=True):
+                version, values, lengths, packed, cursor = answer
                 if names.version != version:
                     await names.read(self._functions)
                 if names.version == version or attempt == _NAME_TRIES - 1:
-                    shards.append(ShardRuns(values, lengths, names.at(version)))
+                    found = await self._reach(keys, args, packed, cursor) if packed or cursor else {}
+                    shards.append(ShardRuns(values, lengths, names.at(version), found))
             if len(shards) == self.shards:
                 break
         return Overlap(shards, len(hashes) // HASH_BYTES)
+
+    async def _walk_marks(
+        self, reader: ShardReader, scope_id: bytes, hashes: bytes, reach: tuple[int, int], runs: ShardRuns
+    ) -> ShardRuns:
+        """The runs with the marked holders' positions from a look at every block's marks."""
+        first_index, limit = reach
+        dropped, depths = await reader.dropped(), depths_by_number(runs.values, runs.lengths)
+        holders = {number: MarkedHolder(depths[number], dropped[number]) for number in depths if number in dropped}
+        marks = await reader.marks(scope_id, hashes)
+        found = walk_positions(marks.get, hashes, holders, limit, first_index)
+        return runs._replace(positions={int.from_bytes(n, "big"): found.get(n, 0) for n in holders})
+
+    async def _reach(self, keys: Sequence[str], args: Sequence[Any], packed: bytes, cursor: bytes) -> dict[int, int]:
+        """Position by the number of each marked holder; one call does bounded work and may leave some for the next."""
+        found = unpack_reach(packed)
+        while cursor:
+            *_, packed, cursor = await self._functions.call_ro("kvatlas_overlap", keys, [*args, cursor])
+            found = unpack_reach(packed) | found
+        return found
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         found: list[Residency] = []
@@ -260,7 +302,7 @@ class RedisIndex(DirectWrites):
         return record.of_worker(worker_id) if record is not None else None
 
     async def records(self, shard: int) -> Sequence[WorkerRecord]:
-        found = await self._readers[shard].records()
+        found = await self._readers[shard].records(repair=self._writer)
         return [record.of_worker(worker_id) for worker_id, record in found.items()]
 
     async def position(self, partition: int) -> Position | None:
@@ -285,7 +327,9 @@ class RedisIndex(DirectWrites):
     async def digest(self, worker_id: str) -> Sequence[int] | None:
         reader = self._reader_of(worker_id)
         record = await reader.record(worker_id)
-        return await reader.digest(record.active) if record is not None and record.active else None
+        if record is None or not record.active:
+            return None
+        return await reader.digest(record.active) + await reader.mark_digest(record.active)
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
         scope_ids = await self._registry.ids()
@@ -301,7 +345,15 @@ class RedisIndex(DirectWrites):
                         scopes = {await self._registry.scope(id): digest.words for id, digest in one.by_scope.items()}
                         incarnation = unpack_incarnation(one.state.incarnation)
                         found.append(
-                            RecountResult(one.worker_id, incarnation, one.state.seq, one.moved, scopes, one.sound)
+                            RecountResult(
+                                one.worker_id,
+                                incarnation,
+                                one.state.seq,
+                                one.moved,
+                                scopes,
+                                one.sound,
+                                one.marks.words if one.stored_marks else (),
+                            )
                         )
         return found
 

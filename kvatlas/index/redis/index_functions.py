@@ -8,7 +8,9 @@ from kvatlas.store.connection import Store
 from kvatlas.store.function_library import FunctionLibrary
 
 INDEX_LIBRARY = FunctionLibrary(
-    "kvatlas_index", Path(__file__).parent / "functions", ("_register", "_slot", "_holders", "_blocks", "_fold")
+    "kvatlas_index",
+    Path(__file__).parent / "functions",
+    ("_register", "_slot", "_holders", "_blocks", "_marks", "_resume", "_fold"),
 )
 
 

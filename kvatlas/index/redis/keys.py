@@ -8,7 +8,9 @@ SCOPES = "kva:{fleet}:scopes"
 SCOPE_USES = "kva:{fleet}:scope-uses"
 """ZSET: scope id, scored with the time of its last registration (ms of the store's clock)."""
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
+"""2 adds marks; all that version 1 has is the same in it."""
+READABLE_VERSIONS = (1, LAYOUT_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,15 @@ class ShardKeys:
     def meta(self) -> str:
         return self._key("meta")
 
+    @property
+    def marked(self) -> str:
+        return self._key("marked")
+
     def blocks(self, scope_id: bytes) -> str:
         return self._key(f"blocks:{scope_id.hex()}")
+
+    def marks(self, scope_id: bytes) -> str:
+        return self._key(f"marks:{scope_id.hex()}")
 
     def children(self, scope_id: bytes) -> str:
         return self._key(f"children:{scope_id.hex()}")

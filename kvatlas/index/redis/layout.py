@@ -7,7 +7,7 @@ from secrets import token_hex
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.errors import LayoutMismatch, Unreachable, UnsuitableStore
-from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION
+from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION, READABLE_VERSIONS
 from kvatlas.store.connection import UNREACHABLE, Store
 
 _ID = "id"
@@ -33,7 +33,7 @@ async def read_layout(store: Store) -> tuple[int, int] | None:
     found = {key.decode(): value.decode() for key, value in (await store.client.hgetall(LAYOUT)).items()}
     if not found:
         return None
-    if found.get("version") != str(LAYOUT_VERSION):
+    if found.get("version") not in {str(version) for version in READABLE_VERSIONS}:
         raise LayoutMismatch(
             f"{store.name}: layout version {found.get('version')}; this kvatlas expects {LAYOUT_VERSION}"
         )
@@ -53,8 +53,8 @@ async def layout_id(store: Store) -> bytes | None:
 
 
 async def make_layout(store: Store, partitions: int | None, shards: int | None) -> tuple[int, int]:
-    """(partitions, shards) of the store's layout, made if there is none. Raises LayoutMismatch if these differ from those
-    asked for."""
+    """(partitions, shards) of the store's layout, made if there is none, and brought to this version: processes that don't
+    know it refuse to start there from then on. Raises LayoutMismatch if these differ from those asked for."""
     wanted = (partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS)
     found = await read_layout(store)
     if found is None:
@@ -71,6 +71,7 @@ async def make_layout(store: Store, partitions: int | None, shards: int | None) 
         raise LayoutMismatch(
             f"{store.name}: laid out with {found[0]} partitions and {found[1]} shards; asked for {wanted[0]} and {wanted[1]}"
         )
+    await store.client.hset(LAYOUT, "version", str(LAYOUT_VERSION))
     return found
 
 

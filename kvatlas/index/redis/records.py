@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from struct import calcsize, iter_unpack
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgpack
 
 from kvatlas.blocks.digest import FLAG_WORDS, WORDS
+from kvatlas.errors import InvalidValue
 from kvatlas.index.protocol import Position, WorkerRecord
 
 _TOUCHED = ">8sII"
 TOUCHED_BYTES = calcsize(_TOUCHED)
+_REACH = ">3sI"
 
 
 class StoredRecord(NamedTuple):
@@ -30,7 +32,14 @@ class StoredRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
-        return cls(*msgpack.unpackb(packed, raw=True))
+        """Raises InvalidValue for bytes that are no record."""
+        try:
+            record = cls(*msgpack.unpackb(packed, raw=True))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise InvalidValue(f"not a worker's record: {packed[:40]!r}") from error
+        if [(type(value), len(value) if type(value) is bytes else 0) for value in record] not in _FORMS:
+            raise InvalidValue(f"not a worker's record: {packed[:40]!r}")
+        return record
 
     def of_worker(self, worker_id: str) -> WorkerRecord:
         """The fence that it is."""
@@ -48,11 +57,20 @@ class StoredRecord(NamedTuple):
         )
 
 
+_FORMS = [
+    [(bytes, 8), (int, 0), active, loading, (int, 0), (int, 0), (int, 0), (bytes, 8), (int, 0), (int, 0), (int, 0)]
+    for active in ((bytes, 0), (bytes, 3))
+    for loading in ((bytes, 0), (bytes, 3))
+]
+"""Type and length of a record's fields."""
+
+
 class HolderState(NamedTuple):
     """A worker's active holder as of (incarnation, seq), and `steps` of the next message. `registered`: the holder's own
     entries name this worker.
 
-    `words`: the holder's digest (`Digest.words`), then its digest of flags if it ever had flags besides tiers.
+    `words`: the holder's digest (`Digest.words`), then its digest of flags if it ever had flags besides tiers. `marked`: it
+    has marks (said by a scan only).
     """
 
     incarnation: bytes
@@ -61,10 +79,11 @@ class HolderState(NamedTuple):
     words: Sequence[int]
     registered: int
     steps: int
+    marked: int = 0
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Changes with the holder's blocks, within an incarnation."""
+        """Changes with the holder's blocks and marks, within an incarnation."""
         return self.seq, self.steps
 
     @property
@@ -88,6 +107,27 @@ class HolderState(NamedTuple):
         return self.words[WORDS:] or [0] * FLAG_WORDS
 
 
+class MarksState(NamedTuple):
+    """A worker's active holder as of (incarnation, seq), and `steps` of the next message. `words`: `MarkDigest.words`; False of
+    a holder without marks."""
+
+    incarnation: bytes
+    seq: int
+    holder: bytes
+    words: Sequence[int] | Literal[False]
+    steps: int
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """See `HolderState`."""
+        return self.seq, self.steps
+
+    @classmethod
+    def of(cls, fields: Sequence[Any] | None) -> Self | None:
+        """From a function's answer; None for a worker without an active holder."""
+        return cls(*fields) if fields else None
+
+
 def pack_incarnation(incarnation: int) -> bytes:
     return incarnation.to_bytes(8, "big")
 
@@ -104,6 +144,22 @@ def unpack_touched(packed: bytes | None) -> dict[bytes, tuple[int, int]]:
 def unpack_digest(packed: bytes | None) -> list[int]:
     """`Digest.words` of a holder, without its digest of flags; zeros if nothing is stored."""
     return msgpack.unpackb(packed)[:WORDS] if packed is not None else [0] * WORDS
+
+
+class StoredMarks(NamedTuple):
+    """What is stored of a holder with marks. `words`: `MarkDigest.words`."""
+
+    dropped: int
+    words: list[int]
+
+
+def unpack_marks(packed: bytes) -> StoredMarks:
+    return StoredMarks(packed[0], msgpack.unpackb(packed[1:]))
+
+
+def unpack_reach(packed: bytes) -> dict[int, int]:
+    """Position by holder's number, of marked holders (see `functions/overlap.lua`)."""
+    return {int.from_bytes(number, "big"): position for number, position in iter_unpack(_REACH, packed)}
 
 
 def pack_position(position: Position | None) -> str:

@@ -1,21 +1,23 @@
 """Counting what some workers hold from the blocks themselves: one pass over every scope of a shard."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from struct import iter_unpack
+from typing import Any, NamedTuple
 
 import msgpack
 
-from kvatlas.blocks.digest import Digest, FlagDigest
+from kvatlas.blocks.digest import Digest, FlagDigest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
 from kvatlas.bus import wire
 from kvatlas.identity import SCOPE_ID_BYTES
+from kvatlas.index.mark_lookup import HEAD_SUFFIX
 from kvatlas.index.protocol import PartitionBatch
-from kvatlas.index.redis.call_plan import WITH_HASHES
+from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.records import HolderState, unpack_incarnation
+from kvatlas.index.redis.records import HolderState, MarksState, unpack_incarnation
 
 CALL_COST = 300
 """Of what a call looks at (`functions/scrub.lua`); about a microsecond of the store each."""
@@ -28,6 +30,18 @@ MAX_TOUCHED_BLOCKS = 20_000
 """A worker whose messages touch more blocks during a pass is not followed."""
 
 _FOUND = "8sBB"
+
+
+class Strays(NamedTuple):
+    """Blocks of a scope, or fields of its marks, that have an entry of an unknown number."""
+
+    scope_id: bytes
+    fields: Sequence[bytes]
+    of_marks: bool = False
+
+
+_Touched = dict[tuple[bytes, bool], set[bytes]]
+"""By scope: hashes of blocks (False), fields of marks (True)."""
 
 
 @dataclass(slots=True)
@@ -48,10 +62,15 @@ class WorkerCount:
     by_scope: dict[bytes, Digest] = field(default_factory=dict)
     found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
     """By scope: hash -> flags."""
-    messages: dict[tuple[int, int], list[tuple[bytes, bytes]]] = field(default_factory=dict)
-    """The messages that were noted since the pass began: (scope, packed hashes) of each event, by (incarnation, seq)."""
+    messages: dict[tuple[int, int], list[tuple[int, bytes, bytes]]] = field(default_factory=dict)
+    """The messages that were noted since the pass began: (code, scope, packed hashes) of each event, by (incarnation, seq)."""
     touched_blocks: int = 0
     """How many hashes they have."""
+    found_marks: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
+    """By scope: field -> bits of a head, or nothing of a mark."""
+    stored_marks: Sequence[int] = ()
+    """Digest of the marks, read last."""
+    marks: MarkDigest = field(default_factory=MarkDigest)
 
     @property
     def wrong(self) -> bool:
@@ -62,6 +81,8 @@ class WorkerCount:
     def sound(self) -> bool:
         """See `RecountResult`."""
         if self.stored is None or not self.stored.registered or self.untiered:
+            return False
+        if self.marks.words != list(self.stored_marks or MarkDigest().words):
             return False
         return self.total_flags.words == list(self.stored.flag_digest)
 
@@ -76,13 +97,26 @@ class WorkerCount:
             self.went_on = self.went_on or state.moment != before.moment
             self.stored = state
 
+    @property
+    def scopes(self) -> set[bytes]:
+        """Those in which something was found."""
+        return self.by_scope.keys() | {scope_id for scope_id, found in self.found_marks.items() if found}
+
+    def observe_marks(self, state: MarksState | None) -> None:
+        """Take in the state of the worker's marks of this moment."""
+        before = self.state
+        if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
+            self.moved = True
+        else:
+            self.went_on = self.went_on or state.moment != before.moment
+            self.stored_marks = state.words or ()
+
     def note(self, raw: wire.RawMessage) -> None:
         """The message is about to be applied."""
-        touched = [
-            (event[wire.SCOPE_ID], event[wire.HASHES]) for event in raw[wire.EVENTS] if event[wire.CODE] in WITH_HASHES
-        ]
+        events = [event for event in raw[wire.EVENTS] if event[wire.CODE] in HASHES_AT]
+        touched = [(event[wire.CODE], event[wire.SCOPE_ID], event[HASHES_AT[event[wire.CODE]]]) for event in events]
         self.messages[raw[wire.INCARNATION], raw[wire.SEQ]] = touched
-        self.touched_blocks += sum(len(hashes) for _, hashes in touched) // HASH_BYTES
+        self.touched_blocks += sum(len(hashes) for _, _, hashes in touched) // HASH_BYTES
         if self.touched_blocks > MAX_TOUCHED_BLOCKS:
             self.moved = True
 
@@ -93,48 +127,77 @@ class WorkerCount:
         incarnation, read_seq = unpack_incarnation(self.state.incarnation), self.state.seq
         for _ in range(LOOK_ROUNDS):
             noted_seq, touched = self._noted_after(incarnation, read_seq)
-            states = [
-                await self._look(keys, functions, server, scope_id, hashes) for scope_id, hashes in _in_parts(touched)
-            ]
-            first, last = states[0], states[-1]
-            if first is None or last is None or self.moved:
-                self.moved = True
+            moments = [await self._look(keys, functions, server, *part) for part in _in_parts(touched)]
+            if self.moved:
                 return
-            if first.moment == last.moment and last.begun_seq <= noted_seq:
-                self.state = last
+            first, last = moments[0], moments[-1]
+            if first == last and last[0] + (last[1] > 0) <= noted_seq:
                 return
             if noted_seq == read_seq:  # a message was not noted
                 break
-            read_seq = min(first.seq, noted_seq)
+            read_seq = min(first[0], noted_seq)
         self.moved = True
 
-    def _noted_after(self, incarnation: int, seq: int) -> tuple[int, dict[bytes, set[bytes]]]:
+    def _noted_after(self, incarnation: int, seq: int) -> tuple[int, _Touched]:
         """The last of the messages after seq that were noted without a gap, and what these touch."""
-        touched: dict[bytes, set[bytes]] = {}
+        touched: _Touched = {}
         while (events := self.messages.get((incarnation, seq + 1))) is not None:
             seq += 1
-            for scope_id, hashes in events:
-                keys = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
-                touched.setdefault(scope_id, set()).update(keys)
+            for code, scope_id, hashes in events:
+                suffix = HEAD_SUFFIX if code == wire.HEADS else b""
+                fields = (hashes[at : at + HASH_BYTES] + suffix for at in range(0, len(hashes), HASH_BYTES))
+                touched.setdefault((scope_id, code not in WITH_HASHES), set()).update(fields)
         return seq, touched
 
     async def _look(
-        self, keys: ShardKeys, functions: IndexFunctions, server: bytes, scope_id: bytes, hashes: Sequence[bytes]
-    ) -> HolderState | None:
-        """Read some blocks again, and the worker's state at that moment."""
-        k = [keys.workers, keys.holders, keys.active, keys.digests, keys.steps, keys.blocks(scope_id)]
+        self,
+        keys: ShardKeys,
+        functions: IndexFunctions,
+        server: bytes,
+        scope_id: bytes,
+        of_marks: bool,
+        fields: Sequence[bytes],
+    ) -> tuple[int, int]:
+        """Read some blocks or marks again. Returns the worker's moment then; it has `moved` if it can't be followed."""
+        look = self._look_at_marks if of_marks else self._look_at_blocks
+        now_on, state = await look(keys, functions, scope_id, fields)
+        self.moved = self.moved or now_on != server or state is None
+        return state.moment if state is not None else (-1, 0)
+
+    async def _look_at_blocks(
+        self, keys: ShardKeys, functions: IndexFunctions, scope_id: bytes, hashes: Sequence[bytes]
+    ) -> tuple[bytes, HolderState | None]:
+        k = [keys.workers, keys.holders, keys.active, keys.digests, keys.steps, keys.marked, keys.blocks(scope_id)]
         packed = await functions.call_ro("kvatlas_look", k, [self.worker_id, b"".join(hashes)])
-        now_on, fields, (flags,) = msgpack.unpackb(packed, raw=True)
-        state = HolderState.of(fields)
-        self.moved = self.moved or now_on != server
+        server, state_fields, (flags,) = msgpack.unpackb(packed, raw=True)
+        state = HolderState.of(state_fields)
         self.observe(state, first=False)
+        self.state = state or self.state
         found = self.found.setdefault(scope_id, {})
         for key, now in zip(hashes, flags, strict=True):
             if now:
                 found[key] = now
             else:
                 found.pop(key, None)
-        return state
+        return server, state
+
+    async def _look_at_marks(
+        self, keys: ShardKeys, functions: IndexFunctions, scope_id: bytes, fields: Sequence[bytes]
+    ) -> tuple[bytes, MarksState | None]:
+        k = [keys.workers, keys.marked, keys.steps, keys.marks(scope_id)]
+        args = [self.worker_id, msgpack.packb(fields, use_bin_type=False)]
+        server, state_fields, (entries,) = msgpack.unpackb(
+            await functions.call_ro("kvatlas_look_marks", k, args), raw=True
+        )
+        state = MarksState.of(state_fields)
+        self.observe_marks(state)
+        found = self.found_marks.setdefault(scope_id, {})
+        for name, bits in zip(fields, entries, strict=True):
+            if bits is False:
+                found.pop(name, None)
+            else:
+                found[name] = bits
+        return server, state
 
     def add_up(self) -> None:
         """Make digests of what was found."""
@@ -149,15 +212,21 @@ class WorkerCount:
                 self.total.add(scope_id, tier, b"".join(hashes))
                 self.by_scope.setdefault(scope_id, Digest()).add(scope_id, tier, b"".join(hashes))
         self.found = {}
+        for scope_id, found_marks in self.found_marks.items():
+            self.marks.add_marks(scope_id, b"".join(name for name in found_marks if len(name) == HASH_BYTES))
+            for name, bits in found_marks.items():
+                if len(name) > HASH_BYTES:
+                    self.marks.add_head(scope_id, name[:HASH_BYTES], int.from_bytes(bits, "big"))
 
 
-def _in_parts(touched: Mapping[bytes, Collection[bytes]]) -> list[tuple[bytes, list[bytes]]]:
-    """(scope, hashes) of each call that looks at them; one without hashes, for the worker's state, if there are none."""
-    parts = []
-    for scope_id, hashes in touched.items():
-        ordered = sorted(hashes)
-        parts += [(scope_id, ordered[at : at + LOOK_BLOCKS]) for at in range(0, len(ordered), LOOK_BLOCKS)]
-    return parts or [(bytes(SCOPE_ID_BYTES), [])]
+def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
+    """(scope, of marks?, fields) of each call that looks at them. The last looks at blocks, at none if none are touched: it
+    reads the worker's digest too."""
+    parts: list[tuple[bytes, bool, list[bytes]]] = []
+    for (scope_id, of_marks), fields in sorted(touched.items(), key=lambda item: not item[0][1]):
+        ordered = sorted(fields)
+        parts += [(scope_id, of_marks, ordered[at : at + LOOK_BLOCKS]) for at in range(0, len(ordered), LOOK_BLOCKS)]
+    return parts if parts and not parts[-1][1] else [*parts, (bytes(SCOPE_ID_BYTES), False, [])]
 
 
 class Recount:
@@ -172,6 +241,8 @@ class Recount:
         self._counts = {worker_id: WorkerCount(worker_id) for worker_id in worker_ids}
         self._keys = keys
         self._scope_ids = sorted(scope_ids)
+        self._marks_of = list(self._scope_ids)
+        """Scopes whose marks are not read yet; that begins after all blocks."""
         self._cursor: int | bytes = 0
         self._first = True
         self.server = b""
@@ -179,7 +250,7 @@ class Recount:
 
     @property
     def ended(self) -> bool:
-        return not self._scope_ids
+        return not self._scope_ids and not self._marks_of
 
     def note(self, batches: Sequence[PartitionBatch]) -> None:
         """These messages are about to be applied."""
@@ -189,28 +260,58 @@ class Recount:
                 if one is not None and not one.moved:
                     one.note(raw)
 
-    async def part(self, functions: IndexFunctions) -> tuple[bytes, list[bytes], int]:
-        """Count a part of one scope. Returns that scope, its blocks that have an entry of an unknown number, and what the
-        call cost. If the store failed over, the pass ends: every worker `moved`."""
-        k, scope_id = self._keys, self._scope_ids[-1]
-        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests, k.steps]
-        counts = list(self._counts.values())
-        args = [self.server, self._cursor, CALL_COST, *self._counts]
-        self.server, *part = msgpack.unpackb(await functions.call_ro("kvatlas_scrub", keys, args), raw=True)
+    async def part(self, functions: IndexFunctions) -> tuple[Strays, int]:
+        """Count a part of one scope. Returns what has an entry of an unknown number there, and what the call cost. If the
+        store failed over, the pass ends: every worker `moved`."""
+        of_marks = not self._scope_ids
+        scopes = self._marks_of if of_marks else self._scope_ids
+        scope_id, counts = scopes[-1], list(self._counts.values())
+        read = self._read_marks if of_marks else self._read_blocks
+        self.server, *part = msgpack.unpackb(await read(functions, scope_id), raw=True)
         if not part:
             self._scope_ids.clear()
+            self._marks_of.clear()
             for one in counts:
                 one.moved = True
-            return scope_id, [], CALL_COST
+            return Strays(scope_id, []), CALL_COST
         self._cursor, cost, states, found, strays = part
+        (self._count_marks if of_marks else self._count_blocks)(scope_id, states, found)
+        if int(self._cursor) == 0:
+            scopes.pop()
+            if not self._scope_ids and not any(one.state is not None and one.state.marked for one in counts):
+                self._marks_of.clear()
+        return Strays(scope_id, strays, of_marks), cost
+
+    async def _read_blocks(self, functions: IndexFunctions, scope_id: bytes) -> bytes:
+        k = self._keys
+        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests, k.steps, k.marked]
+        packed: bytes = await functions.call_ro(
+            "kvatlas_scrub", keys, [self.server, self._cursor, CALL_COST, *self._counts]
+        )
+        return packed
+
+    async def _read_marks(self, functions: IndexFunctions, scope_id: bytes) -> bytes:
+        k = self._keys
+        keys = [k.marks(scope_id), k.workers, k.holders, k.marked, k.steps]
+        args = [self.server, self._cursor, CALL_COST, *self._counts]
+        packed: bytes = await functions.call_ro("kvatlas_scrub_marks", keys, args)
+        return packed
+
+    def _count_blocks(self, scope_id: bytes, states: Sequence[Any], found: bytes) -> None:
+        counts = list(self._counts.values())
         for one, state in zip(counts, states, strict=True):
             one.observe(HolderState.of(state), first=self._first)
         self._first = False
         for key, at, flags in iter_unpack(_FOUND, found):
             counts[at].found.setdefault(scope_id, {})[key] = flags
-        if int(self._cursor) == 0:
-            self._scope_ids.pop()
-        return scope_id, strays, cost
+
+    def _count_marks(self, scope_id: bytes, states: Sequence[Any], found: Sequence[Any]) -> None:
+        counts = list(self._counts.values())
+        for one, state in zip(counts, states, strict=True):
+            if one.state is not None:
+                one.observe_marks(MarksState.of(state))
+        for name, at, bits in zip(found[::3], found[1::3], found[2::3], strict=True):
+            counts[at].found_marks.setdefault(scope_id, {})[name] = bits
 
     async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
         """Follow the workers that went on, and return every worker's count."""

@@ -107,7 +107,7 @@ class ScopeRegistry:
             return 0
         held: set[bytes] = set()
         for k in shards:
-            keys = [k.blocks(scope_id) for scope_id in idle]
+            keys = [key for scope_id in idle for key in (k.blocks(scope_id), k.marks(scope_id))]
             held.update(await self._functions.call_ro("kvatlas_held", keys, idle))
             await self._untouch(k, [scope_id for scope_id in idle if scope_id not in held])
         if held:
@@ -126,5 +126,5 @@ class ScopeRegistry:
             rest = [entry for entry in entries if entry[:SCOPE_ID_BYTES] not in gone]
             if len(rest) < len(entries):
                 unused = gone.intersection(entry[:SCOPE_ID_BYTES] for entry in entries)
-                keys = [k.touched, *(k.blocks(scope_id) for scope_id in unused)]
+                keys = [k.touched, *(key for scope_id in unused for key in (k.blocks(scope_id), k.marks(scope_id)))]
                 await self._functions.call("kvatlas_untouch", keys, [holder, packed, b"".join(rest)])

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvatlas.index.protocol import PartitionBatch, ScrubResult
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.recount import BLOCKS_A_PASS, WORKERS_A_PASS, Recount, WorkerCount
+from kvatlas.index.redis.recount import BLOCKS_A_PASS, WORKERS_A_PASS, Recount, Strays, WorkerCount
 
 TRIES = 3
 SCOPE_COST = 10
@@ -50,8 +50,8 @@ class Scrub:
             if self._pass is None:
                 self._pass = self._next_pass(await list_scopes())
             while not self._pass.ended:
-                scope_id, stray, cost = await self._pass.part(functions)
-                strays += await self._take_out(functions, scope_id, stray)
+                found, cost = await self._pass.part(functions)
+                strays += await self._take_out(functions, found)
                 budget_entries -= SCOPE_COST + cost
                 if budget_entries <= 0 and not self._tries:
                     return ScrubResult(checked, damaged, strays, given_up, False)
@@ -87,17 +87,19 @@ class Scrub:
                 break
         return Recount(self._keys, workers, scope_ids)
 
-    async def _take_out(self, functions: IndexFunctions, scope_id: bytes, strays: Sequence[bytes]) -> int:
-        k = self._keys
-        keys = [k.blocks(scope_id), k.holders]
-        if self._side_index:
+    async def _take_out(self, functions: IndexFunctions, strays: Strays) -> int:
+        k, scope_id = self._keys, strays.scope_id
+        function, keys = "kvatlas_strays", [k.blocks(scope_id), k.holders]
+        if strays.of_marks:
+            function, keys = "kvatlas_stray_marks", [k.marks(scope_id), k.holders]
+        elif self._side_index:
             keys += [k.children(scope_id), k.parents(scope_id)]
-        parts = [strays[at : at + STRAYS_A_CALL] for at in range(0, len(strays), STRAYS_A_CALL)]
-        return sum([int(await functions.call("kvatlas_strays", keys, part)) for part in parts])
+        parts = [strays.fields[at : at + STRAYS_A_CALL] for at in range(0, len(strays.fields), STRAYS_A_CALL)]
+        return sum([int(await functions.call(function, keys, part)) for part in parts])
 
     async def _doubt(self, functions: IndexFunctions, one: WorkerCount, server: bytes) -> bool:
         """Mark the worker `bad`; False if it began another incarnation or was cleared meanwhile, or this is another
         server than was counted on."""
         assert one.state is not None
-        args = [one.worker_id, one.state.incarnation, one.state.holder, server, *one.by_scope]
+        args = [one.worker_id, one.state.incarnation, one.state.holder, server, *one.scopes]
         return bool(await functions.call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))

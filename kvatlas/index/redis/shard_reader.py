@@ -1,16 +1,28 @@
 """Reading what the store keeps of one shard, without functions."""
 
+import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.errors import InvalidValue
 from kvatlas.index.protocol import Position
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.records import StoredRecord, unpack_digest, unpack_position, unpack_touched
+from kvatlas.index.redis.records import (
+    StoredRecord,
+    unpack_digest,
+    unpack_marks,
+    unpack_position,
+    unpack_touched,
+)
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 
 SCAN_COUNT = 1_000
 BLOCKS_A_CALL = 500
 """Their values may be as long as there are workers."""
+
+_log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 
 
 class ShardReader:
@@ -22,12 +34,26 @@ class ShardReader:
 
     async def record(self, worker_id: str) -> StoredRecord | None:
         packed = await self._store.ask(self._store.client.hget(self.keys.workers, worker_id))
-        return StoredRecord.unpack(packed) if packed is not None else None
+        if packed is None:
+            return None
+        with suppress(InvalidValue):  # `records` deletes it
+            return StoredRecord.unpack(packed)
+        return None
 
-    async def records(self) -> dict[str, StoredRecord]:
-        """Of all workers, by id."""
+    async def records(self, *, repair: bool = False) -> dict[str, StoredRecord]:
+        """Of all workers, by id, but those that can't be read. With `repair` these are deleted: their workers are unknown then,
+        and asked for a snapshot."""
         found = await read_hash(self._store, self.keys.workers)
-        return {worker_id.decode(): StoredRecord.unpack(packed) for worker_id, packed in found.items()}
+        records: dict[str, StoredRecord] = {}
+        for worker_id, packed in found.items():
+            try:
+                records[worker_id.decode()] = StoredRecord.unpack(packed)
+            except (InvalidValue, UnicodeDecodeError) as error:
+                what = "deleting it" if repair else "ignored"
+                _log.report("record", f"worker {worker_id.decode(errors='backslashreplace'):.64}: {error}; {what}")
+                if repair:
+                    await self._store.ask(self._store.client.hdel(self.keys.workers, worker_id))
+        return records
 
     async def active(self) -> dict[bytes, str]:
         """The worker of each active holder."""
@@ -46,6 +72,26 @@ class ShardReader:
             some = holders[first : first + SCAN_COUNT]
             digests += map(unpack_digest, await self._store.ask(self._store.client.hmget(self.keys.digests, some)))
         return digests
+
+    async def mark_digest(self, holder: bytes) -> list[int]:
+        """`MarkDigest.words` of a holder with marks; none of another."""
+        packed = await self._store.ask(self._store.client.hget(self.keys.marked, holder))
+        return unpack_marks(packed).words if packed is not None else []
+
+    async def dropped(self) -> dict[bytes, int]:
+        """Of each holder with marks, how many blocks a position lies before its mark."""
+        found = await read_hash(self._store, self.keys.marked)
+        return {holder: unpack_marks(packed).dropped for holder, packed in found.items()}
+
+    async def marks(self, scope_id: bytes, hashes: bytes) -> dict[bytes, bytes]:
+        """The values of the marked blocks among these packed hashes."""
+        keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        marks: dict[bytes, bytes] = {}
+        for first in range(0, len(keys), BLOCKS_A_CALL):
+            some = keys[first : first + BLOCKS_A_CALL]
+            found = await self._store.ask(self._store.client.hmget(self.keys.marks(scope_id), some))
+            marks.update((key, value) for key, value in zip(some, found, strict=True) if value is not None)
+        return marks
 
     async def touched(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
         """See `unpack_touched`."""

@@ -23,6 +23,9 @@ class Sweep:
         self._holders: dict[bytes, bytes] = {}
         """By number, its entry in the holders' hash as it was before the sweep."""
         self._scopes: list[bytes] = []
+        """Scopes whose blocks are still to be swept."""
+        self._marks_of: list[bytes] = []
+        """Scopes whose marks are, after all blocks."""
         self._cursor: int | bytes = 0
         self._server = b""
 
@@ -31,7 +34,7 @@ class Sweep:
         while True:
             if not self._holders and not await self._begin(client):
                 return 0
-            while self._scopes or not self._server:
+            while self._scopes or self._marks_of or not self._server:
                 budget -= await self._continue(functions)
                 if budget <= 0:
                     return int(await client.scard(self._keys.retired))
@@ -50,25 +53,32 @@ class Sweep:
         for number in numbers:  # one by one: a holder may have used thousands
             scopes.update(unpack_touched(await client.hget(k.touched, number)))
         self._scopes = sorted(scopes)
+        any_marked = any(await client.hmget(k.marked, numbers)) if numbers else False
+        self._marks_of = list(self._scopes) if any_marked else []
         self._cursor = 0
         self._server = b""
         return bool(numbers)
 
     async def _continue(self, functions: IndexFunctions) -> int:
         """One call. Returns its cost."""
-        k, some = self._keys, self._scopes[-SCOPES_A_CALL:][::-1]
-        keys = [k.retired, k.digests]
+        k = self._keys
+        of_marks = not self._scopes and bool(self._marks_of)
+        scopes = self._marks_of if of_marks else self._scopes
+        some = scopes[-SCOPES_A_CALL:][::-1]
+        keys = [k.retired, k.marked if of_marks else k.digests]
         for scope_id in some:
-            keys += [k.blocks(scope_id)]
-            if self._side_index:
+            keys += [k.marks(scope_id) if of_marks else k.blocks(scope_id)]
+            if self._side_index and not of_marks:
                 keys += [k.children(scope_id), k.parents(scope_id)]
         args = [self._server, CALL_COST, self._cursor, b"".join(some), b"".join(self._holders)]
-        self._server, *progress = await functions.call("kvatlas_sweep", keys, args)
+        self._server, *progress = await functions.call(
+            "kvatlas_sweep_marks" if of_marks else "kvatlas_sweep", keys, args
+        )
         if not progress:  # the store failed over
-            self._holders, self._scopes = {}, []
+            self._holders, self._scopes, self._marks_of = {}, [], []
             return CALL_COST
         done, self._cursor, cost = progress
-        del self._scopes[len(self._scopes) - done :]
+        del scopes[len(scopes) - done :]
         return int(cost)
 
     async def _release(self, functions: IndexFunctions) -> int:
@@ -76,4 +86,5 @@ class Sweep:
         k = self._keys
         args = [self._server, *chain.from_iterable(self._holders.items())]
         self._holders = {}
-        return int(await functions.call("kvatlas_release", [k.holders, k.retired, k.digests, k.touched, k.free], args))
+        keys = [k.holders, k.retired, k.digests, k.touched, k.free, k.marked]
+        return int(await functions.call("kvatlas_release", keys, args))

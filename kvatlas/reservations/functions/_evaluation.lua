@@ -1,42 +1,44 @@
--- Evaluating offers: which of the offered workers is cheapest now. The Python twin of this file is
--- `kvatlas/reservations/evaluation.py`.
+-- Evaluating offers: which of the offered workers is cheapest now. The Python twin of this file, which looks at every member of
+-- a crowd, is `kvatlas/reservations/evaluation.py`.
 --
--- ask, cmsgpack: { stale us, factor of computing again, { { tokens a step, packed step hashes }... }, kinds, offers, limits
---   (0 or absent: none are checked), pair layout (absent: one offer is chosen; see _pair_choice.lua) }, packed by
---   kvatlas/reservations/redis.py
--- Kinds and offers are rows of flat lists: a table for each of hundreds takes longer than all the rest.
+-- ask, cmsgpack: { factor of computing again, { { tokens a step, packed step hashes }... }, kinds, offers, limits (0: none are
+--   checked), pair layout (0: one offer is chosen; see _pair_choice.lua), crowds, { workers that belong to no crowd... }, least
+--   members of all crowds, place on the ring }, packed by kvatlas/reservations/redis.py
+-- Kinds, offers and crowds are rows of flat lists: a table for each of hundreds takes longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens lost of a hit, us a queued token, us a running
 --   request, us a KV token, tokens that a waiting request stands for, us a prompt token, us a squared prompt token, us a hit,
 --   us for which predictions are believed, their capacity in steps.
 -- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of it before the first
 --   token. Ties go to the first offer.
+-- crowd: the same, with a likeness instead of a worker.
 -- limits: { us to the first token (0: no limit), us for all others (0: none), factor of the us by which they are missed, 1 if
 --   missing them filters, prompt tokens, rows of: request slots, KV tokens (0: unknown), us for all tokens but the first
---   without load }
+--   without load; 1 if members of crowds have room; us for all tokens but the first for each crowd }
 
 local CHAIN, LIMIT, LOST, QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS = 1, 2, 3, 4, 5, 6, 7
 local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, KIND_FIELDS = 8, 9, 10, 11, 12, 12
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
-local SLOTS, KV_TOKENS, DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
+local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
 local function unpack_limits(limits)
-  local ttft_us, decode_us, slo_factor, slo_filters, input_tokens, rows = unpack(limits)
+  local ttft_us, decode_us, slo_factor, slo_filters, input_tokens, rows, crowds_have_room, of_crowds = unpack(limits)
   return {
     ttft_us = ttft_us, decode_us = decode_us, slo_factor = slo_factor, slo_filters = slo_filters == 1,
-    input_tokens = input_tokens, rows = rows,
+    input_tokens = input_tokens, rows = rows, crowds_have_room = crowds_have_room == 1, of_crowds = of_crowds,
   }
 end
 
 -- Returns an ask by names, each chain as { step_tokens, hashes }; limits and pair_layout nil if absent.
 local function unpack_ask(packed)
-  local ask = cmsgpack.unpack(packed)
-  local stale_us, again_factor, chains, kinds, offers, limits, pair_layout = unpack(ask, 1, 7)
+  local again_factor, chains, kinds, offers, limits, pair_layout, crowds, skipped, least_members, ring =
+    unpack(cmsgpack.unpack(packed))
   for i, chain in ipairs(chains) do
     chains[i] = { step_tokens = chain[1], hashes = chain[2] }
   end
   return {
-    stale_us = stale_us, again_factor = again_factor, chains = chains, kinds = kinds, offers = offers,
-    limits = limits and limits ~= 0 and unpack_limits(limits) or nil, pair_layout = pair_layout,
+    again_factor = again_factor, chains = chains, kinds = kinds, offers = offers,
+    limits = limits ~= 0 and unpack_limits(limits) or nil, pair_layout = pair_layout ~= 0 and pair_layout or nil,
+    crowds = crowds, skipped = skipped, least_members = least_members, ring = ring,
   }
 end
 
@@ -91,11 +93,10 @@ local function matches_of(keys, chain, now)
   return matches
 end
 
--- Returns the us by which the i-th offer misses the SLO, and its level by what it would exceed (0: nothing that counts, 1:
--- chosen only if no 0 is left, 2: only if no 1 is). `reported_kv` nil: the worker's load is unknown.
-local function check_limits(limits, i, ttft_us, load_us, running, queued, reported_kv, cached)
-  local rows, at = limits.rows, (i - 1) * LIMIT_FIELDS
-  local most_ttft_us, most_decode_us, decode_us = limits.ttft_us, limits.decode_us, rows[at + DECODE_US]
+-- Returns the us by which an offer misses the SLO, and its level by what it would exceed (0: nothing that counts, 1: chosen only
+-- if no 0 is left, 2: only if no 1 is). `reported_kv` nil: the worker's load is unknown.
+local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_us, running, queued, reported_kv, cached)
+  local most_ttft_us, most_decode_us = limits.ttft_us, limits.decode_us
   local missed, level = 0, 0
   if most_ttft_us > 0 and ttft_us > most_ttft_us then
     missed = ttft_us - most_ttft_us
@@ -107,7 +108,6 @@ local function check_limits(limits, i, ttft_us, load_us, running, queued, report
     level = 1
   end
   if reported_kv then
-    local slots, kv_tokens = rows[at + SLOTS], rows[at + KV_TOKENS]
     if slots > 0 and running >= slots then
       level = 2
     end
@@ -119,138 +119,188 @@ local function check_limits(limits, i, ttft_us, load_us, running, queued, report
   return missed, level
 end
 
--- Returns each offer's packed worker, in the offers' order.
-local function loads_of(keys, offers)
-  local names, records, nothing = {}, {}, no_worker()
-  for at = OFFER_WORKER, #offers, OFFER_FIELDS do
-    names[#names + 1] = offers[at]
-  end
-  for first = 1, #names, CHUNK do
-    local found = redis.call('HMGET', keys[LOAD], unpack(names, first, math.min(first + CHUNK - 1, #names)))
+-- Returns workers' packed records, in their order.
+local function records_of(keys, workers)
+  local records = {}
+  for first = 1, #workers, CHUNK do
+    local found = redis.call('HMGET', keys[LOAD], unpack(workers, first, math.min(first + CHUNK - 1, #workers)))
     for i = 1, #found do
-      records[first + i - 1] = found[i] or nothing
+      records[first + i - 1] = found[i] or no_worker()
     end
   end
   return records
 end
 
--- Returns the mean of the known loads, which stands in for an unknown one: {queued tokens, running requests, waiting requests,
--- KV tokens}.
-local function mean_of(records, fresh)
-  local known, all_queued, all_running, all_waiting, all_kv = 0, 0, 0, 0, 0
-  for _, record in ipairs(records) do
-    local sampled, _, queued, running, waiting, kv = struct.unpack(WORKER, record)
-    if sampled > fresh then
-      known = known + 1
-      all_queued, all_running = all_queued + queued, all_running + running
-      all_waiting, all_kv = all_waiting + waiting, all_kv + kv
+-- Returns the mean of the known loads of all offered workers and members of crowds, which stands in for an unknown one: {queued
+-- tokens, running requests, waiting requests, KV tokens}.
+local function mean_of(state)
+  local known, sums = 0, { 0, 0, 0, 0 }
+  local function add(sign, queued, running, waiting, kv)
+    known = known + sign
+    sums[1], sums[2] = sums[1] + sign * queued, sums[2] + sign * running
+    sums[3], sums[4] = sums[3] + sign * waiting, sums[4] + sign * kv
+  end
+  -- a group has the sums of its members; what is wrong in them for this choice is corrected
+  local function correct(packed, counts)
+    local sampled, _, queued, running, waiting, kv, _, _, _, _, _, _, group, believed = struct.unpack(WORKER, packed)
+    local counted = believed == 1 and state.crowd_of[group] ~= nil
+    counts = counts and sampled > state.fresh
+    if counted ~= counts then
+      add(counts and 1 or -1, queued, running, waiting, kv)
     end
   end
-  local mean = { all_queued, all_running, all_waiting, all_kv }
-  for i, sum in ipairs(mean) do
-    mean[i] = known > 0 and math.ceil(sum / known) or 0
+  for group in pairs(state.crowd_of) do
+    local packed = redis.call('HGET', state.keys[GROUPS], 's' .. group)
+    if packed then
+      local members, queued, running, waiting, kv = struct.unpack(SUMS, packed)
+      known = known + members
+      sums[1], sums[2], sums[3], sums[4] = sums[1] + queued, sums[2] + running, sums[3] + waiting, sums[4] + kv
+    end
   end
-  return mean
+  for i, packed in ipairs(state.offered) do
+    correct(packed, true)
+  end
+  for _, packed in ipairs(records_of(state.keys, state.ask.skipped)) do
+    correct(packed, false)
+  end
+  for _, worker in ipairs(state.overdue) do
+    correct(state.packed_of[worker], false)
+  end
+  for i, sum in ipairs(sums) do
+    sums[i] = known > 0 and math.ceil(sum / known) or 0
+  end
+  return sums
 end
 
--- Returns by worker its best prediction: { tokens = that it would use, ready_us }; the most tokens that some worker is
--- computing now; and each chain's matches.
-local function best_predictions(keys, chains, kinds, offers, now)
-  local matches, best, in_flight = {}, {}, 0
+-- Returns the row of the kind that an offer to a worker would be of, and in which list it is; nil if it gets none.
+local function kind_for(state, worker)
+  local k = state.kind_of[worker]
+  if k == nil and state.ask.crowds[1] and not state.named[worker] then
+    local packed = state.packed_of[worker] or redis.call('HGET', state.keys[LOAD], worker) or no_worker()
+    state.packed_of[worker] = packed
+    local at = state.crowd_of[select(GROUP, struct.unpack(WORKER, packed))]
+    k = at and state.ask.crowds[at + KIND] * KIND_FIELDS or false
+    state.kind_of[worker] = k
+    if k then
+      state.extras[#state.extras + 1] = worker
+    end
+  end
+  return k
+end
+
+-- Finds each worker's best prediction, { tokens = that it would use, ready_us }; the most tokens that some worker is computing
+-- now; and each chain's matches.
+local function find_predictions(state)
+  local keys, ask, best = state.keys, state.ask, state.best
   if redis.call('EXISTS', keys[ANCHORS]) == 0 then
-    return best, in_flight, matches
+    return
   end
-  local kind_of = {}
-  for at = 0, #offers - 1, OFFER_FIELDS do
-    kind_of[offers[at + OFFER_WORKER]] = offers[at + KIND] * KIND_FIELDS
-  end
-  for c, chain in ipairs(chains) do
-    matches[c] = matches_of(keys, chain.hashes, now)
-    for _, match in ipairs(matches[c]) do
+  local kinds, generations = ask.kinds, {}
+  for c, chain in ipairs(ask.chains) do
+    local matches = {}
+    for _, match in ipairs(matches_of(keys, chain.hashes, state.now)) do
       local worker, ready_us = match.prediction[P_WORKER], match.prediction[P_READY_US]
-      local k = kind_of[worker]
-      if k and kinds[k + CHAIN] == c then
-        local tokens = math.max(0, math.min(match.steps * chain.step_tokens, kinds[k + LIMIT]) - kinds[k + LOST])
-        local before = best[worker]
-        if not before or tokens > before.tokens or (tokens == before.tokens and ready_us < before.ready_us) then
-          best[worker] = { tokens = tokens, ready_us = ready_us }
+      local k = kind_for(state, worker)
+      local packed = k and state.packed_of[worker]
+      if packed and select(GENERATION, struct.unpack(WORKER, packed)) == match.prediction[P_GENERATION] then
+        matches[#matches + 1] = match
+        if kinds[k + CHAIN] == c then
+          local tokens = math.max(0, math.min(match.steps * chain.step_tokens, kinds[k + LIMIT]) - kinds[k + LOST])
+          local before = best[worker]
+          if not before or tokens > before.tokens or (tokens == before.tokens and ready_us < before.ready_us) then
+            best[worker] = { tokens = tokens, ready_us = ready_us }
+          end
         end
       end
     end
+    state.matches[c] = matches
   end
   for _, one in pairs(best) do
-    if one.ready_us > now then
-      in_flight = math.max(in_flight, one.tokens)
+    if one.ready_us > state.now then
+      state.in_flight = math.max(state.in_flight, one.tokens)
     end
   end
-  return best, in_flight, matches
 end
 
--- Returns
--- - the answer, an array: number of the cheapest offer (with a pair layout: of the one that computes the answer), number of the
---   offer that computes the prompt alone (0: none does), now, the mean load (empty: no load is unknown), tokens in flight,
---   { { worker with a prediction, its tokens, when they are ready us }... }, each offer's packed worker. The client works out
---   from it how each offer was evaluated, if that is needed.
--- - what a booking needs: { chosen, prefill = the two numbers; by number of the offer: backlog_us, and if it uses a prediction,
---   used = the tokens, wait_us = us to wait for them; matches = by number of the chain }
-local function evaluate(keys, ask, now)
-  local fresh, again_factor, chains, kinds, offers = now - ask.stale_us, ask.again_factor, ask.chains, ask.kinds, ask.offers
-  local limits, pair_layout = ask.limits, ask.pair_layout
-  local records, mean = loads_of(keys, offers), nil
-  local best, in_flight, matches = best_predictions(keys, chains, kinds, offers, now)
-  local backlogs, used, waits = {}, {}, {}
-  local chosen, least, lowest, scores, levels = 1, math.huge, math.huge, {}, {}
-  local read = struct.unpack
-  for i = 1, #records do
-    local at = (i - 1) * OFFER_FIELDS
-    local k = offers[at + KIND] * KIND_FIELDS
-    local sampled, _, queued, running, waiting, reported_kv, more, more_running, more_kv = read(WORKER, records[i])
-    local known, kv = sampled > fresh, reported_kv
-    if not known then
-      mean = mean or mean_of(records, fresh)
-      queued, running, waiting, kv = unpack(mean)
+-- Evaluates the i-th offer, to a worker: the row behind `at` of `rows`. Returns its score and its level.
+local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decode_us)
+  local ask, limits = state.ask, state.ask.limits
+  state.rows[i], state.at[i], state.workers[i], state.records[i] = rows, at, worker, packed
+  local kinds, k = ask.kinds, rows[at + KIND] * KIND_FIELDS
+  local sampled, _, queued, running, waiting, reported_kv, more, more_running, more_kv = struct.unpack(WORKER, packed)
+  local known, kv = sampled > state.fresh, reported_kv
+  if not known then
+    state.mean = state.mean or mean_of(state)
+    queued, running, waiting, kv = unpack(state.mean)
+  end
+  queued, running, kv = queued + more, running + more_running, kv + more_kv
+  local backlog_us = kinds[k + QUEUED_US] * (queued + waiting * kinds[k + WAITING_TOKENS])
+  local load_us = kinds[k + RUNNING_US] * running + kinds[k + KV_US] * kv
+  local score, level = rows[at + BASE] + backlog_us + load_us, 0
+  local cached, wait_us = rows[at + CACHED], 0
+  local prediction = state.best[worker]
+  if prediction and prediction.tokens > cached then
+    local wait = math.max(0, prediction.ready_us - state.now - backlog_us)
+    local other = score - (worth(kinds, k, prediction.tokens) - worth(kinds, k, cached)) + wait
+    if other < score then
+      score, cached, wait_us = other, prediction.tokens, wait
+      state.used[i], state.wait_us[i] = cached, wait
     end
-    queued, running, kv = queued + more, running + more_running, kv + more_kv
-    local backlog_us = kinds[k + QUEUED_US] * (queued + waiting * kinds[k + WAITING_TOKENS])
-    local load_us = kinds[k + RUNNING_US] * running + kinds[k + KV_US] * kv
-    local score, level = offers[at + BASE] + backlog_us + load_us, 0
-    local cached, wait_us = offers[at + CACHED], 0
-    local prediction = best[offers[at + OFFER_WORKER]]
-    if prediction and prediction.tokens > cached then
-      local wait = math.max(0, prediction.ready_us - now - backlog_us)
-      local other = score - (worth(kinds, k, prediction.tokens) - worth(kinds, k, cached)) + wait
-      if other < score then
-        score, cached, wait_us = other, prediction.tokens, wait
-        used[i], waits[i] = cached, wait
+  end
+  if state.in_flight > cached then
+    score = score + ask.again_factor * (worth(kinds, k, state.in_flight) - worth(kinds, k, cached))
+  end
+  if limits then
+    local ttft_us = rows[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, rows[at + CACHED]))
+    local missed
+    missed, level = check_limits(
+      limits, slots, kv_tokens, decode_us, ttft_us + backlog_us + wait_us, load_us, running, queued,
+      known and reported_kv or nil, cached
+    )
+    score = score + limits.slo_factor * missed
+  end
+  state.backlog_us[i] = backlog_us
+  return score, level
+end
+
+-- Chooses the i-th offer, if it is the best so far.
+local function prefer(state, i, score, level, ring)
+  local least, lowest = state.least, state.lowest
+  if level < lowest or (level == lowest and (score < least or (score == least and ring < state.ring))) then
+    state.chosen, state.least, state.lowest, state.ring = i, score, level, ring
+  end
+end
+
+-- Weighs the offers that name their worker, the cheapest without load first: when one is found that costs less with its load
+-- than the next ones without, these need not be weighed, unless they have a prediction. All of a pair's are.
+local function weigh_offers(state)
+  local ask, offers = state.ask, state.ask.offers
+  local rows, scores, levels, order = ask.limits and ask.limits.rows, {}, {}, {}
+  for i = 1, #state.offered do
+    order[i] = i
+  end
+  if not ask.pair_layout then
+    table.sort(order, function(a, b)
+      local base_a, base_b = offers[(a - 1) * OFFER_FIELDS + BASE], offers[(b - 1) * OFFER_FIELDS + BASE]
+      return base_a < base_b or (base_a == base_b and a < b)
+    end)
+  end
+  for _, i in ipairs(order) do
+    local at, l = (i - 1) * OFFER_FIELDS, (i - 1) * LIMIT_FIELDS
+    local worker = offers[at + OFFER_WORKER]
+    if ask.pair_layout or state.lowest > 0 or offers[at + BASE] <= state.least or state.best[worker] then
+      local slots, kv_tokens, decode_us = 0, 0, 0
+      if rows then
+        slots, kv_tokens, decode_us = rows[l + ROW_SLOTS], rows[l + ROW_KV_TOKENS], rows[l + ROW_DECODE_US]
+      end
+      scores[i], levels[i] = weigh(state, i, offers, at, worker, state.offered[i], slots, kv_tokens, decode_us)
+      if not ask.pair_layout then
+        prefer(state, i, scores[i], levels[i], i - #order - 1)
       end
     end
-    if in_flight > cached then
-      score = score + again_factor * (worth(kinds, k, in_flight) - worth(kinds, k, cached))
-    end
-    if limits then
-      local ttft_us = offers[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, offers[at + CACHED]))
-      local missed
-      missed, level = check_limits(
-        limits, i, ttft_us + backlog_us + wait_us, load_us, running, queued, known and reported_kv or nil, cached
-      )
-      score = score + limits.slo_factor * missed
-    end
-    backlogs[i] = backlog_us
-    if pair_layout then
-      scores[i], levels[i] = score, level
-    elseif level < lowest or (level == lowest and score < least) then
-      chosen, least, lowest = i, score, level
-    end
   end
-  local prefill = 0
-  if pair_layout then
-    prefill, chosen = choose_pair(pair_layout, scores, levels)
+  if ask.pair_layout then
+    state.prefill, state.chosen = choose_pair(ask.pair_layout, scores, levels)
   end
-  local predictions = {}
-  for worker, one in pairs(best) do
-    predictions[#predictions + 1] = { worker, one.tokens, one.ready_us }
-  end
-  return { chosen, prefill, now, mean or {}, in_flight, predictions, records }, {
-    chosen = chosen, prefill = prefill, backlog_us = backlogs, used = used, wait_us = waits, matches = matches,
-  }
+  state.count = #state.offered
 end

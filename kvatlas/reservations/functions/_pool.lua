@@ -1,63 +1,27 @@
--- What all functions of a pool share. Every function takes the same KEYS, all in one slot, kva:{pool:<id>}:*
--- (kvatlas/reservations/redis_calls.py names them in this order)
---
---   1 workers       HASH  worker id -> FleetRecord, as the indexer wrote it
---   2 load          HASH  worker id -> packed worker (below): what it reported, and what was booked since
---   3 reservations  HASH  id (16 bytes) -> cmsgpack reservation (below)
---   4 booked        ZSET  <worker> \0 <booked us, 16 digits> <id>, by bytes: the reservations of a worker in order
---   5 routers       HASH  router id -> when its lease ends, us
---   6 predictions   HASH  id (that of its reservation) -> cmsgpack prediction (below)
---   7 anchors       HASH  first hash of a prediction -> ids, 16 bytes each
---   8 predicted     ZSET  <worker> \0 <used us, 16 digits> <id>, by bytes: the predictions of a worker in order of use
---   9 deadlines     ZSET  'r' <id> or 'p' <id>, scored with the us at which it ends
---  10 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
---
--- worker: ten big-endian doubles, because those are read ten times as fast as cmsgpack, and every choice reads every worker:
--- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
--- requests, KV tokens; then the sums over bookings that are not in it: queued tokens, running requests, KV tokens; predicted
--- steps. Then its incarnation as text.
--- reservation: worker ('': the booking was called off before it came), router, booked us, queued tokens, KV tokens, prefilling
--- (1 or 0).
--- prediction: worker, ready us, used us, ends us, us for which it is believed once it is ready, number of its first step,
--- capacity of its worker in steps (0: its events will confirm it), packed hashes of its steps.
-
-local WORKERS, LOAD, RESERVATIONS, BOOKED, ROUTERS = 1, 2, 3, 4, 5
-local PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, RATES = 6, 7, 8, 9, 10
-local SAMPLED, COVERED, QUEUED, RUNNING, WAITING, KV = 1, 2, 3, 4, 5, 6
-local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS, INCARNATION = 7, 8, 9, 10, 11
-local R_WORKER, R_ROUTER, R_BOOKED_US, R_QUEUED, R_KV, R_PREFILLING = 1, 2, 3, 4, 5, 6
-local P_WORKER, P_READY_US, P_USED_US, P_ENDS_US, P_BELIEVED_US, P_FIRST_STEP, P_CAPACITY, P_HASHES = 1, 2, 3, 4, 5, 6, 7, 8
-local OUTCOME = { finished = 'finished', failed = 'failed', called_off = 'called_off' } -- of a reservation
-local WORKER = '>dddddddddd'
-local ID_BYTES, HASH_BYTES = 16, 8
-local CHUNK = 3500 -- unpack fails from 8,000 values up
-local CLOCK_SLACK_US = 1000000
-local UNUSED_MS = 3600000
+-- The records of a pool: how they are changed together, and how they end.
 
 -- Returns a member of `booked` or `predicted`.
 local function place(worker, us, id)
   return worker .. '\0' .. string.format('%016d', us) .. id
 end
 
--- Returns the packed record of a worker of which nothing is known.
-local function no_worker()
-  return string.rep('\0', 80)
-end
-
-local function get_worker(keys, worker)
-  local packed = redis.call('HGET', keys[LOAD], worker) or no_worker()
-  local record = { struct.unpack(WORKER, packed) } -- and, behind them, the position of the rest
-  record[INCARNATION] = string.sub(packed, record[INCARNATION])
-  return record
+-- Returns the first `most` members of a ZSET that begin with a name and a zero byte.
+local function first_of(key, name, most)
+  return redis.call('ZRANGEBYLEX', key, '[' .. name .. '\0', '(' .. name .. '\1', 'LIMIT', 0, most)
 end
 
 local function put_worker(keys, worker, record)
-  redis.call('HSET', keys[LOAD], worker, struct.pack(WORKER, unpack(record, SAMPLED, STEPS)) .. record[INCARNATION])
+  local packed = struct.pack(WORKER, unpack(record, SAMPLED, GENERATION)) .. record[INCARNATION]
+  if packed ~= record.packed then
+    redis.call('HSET', keys[LOAD], worker, packed)
+    update_orders(keys, worker, record.packed, packed, record)
+    record.packed = packed
+  end
 end
 
 -- Adds a reservation's load to its worker's sums, or subtracts it (sign -1), unless the sample has it.
 local function count(record, reservation, sign)
-  if reservation[R_BOOKED_US] > record[COVERED] then
+  if reservation[R_BOOKED_US] > record[COVERED] and reservation[R_GENERATION] == record[GENERATION] then
     record[BOOKED_QUEUED] = record[BOOKED_QUEUED] + sign * reservation[R_QUEUED]
     record[BOOKED_RUNNING] = record[BOOKED_RUNNING] + sign
     record[BOOKED_KV] = record[BOOKED_KV] + sign * reservation[R_KV]
@@ -76,7 +40,7 @@ end
 -- Forgets all that was booked and reported: the store's clock went back (another server's, or stepped), and what is there
 -- would count as fresh until the clock is where it was.
 local function reset(keys)
-  for i = LOAD, DEADLINES do
+  for i = LOAD, ORDER_MIX do
     redis.call('UNLINK', keys[i])
   end
 end
@@ -109,9 +73,11 @@ local function drop_prediction(keys, id, prediction)
   redis.call('HDEL', keys[PREDICTIONS], id)
   redis.call('ZREM', keys[PREDICTED], place(worker, prediction[P_USED_US], id))
   redis.call('ZREM', keys[DEADLINES], 'p' .. id)
-  local record = get_worker(keys, worker)
-  record[STEPS] = record[STEPS] - #hashes / HASH_BYTES
-  put_worker(keys, worker, record)
+  local record = find_worker(keys, worker)
+  if record and record[GENERATION] == prediction[P_GENERATION] then
+    record[STEPS] = record[STEPS] - #hashes / HASH_BYTES
+    put_worker(keys, worker, record)
+  end
 end
 
 -- The prompt's prefix is computed: it is held from now on, and that is believed for a while.
@@ -124,18 +90,23 @@ local function settle_prediction(keys, id, now)
   end
 end
 
--- Ends a reservation. If it is not `finished`, a prefix that was still being computed is no longer believed.
+-- Ends a reservation. If it is not `finished`, a prefix that was still being computed is no longer believed. Returns if it
+-- counted: it does not if its worker's generation is over, or if it was called off.
 local function drop_reservation(keys, id, reservation, finished, now)
   redis.call('HDEL', keys[RESERVATIONS], id)
   redis.call('ZREM', keys[DEADLINES], 'r' .. id)
   local worker = reservation[R_WORKER]
   if worker == '' then
-    return
+    return false
   end
   redis.call('ZREM', keys[BOOKED], place(worker, reservation[R_BOOKED_US], id))
-  local record = get_worker(keys, worker)
-  count(record, reservation, -1)
-  put_worker(keys, worker, record)
+  redis.call('ZREM', keys[OWNED], reservation[R_OWNER] .. '\0' .. id)
+  local record = find_worker(keys, worker)
+  local counts = record and record[GENERATION] == reservation[R_GENERATION]
+  if counts then
+    count(record, reservation, -1)
+    put_worker(keys, worker, record)
+  end
   if reservation[R_PREFILLING] == 1 then
     if finished then
       settle_prediction(keys, id, now)
@@ -146,54 +117,132 @@ local function drop_reservation(keys, id, reservation, finished, now)
       end
     end
   end
+  return counts
 end
 
--- Ends a router's lease, and with it its reservations.
-local function drop_router(keys, router, now)
-  redis.call('HDEL', keys[ROUTERS], router)
-  local flat = redis.call('HGETALL', keys[RESERVATIONS])
-  for i = 1, #flat, 2 do
-    local id, reservation = flat[i], cmsgpack.unpack(flat[i + 1])
-    if reservation[R_ROUTER] == router then
-      drop_reservation(keys, id, reservation, false, now)
+-- Drops the reservation or the prediction with this id, if there is one.
+local function drop_if_there(keys, id, kind, now)
+  if kind == 'p' then
+    local prediction = get_prediction(keys, id)
+    if prediction then
+      drop_prediction(keys, id, prediction)
+    end
+  else
+    local packed = redis.call('HGET', keys[RESERVATIONS], id)
+    if packed then
+      drop_reservation(keys, id, cmsgpack.unpack(packed), false, now)
     end
   end
 end
 
--- Ends all that was booked on a worker, and all that it was predicted to hold.
-local function drop_worker(keys, worker, now)
-  local low, high = '[' .. worker .. '\0', '(' .. worker .. '\1'
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[BOOKED], low, high)) do
-    local id = string.sub(member, -ID_BYTES)
-    drop_reservation(keys, id, cmsgpack.unpack(redis.call('HGET', keys[RESERVATIONS], id)), false, now)
+-- Ends a router's lease; the reservations made under it are removed by `purge`.
+local function end_lease(keys, router)
+  local number = redis.call('HGET', keys[ROUTERS], router)
+  if number then
+    redis.call('HDEL', keys[ROUTERS], router)
+    redis.call('ZADD', keys[DEADLINES], 0, 'o' .. router .. '\0' .. number)
   end
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[PREDICTED], low, high)) do
-    local id = string.sub(member, -ID_BYTES)
-    drop_prediction(keys, id, get_prediction(keys, id))
-  end
+  redis.call('ZREM', keys[DEADLINES], 'l' .. router)
 end
 
--- Ends what is over: reservations and predictions by their own deadlines, and all reservations of routers whose lease is over.
+-- Renews a router's lease, or begins one. Returns its owner, and if there was one that was not over.
+local function renew_lease(keys, router, lease_us, now)
+  local ends = redis.call('ZSCORE', keys[DEADLINES], 'l' .. router)
+  local lived = ends and tonumber(ends) > now
+  if not lived then
+    end_lease(keys, router)
+    redis.call('HSET', keys[ROUTERS], router, next_number(keys))
+  end
+  redis.call('ZADD', keys[DEADLINES], string.format('%d', now + lease_us), 'l' .. router)
+  return router .. '\0' .. redis.call('HGET', keys[ROUTERS], router), lived
+end
+
+-- Removes up to `most` reservations or predictions of a worker's former generations: the first ones of a ZSET. Returns how many.
+local function drop_former(keys, set, hash, generation_at, worker, kind, most, now)
+  local record, dropped = find_worker(keys, worker), 0
+  for _, member in ipairs(first_of(keys[set], worker, most)) do
+    local id = string.sub(member, -ID_BYTES)
+    local packed = redis.call('HGET', keys[hash], id)
+    if packed and record and cmsgpack.unpack(packed)[generation_at] == record[GENERATION] then
+      break
+    end
+    drop_if_there(keys, id, kind, now)
+    dropped = dropped + 1
+  end
+  return dropped
+end
+
+-- Ends what a worker was predicted to hold at a time, except of prompts that it is still computing: looks at up to `most`
+-- predictions, those behind a place in their order, and leaves the rest to `purge`. Returns how many it looked at.
+local function drop_settled(keys, worker, then_us, after, most, now)
+  local low = after == '' and '[' .. worker .. '\0' or '(' .. after
+  local members = redis.call('ZRANGEBYLEX', keys[PREDICTED], low, '(' .. worker .. '\1', 'LIMIT', 0, most)
+  for _, member in ipairs(members) do
+    local id = string.sub(member, -ID_BYTES)
+    local packed, prediction = redis.call('HGET', keys[RESERVATIONS], id), get_prediction(keys, id)
+    local computing = packed and cmsgpack.unpack(packed)[R_PREFILLING] == 1
+    if prediction and prediction[P_MADE_US] <= then_us and not computing then
+      drop_prediction(keys, id, prediction)
+    end
+  end
+  if #members == most then
+    local place = most > 0 and members[most] or after
+    redis.call('ZADD', keys[DEADLINES], 0, 's' .. worker .. '\0' .. string.format('%016d', then_us) .. place)
+  end
+  return #members
+end
+
+-- Moves up to `most` workers whose sample is too old to the family of unknown loads. Returns how many.
+local function disbelieve_samples(keys, now, most)
+  local old = redis.call('ZRANGEBYSCORE', keys[SAMPLES], '-inf', string.format('%d', now - STALE_US), 'LIMIT', 0, most)
+  for _, worker in ipairs(old) do
+    local record = find_worker(keys, worker)
+    record[BELIEVED] = 0
+    put_worker(keys, worker, record)
+  end
+  return #old
+end
+
+-- Ends one thing that is over, and removes up to `most` reservations and predictions. Returns how many, and at least 1; `most`
+-- if there may be more of it.
+local function end_one(keys, member, most, now)
+  local kind, name, dropped = string.sub(member, 1, 1), string.sub(member, 2), 0
+  if kind == 'l' then
+    end_lease(keys, name)
+  elseif kind == 'o' then
+    for _, owned in ipairs(first_of(keys[OWNED], name, most)) do
+      drop_if_there(keys, string.sub(owned, -ID_BYTES), 'r', now)
+      dropped = dropped + 1
+    end
+  elseif kind == 'w' then
+    dropped = drop_former(keys, BOOKED, RESERVATIONS, R_GENERATION, name, 'r', most, now)
+    if dropped < most then
+      dropped = dropped + drop_former(keys, PREDICTED, PREDICTIONS, P_GENERATION, name, 'p', most - dropped, now)
+    end
+  elseif kind == 's' then
+    local worker, then_us, after = string.match(name, '^([^%z]+)%z(%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d)(.*)$')
+    redis.call('ZREM', keys[DEADLINES], member) -- what is left becomes another one
+    return math.max(1, drop_settled(keys, worker, tonumber(then_us), after, most, now))
+  else
+    drop_if_there(keys, name, kind, now)
+  end
+  if dropped < most then
+    redis.call('ZREM', keys[DEADLINES], member)
+  end
+  return math.max(1, dropped)
+end
+
+-- Ends what is over, up to SLICE reservations, predictions and samples of it. Returns 1 if there may be more, otherwise 0.
 local function purge(keys, now)
-  for _, member in ipairs(redis.call('ZRANGEBYSCORE', keys[DEADLINES], '-inf', string.format('%d', now))) do
-    local id = string.sub(member, 2)
-    if string.sub(member, 1, 1) == 'p' then
-      local prediction = get_prediction(keys, id)
-      if prediction then
-        drop_prediction(keys, id, prediction)
-      end
-    else
-      local packed = redis.call('HGET', keys[RESERVATIONS], id)
-      if packed then
-        drop_reservation(keys, id, cmsgpack.unpack(packed), false, now)
+  local left, last = SLICE, string.format('%d', now)
+  local over = redis.call('ZRANGEBYSCORE', keys[DEADLINES], '-inf', last, 'LIMIT', 0, SLICE)
+  while over[1] and left > 0 do
+    for i = 1, #over do
+      if left > 0 then
+        left = left - end_one(keys, over[i], left, now)
       end
     end
+    over = redis.call('ZRANGEBYSCORE', keys[DEADLINES], '-inf', last, 'LIMIT', 0, SLICE)
   end
-  local flat = redis.call('HGETALL', keys[ROUTERS])
-  for i = 1, #flat, 2 do
-    local router, lease_ends = flat[i], tonumber(flat[i + 1])
-    if lease_ends <= now then
-      drop_router(keys, router, now)
-    end
-  end
+  return (left <= 0 or disbelieve_samples(keys, now, left) == left) and 1 or 0
 end

@@ -1,6 +1,6 @@
 -- book: evaluates offers and reserves the cheapest, or the cheapest pair, in the same call; the router's lease is renewed.
 --
--- KEYS see _pool.lua
+-- KEYS see _layout.lua
 -- ARGV 1 id (16 bytes)
 --      2 router id
 --      3 us of the router's lease
@@ -8,41 +8,44 @@
 --      5 prompt tokens
 --      6 ask, see _evaluation.lua
 --      7 with a pair layout: id of the reservation on the worker that computes the prompt alone
--- returns cmsgpack, see evaluate in _evaluation.lua: the chosen offers are reserved; { 0 } if the booking was called off before
+-- returns cmsgpack, see evaluate in _choice.lua: the chosen offers are reserved; { 0 } if the booking was called off before,
+-- { -1 } if the ask's crowds have too few members, so that nothing is reserved
 
--- Updates the predictions that a reservation on this worker uses. If its events confirm nothing, they are remembered longer;
+-- Updates the predictions of this worker that a reservation uses. If its events confirm nothing, they are remembered longer;
 -- otherwise those that are confirmed are dropped.
 local function use_predictions(keys, worker, held_steps, matches, now)
   for _, match in ipairs(matches) do
     local id, prediction = match.id, match.prediction
-    if prediction[P_WORKER] == worker then
-      if prediction[P_CAPACITY] > 0 then
-        redis.call('ZREM', keys[PREDICTED], place(worker, prediction[P_USED_US], id))
-        prediction[P_USED_US] = now
-        prediction[P_ENDS_US] = math.max(prediction[P_ENDS_US], now + prediction[P_BELIEVED_US])
-        redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
-        put_prediction(keys, id, prediction)
-      elseif match.whole and held_steps >= match.steps then
-        drop_prediction(keys, id, prediction)
-      end
+    if prediction[P_CAPACITY] > 0 then
+      redis.call('ZREM', keys[PREDICTED], place(worker, prediction[P_USED_US], id))
+      prediction[P_USED_US] = now
+      prediction[P_ENDS_US] = math.max(prediction[P_ENDS_US], now + prediction[P_BELIEVED_US])
+      redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
+      put_prediction(keys, id, prediction)
+    elseif match.whole and held_steps >= match.steps then
+      drop_prediction(keys, id, prediction)
     end
   end
 end
 
 -- Predicts that the worker will hold the steps of a chain from number `first` on.
-local function predict(keys, id, worker, chain, first, ready_us, believed_us, capacity, now)
+local function predict(keys, id, worker, record, chain, first, ready_us, believed_us, capacity, now)
   local hashes = string.sub(chain, first * HASH_BYTES + 1)
-  put_prediction(keys, id, { worker, ready_us, now, ready_us + believed_us, believed_us, first, capacity, hashes })
+  put_prediction(
+    keys, id,
+    { worker, ready_us, now, ready_us + believed_us, believed_us, first, capacity, hashes, record[GENERATION], now }
+  )
   local anchor = string.sub(hashes, 1, HASH_BYTES)
   redis.call('HSET', keys[ANCHORS], anchor, (redis.call('HGET', keys[ANCHORS], anchor) or '') .. id)
   redis.call('ZADD', keys[PREDICTED], 0, place(worker, now, id))
-  local record = get_worker(keys, worker)
   record[STEPS] = record[STEPS] + #hashes / HASH_BYTES
-  put_worker(keys, worker, record)
-  while capacity > 0 and get_worker(keys, worker)[STEPS] > capacity do
-    local low, high = '[' .. worker .. '\0', '(' .. worker .. '\1'
-    local oldest = string.sub(redis.call('ZRANGEBYLEX', keys[PREDICTED], low, high, 'LIMIT', 0, 1)[1], -ID_BYTES)
+  local most = SLICE -- what is left is dropped by the next booking
+  while capacity > 0 and most > 0 and record[STEPS] > capacity do
+    put_worker(keys, worker, record)
+    local oldest = string.sub(first_of(keys[PREDICTED], worker, 1)[1], -ID_BYTES)
     drop_prediction(keys, oldest, get_prediction(keys, oldest))
+    local after = find_worker(keys, worker)
+    record[STEPS], record.packed, most = after[STEPS], after.packed, most - 1
   end
 end
 
@@ -63,57 +66,63 @@ local function start(keys, id, now)
   return true
 end
 
--- Reserves the number-th offer. `found`: what `evaluate` returns for a booking.
-local function reserve(keys, id, router, longest_us, input_tokens, ask, number, found, now)
-  local kinds, offers, at = ask.kinds, ask.offers, (number - 1) * OFFER_FIELDS
-  local worker, held, k = offers[at + OFFER_WORKER], offers[at + CACHED], offers[at + KIND] * KIND_FIELDS
-  local cached = found.used[number] or held
+-- Reserves the number-th offer. `state`: see `evaluate`.
+local function reserve(keys, id, owner, longest_us, input_tokens, state, number, now)
+  local ask, offers, at, worker = state.ask, state.rows[number], state.at[number], state.workers[number]
+  local kinds, held, k = ask.kinds, offers[at + CACHED], offers[at + KIND] * KIND_FIELDS
+  local cached = state.used[number] or held
 
-  local reservation = { worker, router, now, input_tokens - cached, input_tokens, 1 }
+  local record = get_worker(keys, worker)
+  local reservation = { worker, owner, now, input_tokens - cached, input_tokens, 1, record[GENERATION] }
   redis.call('HSET', keys[RESERVATIONS], id, cmsgpack.pack(reservation))
   redis.call('ZADD', keys[BOOKED], 0, place(worker, now, id))
+  redis.call('ZADD', keys[OWNED], 0, owner .. '\0' .. id)
   redis.call('ZADD', keys[DEADLINES], string.format('%d', now + longest_us), 'r' .. id)
-  local record = get_worker(keys, worker)
   count(record, reservation, 1)
-  put_worker(keys, worker, record)
 
   local chain = ask.chains[kinds[k + CHAIN]]
   if chain then
-    local held_steps, matches = offers[at + HELD_STEPS], found.matches[kinds[k + CHAIN]] or {}
-    local steps = held_steps
+    local held_steps, matches = offers[at + HELD_STEPS], state.matches[kinds[k + CHAIN]] or {}
+    local steps, mine = held_steps, {}
     for _, match in ipairs(matches) do
       if match.prediction[P_WORKER] == worker then
-        steps = math.max(steps, match.steps)
+        steps, mine[#mine + 1] = math.max(steps, match.steps), match
       end
     end
-    use_predictions(keys, worker, held_steps, matches, now)
+    if mine[1] then
+      put_worker(keys, worker, record)
+      use_predictions(keys, worker, held_steps, mine, now)
+      record = get_worker(keys, worker)
+    end
     if steps * HASH_BYTES < #chain.hashes then
       local work_us = offers[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, held))
-      local ready_us = now + math.ceil(found.backlog_us[number] + (found.wait_us[number] or 0) + math.max(0, work_us))
-      predict(keys, id, worker, chain.hashes, steps, ready_us, kinds[k + BELIEVED_US], kinds[k + CAPACITY], now)
+      local ready_us = now + math.ceil(state.backlog_us[number] + (state.wait_us[number] or 0) + math.max(0, work_us))
+      predict(keys, id, worker, record, chain.hashes, steps, ready_us, kinds[k + BELIEVED_US], kinds[k + CAPACITY], now)
     end
   end
+  put_worker(keys, worker, record)
 end
 
 register('kvatlas_pool_book', function(keys, args)
   local id, router, lease_us, longest_us = args[1], args[2], tonumber(args[3]), tonumber(args[4])
   local input_tokens, ask, prefill_id = tonumber(args[5]), unpack_ask(args[6]), args[7]
   local now = now_us()
+  local owner = renew_lease(keys, router, lease_us, now)
   purge(keys, now)
-  redis.call('HSET', keys[ROUTERS], router, string.format('%d', now + lease_us))
   local wanted = start(keys, id, now)
   if prefill_id then
     wanted = start(keys, prefill_id, now) and wanted
   end
-  if not wanted then
-    expire_without_workers(keys)
-    return cmsgpack.pack({ 0 })
-  end
-  local answer, found = evaluate(keys, ask, now)
-  reserve(keys, id, router, longest_us, input_tokens, ask, found.chosen, found, now)
-  if found.prefill > 0 then
-    reserve(keys, prefill_id, router, longest_us, input_tokens, ask, found.prefill, found, now)
+  local answer, state = { 0 }, nil
+  if wanted then
+    answer, state = evaluate(keys, ask, now)
+    if state then
+      reserve(keys, id, owner, longest_us, input_tokens, state, state.chosen, now)
+      if state.prefill > 0 then
+        reserve(keys, prefill_id, owner, longest_us, input_tokens, state, state.prefill, now)
+      end
+    end
   end
   expire_without_workers(keys)
-  return cmsgpack.pack(answer)
+  return cmsgpack.pack(answer or { -1 })
 end)

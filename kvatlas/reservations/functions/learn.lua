@@ -3,7 +3,7 @@
 -- learn: adds evidence to what is stored. Evidence of another form is replaced, that of workers that the pool does not have is
 -- dropped.
 --
--- KEYS see _pool.lua
+-- KEYS see _layout.lua
 -- ARGV 1 cmsgpack { form, { worker, requests, factor of older evidence, factor of older errors, sums }... }
 --      2 how many of the sums are errors: the first ones
 -- returns 0
@@ -31,7 +31,7 @@ end)
 
 -- learned: every worker's evidence.
 --
--- KEYS see _pool.lua
+-- KEYS see _layout.lua
 -- returns {worker, cmsgpack evidence...}
 register_read_only('kvatlas_pool_learned', function(keys)
   return redis.call('HGETALL', keys[RATES])

@@ -2,26 +2,24 @@
 
 -- beat: renews a router's lease.
 --
--- KEYS see _pool.lua
+-- KEYS see _layout.lua
 -- ARGV 1 router id
 --      2 us of the lease, from now on
 -- returns 1; 0 if there was no lease, or it was over and the reservations made under it are gone
 register('kvatlas_pool_beat', function(keys, args)
   local router, lease_us, now = args[1], tonumber(args[2]), now_us()
+  local _, lived = renew_lease(keys, router, lease_us, now)
   purge(keys, now)
-  local lived = redis.call('HEXISTS', keys[ROUTERS], router)
-  redis.call('HSET', keys[ROUTERS], router, string.format('%d', now + lease_us))
   expire_without_workers(keys)
-  return lived
+  return lived and 1 or 0
 end)
 
--- leave: ends a router's lease, and with it its reservations.
+-- leave: ends a router's lease, and with it its reservations. What is left is removed by the next calls, this one again too.
 --
--- KEYS see _pool.lua
+-- KEYS see _layout.lua
 -- ARGV 1 router id
--- returns 0
+-- returns 1 if there may be more to remove, otherwise 0
 register('kvatlas_pool_leave', function(keys, args)
-  local router = args[1]
-  drop_router(keys, router, now_us())
-  return 0
+  end_lease(keys, args[1])
+  return purge(keys, now_us())
 end)

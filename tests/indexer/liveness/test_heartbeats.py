@@ -4,17 +4,19 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgpack
 import pytest
 from nats.aio.client import Client
 
 from indexer.counters import IndexerCounters
 from indexer.liveness.failure_detector import LOST_AFTER_S, RETIRE_AFTER_S, FailureDetector
 from indexer.liveness.heartbeats import ADOPT_EVERY_S, DELETE_RECORD_AFTER_S, Heartbeats
-from indexer.ownership.owned_partitions import OwnedPartitions, WorkerState
+from indexer.ownership.owned_partitions import OwnedPartitions
+from indexer.ownership.owned_partitions import WorkerState as ForgettingState
 from indexer.repair.doubt import DoubtJudge
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.bus.wire import END_DIGEST, EVENTS
-from kvatlas.fleet.records import Liveness
+from kvatlas.fleet.records import FleetRecord, ForwardPassMetrics, Liveness, WorkerState
 from kvatlas.fleet.store import FleetStore, pool_workers_key
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.store.connection import Store
@@ -87,7 +89,7 @@ def forgotten() -> Forgotten:
 
 @asynccontextmanager
 async def replica_of_all(
-    nats_client: Client, fleet: FleetStore, *worker_states: WorkerState
+    nats_client: Client, fleet: FleetStore, *worker_states: ForgettingState
 ) -> AsyncIterator[ClockedHeartbeats]:
     """Heartbeats of a replica that owns every partition."""
     detector = FailureDetector()
@@ -99,6 +101,60 @@ async def replica_of_all(
 async def replica(nats_client: Client, fleet: FleetStore, forgotten: Forgotten) -> AsyncIterator[ClockedHeartbeats]:
     async with replica_of_all(nats_client, fleet, forgotten) as made:
         yield made
+
+
+async def test_a_heartbeat_with_impossible_values_is_refused_by_name(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = BusPublisher(nats_client, "w0"), BusPublisher(nats_client, "w1")
+    beat = heartbeat(bad).model_dump(mode="json")
+    load = {"id": "w1", "forward_pass": {"active_kv_blocks": (1 << 53) - 1}}
+    endpoint = {**beat["endpoint"], "block_size": (1 << 53) - 1}
+    for wrong in (
+        {**beat, "load": load, "endpoint": endpoint},
+        {**beat, "endpoint": {**beat["endpoint"], "id": "w0"}},
+        {**beat, "incarnation": (1 << 64) - 1},
+        {**beat, "load": {"id": "w0"}},
+        {**beat, "endpoint": {**beat["endpoint"], "labels": {str(i): "" for i in range(1_000)}}},
+    ):
+        before = replica.counters.heartbeats_bad
+        subscription = await replica.heartbeats.listen()
+        await nats_client.publish(alive_subject("w1"), msgpack.packb(wrong))
+        await until(lambda: replica.counters.heartbeats_bad > before, what="the heartbeat is refused")  # noqa: B023
+        await subscription.unsubscribe()
+    assert "invalid heartbeat on kvatlas.alive.w1: Heartbeat field endpoint.block_size is" in caplog.text
+    await replica.hear(nats_client, good)
+    await replica.heartbeats.tick()
+    assert set(await fleet.all()) == {"w0"}
+
+
+async def test_a_fleet_record_that_can_not_be_written_is_its_workers_alone(
+    replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore
+) -> None:
+    """No border lets such a record in; should one do so, the replica and the other workers go on."""
+    good, bad = heartbeat(BusPublisher(nats_client, "w0")), heartbeat(BusPublisher(nats_client, "w1"))
+    load = WorkerState.model_construct(id="w1", queued_prefill_tokens=1 << 70, forward_pass=ForwardPassMetrics())
+    for beat in (good, bad.model_copy(update={"load": load})):
+        replica.detector.hear(beat, replica.clock.now_s, 1)
+    await replica.heartbeats.tick()
+    assert set(await fleet.all()) == {"w0"} and replica.counters.records_bad == 1
+    await replica.heartbeats.tick()
+
+
+async def test_an_unreadable_fleet_record_hides_no_other_worker(
+    fleet: FleetStore, nats_client: Client, store: Store
+) -> None:
+    beat = heartbeat(BusPublisher(nats_client, "w0"))
+    record = FleetRecord(endpoint=beat.endpoint, state=beat.state, liveness=Liveness.ALIVE)
+    await fleet.load_functions()
+    await fleet.write({"w0": record})
+    refused: list[str] = []
+    reader = FleetStore(store, on_refused=lambda worker_id, _: refused.append(worker_id))
+    key = pool_workers_key(record.endpoint.pool_id)
+    for name, packed in ((b"w1", b"garbage"), (b"w2", record.pack()), (b"\xff", b"")):
+        await store.client.hset(key, name, packed)
+    assert set(await reader.all()) == {"w0"}
+    assert refused == ["w1", "w2", "\\xff"]
 
 
 async def test_a_silent_worker_is_lost_then_retired(

@@ -4,7 +4,7 @@ import pytest
 from indexer.partition.admission import Admission, PoisonMessage, PoisonReason
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import events_subject
-from kvatlas.bus.wire import MAX_MESSAGE_BYTES, MESSAGE_VERSION, SCOPES, TS_US, WORKER_ID, encode
+from kvatlas.bus.wire import INCARNATION, MAX_MESSAGE_BYTES, MESSAGE_VERSION, SCOPES, TS_US, WORKER_ID, encode
 from kvatlas.events import Message, ScopeUse, SnapshotBegin, SnapshotEnd, Stored
 from kvatlas.identity import Scope, partition_of
 
@@ -65,6 +65,23 @@ def test_a_scope_is_checked_again_when_its_names_change() -> None:
     raw[SCOPES][SCOPE.scope_id][0] = "other"
     with pytest.raises(PoisonMessage, match="scope id"):
         admission.admit(SUBJECT, msgpack.packb(raw))
+
+
+@pytest.mark.parametrize(("place", "value"), [(4, 16.0), (4, 1 << 32), (5, 100.0), (5, 5_000_000_000)])
+def test_a_number_that_only_equals_the_checked_one_is_poison(place: int, value: float) -> None:
+    """It would be packed into 32 bits for the store."""
+    admission = Admission(PARTITION, PARTITIONS)
+    admission.admit(SUBJECT, GOOD)
+    raw = msgpack.unpackb(GOOD, strict_map_key=False)
+    raw[SCOPES][SCOPE.scope_id][place] = value
+    with pytest.raises(PoisonMessage, match="block"):
+        admission.admit(SUBJECT, msgpack.packb(raw))
+
+
+def test_an_incarnation_that_no_publisher_could_go_above_is_poison() -> None:
+    raw = msgpack.unpackb(GOOD, strict_map_key=False)
+    raw[INCARNATION] = (1 << 64) - 1
+    assert reason_of(msgpack.packb(raw)) is PoisonReason.INCARNATION
 
 
 def test_a_message_on_another_workers_subject_is_poison() -> None:

@@ -47,6 +47,20 @@ def test_a_grant_ends_after_its_time() -> None:
     assert budget.answer(request("b", 100), GRANT_S).granted
 
 
+def test_a_worker_that_asks_for_ever_does_not_keep_the_others_waiting() -> None:
+    budget = GrantBudget(100)
+    assert budget.answer(request("greedy", 1 << 40), 0).granted and budget.outstanding_bytes == 100
+    waits = 0
+    for second in range(1, 60):
+        assert budget.answer(request("greedy", 1 << 40, incarnation=second), second).granted is (
+            second < GRANT_S or waits < 0
+        )
+        if budget.answer(request("b", 50), second).granted:
+            break
+        waits += 1
+    assert waits <= GRANT_S
+
+
 def test_asking_again_does_not_count_twice() -> None:
     budget = GrantBudget(100)
     budget.answer(request("a", 60), 0)

@@ -21,6 +21,7 @@ from kvatlas.bus.wire import (
     SEQ,
     TS_US,
     VERSION,
+    VERSION_WITH_MARKS,
     WORKER_ID,
     decode,
     decode_raw,
@@ -112,6 +113,15 @@ def _event(*event: Any) -> Callable[[list[Any]], None]:
     return _set(EVENTS, 0, to=list(event))
 
 
+def _marks(*event: Any) -> Callable[[list[Any]], None]:
+    """An event in a message of the version with marks."""
+
+    def change(message: list[Any]) -> None:
+        message[MESSAGE_VERSION], message[EVENTS] = VERSION_WITH_MARKS, [list(event)]
+
+    return change
+
+
 def _drop(index: int) -> Callable[[list[Any]], None]:
     def change(message: list[Any]) -> None:
         del message[index]
@@ -121,7 +131,8 @@ def _drop(index: int) -> Callable[[list[Any]], None]:
 
 HASHES = pack_hashes([1])
 WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
-    "newer version": (_set(MESSAGE_VERSION, to=2), "version 2; expected 1"),
+    "newer version": (_set(MESSAGE_VERSION, to=3), "version 3; expected 1 or 2"),
+    "a list of versions": (_set(MESSAGE_VERSION, to=[1]), "version"),
     "no version": (_set(MESSAGE_VERSION, to="1"), "version '1'"),
     "six fields": (_drop(EVENTS), "6 fields; expected 7"),
     "eight fields": (lambda message: message.append(0), "8 fields; expected 7"),
@@ -146,8 +157,8 @@ WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
     "stored too short": (_event(1, ID, 0, HASHES), "event 1 of 4 fields"),
     "stored too long": (_event(1, ID, 0, HASHES, None, 0, 0, 0), "event 1 of 8 fields"),
     "removed too long": (_event(2, ID, 0, HASHES, None), "event 2 of 5 fields"),
-    "cleared with a field": (_event(3, 0), "code 3"),
-    "begin with a field": (_event(4, 0), "code 4"),
+    "cleared with a field": (_event(3, 0), "event 3 of 2 fields"),
+    "begin with a field": (_event(4, 0), "event 4 of 2 fields"),
     "unknown scope": (_event(2, b"12345678", 0, HASHES), "does not describe"),
     "scope id too short": (_event(2, ID[:7], 0, HASHES), "does not describe"),
     "scope id text": (_event(2, "12345678", 0, HASHES), "does not describe"),
@@ -174,6 +185,20 @@ WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
     "checkpoint without a digest": (_event(7), "event 7 without a digest"),
     "checkpoint with a map": (_event(7, {}), "event 7 without a digest"),
     "checkpoint beyond 53 bits": (_event(7, [1 << 53, *DIGEST[1:]]), "event 7 whose digest"),
+    "digest of marks in version 1": (_event(7, [*DIGEST, 0, 0, 0, 0, 0, 0]), "event 7 without a digest of 15 integers"),
+    "digest with half of the marks": (_marks(7, [*DIGEST, 0, 0, 0]), "event 7 without a digest of 15 or 21"),
+    "code 11": (_marks(11), "code 11; expected 1 to 10"),
+    "begin that drops too many": (_marks(4, 256), "drops 256 blocks"),
+    "begin that drops text": (_marks(4, "1"), "drops '1' blocks"),
+    "begin that drops true": (_marks(4, True), "drops True blocks"),
+    "begin with two fields": (_marks(4, 0, 0), "event 4 of 3 fields"),
+    "marked too long": (_marks(8, ID, HASHES, 0), "event 8 of 4 fields"),
+    "marked in an unknown scope": (_marks(8, b"12345678", HASHES), "does not describe"),
+    "unmarked nothing": (_marks(9, ID, b""), "not packed"),
+    "marked hashes cut": (_marks(8, ID, HASHES[:7]), "not packed"),
+    "heads without bits": (_marks(10, ID, HASHES), "event 10 of 3 fields"),
+    "heads with bits of another length": (_marks(10, ID, HASHES, bytes(16)), "one for each hash"),
+    "heads with bits as a number": (_marks(10, ID, HASHES, 1), "one for each hash"),
 }
 
 
@@ -198,6 +223,16 @@ SCOPE_ENTRIES: dict[str, tuple[Any, str]] = {
     "too short": (["model", "tokenizer", None, "tenant"], "expected four names"),
     "block size 0": (["model", "tokenizer", "adapter", "tenant", 0, 0], "block size 0"),
     "block size text": (["model", "tokenizer", "adapter", "tenant", "16", 0], "block size '16'"),
+    "block size as a float": (["model", "tokenizer", "adapter", "tenant", 16.0, 0], r"block size 16\.0"),
+    "block size true": (["model", "tokenizer", "adapter", "tenant", True, 0], "block size True"),
+    "block size beyond 20 bits": (
+        ["model", "tokenizer", "adapter", "tenant", (1 << 20) + 1, 0],
+        "expected 1 to 1048576",
+    ),
+    "block bytes beyond 32 bits": (
+        ["model", "tokenizer", "adapter", "tenant", 16, 1 << 32],
+        "expected 0 to 4294967295",
+    ),
     "negative bytes": (["model", "tokenizer", "adapter", "tenant", 16, -1], "block bytes -1"),
     "empty model": (["", "tokenizer", "adapter", "tenant", 16, 0], "scope field model_id"),
     "no tenant": (["model", "tokenizer", "adapter", None, 16, 0], "scope field tenant_id"),
@@ -212,6 +247,13 @@ def test_the_error_names_what_is_wrong_with_a_scope_entry(name: str) -> None:
     message[SCOPES][ID] = entry
     with pytest.raises(WireError, match=text):
         decode(msgpack.packb(message))
+
+
+@pytest.mark.parametrize("code", [3, 4])
+def test_a_message_has_at_most_one_event_that_takes_a_holder(code: int) -> None:
+    assert len(decode(msgpack.packb(raw([code], STORED))).events) == 2
+    with pytest.raises(WireError, match=f"2 events with code {code}; expected at most one"):
+        decode_raw(msgpack.packb(raw([code], STORED, [code])))
 
 
 @pytest.mark.parametrize("event", [Checkpoint([0] * 14), SnapshotEnd(-1, DIGEST), Stored(ID, Tier.HBM, b"")])

@@ -1,14 +1,16 @@
 """The messages that a worker's publisher would send, for tests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
 from kvatlas.events import (
     Cleared,
+    Heads,
     IndexEvent,
+    Marked,
     Message,
     Removed,
     ScopeUse,
@@ -16,6 +18,7 @@ from kvatlas.events import (
     SnapshotChunk,
     SnapshotEnd,
     Stored,
+    Unmarked,
 )
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, ResidencyIndex
@@ -31,13 +34,24 @@ def split(packed: bytes) -> list[bytes]:
 
 
 class MessageSource:
-    """One worker's publisher, without a bus. `held`: what the worker holds by its messages."""
+    """One worker's publisher, without a bus. `held`: what the worker holds by its messages. With `dropped` marks count:
+    `marks` are those of its messages, and `places` says for each block that may be marked its head and its offset there."""
 
-    def __init__(self, worker_id: str, incarnation: int = 1) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: int = 1,
+        *,
+        dropped: int | None = None,
+        places: Mapping[bytes, tuple[bytes, int]] | None = None,
+    ) -> None:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.seq = -1
         self.held: Held = {}
+        self.dropped = dropped
+        self.places = places or {}
+        self.marks: set[tuple[Scope, bytes]] = set()
 
     def message(self, *events: IndexEvent, scopes: Sequence[Scope] = ()) -> wire.RawMessage:
         """The next message of the incarnation."""
@@ -53,8 +67,34 @@ class MessageSource:
             for (scope, key), tiers in self.held.items()
             for tier in sorted(tiers)
         ]
-        end = SnapshotEnd(len(chunks), self.digest().words)
-        return self.message(SnapshotBegin(), *chunks, end, scopes=[scope for scope, _ in self.held])
+        marks = [Marked(scope.scope_id, key) for scope, key in self.marks]
+        heads = [_heads(scope, key, bits) for (scope, key), bits in self.heads().items()]
+        end = SnapshotEnd(len(chunks), self.digest_words())
+        scopes = [scope for scope, _ in self.held]
+        return self.message(SnapshotBegin(self.dropped), *chunks, *marks, *heads, end, scopes=scopes)
+
+    def heads(self) -> dict[tuple[Scope, bytes], int]:
+        """The bits of each head."""
+        heads: dict[tuple[Scope, bytes], int] = {}
+        for scope, key in self.marks:
+            head, offset = self.places[key]
+            heads[scope, head] = heads.get((scope, head), 0) | 1 << offset
+        return heads
+
+    def mark(self, scope: Scope, keys: Sequence[bytes], *, unmark: bool = False) -> wire.RawMessage:
+        """Mark blocks, or unmark them."""
+        before = self.heads()
+        for key in keys:
+            (self.marks.discard if unmark else self.marks.add)((scope, key))
+        now = self.heads()
+        packed = b"".join(keys)
+        change = Unmarked(scope.scope_id, packed) if unmark else Marked(scope.scope_id, packed)
+        heads = [
+            _heads(scope, key, now.get((scope, key), 0))
+            for one, key in {**before, **now}
+            if one == scope and before.get((scope, key)) != now.get((scope, key))
+        ]
+        return self.message(change, *heads, scopes=[scope])
 
     def store(self, scope: Scope, hashes: bytes, tier: Tier = Tier.HBM, parent: bytes | None = None) -> wire.RawMessage:
         for key in split(hashes):
@@ -71,7 +111,19 @@ class MessageSource:
 
     def clear(self) -> wire.RawMessage:
         self.held.clear()
+        self.marks.clear()
         return self.message(Cleared())
+
+    def digest_words(self) -> list[int]:
+        """As a snapshot's end or a checkpoint has them."""
+        if self.dropped is None:
+            return self.digest().words
+        marks = MarkDigest()
+        for scope, key in self.marks:
+            marks.add_marks(scope.scope_id, key)
+        for (scope, key), bits in self.heads().items():
+            marks.add_head(scope.scope_id, key, bits)
+        return self.digest().words + marks.words
 
     def digest(self) -> Digest:
         digest = Digest()
@@ -79,6 +131,10 @@ class MessageSource:
             for tier in tiers:
                 digest.add(scope.scope_id, tier, key)
         return digest
+
+
+def _heads(scope: Scope, key: bytes, bits: int) -> Heads:
+    return Heads(scope.scope_id, key, bits.to_bytes(8, "big"))
 
 
 async def apply_messages(index: ResidencyIndex, *messages: wire.RawMessage) -> ApplyResult:

@@ -6,7 +6,8 @@ from kvatlas.blocks.digest import FLAG_WORDS, WORDS
 from kvatlas.blocks.tiers import TIER_MASK
 from kvatlas.bus import wire
 from kvatlas.index.apply_counts import ApplyCounts
-from kvatlas.index.holder_entries import MAX_HOLDER
+from kvatlas.index.holder_entries import MAX_HOLDER, NUMBER_BYTES
+from kvatlas.index.mark_lookup import HEAD_ENTRY_BYTES, SEGMENT
 from kvatlas.index.protocol import ApplyResult
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.index.redis.records import StoredRecord
@@ -35,6 +36,9 @@ def test_events_have_the_same_codes() -> None:
         "chunk": wire.CHUNK,
         "ending": wire.END,
         "checkpoint": wire.CHECKPOINT,
+        "marked": wire.MARKED,
+        "unmarked": wire.UNMARKED,
+        "heads": wire.HEADS,
     }
     assert numbers(INDEX_LIBRARY.source("_fold"), "CODE") == codes
 
@@ -48,10 +52,14 @@ def test_events_have_the_same_fields() -> None:
     assert (fold["STORED_LOW"], fold["STORED_HIGH"]) == (wire.FLAGS + 2, wire.FLAGS + 3)
     assert (fold["END_CHUNKS"], fold["END_DIGEST"]) == (wire.CHUNKS + 1, wire.END_DIGEST + 1)
     assert fold["CHECKPOINT_DIGEST"] == wire.CHECKPOINT_DIGEST + 1
+    assert fold["BEGIN_DROPPED"] == wire.DROPPED + 1
+    assert (fold["MARK_HASHES"], fold["HEAD_BITS"]) == (wire.MARK_HASHES + 1, wire.HEAD_BITS + 1)
 
 
 def test_masks_and_sizes_are_the_same() -> None:
     assert SLOT["TIER_MASK"] == TIER_MASK
+    marks = constants(INDEX_LIBRARY.source("_marks"))
+    assert (marks["SEGMENT"], marks["MARK"], marks["HEAD"]) == (SEGMENT, NUMBER_BYTES, HEAD_ENTRY_BYTES)
     assert SLOT["FLAG_MASK"] == 0xFF - TIER_MASK
     assert SLOT["MAX_HOLDER"] == MAX_HOLDER
     assert (SLOT["DIGEST_WORDS"], SLOT["ALL_WORDS"]) == (WORDS, WORDS + FLAG_WORDS)

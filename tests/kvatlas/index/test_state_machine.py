@@ -1,7 +1,8 @@
 """Memory and Redis index after the same messages: identical answers after every step.
 
 Workers publish prefix-closed residency of small trees in several scopes and tiers; in between come replays, zombies, gaps,
-wrong snapshots, clears, retirements and sweeps. Galloping is compared with a full walk in both after every step.
+wrong snapshots, clears, retirements and sweeps. Two of the workers have marks. Galloping, and the search for the deepest mark,
+are compared with a full walk in both after every step.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.bus import wire
 from kvatlas.events import Checkpoint
 from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.index.mark_lookup import SEGMENT
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.store.connection import Store, open_store
@@ -30,6 +32,9 @@ CHAINS = [TRUNK] + [
     for at in (3, 64, 70)
 ]
 WORKERS = ["w0", "w1", "w2"]
+DROPPED = {"w1": 0, "w2": 1}
+"""Of the workers with marks, how many blocks a position lies before its mark."""
+PLACES = {key: (keys[i // SEGMENT * SEGMENT], i % SEGMENT) for keys in map(split, CHAINS) for i, key in enumerate(keys)}
 TIERS = [Tier.HBM, Tier.CPU_DRAM]
 
 workers = st.sampled_from(WORKERS)
@@ -52,7 +57,7 @@ class Indexes(RuleBasedStateMachine):
         self.redis: RedisIndex = self.run(
             open_redis_index(self.opened, shards=self.shards, side_index=True, writer=True)
         )
-        self.sources = {worker: MessageSource(worker) for worker in WORKERS}
+        self.sources = {worker: MessageSource(worker, dropped=DROPPED.get(worker), places=PLACES) for worker in WORKERS}
         self.sent: dict[str, list[wire.RawMessage]] = {worker: [] for worker in WORKERS}
 
     def run(self, coroutine: Any) -> Any:
@@ -92,6 +97,8 @@ class Indexes(RuleBasedStateMachine):
             first = next((i for i, key in enumerate(keys) if key in gone), LENGTH)
             gone |= set(keys[first:])
         messages = []
+        if marked := [key for one, key in source.marks if one == scope and key in gone]:
+            messages.append(source.mark(scope, marked, unmark=True))
         for tier in TIERS:
             for other in CHAINS:
                 keys = [k for k in split(other) if k in gone and tier in source.held.get((scope, k), ())]
@@ -99,6 +106,24 @@ class Indexes(RuleBasedStateMachine):
                     messages.append(source.remove(scope, b"".join(reversed(keys)), tier))
         if messages:
             self.apply(worker, *messages)
+
+    @rule(
+        worker=st.sampled_from(sorted(DROPPED)),
+        scope=scopes,
+        chain=chains,
+        at=st.sets(depths, max_size=5),
+        on=st.booleans(),
+    )
+    def mark(self, worker: str, scope: Scope, chain: bytes, at: set[int], on: bool) -> None:
+        """Marks blocks that are held, or unmarks some."""
+        source, keys = self.sources[worker], split(chain)
+        held = self.depth(worker, scope, chain)
+        if on:
+            some = [keys[i - 1] for i in sorted(at) if i <= held and (scope, keys[i - 1]) not in source.marks]
+        else:
+            some = [key for one, key in source.marks if one == scope][: len(at)]
+        if some:
+            self.apply(worker, source.mark(scope, some, unmark=not on))
 
     @rule(worker=workers)
     def clear(self, worker: str) -> None:
@@ -126,8 +151,8 @@ class Indexes(RuleBasedStateMachine):
 
     @rule(worker=workers, right=st.booleans())
     def checkpoint(self, worker: str, right: bool) -> None:
-        words = self.sources[worker].digest().words
-        words[1] = words[1] if right else (words[1] + 1) % (1 << 32)
+        words = self.sources[worker].digest_words()
+        words[-1] = words[-1] if right else (words[-1] + 1) % (1 << 32)
         self.apply(worker, self.sources[worker].message(Checkpoint(words)))
 
     @rule(worker=workers)
@@ -168,6 +193,12 @@ class Indexes(RuleBasedStateMachine):
                 for part in (chain, chain[8 * 60 :]):
                     found = self.run(self.memory.overlap(scope, part)), self.run(self.redis.overlap(scope, part))
                     assert found[0].depths() == found[1].depths()
+                    assert found[0].reach() == found[1].reach()
+                behind = [
+                    self.run(index.overlap(scope, chain[8 * SEGMENT :], first_index=SEGMENT, limit=90)).reach()
+                    for index in (self.memory, self.redis)
+                ]
+                assert behind[0] == behind[1]
         for worker in WORKERS:
             records = [self.run(index.record(worker)) for index in (self.memory, self.redis)]
             assert records[0] == records[1]
@@ -177,8 +208,25 @@ class Indexes(RuleBasedStateMachine):
                 and not records[0].bad
                 and records[0].want <= (records[0].incarnation, records[0].seq)
             ):
-                assert self.run(self.memory.digest(worker)) == self.sources[worker].digest().words
+                assert self.run(self.memory.digest(worker)) == self.sources[worker].digest_words()
+                self.check_reach(worker)
         assert self.run(self.memory.length()) == self.run(self.redis.length())
+
+    def check_reach(self, worker: str) -> None:
+        """What a worker with marks can resume, by its messages."""
+        source = self.sources[worker]
+        for scope in SCOPES:
+            for chain in CHAINS:
+                reach = self.run(self.memory.overlap(scope, chain, limit=100)).reach()
+                held = self.depth(worker, scope, chain)
+                assert (worker in reach) == (source.dropped is not None and held > 0)
+                if worker in reach:
+                    positions = [
+                        i + 1 - (source.dropped or 0)
+                        for i, k in enumerate(split(chain)[:held])
+                        if (scope, k) in source.marks
+                    ]
+                    assert reach[worker] == max((at for at in positions if at <= 100), default=0)
 
     @rule(worker=workers)
     def compare_contents(self, worker: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvatlas.cost import Prices
-from kvatlas.reservations import Ask, Booking, Offer, OfferKind, Reservations, StepChain
+from kvatlas.reservations import Ask, Booking, Evaluation, Offer, OfferKind, Reservations, StepChain
 from kvatlas.reservations.evaluation import worth_us
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.connection import Store
@@ -30,12 +30,17 @@ class Clock:
         return self.now_us
 
     async def prepare(self) -> None:
-        """Functions that read this clock instead of the server's."""
-        real = POOL_LIBRARY.source("_clock")
-        settable = f"local function now_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
+        """Functions that read this clock instead of the server's, and crowds in the smallest steps."""
         code = POOL_LIBRARY.code
-        assert real in code
-        await self._store.load_functions(code.replace(real, settable))
+        for real, settable in {
+            POOL_LIBRARY.source(
+                "_clock"
+            ): f"local function now_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end",
+            "FIRST_READ, MOST_READ = 4, 512": "FIRST_READ, MOST_READ = 1, 2",
+        }.items():
+            assert real in code
+            code = code.replace(real, settable)
+        await self._store.load_functions(code)
         await self.pass_us(0)
 
     async def pass_us(self, us: int) -> None:
@@ -93,4 +98,19 @@ async def book(
     """The worker that was booked."""
     booking = Booking(id_of(number), router, input_tokens, asked, LEASE_US, LONGEST_US)
     found = await reservations.book(POOL, booking)
-    return None if found is None else asked.offers[found.chosen].worker_id
+    return None if found is None else found.worker_id
+
+
+def same_evaluation(real: Evaluation, model: Evaluation) -> bool:
+    """Do they agree, as far as `real` has read the members of crowds?"""
+    places = {offer.worker_id: i for i, offer in enumerate(model.offers)}
+
+    def place(i: int) -> int:
+        return i if real.offers[i] == model.offers[i] else places[real.offers[i].worker_id]
+
+    read = range(len(real.offers))
+    return (
+        (real.worker_id, real.prefill) == (model.worker_id, model.prefill)
+        and all(real.offers[i] == model.offers[place(i)] for i in read)
+        and all(real.by_offer[i] == model.by_offer[place(i)] for i in read)
+    )

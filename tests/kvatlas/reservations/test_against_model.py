@@ -1,6 +1,7 @@
 """The store's functions against the model in process: the same calls at the same times give the same answers."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,27 +10,46 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.cost import Load, Prices
+from kvatlas.cost import EngineProfile, Load, Plan, Prices
 from kvatlas.reservations import (
     Ask,
     Booking,
+    Crowd,
+    CrowdsUnknown,
+    Evaluation,
     LoadReport,
     MemoryReservations,
     Offer,
     Outcome,
     PairLayout,
     RedisReservations,
+    Reservations,
     StepChain,
     WorkerReport,
 )
+from kvatlas.reservations.likeness import RING
 from kvatlas.reservations.limits import Limit, Limits
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import open_store
-from tests.kvatlas.reservations.asks import LEASE_US, POOL, PRICES, SECOND_US, STEP_TOKENS, Clock, id_of, offer, steps
+from tests.kvatlas.reservations.asks import (
+    LEASE_US,
+    POOL,
+    PRICES,
+    SECOND_US,
+    STEP_TOKENS,
+    Clock,
+    id_of,
+    offer,
+    same_evaluation,
+    steps,
+)
 
-WORKERS = ["a", "b", "c-1", "c-12"]
+WORKERS = ["a", "b", "c-1", "c-12", "d", "e", "f"]
+LIKENESSES = [b"likeness", b"likenesT", b"likenesU"]
+"""Of workers of the first chain, of the second one, and of `c-12`, which has no events."""
 NUMBERS = range(12)
 CHAINS = [steps(*chain) for chain in [(), (1,), (1, 2, 3), (1, 2, 9, 9, 9), (1, 2, 3, 4, 5, 6), (7, 8), (7, 8, 8, 8)]]
+DEFAULT = EngineProfile().prices(Plan("w", 900, 128))
 OTHER = Prices(4.0, 1_500.0, 0.3, 0, 45.0, hit_us=5.0)
 
 numbers = st.sampled_from(NUMBERS)
@@ -59,7 +79,40 @@ def asks(draw: st.DrawFn) -> Ask:
             )
         )
     again_factor, limits = draw(st.sampled_from([0.0, 2.5, 16.0])), draw(st.none() | limits_of(len(offers)))
-    return Ask(offers, chains, again_factor, 5 * SECOND_US, limits)
+    return Ask(offers, chains, again_factor, limits)
+
+
+@st.composite
+def crowd_asks(draw: st.DrawFn) -> Ask:
+    """As above, but most workers are not named."""
+    asked = draw(asks())
+    offers = asked.offers[: draw(st.integers(0, 2))]
+    crowds = []
+    for number in draw(st.lists(st.integers(0, 2), min_size=1, unique=True)):
+        chain = draw(st.sampled_from([None, min(number, 1)]))
+        made = offer(
+            "",
+            input_tokens=900,
+            chain=chain,
+            held_steps=draw(st.integers(0, 1)) if chain is not None and asked.chains[chain].hashes else 0,
+            prices=draw(st.sampled_from([PRICES, OTHER, DEFAULT])),
+            lost_tokens=draw(st.sampled_from([0, 16])),
+            capacity_steps=6 if number == 2 else 0,
+            extra_us=draw(st.sampled_from([0.0, 30_000.0])),
+        )
+        crowds.append(Crowd(LIKENESSES[number], made, draw(st.sampled_from([0.0, 900_000.0]))))
+    limits = asked.limits
+    if limits is not None:
+        limits = replace(limits, of_offers=limits.of_offers[: len(offers)], crowds_have_room=draw(st.booleans()))
+    return replace(
+        asked,
+        offers=offers,
+        limits=limits,
+        crowds=crowds,
+        skipped=draw(st.lists(workers, max_size=2, unique=True)),
+        least_members=draw(st.sampled_from([0, 0, 0, 3])),
+        ring=draw(st.sampled_from([0, 1 << 31, RING - 1])),
+    )
 
 
 def limits_of(count: int) -> st.SearchStrategy[Limits]:
@@ -101,7 +154,7 @@ def pair_asks(draw: st.DrawFn) -> Ask:
     transfers = draw(st.lists(moved, min_size=len(decodes), max_size=len(decodes)))
     offers = [*(whole(id) for id in prefills), *apart, *(whole(id) for id in both)]
     pairing = PairLayout(len(prefills), len(decodes), groups, transfers)
-    return Ask(offers, chains, 2.5, 5 * SECOND_US, draw(st.none() | limits_of(len(offers))), pairing)
+    return Ask(offers, chains, 2.5, draw(st.none() | limits_of(len(offers))), pairing)
 
 
 class Both(RuleBasedStateMachine):
@@ -125,10 +178,24 @@ class Both(RuleBasedStateMachine):
         self.runner.close()
 
     def same(self, call: str, *args: Any) -> None:
-        real, model = (self.run(getattr(store, call)(POOL, *args)) for store in self.stores)
-        assert real == model, call
+        real, model = (self.answer(store, call, *args) for store in self.stores)
+        if isinstance(real, Evaluation) and isinstance(model, Evaluation):
+            assert same_evaluation(real, model), (call, real, list(real.by_offer), model)
+        else:
+            assert real == model, call
 
-    @rule(number=numbers, asked=asks(), router=st.sampled_from(["r1", "r2"]), longest_s=st.sampled_from([8, 600]))
+    def answer(self, store: Reservations, call: str, *args: Any) -> Any:
+        try:
+            return self.run(getattr(store, call)(POOL, *args))
+        except CrowdsUnknown:
+            return CrowdsUnknown
+
+    @rule(
+        number=numbers,
+        asked=asks() | crowd_asks(),
+        router=st.sampled_from(["r1", "r2"]),
+        longest_s=st.sampled_from([8, 600]),
+    )
     def book(self, number: int, asked: Ask, router: str, longest_s: int) -> None:
         self.same("book", Booking(id_of(number), router, 900, asked, LEASE_US, longest_s * SECOND_US))
 
@@ -138,7 +205,7 @@ class Both(RuleBasedStateMachine):
             booking = Booking(id_of(number), "r1", 900, asked, LEASE_US, 600 * SECOND_US, id_of(prefill))
             self.same("book", booking)
 
-    @rule(asked=asks() | pair_asks())
+    @rule(asked=asks() | crowd_asks() | pair_asks())
     def evaluate(self, asked: Ask) -> None:
         self.same("evaluate", asked)
 
@@ -165,10 +232,23 @@ class Both(RuleBasedStateMachine):
         age_us=st.integers(0, 2 * SECOND_US),
         covers=st.booleans(),
         sampled=st.booleans(),
+        routable=st.sampled_from([True, True, True, False]),
+        limit=st.builds(Limit, st.sampled_from([0, 1, 5]), st.sampled_from([0, 5_000, 60_000])),
     )
-    def report(self, worker: str, incarnation: int, load: Load, age_us: int, covers: bool, sampled: bool) -> None:
+    def report(
+        self,
+        worker: str,
+        incarnation: int,
+        load: Load,
+        age_us: int,
+        covers: bool,
+        sampled: bool,
+        routable: bool,
+        limit: Limit,
+    ) -> None:
         sample = LoadReport(load, age_us, covers) if sampled else None
-        self.same("report", {worker: WorkerReport(incarnation, sample)})
+        likeness = LIKENESSES[2 if worker == "c-12" else WORKERS.index(worker) % 2] if routable else b""
+        self.same("report", {worker: WorkerReport(incarnation, sample, likeness, limit)})
 
     @rule(worker=workers)
     def forget(self, worker: str) -> None:
@@ -194,12 +274,15 @@ class Both(RuleBasedStateMachine):
         self.run(self.stores[0].renew_lease(POOL, "r3", LEASE_US))
         sizes = {}
         for key in pool_keys(POOL):
-            command = "zcard" if key.endswith((":booked", ":predicted", ":deadlines")) else "hlen"
-            sizes[key.rpartition(":")[2]] = self.run(getattr(self.store.client, command)(key))
+            name = key.rpartition(":")[2].partition(".")[0]
+            ordered = name in ("booked", "owned", "predicted", "deadlines", "samples") or name.startswith("order_")
+            sizes[name] = self.run(getattr(self.store.client, "zcard" if ordered else "hlen")(key))
         assert sizes["predictions"] == sizes["predicted"]
         assert bool(sizes["anchors"]) == bool(sizes["predictions"])
-        assert sizes["booked"] <= sizes["reservations"]
-        assert sizes["deadlines"] == sizes["reservations"] + sizes["predictions"]
+        assert sizes["booked"] == sizes["owned"] <= sizes["reservations"]
+        assert sizes["deadlines"] == sizes["reservations"] + sizes["predictions"] + sizes["routers"]
+        assert len({sizes[name] for name in sizes if name.startswith("order_")}) == 1
+        assert sizes["samples"] <= sizes["order_kv"] <= sizes["load"]
         steps_of = [self.stores[1].predicted_steps(POOL, worker) for worker in WORKERS]
         assert bool(sum(steps_of)) == bool(sizes["predictions"])
         assert steps_of[3] <= 6

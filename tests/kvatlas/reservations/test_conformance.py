@@ -160,18 +160,32 @@ async def test_a_clock_that_goes_back_does_not_freeze_loads(reservations: Reserv
     assert await load(reservations, "a") == Load(2, 1_020, 0, 1_000)
 
 
-async def test_reservations_end_with_their_workers_incarnation(reservations: Reservations) -> None:
-    chain = steps(*range(4))
-    await report(reservations, incarnation=5, a=None, b=None)
-    await book(reservations, 1, ask([offer("a", chain=0)], chain))
-    await book(reservations, 2, ask([offer("b", chain=0)], chain))
+async def test_bookings_outlive_their_workers_incarnation_and_settled_predictions_do_not(
+    reservations: Reservations,
+) -> None:
+    settled, computing = steps(*range(4)), steps(*range(10, 14))
     await report(reservations, incarnation=5, a=None)
-    assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
-    await report(reservations, incarnation=6, a=None)
-    found = await reservations.evaluate(POOL, ask([offer("a", chain=0), offer("b", chain=0)], chain, 0.0))
-    assert [one.load for one in found.by_offer] == [Load(), Load(1, 1_000, 0, 1_000)]
-    assert [bool(one.predicted_tokens) for one in found.by_offer] == [False, True]
-    assert not await reservations.release(POOL, id_of(1), Outcome.FINISHED)
+    await book(reservations, 1, ask([offer("a", chain=0)], settled))
+    await reservations.record_first_token(POOL, id_of(1))
+    await book(reservations, 2, ask([offer("a", chain=0)], computing))
+    for incarnation in (5, 1 << 60):
+        await report(reservations, incarnation=incarnation, a=None)
+        assert await load(reservations, "a") == Load(2, 1_000, 0, 2_000)
+    for chain, predicted in ((settled, False), (computing, True)):
+        found = await reservations.evaluate(POOL, ask([offer("a", chain=0)], chain, 0.0))
+        assert bool(found.by_offer[0].predicted_tokens) is predicted
+    assert await reservations.release(POOL, id_of(1), Outcome.FINISHED)
+
+
+async def test_a_report_of_a_lower_incarnation_changes_nothing(reservations: Reservations) -> None:
+    chain = steps(*range(4))
+    newer = 10_000_000_000_000_000_001  # as a double equal to the one before
+    await report(reservations, incarnation=newer, a=Load(3))
+    await book(reservations, 1, ask([offer("a", chain=0)], chain))
+    for lower in (newer - 1, 9_999_999_999_999_999_999):
+        await report(reservations, incarnation=lower, age_us=None, a=Load(9))
+        found = (await reservations.evaluate(POOL, ask([offer("a", chain=0)], chain, 0.0))).by_offer[0]
+        assert found.load == Load(4, 1_000, 0, 1_000) and found.predicted_tokens
 
 
 async def test_a_forgotten_worker_has_nothing(reservations: Reservations) -> None:

@@ -7,15 +7,15 @@ from kvatlas.reservations.protocol import ID_BYTES
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from tests.kvatlas.lua_text import constants, words
 
-POOL = constants(POOL_LIBRARY.source("_pool"))
+POOL = constants(POOL_LIBRARY.source("_layout"))
 
 
 def test_outcomes_of_reservations_have_the_same_names() -> None:
-    assert words(POOL_LIBRARY.source("_pool"), "OUTCOME") == [outcome.value for outcome in Outcome]
+    assert words(POOL_LIBRARY.source("_layout"), "OUTCOME") == [outcome.value for outcome in Outcome]
 
 
 def test_keys_are_in_the_same_order() -> None:
-    names = [key.rpartition(":")[2] for key in pool_keys("p")]
+    names = [key.rpartition(":")[2].partition(".")[0] for key in pool_keys("p")]
     assert [POOL[name.upper()] for name in names] == list(range(1, len(names) + 1))
 
 

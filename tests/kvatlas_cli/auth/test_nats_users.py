@@ -10,7 +10,7 @@ import trustme
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
-from kvatlas.bus.subjects import ALL_ALIVE, alive_subject, control_subject, events_subject, grant_subject
+from kvatlas.bus.subjects import ALL_ALIVE, ALL_GRANTS, alive_subject, control_subject, events_subject, grant_subject
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.errors import AccessDenied, InvalidValue
 from kvatlas.fleet.identities import Identities, Identity, parse_identities
@@ -104,7 +104,7 @@ async def test_indexer_auditor_and_publisher_may_send_each_other_requests(server
         assert answer["stream"] == "KVATLAS_EVENTS"
         assert (await stream_info(auditor)).last_seq >= 1
         alive = await indexer.subscribe(ALL_ALIVE)
-        grants = await indexer.subscribe("kvatlas.grant.*")
+        grants = await indexer.subscribe(ALL_GRANTS)
         control = await publisher.subscribe(control_subject("w"))
         for client in (indexer, publisher):
             await client.flush(5)
@@ -113,7 +113,7 @@ async def test_indexer_auditor_and_publisher_may_send_each_other_requests(server
         for asker, subject, answers in (
             (indexer, control_subject("w"), control),
             (auditor, control_subject("w"), control),
-            (publisher, grant_subject(3), grants),
+            (publisher, grant_subject("w", PARTITIONS), grants),
         ):
             inbox = asker.new_inbox()
             replies = await asker.subscribe(inbox)

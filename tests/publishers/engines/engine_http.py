@@ -1,7 +1,7 @@
 """An engine's HTTP side: a real server whose pages a test sets."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -31,7 +31,8 @@ def engine_http() -> Iterator[EngineHttp]:
             status, body = served.pages.get(self.path, (404, ""))
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(body.encode())
+            with suppress(ConnectionError):  # whoever asked has had enough
+                self.wfile.write(body.encode())
 
         def log_message(self, *_: Any) -> None: ...
 

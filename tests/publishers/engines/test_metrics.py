@@ -1,10 +1,42 @@
+from contextlib import suppress
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
-from publishers.engines.metrics import LoadContext, read_metrics
+from publishers.engines.metrics import _VLLM, LoadContext, read_metrics
 
 VLLM = LoadContext("w", EngineKind.VLLM, block_bytes=1 << 20, locality_domain="rack1")
+
+IMPOSSIBLE = [
+    "vllm:num_requests_running +Inf",
+    "vllm:num_requests_waiting 1e300",
+    "vllm:num_requests_waiting -1",
+    "process_start_time_seconds Inf",
+    'vllm:cache_config_info{num_gpu_blocks="99999999999999999999"} 1',
+    'vllm:cache_config_info{num_gpu_blocks="9007199254740991"} 1',
+    'vllm:cache_config_info{num_gpu_blocks="4294967295"} 1',
+    f'vllm:cache_config_info{{block_size="{"9" * 5_000}"}} 1',
+    "vllm:num_requests_waiting 9007199254740991\nvllm:prompt_tokens_total 9e15\nvllm:request_success_total 1",
+    "vllm:num_requests_running 1\n" * 20_000,
+]
+
+
+@pytest.mark.parametrize("page", IMPOSSIBLE, ids=lambda page: page[:60])
+def test_a_number_that_no_engine_means_is_refused_in_one_line(page: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read_metrics(page, LoadContext("w", EngineKind.VLLM, block_bytes=(1 << 32) - 1), 1)
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+@given(st.sampled_from(sorted(_VLLM.all)), st.floats() | st.integers(), st.text(max_size=30))
+def test_a_page_is_read_or_refused(name: str, value: float, label: str) -> None:
+    page = f'{name}{{num_gpu_blocks="{label}",block_size="{value}"}} {value}\n'
+    with suppress(InvalidValue):
+        read_metrics(page, VLLM, 1).load.pack()
+
 
 VLLM_PAGE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

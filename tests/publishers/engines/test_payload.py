@@ -5,6 +5,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import EngineEventError
 from kvatlas.events import EngineCleared, EngineRemoved, EngineStored
@@ -80,14 +81,27 @@ def test_an_array_event_of_vllm_0_23_has_all_its_fields() -> None:
             1,
         ]
     )
-    expected = EngineStored([1, 2], 9, [1, 2, 3, 4], 2, Tier.CPU_DRAM, 3, "lora-a", None, [None, [["img", -4]]], False)
+    expected = EngineStored(
+        [1, 2],
+        9,
+        [1, 2, 3, 4],
+        2,
+        Tier.CPU_DRAM,
+        3,
+        "lora-a",
+        None,
+        [None, [["img", -4]]],
+        AttentionKind.SLIDING_WINDOW,
+        128,
+        offloaded=True,
+    )
     assert event == expected
     assert only(["BlockRemoved", [1], "CPU", 3, "LOCAL", "own", "more"]) == EngineRemoved([1], Tier.CPU_DRAM, 3)
 
 
 def test_a_map_event_leaves_defaults_out_and_may_have_more_fields() -> None:
-    event = only(stored(session_id="s", lookahead_token_ids=[5], ownership="x"))
-    assert event == EngineStored([1, 2], None, [1, 2, 3, 4], 2)
+    event = only(stored(session_id="s", lookahead_token_ids=[[5]], ownership="x"))
+    assert event == EngineStored([1, 2], None, [1, 2, 3, 4], 2, lookahead_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -103,26 +117,32 @@ def test_hashes_are_taken_as_they_come(kind: EngineKind, names: list[Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("spec_kind", "group", "indexable"),
+    ("spec_kind", "group", "kind"),
     [
-        ("full_attention", 1, True),
-        ("mla_attention", 0, True),
-        ("sink_full_attention", 2, True),
-        ("sliding_window", 0, False),
-        ("sliding_window_mla", 1, False),
-        ("mamba", 0, False),
-        ("chunked_local_attention", 0, False),
-        ("encoder_only_attention", 0, False),
-        ("cross_attention", 0, False),
-        ("unknown", 0, False),
-        (None, 0, True),
-        (None, None, True),
-        (None, 1, False),
+        ("full_attention", 1, AttentionKind.FULL),
+        ("mla_attention", 0, AttentionKind.MLA),
+        ("sink_full_attention", 2, AttentionKind.SINK),
+        ("sliding_window", 0, AttentionKind.SLIDING_WINDOW),
+        ("sliding_window_mla", 1, AttentionKind.SLIDING_WINDOW_MLA),
+        ("mamba", 0, AttentionKind.MAMBA),
+        ("chunked_local_attention", 0, AttentionKind.CHUNKED_LOCAL),
+        ("encoder_only_attention", 0, AttentionKind.OTHER),
+        ("cross_attention", 0, AttentionKind.OTHER),
+        ("unknown", 0, AttentionKind.OTHER),
+        (None, 0, None),
+        (None, None, None),
     ],
 )
-def test_only_full_attention_groups_are_indexable(spec_kind: str | None, group: int | None, indexable: bool) -> None:
-    event = only(stored(group_idx=group, kv_cache_spec_kind=spec_kind))
-    assert event.indexable is indexable and event.group == (group or 0)
+def test_an_event_tells_its_groups_kind(spec_kind: str | None, group: int | None, kind: AttentionKind | None) -> None:
+    event = only(stored(group_idx=group, kv_cache_spec_kind=spec_kind, kv_cache_spec_sliding_window=128))
+    assert (event.kind, event.window_tokens, event.group) == (kind, 128, group or 0)
+
+
+def test_an_event_tells_how_far_a_hash_looks_ahead() -> None:
+    assert only(stored(lookahead_token_ids=[[5], []])).lookahead_tokens == 1
+    assert only(stored(lookahead_token_ids=None)).lookahead_tokens == 0
+    decoded = batch(stored(lookahead_token_ids=5), stored(kv_cache_spec_sliding_window="wide"))
+    assert ["lookahead_token_ids 5" in decoded.skipped[0], "sliding_window 'wide'" in decoded.skipped[1]] == [True] * 2
 
 
 @pytest.mark.parametrize(

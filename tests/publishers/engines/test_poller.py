@@ -1,5 +1,6 @@
 """The poller against a real HTTP server."""
 
+import json
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,7 +9,7 @@ from kvatlas.fleet.records import EngineKind, EngineState
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
 from publishers.engines.metrics import LoadContext
-from publishers.engines.poller import FAILURES_TO_DOWN, EnginePoller
+from publishers.engines.poller import FAILURES_TO_DOWN, POLLS_A_LISTING, EnginePoller
 from tests.publishers.engines.engine_http import EngineHttp, engine_http
 
 pytestmark = pytest.mark.anyio
@@ -64,6 +65,23 @@ async def test_a_sleeping_engine_is_asleep(engine: EngineHttp) -> None:
     assert poller.state is EngineState.ASLEEP
 
 
+async def test_an_adapter_with_another_root_has_moved(engine: EngineHttp) -> None:
+    moved: list[str] = []
+    context = LoadContext("w", EngineKind.VLLM)
+    poller = EnginePoller(engine.url, context, PublisherCounters(), Diagnoses("w"), on_adapter_moved=moved.append)
+    engine.pages = {"/health": (200, ""), "/metrics": (200, "")}
+    for root in ("/a", "/a", None, "/b", "/b"):
+        cards: list[dict[str, object]] = [{"id": "m", "root": "/m", "parent": None}]
+        cards += [{"id": "lora", "root": root, "parent": "m"}, {"id": 5, "root": 5, "parent": "m"}] if root else []
+        engine.pages["/v1/models"] = (200, json.dumps({"data": cards}))
+        for _ in range(POLLS_A_LISTING):
+            await poller.poll_once()
+    engine.pages["/v1/models"] = (200, "[5]")
+    for _ in range(POLLS_A_LISTING):
+        await poller.poll_once()
+    assert moved == ["lora"]
+
+
 async def test_another_process_start_time_is_a_restart(engine: EngineHttp) -> None:
     restarts: list[float | None] = []
     poller = make_poller(engine, on_restart=lambda: restarts.append(poller.process_start_s))
@@ -79,6 +97,18 @@ async def test_an_engine_without_a_metrics_page_is_up(engine: EngineHttp) -> Non
     await poller.poll_once()
     assert poller.state is EngineState.UP
     assert poller.load is None
+
+
+@pytest.mark.parametrize("page", ["vllm:num_requests_running +Inf\n", "#" * (9 << 20)], ids=["infinite", "9 MiB"])
+async def test_an_impossible_metrics_page_is_counted_and_polling_goes_on(engine: EngineHttp, page: str) -> None:
+    engine.pages = {"/health": (200, ""), "/metrics": (200, page)}
+    counters = PublisherCounters()
+    poller = EnginePoller(engine.url, LoadContext("w", EngineKind.VLLM), counters, Diagnoses("w"))
+    await poller.poll_once()
+    assert counters.load_failures == 1 and poller.load is None
+    engine.pages["/metrics"] = (200, "vllm:num_requests_running 3\n")
+    await poller.poll_once()
+    assert poller.load is not None and poller.state is EngineState.UP
 
 
 async def test_a_broken_metrics_page_is_counted_and_the_engine_is_up(engine: EngineHttp) -> None:

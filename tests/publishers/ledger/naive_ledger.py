@@ -1,13 +1,15 @@
 """What a ledger must announce, computed from scratch each time: the reference for its tests.
 
 Slow and plain: reference counts, unlimited lineages, closure over everything. And `FoldedIndex`, which folds index events as
-an index would, and refuses any that changes nothing or leaves a residency that is not prefix-closed.
+an index would, and refuses any that changes nothing, or leaves a residency that is not prefix-closed or marks that are not
+held.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import (
@@ -16,13 +18,18 @@ from kvatlas.events import (
     EngineHash,
     EngineRemoved,
     EngineStored,
+    Heads,
     IndexEvent,
+    Marked,
     Removed,
     SnapshotChunk,
     Stored,
+    Unmarked,
 )
 from kvatlas.identity import Scope
+from publishers.ledger.marks import SEGMENT
 from publishers.ledger.resolver import with_root_salt
+from tests.publishers.naive_reuse import Group, allows
 
 Key = tuple[bytes, bytes]
 """(scope id, packed sequence hash)"""
@@ -36,15 +43,25 @@ class NaiveLedger:
     chains: dict[EngineHash, tuple[bytes, list[bytes]]] = field(
         default_factory=dict
     )  # scope id, hashes from the root on
+    parents: dict[EngineHash, EngineHash | None] = field(default_factory=dict)
     unresolved: list[EngineStored] = field(default_factory=list)
-    indexable: dict[tuple[Tier, int], bool] = field(default_factory=dict)
+    kinds: dict[int, tuple[AttentionKind, int | None]] = field(default_factory=dict)
+    named: set[tuple[Tier, int]] = field(default_factory=set)
+
+    def is_full(self, group: int) -> bool:
+        if not self.kinds:
+            return group == 0
+        return group in self.kinds and self.kinds[group][0] is AttentionKind.FULL
 
     def fold(self, batch: EngineBatch) -> None:
         for event in batch.events:
+            if isinstance(event, EngineStored) and event.kind is not None:
+                self.kinds[event.group] = event.kind, event.window_tokens
+        for event in batch.events:
             if isinstance(event, EngineStored):
-                self.indexable.setdefault((event.tier, event.group), event.indexable)
+                self.named.add((event.tier, event.group))
                 self.counts.update((name, event.tier, event.group) for name in event.hashes)
-                if event.indexable and event.token_ids:
+                if self.is_full(event.group) and event.token_ids:
                     self.unresolved.append(event)
                     before = 0
                     while before != len(self.unresolved):  # a child may be announced before its parent
@@ -74,19 +91,29 @@ class NaiveLedger:
         for i, name in enumerate(event.hashes):
             above = [*above, packed[8 * i : 8 * i + 8]]
             self.chains[name] = (scope_id, above)
+            self.parents.setdefault(name, event.hashes[i - 1] if i else event.parent)
         return True
 
     def resident(self) -> set[tuple[Tier, int, EngineHash]]:
         return {(tier, group, name) for (name, tier, group), count in self.counts.items() if count}
+
+    def is_reachable(self, name: EngineHash) -> bool:
+        """Is the hash held in some tier, and every hash that leads to it?"""
+        groups = {tier: [g for (t, g) in self.named if t is tier and self.is_full(g)] for tier in Tier}
+        held = any(groups[tier] and all(self.counts[name, tier, group] for group in groups[tier]) for tier in Tier)
+        parent = self.parents[name]
+        return held and (parent is None or self.is_reachable(parent))
 
     def usable(self) -> dict[Key, set[Tier]]:
         """Every block that is held with all its ancestors, with the tiers it is held in, thinned."""
         held: dict[Key, set[Tier]] = {}
         path: dict[Key, list[bytes]] = {}
         for name, (scope_id, chain) in self.chains.items():
+            if not self.is_reachable(name):
+                continue
             key = (scope_id, chain[-1])
             for tier in Tier:
-                groups = [group for (t, group), indexable in self.indexable.items() if t is tier and indexable]
+                groups = [group for (t, group) in self.named if t is tier and self.is_full(group)]
                 if groups and all(self.counts[name, tier, group] for group in groups):
                     held.setdefault(key, set()).add(tier)
                     path[key] = chain
@@ -95,6 +122,35 @@ class NaiveLedger:
             for key, tiers in held.items()
             if len(path[key]) % self.granularity == 0 and all((key[0], above) in held for above in path[key])
         }
+
+    def marks(self) -> set[Key]:
+        """The usable blocks at which a prompt can be resumed; without groups besides full attention, none."""
+        groups = {
+            index: Group(str(kind), window, self.block_size, chunk=2 * self.block_size)
+            for index, (kind, window) in self.kinds.items()
+            if kind is not AttentionKind.FULL
+        }
+        if not groups or len(groups) == len(self.kinds):
+            return set()
+        held: dict[int, set[Key]] = {index: set() for index in groups}
+        path: dict[Key, list[bytes]] = {}
+        for name, (scope_id, chain) in self.chains.items():
+            path[scope_id, chain[-1]] = chain
+            parent = self.parents[name]
+            if parent is not None and not self.is_reachable(parent):
+                continue  # the engine looks for the block under another hash
+            for index in groups:
+                if any(self.counts[name, tier, index] for tier in Tier):
+                    held[index].add((scope_id, chain[-1]))
+        marked = set()
+        for key in self.usable():
+            keys = [(key[0], above) for above in path[key]]
+            if all(
+                allows(group, len(keys), self.block_size, [one in held[index] for one in keys].__getitem__)
+                for index, group in groups.items()
+            ):
+                marked.add(key)
+        return marked
 
 
 @dataclass
@@ -105,6 +161,37 @@ class FoldedIndex:
     held: dict[Key, set[Tier]] = field(default_factory=dict)
     before: dict[Key, bytes | None] = field(default_factory=dict)
     index_of: dict[Key, int] = field(default_factory=dict)
+    marks: set[Key] = field(default_factory=set)
+    heads: dict[Key, int] = field(default_factory=dict)
+
+    def check_heads(self) -> None:
+        """Each head has a bit for each mark of its segment, and no other."""
+        expected: dict[Key, int] = {}
+        for scope_id, block in self.marks:
+            index = self.index_of[scope_id, block]
+            head = block
+            for _ in range(index % SEGMENT):
+                above = self.before[scope_id, head]
+                assert above is not None
+                head = above
+            expected[scope_id, head] = expected.get((scope_id, head), 0) | 1 << index % SEGMENT
+        assert self.heads == expected
+
+    def take_marks(self, event: Marked | Unmarked | Heads) -> None:
+        """A change of marks, in a snapshot too."""
+        keys = [(event.scope_id, event.hashes[at : at + 8]) for at in range(0, len(event.hashes), 8)]
+        if isinstance(event, Marked):
+            assert self.marks.isdisjoint(keys) and set(keys) <= self.held.keys(), f"{event} marks what is not held"
+            self.marks.update(keys)
+        elif isinstance(event, Unmarked):
+            assert self.marks.issuperset(keys), f"{event} unmarks what is not marked"
+            self.marks.difference_update(keys)
+        else:
+            for i, key in enumerate(keys):
+                bits = int.from_bytes(event.bits[8 * i : 8 * i + 8], "big")
+                assert self.heads.pop(key, 0) != bits, f"{event} changes nothing"
+                if bits:
+                    self.heads[key] = bits
 
     def fold(self, events: Sequence[IndexEvent]) -> None:
         """One batch's events. Checked after every single hash, because a batch may be cut into messages anywhere."""
@@ -114,11 +201,15 @@ class FoldedIndex:
             if isinstance(event, Cleared):
                 assert i == 0 and self.held, "cleared is the first event, and changes something"
                 self.held.clear()
+                self.marks.clear()
+                self.heads.clear()
                 began_with = set()
             elif isinstance(event, Stored):
                 changes += [(key, True) for key in self._stored(event)]
             elif isinstance(event, Removed):
                 changes += [(key, False) for key in self._removed(event)]
+            elif isinstance(event, (Marked, Unmarked, Heads)):
+                self.take_marks(event)
             else:
                 raise AssertionError(f"{event} from a fold")
         phases = []
@@ -151,6 +242,7 @@ class FoldedIndex:
         keys = [(event.scope_id, event.hashes[at : at + 8]) for at in range(0, len(event.hashes), 8)]
         for key in keys:
             assert event.tier in self.held.get(key, ()), f"{event} removes what is not held"
+            assert key not in self.marks or len(self.held[key]) > 1, f"{event} removes what is marked"
             self.held[key].discard(event.tier)
             if not self.held[key]:
                 del self.held[key]

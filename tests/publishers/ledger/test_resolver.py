@@ -101,7 +101,7 @@ def test_tokens_that_are_not_a_full_block_each_are_legal_only_for_other_groups()
     one = ledger(block_size=2)
     assert fold(one, store([1, 2], token_ids=[5, 6])) == []
     assert one.counters.unindexable == 2
-    fold(one, store([1, 2], token_ids=[5, 6], group=1, indexable=False))
+    fold(one, store([1, 2], token_ids=[5, 6], group=1))
     assert one.counters.unindexable == 2 and len(set(one.resident())) == 4
 
 

@@ -84,7 +84,10 @@ async def test_every_way_out_of_the_block_ends_the_reservation(reservations: Res
                 scope.cancel()
                 await anyio.sleep(60)
             await (choice.finish() if leave == "finish" else choice.fail())
-            assert await booked(other) == {"a": Load()}
+            await until(nothing_left, what="the reservation is released before the block is left")
+
+    async def nothing_left() -> bool:
+        return await booked(other) == {"a": Load()}
 
     async with router:
         with anyio.CancelScope() as scope:
@@ -93,9 +96,6 @@ async def test_every_way_out_of_the_block_ends_the_reservation(reservations: Res
                     await request()
             else:
                 await request()
-
-        async def nothing_left() -> bool:
-            return await booked(other) == {"a": Load()}
 
         await until(nothing_left, what="the reservation is released")
 
@@ -255,18 +255,19 @@ async def test_leases_are_renewed_while_the_client_is_entered(store: Store, valk
     reservations = RedisReservations(store)
     async with RouterClient.open(valkey_url, settings, wait=False) as router:
         await router.book(short(1))
-        lease = f"kva:{{pool:{SCOPE.pool_id}}}:routers"
-        first = int(await store.client.hget(lease, "r"))
+        deadlines = f"kva:{{pool:{SCOPE.pool_id}}}:deadlines.2"
+        first = await store.client.zscore(deadlines, "lr")
 
         async def renewed() -> bool:
             await reservations.renew_lease(SCOPE.pool_id, "other", 60_000_000)  # would end what is over
-            return int(await store.client.hget(lease, "r")) > first + 600_000
+            return bool(await store.client.zscore(deadlines, "lr") > first + 600_000)
 
         await until(renewed, what="the lease is renewed again and again")
         assert router.counters.lapsed == 0
         assert await booked(router) == {"a": Load(1, 100, 0, 100)}
-    assert await store.client.hgetall(lease) != {}
-    assert await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations") == 0
+    assert await store.client.zscore(deadlines, "lother") is not None
+    assert await store.client.zscore(deadlines, "lr") is None
+    assert await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations.2") == 0
 
 
 async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_back() -> None:
@@ -284,7 +285,7 @@ async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_b
                     server.resume()
 
                 async def released() -> bool:
-                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
+                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked.2")) == 0
 
                 await until(released, what="the release is repeated")
 
@@ -298,22 +299,24 @@ async def _booked_in_store(router: RouterClient) -> Choice:
         await choice.fail()
 
 
-async def test_bookings_end_with_the_engines_life(store: Store, valkey_url: str) -> None:
+async def test_bookings_outlive_a_snapshot_and_late_reports_change_nothing(store: Store, valkey_url: str) -> None:
     index = await open_redis_index(store, writer=True)
     fleet = FleetStore(store)
 
-    def life(number: int) -> dict[str, FleetRecord]:
+    def told(number: int) -> dict[str, FleetRecord]:
         return {"a": worker("a").model_copy(update={"incarnation": number})}
 
-    await fleet.write(life(1))
+    await fleet.write(told(5))
     router = RouterClient(index, fleet, SETTINGS, reservations=RedisReservations(store))
     choice = await router.book(Prompt.of_tokens(SCOPE, LONG))
-    await fleet.write(life(1))
+    await fleet.write(told(5))
     assert (await booked(router))["a"].running_decodes == 1
-    await fleet.write(life(2))
-    assert await booked(router) == {"a": Load()}
-    assert not (await router.rank(Prompt.of_tokens(SCOPE, LONG))).results[0].predicted_tokens
+    for incarnation in (6, 4):
+        await fleet.write(told(incarnation))
+        assert (await booked(router))["a"].running_decodes == 1
+        assert (await router.rank(Prompt.of_tokens(SCOPE, LONG))).results[0].predicted_tokens
     await choice.finish()
+    assert await booked(router) == {"a": Load()}
 
 
 async def test_the_worked_example_of_the_documentation() -> None:

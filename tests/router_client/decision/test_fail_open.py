@@ -44,13 +44,15 @@ class BreakableIndex:
         self.broken: str | None = None
         self.asked = 0
 
-    async def overlap(self, scope: Scope, hashes: bytes, *, verify: bool = False) -> Overlap:
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
         self.asked += 1
         if self.broken == "slow":
             await asyncio.Event().wait()
         if self.broken == "away":
             raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
-        return await self.index.overlap(scope, hashes, verify=verify)
+        return await self.index.overlap(scope, hashes, first_index=first_index, limit=limit, verify=verify)
 
 
 class BreakableFleet(StaticFleet):
@@ -173,7 +175,7 @@ async def test_a_store_that_hangs_delays_no_choice(server: ValkeyProcess) -> Non
         async with connected_store(server.url, wait=False) as reader:
 
             async def nothing_booked() -> bool:
-                key = f"kva:{{pool:{SCOPE.pool_id}}}:booked"
+                key = f"kva:{{pool:{SCOPE.pool_id}}}:booked.2"
                 return int(await reader.client.zcard(key)) == 0
 
             await until(nothing_booked, what="bookings made in spite of the time-out are called off")

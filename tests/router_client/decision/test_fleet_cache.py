@@ -2,11 +2,18 @@
 
 import pytest
 
+from kvatlas.cost import EngineProfile
 from kvatlas.identity import Scope
 from router_client.decision.fleet_cache import EMPTY_GRACE_S, FleetCache, LastKnownRecords
 from tests.router_client.pools import SCOPE, CountingFleet, pool, worker
 
 pytestmark = pytest.mark.anyio
+
+PROFILE = EngineProfile()
+
+
+async def profile(pool_id: str) -> EngineProfile:
+    return PROFILE
 
 
 async def test_records_are_read_again_after_200_ms() -> None:
@@ -18,6 +25,19 @@ async def test_records_are_read_again_after_200_ms() -> None:
         assert fleet.readings == readings
     assert (await cached.read_pool(Scope("other", "t").pool_id)).candidates == ()
     assert fleet.readings == 4
+
+
+async def test_what_is_worked_out_of_records_is_kept_until_one_changes() -> None:
+    records, now = pool(worker("w1"), worker("w2")), [100.0]
+    cached = FleetCache(CountingFleet(records), clock=lambda: now[0], profile=profile)
+    first = await cached.read_pool(SCOPE.pool_id)
+    now[0] += 1
+    second = await cached.read_pool(SCOPE.pool_id)
+    assert second is not first and second.candidates is first.candidates
+    records["w2"] = worker("w2", load={"running_decodes": 7})
+    now[0] += 1
+    third = await cached.read_pool(SCOPE.pool_id)
+    assert [candidate.load.running_decodes for candidate in third.candidates] == [7, 7]  # w1 counts with the mean
 
 
 def test_an_empty_read_does_not_replace_the_records_at_once() -> None:

@@ -326,7 +326,7 @@ async def test_a_store_that_hangs_delays_no_pair() -> None:
                 await until(by_cost, what="a pair by cost again")
 
                 async def nothing_booked() -> bool:
-                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked")) == 0
+                    return int(await store.client.zcard(f"kva:{{pool:{SCOPE.pool_id}}}:booked.2")) == 0
 
                 await until(nothing_booked, what="bookings made in spite of the time-out are called off")
 

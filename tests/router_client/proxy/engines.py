@@ -75,7 +75,15 @@ async def running_fleet(store: Store, workers: Mapping[str, Mapping[str, Any]]) 
 @asynccontextmanager
 async def running_proxy(redis_url: str, **changed: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client to a proxy that answers."""
-    given = {"redis_url": redis_url, "port": 0, "wait": False, "decision_deadline_ms": 5_000, **changed}
+    given = {
+        "redis_url": redis_url,
+        "port": 0,
+        "wait": False,
+        "decision_deadline_ms": 5_000,
+        "drain_s": 0,
+        "grace_s": 1,
+        **changed,
+    }
     settings = ProxySettings.load(**given)
     urls: list[str] = []
     up = anyio.Event()

@@ -1,4 +1,4 @@
-"""An engine that answers with given bytes and hangs up: what no well-behaved one does."""
+"""An engine that answers each POST with given bytes and hangs up: what no well-behaved one does."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,6 +27,8 @@ async def raw_engine(answer: bytes) -> AsyncIterator[RawEngine]:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            if not head.startswith("POST "):
+                return  # it lists no models
             engine.heads.append(head)
             length = next(
                 int(line.partition(":")[2]) for line in head.splitlines() if line.lower().startswith("content-length")
@@ -41,3 +43,28 @@ async def raw_engine(answer: bytes) -> AsyncIterator[RawEngine]:
     engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
         yield engine
+
+
+@asynccontextmanager
+async def silent_engine(first: bytes) -> AsyncIterator[RawEngine]:
+    """It sends each POST these bytes and then nothing, keeps every connection open, and answers nothing else."""
+    engine, over = RawEngine(), asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            if head.startswith("POST "):
+                engine.heads.append(head)
+                writer.write(first)
+                await writer.drain()
+            await over.wait()
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the proxy gave up
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        yield engine
+        over.set()

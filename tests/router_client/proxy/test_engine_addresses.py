@@ -8,7 +8,7 @@ import pytest
 from kvatlas.addresses import AddressList, check_origin, parse_ip
 from kvatlas.errors import InvalidValue
 from kvatlas.store.connection import Store
-from router_client.proxy.engine_addresses import AddressPolicy, CheckedTransport
+from router_client.upstream.engine_addresses import AddressPolicy, CheckedTransport
 from tests.router_client.proxy.engines import MODEL, record, running_fleet, running_proxy
 from tests.router_client.proxy.raw_engine import raw_engine
 

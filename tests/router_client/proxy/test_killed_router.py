@@ -25,7 +25,17 @@ SLOW = {"speed_up": 1, "decode_step_us": 50_000}
 async def test_a_killed_router_frees_its_bookings(store: Store, valkey_url: str) -> None:
     _, load, reservations, *_ = pool_keys(pool_id(MODEL, MODEL))
     async with running_fleet(store, {"w1": SLOW}) as fleet:
-        words = ["router", "--redis-url", valkey_url, "--port", "0", "--tokenizer", "none"]
+        words = [
+            "router",
+            "--redis-url",
+            valkey_url,
+            "--port",
+            "0",
+            "--tokenizer",
+            "none",
+            "--decision-deadline-ms",
+            "5000",
+        ]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=child_environment()
         )

@@ -71,7 +71,7 @@ async def test_timings_that_are_not_times_are_an_error(store: Store, valkey_url:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
         id = (await client.post("/v1/route", json={"token_ids": [1] * 64})).json()["id"]
         answer = await client.post("/v1/done", json={"id": id, "timings": timings})
-        assert answer.status_code == 400 and "timings" in answer.json()["error"]
+        assert answer.status_code == 400 and "timings" in answer.json()["error"]["message"]
 
 
 async def test_learning_can_be_switched_off(store: Store, valkey_url: str) -> None:

@@ -1,11 +1,13 @@
 """Engines that hang up: before the first byte nothing is lost, after it the client gets an error event."""
 
+import json
+
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvatlas.store.connection import Store
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
-from tests.router_client.proxy.raw_engine import HEAD, chunk, raw_engine
+from tests.router_client.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine
 from tests.router_client.proxy.test_proxy import PROMPT, decision, status
 
 pytestmark = pytest.mark.anyio
@@ -51,6 +53,43 @@ async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Stor
         assert answer.headers["x-engine"] == "raw"
         assert answer.text.startswith(EVENT.decode() + 'data: {"error": ') and "in mid-answer" in answer.text
         assert (await status(client))["proxy"]["broken"] == 1
+
+
+async def test_an_engine_that_dies_in_the_middle_of_an_event_leaves_no_half_event(
+    store: Store, valkey_url: str
+) -> None:
+    async with (
+        raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
+        running_fleet(store, {}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.report("w1", rude.url)
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
+        answer = await client.post("/v1/completions", json=body)
+        events = [json.loads(event.removeprefix("data: ")) for event in answer.text.strip().split("\n\n")]
+        assert [event.keys() for event in events] == [{"choices"}, {"error"}]
+
+
+@pytest.mark.parametrize("first", [b"", HEAD + chunk(EVENT)], ids=["before the first byte", "in mid-answer"])
+async def test_an_engine_that_hangs_is_noticed(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    monkeypatch.setattr("router_client.proxy.service.PATIENCE_S", 0.1)
+    monkeypatch.setattr("router_client.upstream.engine_watch.PROBE_S", 0.1)
+    async with (
+        silent_engine(first) as silent,
+        running_fleet(store, {"w2": {}}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.report("w1", silent.url)
+        await fleet.holds("w1", PROMPT)
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True, "max_tokens": 2}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200 and len(silent.heads) == 1
+        if first:
+            assert "the engine hangs in mid-answer" in answer.text
+        else:
+            assert decision(answer)[0] == "w2" and answer.text.endswith("data: [DONE]\n\n")
 
 
 async def test_the_callers_trace_continues_to_the_engine_through_the_proxys_span(

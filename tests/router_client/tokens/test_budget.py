@@ -56,6 +56,22 @@ async def test_token_ids_that_are_given_need_no_tokenizer() -> None:
         await budgeted.token_ids(TextRequest.parse(Api.COMPLETIONS, b'{"prompt": [-1]}'))
 
 
+async def test_more_prompts_than_the_tokenizer_takes_at_once_wait_for_their_turn() -> None:
+    running = most = 0
+
+    async def count_calls(request: TextRequest) -> Sequence[int]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return letters(request)
+
+    budgeted = BudgetedTokenizer(AwaitedTokenizer(count_calls), TokenizerBudget(deadline_ms=20_000, most_pending=4))
+    found = await asyncio.gather(*(budgeted.token_ids(REQUEST) for _ in range(200)))
+    assert len(found) == 200 and (budgeted.counters.tokenized, budgeted.counters.busy, most) == (200, 0, 4)
+
+
 async def test_late_tokens_are_not_waited_for_and_too_many_pending_prompts_are_refused() -> None:
     may_end = threading.Event()
 

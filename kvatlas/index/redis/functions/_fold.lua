@@ -4,10 +4,13 @@
 -- self: one worker of the call: {c = the call, see apply.lua; worker = id; record; uses = {scope id -> 8 bytes for touched}}
 -- event: as on the bus (kvatlas/bus/wire.py); those with hashes are followed by the two sums of these
 
-local CODE = { stored = 1, removed = 2, cleared = 3, begin = 4, chunk = 5, ending = 6, checkpoint = 7 }
+local CODE = {
+  stored = 1, removed = 2, cleared = 3, begin = 4, chunk = 5, ending = 6, checkpoint = 7, marked = 8, unmarked = 9, heads = 10,
+}
 local EVENT_CODE, EVENT_SCOPE, EVENT_TIER, EVENT_HASHES, EVENT_PARENT, EVENT_FLAGS = 1, 2, 3, 4, 5, 7
 local STORED_LOW, STORED_HIGH, REMOVED_LOW, REMOVED_HIGH = 8, 9, 5, 6
 local END_CHUNKS, END_DIGEST, CHECKPOINT_DIGEST = 2, 3, 2
+local BEGIN_DROPPED, MARK_HASHES, HEAD_BITS = 2, 3, 4
 
 -- Carries out what is queued, of all workers.
 local function flush(c)
@@ -95,9 +98,16 @@ local function link_blocks(self, event)
   end
 end
 
-local function same_digest(a, b)
+-- Is this the digest of what the holder has, of its marks too if it is a marked one?
+local function is_digest_of(c, holder, expected)
+  local digest, marks = digest_for(c, holder), marks_for(c, holder)
   for i = 1, DIGEST_WORDS do
-    if a[i] ~= b[i] then
+    if digest[i] ~= expected[i] then
+      return false
+    end
+  end
+  for i = DIGEST_WORDS + 1, math.max(#expected, marks and DIGEST_WORDS + #marks.words or 0) do
+    if not marks or marks.words[i - DIGEST_WORDS] ~= expected[i] then
       return false
     end
   end
@@ -171,12 +181,17 @@ act[CODE.cleared] = function(self)
   if record[LOADING] ~= '' then
     slot, state = LOADING, LOADING_STATE
   end
+  local marks = record[slot] ~= '' and marks_for(self.c, record[slot])
   retire_holder(k, record[slot], self.worker)
   record[slot] = allocate(k, state, self.worker, self.c.reuse_ms) or ''
-  return record[slot] ~= '' or close_without_room(self)
+  if record[slot] == '' then
+    return close_without_room(self)
+  end
+  self.c.marks[record[slot]] = marks and new_marks(marks.dropped)
+  return true
 end
 
-act[CODE.begin] = function(self)
+act[CODE.begin] = function(self, event)
   local record, k = self.record, self.c.k
   if self.seq ~= 0 then -- only the first message of an incarnation begins a snapshot
     close(self)
@@ -185,7 +200,11 @@ act[CODE.begin] = function(self)
   retire_holder(k, record[LOADING], self.worker)
   record[LOADING] = allocate(k, LOADING_STATE, self.worker, self.c.reuse_ms) or ''
   record[CHUNKS] = 0
-  return record[LOADING] ~= '' or close_without_room(self)
+  if record[LOADING] == '' then
+    return close_without_room(self)
+  end
+  self.c.marks[record[LOADING]] = event[BEGIN_DROPPED] and new_marks(event[BEGIN_DROPPED]) or false
+  return true
 end
 
 act[CODE.ending] = function(self, event)
@@ -195,7 +214,7 @@ act[CODE.ending] = function(self, event)
     close(self)
     return false
   end
-  if record[CHUNKS] ~= event[END_CHUNKS] or not same_digest(digest_for(self.c, record[LOADING]), event[END_DIGEST]) then
+  if record[CHUNKS] ~= event[END_CHUNKS] or not is_digest_of(self.c, record[LOADING], event[END_DIGEST]) then
     -- the last incarnation's blocks go on answering until the next snapshot is complete
     self.c.count.failed_checks = self.c.count.failed_checks + 1
     retire_holder(k, record[LOADING], self.worker)
@@ -211,11 +230,49 @@ end
 act[CODE.checkpoint] = function(self, event)
   flush(self.c)
   local holder = changing_holder(self.record)
-  if holder == '' or not same_digest(digest_for(self.c, holder), event[CHECKPOINT_DIGEST]) then
+  if holder == '' or not is_digest_of(self.c, holder, event[CHECKPOINT_DIGEST]) then
     self.c.count.failed_checks = self.c.count.failed_checks + 1
     self.record[BAD] = 1
   end
   return true
+end
+
+-- Carries out an event of marks. change: what it does, with the scope's marks, the scope, the holder and its marks
+local function change_marks_of(self, event, change)
+  local holder = changing_holder(self.record)
+  local marks = holder ~= '' and marks_for(self.c, holder)
+  if not marks then -- residency says all of this worker, or nothing is known of it
+    close(self)
+    return false
+  end
+  local scope = self.c.scopes[event[EVENT_SCOPE]]
+  touch(self, holder, event[EVENT_SCOPE])
+  change(scope.marks, scope, holder, marks)
+  return true
+end
+
+act[CODE.marked] = function(self, event)
+  if self.c.oom then
+    return close_without_room(self)
+  end
+  return change_marks_of(self, event, function(key, scope, holder, marks)
+    change_marks(key, scope, holder, marks, event[MARK_HASHES], true)
+  end)
+end
+
+act[CODE.unmarked] = function(self, event)
+  return change_marks_of(self, event, function(key, scope, holder, marks)
+    change_marks(key, scope, holder, marks, event[MARK_HASHES], false)
+  end)
+end
+
+act[CODE.heads] = function(self, event)
+  if self.c.oom then
+    return close_without_room(self)
+  end
+  return change_marks_of(self, event, function(key, scope, holder, marks)
+    change_heads(key, scope, holder, marks, event[MARK_HASHES], event[HEAD_BITS])
+  end)
 end
 
 -- The fence: applies consecutive messages (first to last seq, joined: see apply_call.py), or a part of one, if they are the

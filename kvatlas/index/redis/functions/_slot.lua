@@ -6,6 +6,9 @@
 --   active              HASH  3-byte number -> worker id, of the active holders
 --   retired             SET   3-byte numbers of the retired holders
 --   free                LIST  3-byte number and freed ms of numbers to use again, first freed first
+--   marked              HASH  3-byte number -> dropped (a byte), cmsgpack digest of marks; of the holders with marks
+--   marks:<scope id>    HASH  8-byte sequence hash of a marked block -> 3-byte numbers, sorted; 9 bytes, sequence hash of a head
+--                             and 'h' -> entries of 11 bytes, sorted by holder: number, 64 bits (big-endian, offset 0 lowest)
 --   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat; then by flag, if its
 --                             blocks ever had flags besides the tiers
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
@@ -30,6 +33,7 @@ local FLAG_MASK = 224
 local DIGEST_WORDS, ALL_WORDS = 15, 24 -- of the tiers; with those of the flags
 local CHUNK = 3500 -- unpack fails from 8,000 values up; HSET takes two a block
 local TWO32 = 4294967296
+local SCOPE_COST = 4 -- of a scope in a sweep's budget
 
 local INCARNATION, SEQ, ACTIVE, LOADING, BAD, CLOSED, OOM = 1, 2, 3, 4, 5, 6, 7 -- the fields of a record
 local WANT_INCARNATION, WANT_SEQ, CHUNKS, PARTITION = 8, 9, 10, 11

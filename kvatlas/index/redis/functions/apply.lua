@@ -11,8 +11,10 @@
 --      8 partitions
 --      9 meta
 --      10 steps
---      11... blocks of each scope, in the argument's order; then, with the side index, children and parents of each
--- ARGV 1 msgpack {reuse ms, most that blocks may cost, {scope...}, {position...}, {worker...}}, packed by kvatlas/index/redis/apply_call.py
+--      11... blocks of each scope, in the argument's order; with the side index children and parents of each; marked; marks
+--         of each scope that has any in this call
+-- ARGV 1 msgpack {reuse ms, most that blocks may cost, {scope...}, {position...}, {worker...}, {number of a scope with
+--        marks...}}, packed by kvatlas/index/redis/apply_call.py
 --        scope: {scope id, 1 if two events may have a block in common, otherwise 0, blocks, some packed hashes of them}
 --        position: {partition, stream creation us, stream seq before the batch, stream seq after it}
 --        worker: {worker id, partition, {scope id -> block size, block bytes (2 x u32 BE)}, {group...}}
@@ -79,8 +81,8 @@ local function advance(key, batches)
 end
 
 -- Returns the scopes of a call, by id: see change_blocks for what a scope is.
-local function scopes_of(keys, used)
-  local scopes, sided = {}, #keys > SHARD_KEYS + #used
+local function scopes_of(keys, used, with_marks)
+  local scopes, sided = {}, #keys > SHARD_KEYS + #used + 1 + #with_marks
   for i = 1, #used do
     local scope_id, in_order = unpack(used[i])
     local mix_low, mix_high = mix_of(scope_id)
@@ -90,6 +92,10 @@ local function scopes_of(keys, used)
       side = sided and { children = keys[behind - 1], parents = keys[behind] } or nil,
     }
   end
+  for i, number in ipairs(with_marks) do
+    local scope_id = unpack(used[number])
+    scopes[scope_id].marks = keys[#keys - #with_marks + i]
+  end
   return scopes
 end
 
@@ -98,7 +104,8 @@ local function apply(keys, args, oom)
     workers = keys[1], holders = keys[2], active = keys[3], retired = keys[4], free = keys[5], digests = keys[6],
     touched = keys[7], partitions = keys[8], meta = keys[9], steps = keys[10],
   }
-  local reuse_ms, most_cost, used, batches, all_workers = unpack(cmsgpack.unpack(args[1]))
+  local reuse_ms, most_cost, used, batches, all_workers, with_marks = unpack(cmsgpack.unpack(args[1]))
+  k.marked = keys[#keys - #with_marks]
   local weights, cost = weigh(keys, used)
   if cost > most_cost then
     return cmsgpack.pack({ weights })
@@ -135,8 +142,8 @@ local function apply(keys, args, oom)
   end
   -- stored digests and touched scopes are of holders that go on; those that begin in this call have nothing yet
   local c = {
-    k = k, scopes = scopes_of(keys, used), reuse_ms = reuse_ms, oom = oom, count = count, digests = {}, newly_touched = {},
-    stored_digests = read_fields(k.digests, holders), touched = read_fields(k.touched, holders),
+    k = k, scopes = scopes_of(keys, used, with_marks), reuse_ms = reuse_ms, oom = oom, count = count, digests = {}, marks = {},
+    newly_touched = {}, stored_digests = read_fields(k.digests, holders), touched = read_fields(k.touched, holders),
   }
   for _, self in ipairs(workers) do
     self.c = c
@@ -170,6 +177,11 @@ local function apply(keys, args, oom)
   write_fields(k.workers, records)
   write_fields(k.digests, digests)
   write_fields(k.touched, touched)
+  for holder, marks in pairs(c.marks) do
+    if marks and marks.changed then
+      redis.call('HSET', k.marked, holder, pack_marks(marks))
+    end
+  end
   local counts = {}
   for i, name in ipairs(COUNTS) do
     counts[i] = count[name]

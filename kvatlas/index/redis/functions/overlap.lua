@@ -100,19 +100,27 @@ local function walk(blocks, packed, count)
   return starts, values, count
 end
 
--- overlap: runs of equal holders values along a chain, up to the first block without a holder.
+-- overlap: runs of equal holders values along a chain, up to the first block without a holder; and how far the marked holders
+-- among them can resume it.
 --
 -- KEYS 1 blocks of the scope
 --      2 meta
+--      3 marked
+--      4 marks of the scope
 -- ARGV 1 packed hashes
 --      2 stride (0: read every block)
--- returns {version of the active holders (see active.lua), {value...}, {run length...}}
+--      3 index of the first hash in its chain, a multiple of SEGMENT
+--      4 the highest position to be resumed at, in blocks from the chain's start
+--      5 '', or the cursor of the answer before, for the rest of the marked holders
+-- returns {version of the active holders (see active.lua), {value...}, {run length...}, reach, cursor}
+--   reach: 3-byte number and position (u32 BE; 0: none) of each marked holder of the first block; of those that it has from
+--   several answers, the first counts. cursor: '' if none is missing. With a cursor in ARGV: no values and lengths.
 register_read_only('kvatlas_overlap', function(keys, args)
   local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
   local count = #packed / 8
   local version = redis.call('HGET', meta, 'active') or '0'
   if count == 0 then
-    return { version, {}, {} }
+    return { version, {}, {}, '', '' }
   end
   local starts, values, stop
   if stride == 0 then
@@ -120,8 +128,16 @@ register_read_only('kvatlas_overlap', function(keys, args)
   else
     starts, values, stop = gallop(blocks, packed, count, stride)
   end
+  local reach, cursor = '', ''
+  if starts[1] and redis.call('HLEN', keys[3]) > 0 then
+    local first, limit = tonumber(args[3]), tonumber(args[4])
+    reach, cursor = resume(keys[3], keys[4], packed, first, limit, args[5], starts, values, stop)
+  end
+  if args[5] ~= '' then
+    return { version, {}, {}, reach, cursor }
+  end
   for i = 1, #starts do -- starts become lengths
     starts[i] = (starts[i + 1] or stop) - starts[i]
   end
-  return { version, values, starts }
+  return { version, values, starts, reach, cursor }
 end)

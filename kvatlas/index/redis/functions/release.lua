@@ -1,4 +1,4 @@
--- release: frees numbers that were swept: in every scope that they touched, no block has them any more. What the sweep saw holds
+-- release: frees numbers that were swept: in every scope that they touched, no block and no mark has them any more. What the sweep saw holds
 -- only for the server that all of it ran on (not for another to which the store failed over), and for a number that was not
 -- freed and given out again meanwhile. A count that is not zero after that is itself wrong (damage that no message did).
 --
@@ -7,11 +7,12 @@
 --      3 digests
 --      4 touched
 --      5 free
+--      6 marked
 -- ARGV 1 server that the whole sweep ran on
 --      2... for each number: it, and its entry in holders as it was before the sweep
 -- returns how many retired holders are left
 register_always('kvatlas_release', function(keys, args)
-  local holders, retired, digests, touched, free = unpack(keys)
+  local holders, retired, digests, touched, free, marked = unpack(keys)
   local server, now = args[1], now_ms()
   if server == server_id() then
     for i = 2, #args, 2 do
@@ -21,6 +22,7 @@ register_always('kvatlas_release', function(keys, args)
         redis.call('HDEL', holders, holder)
         redis.call('HDEL', digests, holder)
         redis.call('HDEL', touched, holder)
+        redis.call('HDEL', marked, holder)
         redis.call('RPUSH', free, holder .. string.format('%d', now))
       end
     end

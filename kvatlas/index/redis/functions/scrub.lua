@@ -1,8 +1,9 @@
 -- Comparing blocks with digests: see kvatlas/index/redis/scrub.py and recount.py.
 
 -- Returns a worker's state at this moment: {incarnation, seq, active holder, the holder's digest, 1 if the holder's own entries
--- name this worker, otherwise 0, steps of the next message that are applied} (HolderState in kvatlas/index/redis/records.py),
--- and the active holder; false without one. k: {workers, holders, active, digests, steps = keys}
+-- name this worker, otherwise 0, steps of the next message that are applied, 1 if the holder has marks, otherwise 0}
+-- (HolderState in kvatlas/index/redis/records.py), and the active holder; false without one.
+-- k: {workers, holders, active, digests, steps, marked = keys}
 local function state_of(k, worker)
   local packed = redis.call('HGET', k.workers, worker)
   local record = packed and cmsgpack.unpack(packed)
@@ -19,7 +20,8 @@ local function state_of(k, worker)
     end
   end
   local steps = steps_applied(redis.call('HGET', k.steps, worker), record[INCARNATION], record[SEQ] + 1)
-  return { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered, steps }, holder
+  local marked = redis.call('HEXISTS', k.marked, holder)
+  return { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered, steps, marked }, holder
 end
 
 -- Is this a holders value: entries of 4 bytes, sorted, none twice?
@@ -45,6 +47,7 @@ local SCRUB_SCAN, SCRUB_BLOCK, SCRUB_ENTRY = 16, 1, 0.3 -- what a block costs, a
 --      4 active
 --      5 digests
 --      6 steps
+--      7 marked
 -- ARGV 1 server on which the scrub began ('': here)
 --      2 cursor
 --      3 budget: the cost of what is looked at
@@ -59,7 +62,7 @@ register_read_only('kvatlas_scrub', function(keys, args)
   if began_on ~= '' and began_on ~= server then
     return cmsgpack.pack({ server })
   end
-  local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5], steps = keys[6] }
+  local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5], steps = keys[6], marked = keys[7] }
   local states, mine = {}, {} -- mine: {active holder -> its worker's index, a byte}
   for i = 4, #args do
     local state, holder = state_of(k, args[i])
@@ -136,16 +139,17 @@ end)
 --      3 active
 --      4 digests
 --      5 steps
---      6... blocks of each scope
+--      6 marked
+--      7... blocks of each scope
 -- ARGV 1 worker
 --      2... packed hashes of each scope
 -- returns msgpack {server, state or false, {the hashes' flags, a byte each...}}; state: see state_of
 register_read_only('kvatlas_look', function(keys, args)
-  local k = { workers = keys[1], holders = keys[2], active = keys[3], digests = keys[4], steps = keys[5] }
+  local k = { workers = keys[1], holders = keys[2], active = keys[3], digests = keys[4], steps = keys[5], marked = keys[6] }
   local state, holder = state_of(k, args[1])
   local flags = {}
   for i = 2, #args do
-    local hashes, blocks, seen = split(args[i]), keys[4 + i], {}
+    local hashes, blocks, seen = split(args[i]), keys[5 + i], {}
     for first = 1, #hashes, CHUNK do
       local last = math.min(first + CHUNK - 1, #hashes)
       local values = redis.call('HMGET', blocks, unpack(hashes, first, last))

@@ -12,7 +12,7 @@
 --   the cursor means nothing, {server} alone
 
 local SCAN_COUNT = 16 -- a value may be as long as there are workers
-local SCOPE_COST, BLOCK_COST, ENTRY_COST = 4, 1, 0.1
+local BLOCK_COST, ENTRY_COST = 1, 0.1
 
 -- Takes holders out of some blocks. flat: {hash, value...}; gone: {entry -> is it of a retired holder, as far as was looked}.
 -- Returns what they cost, and adds up what was taken out by entry: sums_by_entry[entry] = {count, low, high}.
@@ -83,18 +83,11 @@ end
 
 register_always('kvatlas_sweep', function(keys, args)
   local retired, digests_key, server = keys[1], keys[2], server_id()
-  local began_on, budget, cursor, scope_ids, holders = args[1], tonumber(args[2]), args[3], split(args[4]), {}
+  local began_on, budget, cursor, scope_ids = args[1], tonumber(args[2]), args[3], split(args[4])
   if began_on ~= '' and began_on ~= server then
     return { server }
   end
-  for at = 1, #args[5], 3 do
-    holders[#holders + 1] = string.sub(args[5], at, at + 2)
-  end
-  local retired_now = redis.call('SMISMEMBER', retired, unpack(holders))
-  local swept = {}
-  for i = 1, #holders do
-    swept[holders[i]] = retired_now[i] == 1
-  end
+  local swept = retired_among(retired, args[5])
   local is_gone = setmetatable({}, {
     __index = function(known, entry)
       local answer = swept[string.sub(entry, 1, 3)] or false

@@ -1,0 +1,125 @@
+"""One shard's marks in the memory index. A model of `redis/functions/_marks.lua` and `_resume.lua`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvatlas.blocks.digest import MarkDigest
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.index.holder_entries import NUMBER_BYTES
+from kvatlas.index.mark_lookup import (
+    BITS_BYTES,
+    HEAD_ENTRY_BYTES,
+    MarkedHolder,
+    bits_in,
+    deepest_positions,
+    find_sized,
+    walk_positions,
+)
+
+
+@dataclass(slots=True)
+class HolderMarks:
+    """What a marked holder has: how many blocks a position lies before its mark, and the digest of its marks."""
+
+    dropped: int
+    digest: MarkDigest = field(default_factory=MarkDigest)
+
+
+class MarkTable:
+    """Values of marked blocks and of heads by scope and hash, and the marked holders by their 3-byte numbers."""
+
+    def __init__(self) -> None:
+        self.marked: dict[bytes, HolderMarks] = {}
+        self.marks: dict[bytes, dict[bytes, bytes]] = {}
+        self.heads: dict[bytes, dict[bytes, bytes]] = {}
+
+    # ------------------------------------------------------------ changes
+
+    def mark(self, number: bytes, scope_id: bytes, hashes: Iterable[bytes]) -> None:
+        """Mark blocks for a holder."""
+        values = self.marks.setdefault(scope_id, {})
+        for key in hashes:
+            value = values.get(key, b"")
+            at, found = find_sized(value, number, NUMBER_BYTES)
+            if not found:
+                values[key] = value[:at] + number + value[at:]
+                self.marked[number].digest.add_marks(scope_id, key)
+
+    def unmark(self, number: bytes, scope_id: bytes, hashes: Iterable[bytes]) -> None:
+        """Take a holder's marks from blocks."""
+        values = self.marks.get(scope_id, {})
+        for key in hashes:
+            value = values.get(key, b"")
+            at, found = find_sized(value, number, NUMBER_BYTES)
+            if found:
+                _replace(values, key, value[:at] + value[at + NUMBER_BYTES :])
+                self.marked[number].digest.add_marks(scope_id, key, -1)
+
+    def set_heads(self, number: bytes, scope_id: bytes, hashes: bytes, bits: bytes) -> None:
+        """Set a holder's bits of these heads; without a bit it has no entry there."""
+        values = self.heads.setdefault(scope_id, {})
+        for at in range(0, len(hashes), HASH_BYTES):
+            self._set_head(number, scope_id, values, hashes[at : at + HASH_BYTES], bits[at : at + BITS_BYTES])
+
+    def _set_head(self, number: bytes, scope_id: bytes, values: dict[bytes, bytes], key: bytes, bits: bytes) -> None:
+        value, digest = values.get(key, b""), self.marked[number].digest
+        at, found = find_sized(value, number, HEAD_ENTRY_BYTES)
+        rest = value[at + HEAD_ENTRY_BYTES :] if found else value[at:]
+        digest.add_head(scope_id, key, bits_in(value, number), -1)
+        digest.add_head(scope_id, key, int.from_bytes(bits, "big"))
+        _replace(values, key, value[:at] + (number + bits if any(bits) else b"") + rest)
+
+    def forget(self, number: bytes) -> None:
+        """Take out all that a holder has."""
+        for by_scope, size in ((self.marks, NUMBER_BYTES), (self.heads, HEAD_ENTRY_BYTES)):
+            for values in by_scope.values():
+                for key, value in list(values.items()):
+                    at, found = find_sized(value, number, size)
+                    if found:
+                        _replace(values, key, value[:at] + value[at + size :])
+        self.marked.pop(number, None)
+
+    # ------------------------------------------------------------ questions
+
+    def positions(
+        self,
+        scope_id: bytes,
+        hashes: bytes,
+        depths: Mapping[bytes, int],
+        limit: int,
+        first_index: int,
+        *,
+        walk: bool = False,
+    ) -> dict[int, int]:
+        """Where each marked holder of these can resume the chain (0: nowhere), by its number; `walk` looks at every block."""
+        holders = {
+            number: MarkedHolder(depth, self.marked[number].dropped)
+            for number, depth in depths.items()
+            if number in self.marked
+        }
+        get_mark = self.marks.get(scope_id, {}).get
+        if walk:
+            found = walk_positions(get_mark, hashes, holders, limit, first_index)
+        else:
+            get_head = self.heads.get(scope_id, {}).get
+            found = deepest_positions(get_head, get_mark, hashes, holders, limit, first_index)
+        return {int.from_bytes(number, "big"): found.get(number, 0) for number in holders}
+
+    def recount(self, number: bytes) -> MarkDigest:
+        """What a holder has, counted from the values."""
+        digest = MarkDigest()
+        for scope_id, values in self.marks.items():
+            for key, value in values.items():
+                if find_sized(value, number, NUMBER_BYTES)[1]:
+                    digest.add_marks(scope_id, key)
+        for scope_id, values in self.heads.items():
+            for key, value in values.items():
+                digest.add_head(scope_id, key, bits_in(value, number))
+        return digest
+
+
+def _replace(values: dict[bytes, bytes], key: bytes, value: bytes) -> None:
+    if value:
+        values[key] = value
+    else:
+        values.pop(key, None)

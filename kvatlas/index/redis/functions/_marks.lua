@@ -1,0 +1,160 @@
+-- Marks: at which of its blocks a marked holder can resume a prompt, a holder whose residency does not say it (a hybrid model).
+-- See kvatlas/index/mark_lookup.py for what heads are, _slot.lua for the keys.
+--
+-- marks of a holder: {dropped = blocks that a position lies before its mark, words = digest (MarkDigest), changed = must be stored}
+
+local SEGMENT = 64 -- blocks that a head has a bit for each
+local MARK, HEAD = 3, 11 -- bytes of an entry in the value of a marked block: holder; in that of a head: holder, 64 bits (big-endian)
+local SHORT = 1024 -- bytes of a value in which a plain search is faster than halving
+local HEAD_SUFFIX = 'h' -- of a head's field in marks:<scope id>, behind its hash
+
+local function pack_marks(marks)
+  return string.char(marks.dropped) .. cmsgpack.pack(marks.words)
+end
+
+local function unpack_marks(packed)
+  return { dropped = string.byte(packed, 1), words = cmsgpack.unpack(string.sub(packed, 2)) }
+end
+
+local function new_marks(dropped)
+  return { dropped = dropped, words = { 0, 0, 0, 0, 0, 0 }, changed = true }
+end
+
+local function holds_no_marks(marks)
+  return marks.words[1] == 0 and marks.words[4] == 0
+end
+
+-- Returns a holder's marks as the call changes them; false: the holder is not a marked one.
+local function marks_for(c, holder)
+  local marks = c.marks[holder]
+  if marks == nil then
+    local packed = redis.call('HGET', c.k.marked, holder)
+    marks = packed and unpack_marks(packed) or false
+    c.marks[holder] = marks
+  end
+  return marks
+end
+
+-- Returns the position of an entry of a size that begins with the holder's number; without one nil, and where it belongs.
+local function place_sized(value, holder, size)
+  local a, b, c = string.byte(holder, 1, 3)
+  local number, low, high = (a * 256 + b) * 256 + c, 0, #value / size
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    a, b, c = string.byte(value, middle * size + 1, middle * size + 3)
+    local here = (a * 256 + b) * 256 + c
+    if here == number then
+      return middle * size + 1
+    elseif here < number then
+      low = middle + 1
+    else
+      high = middle
+    end
+  end
+  return nil, low * size + 1
+end
+
+-- Returns the position of an entry of a size that begins with the holder's number; nil without one.
+local function find_sized(value, holder, size)
+  if #value > SHORT then
+    return (place_sized(value, holder, size))
+  end
+  local at = string.find(value, holder, 1, true)
+  while at and at % size ~= 1 do
+    at = string.find(value, holder, at + 1, true)
+  end
+  return at
+end
+
+-- Marks blocks for a holder, or unmarks them (on: true or false). key: the scope's marks; scope: see change_blocks
+local function change_marks(key, scope, holder, marks, packed, on)
+  local hashes, sub = distinct(split(packed)), string.sub
+  for first = 1, #hashes, PART do
+    local last = math.min(first + PART - 1, #hashes)
+    local values = redis.call('HMGET', key, unpack(hashes, first, last))
+    local set, gone, changed = {}, {}, {}
+    for i = first, last do
+      local value = values[i - first + 1] or ''
+      local at, slot = place_sized(value, holder, MARK)
+      if on ~= (at ~= nil) then
+        changed[#changed + 1] = hashes[i]
+        if on then
+          value = sub(value, 1, slot - 1) .. holder .. sub(value, slot)
+        else
+          value = sub(value, 1, at - 1) .. sub(value, at + MARK)
+        end
+        if value == '' then
+          gone[#gone + 1] = hashes[i]
+        else
+          set[#set + 1] = hashes[i]
+          set[#set + 1] = value
+        end
+      end
+    end
+    if #set > 0 then
+      redis.call('HSET', key, unpack(set))
+    end
+    if #gone > 0 then
+      redis.call('HDEL', key, unpack(gone))
+    end
+    if #changed > 0 then
+      count_blocks(marks.words, 0, table.concat(changed), scope, on and 1 or -1)
+      marks.changed = true
+    end
+  end
+end
+
+-- Counts a head of a scope, by its hash and its 8 bytes of bits, into (sign 1) or out of (sign -1) a digest of marks.
+local NO_BITS = '\0\0\0\0\0\0\0\0'
+local function count_head(words, hash, bits, scope, sign)
+  if bits == NO_BITS then
+    return
+  end
+  local low, high = struct.unpack('<I4I4', hash)
+  local bits_high, bits_low = struct.unpack('>I4I4', bits)
+  low = (low % 1048576 - low % 2 + 1) * bits_low % TWO32 * scope.mix_low
+  high = (high % 1048576 - high % 2 + 1) * bits_high % TWO32 * scope.mix_high
+  words[4] = words[4] + sign
+  words[5] = (words[5] + sign * (low % TWO32)) % TWO32
+  words[6] = (words[6] + sign * (high % TWO32)) % TWO32
+end
+
+-- Sets the bits of heads for a holder; all zero: it has no entry there. packed, bits: 8 bytes for each head
+local function change_heads(key, scope, holder, marks, packed, bits)
+  local hashes, sub, fields = split(packed), string.sub, {}
+  for i = 1, #hashes do
+    fields[i] = hashes[i] .. HEAD_SUFFIX
+  end
+  for first = 1, #fields, PART do
+    local last = math.min(first + PART - 1, #fields)
+    local found, news = redis.call('HMGET', key, unpack(fields, first, last)), {}
+    for i = first, last do
+      local value = news[fields[i]] or found[i - first + 1] or '' -- an event may name a head twice
+      local at, slot = place_sized(value, holder, HEAD)
+      local old, new = at and sub(value, at + 3, at + 10) or NO_BITS, sub(bits, 8 * i - 7, 8 * i)
+      if new ~= old then
+        count_head(marks.words, hashes[i], old, scope, -1)
+        count_head(marks.words, hashes[i], new, scope, 1)
+        marks.changed = true
+        local entry = new ~= NO_BITS and holder .. new or ''
+        value = sub(value, 1, (at or slot) - 1) .. entry .. sub(value, at and at + HEAD or slot)
+        news[fields[i]] = value
+      end
+    end
+    local set, gone = {}, {}
+    for field, value in pairs(news) do
+      if value == '' then
+        gone[#gone + 1] = field
+      else
+        set[#set + 1] = field
+        set[#set + 1] = value
+      end
+    end
+    if #set > 0 then
+      redis.call('HSET', key, unpack(set))
+    end
+    if #gone > 0 then
+      redis.call('HDEL', key, unpack(gone))
+    end
+  end
+end

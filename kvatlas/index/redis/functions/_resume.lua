@@ -1,0 +1,234 @@
+-- The deepest position at which each marked holder can resume a chain: exact, from a few fields for each holder.
+
+local NEAR = 2 -- segments looked at first: the one that a holder's depth lies in, and those above it
+local HOLDERS = 64 -- in one call
+local BUDGET = 1000 -- fields and entries looked at beyond that in one call
+
+local function highest_bit(word)
+  local _, exponent = math.frexp(word)
+  return exponent - 1
+end
+
+-- Returns the two words of a head's bits up to an offset.
+local function bits_up_to(value, entry, offset)
+  local high, low = struct.unpack('>I4I4', value, entry + 3)
+  if offset < 32 then
+    return 0, offset < 31 and low % 2 ^ (offset + 1) or low
+  end
+  return offset < 63 and high % 2 ^ (offset - 31) or high, low
+end
+
+-- Returns how many leading blocks a holder of the first run has: it is in the runs up to one, and in none behind.
+local function depth_of(holder, starts, values, stop)
+  local low, high = 1, #values + 1
+  while high - low > 1 do
+    local middle = math.floor((low + high) / 2)
+    if find_sized(values[middle], holder, 4) then
+      low = middle
+    else
+      high = middle
+    end
+  end
+  return starts[high] or stop
+end
+
+-- Returns the marked holders of a value behind a number, at most HOLDERS, {number...} and {dropped...}, and whether there may be
+-- more.
+local function marked_in(value, marked, after)
+  local from = 1
+  if after ~= '' then
+    local at, slot = place_sized(value, after, 4)
+    from = at and at + 4 or slot
+  end
+  local names, drops, n = {}, {}, 0
+  for first = from, #value, 4 * HOLDERS do
+    local some, last = {}, math.min(first + 4 * HOLDERS, #value + 1) - 4
+    for at = first, last, 4 do
+      some[#some + 1] = string.sub(value, at, at + 2)
+    end
+    local found = redis.call('HMGET', marked, unpack(some))
+    for i = 1, #some do
+      if found[i] then
+        if n == HOLDERS then
+          return names, drops, true
+        end
+        n = n + 1
+        names[n], drops[n] = some[i], string.byte(found[i], 1)
+      end
+    end
+  end
+  return names, drops, false
+end
+
+-- Returns {number, position (u32 BE)...} packed of marked holders, 0 if a holder can resume the chain nowhere; and the cursor to
+-- ask again with, '' if no holder is left. Positions are at most `limit`, and count from the prompt's start.
+--
+-- packed: hashes from index `first` on, a multiple of SEGMENT; starts, values, stop: see gallop
+-- cursor: '', or the number of the last holder that was done (or ''), and the index (u32 BE) below which the others' marks are
+local function resume(marked, key, packed, first, limit, cursor, starts, values, stop)
+  local sub = string.sub
+  local after, below = sub(cursor, 1, -5), cursor ~= '' and struct.unpack('>I4', cursor, #cursor - 3) or 4294967295
+  local names, drops, any_more = marked_in(values[1], marked, after)
+  local last_name = names[#names]
+  local found, m = {}, 0
+  local tops, n, deepest = {}, 0, -1 -- of each that waits: the last block that may be marked, counted from `first`
+  local segments, segment_at, segments_n = {}, {}, 0
+  for i = 1, #names do
+    local depth = #values == 1 and stop or depth_of(names[i], starts, values, stop)
+    local drop = drops[i]
+    local top = math.min(depth, limit + drop - first, below - first) - 1
+    if top >= 0 then
+      n = n + 1
+      names[n], drops[n], tops[n] = names[i], drop, top
+      deepest = math.max(deepest, top)
+      local segment = (top - top % SEGMENT) / SEGMENT
+      for s = math.max(0, segment - NEAR + 1), segment do
+        if not segment_at[s] then
+          segments_n = segments_n + 1
+          segment_at[s] = segments_n
+          segments[segments_n] = sub(packed, s * SEGMENT * 8 + 1, s * SEGMENT * 8 + 8) .. HEAD_SUFFIX
+        end
+      end
+    else
+      m = m + 1
+      found[m] = names[i] .. '\0\0\0\0'
+    end
+  end
+  local next_cursor = any_more and last_name .. '\255\255\255\255' or ''
+  if n == 0 then
+    return table.concat(found), next_cursor
+  end
+
+  -- first the last bit of each in the segments near its depth: almost always its mark
+  local heads = redis.call('HMGET', key, unpack(segments, 1, segments_n))
+  local likely, index_at, indices, k = {}, {}, {}, 0
+  for i = 1, n do
+    local top, holder = tops[i], names[i]
+    local segment = (top - top % SEGMENT) / SEGMENT
+    for s = segment, math.max(0, segment - NEAR + 1), -1 do
+      local value = heads[segment_at[s]]
+      local entry = value and find_sized(value, holder, HEAD)
+      if entry then
+        local high, low = bits_up_to(value, entry, s == segment and top % SEGMENT or SEGMENT - 1)
+        local offset = high > 0 and 32 + highest_bit(high) or low > 0 and highest_bit(low)
+        if offset then
+          local index = s * SEGMENT + offset
+          likely[i] = index
+          if not index_at[index] then
+            k = k + 1
+            index_at[index], indices[k] = k, sub(packed, index * 8 + 1, index * 8 + 8)
+          end
+          break
+        end
+      end
+    end
+  end
+  local marks = k > 0 and redis.call('HMGET', key, unpack(indices, 1, k)) or {}
+  local left = 0
+  for i = 1, n do
+    local index, holder = likely[i], names[i]
+    local value = index and marks[index_at[index]]
+    if value and find_sized(value, holder, MARK) then
+      m = m + 1
+      found[m] = holder .. struct.pack('>I4', math.max(0, first + index + 1 - drops[i]))
+    else -- another branch's, or none near
+      local rest = index and index - 1 or (math.floor(tops[i] / SEGMENT) - NEAR + 1) * SEGMENT - 1
+      if rest >= 0 then
+        left = left + 1
+        names[left], drops[left], tops[left] = holder, drops[i], rest
+      else
+        m = m + 1
+        found[m] = holder .. '\0\0\0\0'
+      end
+    end
+  end
+  n = left
+
+  -- then all bits of those that are left, segment by segment from the deepest on
+  local spent, first_read = 0, math.floor(deepest / SEGMENT) + 1
+  for s = first_read - 1, 0, -1 do
+    if n == 0 then
+      break
+    end
+    if s < first_read then -- the next heads
+      first_read = math.max(0, s - 31)
+      for at = first_read, s do
+        segments[at - first_read + 1] = sub(packed, at * SEGMENT * 8 + 1, at * SEGMENT * 8 + 8) .. HEAD_SUFFIX
+      end
+      heads = redis.call('HMGET', key, unpack(segments, 1, s - first_read + 1))
+    end
+    local value, base = heads[s - first_read + 1], s * SEGMENT
+    if value then
+      local any_high, any_low, here, c = 0, 0, {}, 0
+      for i = 1, n do
+        if tops[i] >= base then
+          spent = spent + 1
+          local entry = find_sized(value, names[i], HEAD)
+          if entry then
+            local high, low = bits_up_to(value, entry, math.min(tops[i] - base, SEGMENT - 1))
+            if high > 0 or low > 0 then
+              c = c + 1
+              here[c] = i
+              any_high, any_low = bit.bor(any_high, high), bit.bor(any_low, low)
+            end
+          end
+        end
+      end
+      any_high, any_low = any_high % TWO32, any_low % TWO32
+      local offsets, asked = {}, 0
+      while any_high > 0 or any_low > 0 do
+        local offset
+        if any_high > 0 then
+          offset = highest_bit(any_high)
+          any_high = any_high - 2 ^ offset
+          offset = offset + 32
+        else
+          offset = highest_bit(any_low)
+          any_low = any_low - 2 ^ offset
+        end
+        asked = asked + 1
+        offsets[asked], indices[asked] = offset, sub(packed, (base + offset) * 8 + 1, (base + offset) * 8 + 8)
+      end
+      local stopped_at
+      if asked > 0 then
+        spent = spent + asked
+        marks = redis.call('HMGET', key, unpack(indices, 1, asked))
+        for j = 1, asked do
+          local mark, index = marks[j], base + offsets[j]
+          if mark then
+            spent = spent + c
+            for q = 1, c do
+              local i = here[q]
+              if tops[i] >= index and find_sized(mark, names[i], MARK) then
+                m = m + 1
+                found[m] = names[i] .. struct.pack('>I4', math.max(0, first + index + 1 - drops[i]))
+                tops[i] = -1
+              end
+            end
+          end
+          if spent > BUDGET then
+            stopped_at = index
+            break
+          end
+        end
+        left = 0
+        for i = 1, n do
+          if tops[i] >= 0 then
+            left = left + 1
+            names[left], drops[left], tops[left] = names[i], drops[i], tops[i]
+          end
+        end
+        n = left
+      end
+      if spent > BUDGET and n > 0 then
+        -- those that are found are found again then, nearer to the prompt's start: the caller keeps what it has
+        return table.concat(found), after .. struct.pack('>I4', first + (stopped_at or base))
+      end
+    end
+  end
+  for i = 1, n do
+    m = m + 1
+    found[m] = names[i] .. '\0\0\0\0'
+  end
+  return table.concat(found), next_cursor
+end

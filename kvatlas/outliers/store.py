@@ -1,0 +1,94 @@
+"""A pool's failing workers in the store, in the pool's slot: their counts, who is ejected, and which router tries it again."""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import msgpack
+
+from kvatlas.reservations.redis_calls import call_pool
+from kvatlas.store.connection import Store
+
+HALF_LIFE_S = 10.0
+"""Counts fade: after this long an answer counts for half."""
+CLAIM_S = 2.0
+"""How long a router has the only right to try an ejected worker again."""
+KEEP_S = 600.0
+"""What is known of a worker is forgotten after this long without a change."""
+CHANGES_A_CALL = 200
+
+
+class Verdict(StrEnum):
+    """A change that a router wants. `COUNT`: of the counts alone. `PROBE`: it would try a worker whose ejection is over."""
+
+    COUNT = "count"
+    EJECT = "eject"
+    READMIT = "readmit"
+    PROBE = "probe"
+
+
+class OutlierChange(NamedTuple):
+    """What a router has to add to a worker's record: answers since its last change, and a verdict.
+
+    `times`: ejections that the router knew of. An ejection counts only if that is still right, so that two routers that see the
+    same failures eject once. `eject_s`: for how long.
+    """
+
+    worker_id: str
+    good: float
+    bad: float
+    verdict: Verdict = Verdict.COUNT
+    times: int = 0
+    eject_s: float = 0.0
+
+
+class OutlierRecord(NamedTuple):
+    """A worker as all routers know it. `left_s`: of its ejection, 0 or less if that is over, None if it is not ejected.
+    `times`: how often it was ejected lately. `prober`: the router that may try it again now, '' for none."""
+
+    good: float
+    bad: float
+    left_s: float | None
+    times: int
+    prober: str
+
+
+class SharedOutliers(Protocol):
+    """Where routers share what they know of failing workers."""
+
+    async def exchange(
+        self, pool_id: str, router_id: str, changes: Sequence[OutlierChange]
+    ) -> Mapping[str, OutlierRecord]:
+        """Make these changes, and read every record of the pool. Raises Unreachable."""
+
+
+def outliers_key(pool_id: str) -> str:
+    return f"kva:{{pool:{pool_id}}}:outliers"
+
+
+class OutlierStore:
+    """See `SharedOutliers`; all times are those of the store's clock."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def exchange(
+        self, pool_id: str, router_id: str, changes: Sequence[OutlierChange]
+    ) -> Mapping[str, OutlierRecord]:
+        found: Mapping[str, OutlierRecord] = {}
+        for first in range(0, max(1, len(changes)), CHANGES_A_CALL):
+            found = await self._exchange(pool_id, router_id, changes[first : first + CHANGES_A_CALL])
+        return found
+
+    async def _exchange(
+        self, pool_id: str, router_id: str, changes: Sequence[OutlierChange]
+    ) -> Mapping[str, OutlierRecord]:
+        rows = [(*change[:3], change.verdict.value, change.times, round(change.eject_s * 1e6)) for change in changes]
+        times_us = [round(seconds * 1e6) for seconds in (HALF_LIFE_S, CLAIM_S, KEEP_S)]
+        args = [router_id, *times_us, msgpack.packb(rows, use_bin_type=False)]
+        packed: bytes = await call_pool(self._store, "outliers", pool_id, args, keys=[outliers_key(pool_id)])
+        records: Sequence[Sequence[Any]] = msgpack.unpackb(packed)
+        return {
+            worker_id: OutlierRecord(good, bad, None if left_us is False else left_us / 1e6, times, prober)
+            for worker_id, good, bad, left_us, times, prober in records
+        }

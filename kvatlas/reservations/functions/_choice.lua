@@ -1,0 +1,45 @@
+-- The choice among all offers, to named workers and to crowds.
+
+-- Returns
+-- - the answer, an array: number of the cheapest offer (with a pair layout: of the one that computes the answer), number of the
+--   offer that computes the prompt alone (0: none does), now, the mean load (empty: no load is unknown), tokens in flight,
+--   { { worker with a prediction, its tokens, when they are ready us }... }, each offer's packed worker, { worker, number of its
+--   crowd, packed worker... } of members of crowds that were read: numbered behind the offers. The client works out from it how
+--   each offer was evaluated, if that is needed.
+-- - what a booking needs: the state, with by number `rows` and `at` of the offer, `workers`, backlog_us, and if it uses a
+--   prediction, used = the tokens, wait_us = us to wait for them; matches = by number of the chain
+-- Nil if the crowds have too few members.
+local function evaluate(keys, ask, now)
+  local state = {
+    keys = keys, ask = ask, now = now, fresh = now - STALE_US, count = 0, rows = {}, at = {}, workers = {}, records = {},
+    backlog_us = {}, used = {}, wait_us = {}, matches = {}, best = {}, in_flight = 0,
+    chosen = 0, prefill = 0, least = math.huge, lowest = math.huge, ring = math.huge,
+    named = {}, kind_of = {}, packed_of = {}, crowd_of = {}, extras = {}, overdue = {},
+  }
+  local offers, names = ask.offers, {}
+  for at = 0, #offers - 1, OFFER_FIELDS do
+    local worker = offers[at + OFFER_WORKER]
+    names[#names + 1], state.named[worker], state.kind_of[worker] = worker, true, offers[at + KIND] * KIND_FIELDS
+  end
+  state.offered = records_of(keys, names)
+  for i, worker in ipairs(names) do
+    state.packed_of[worker] = state.offered[i]
+  end
+  if ask.crowds[1] and not find_crowds(state) then
+    return nil
+  end
+  find_predictions(state)
+  weigh_offers(state)
+  if ask.crowds[1] then
+    weigh_crowds(state)
+  end
+  if state.chosen == 0 then
+    return nil
+  end
+  local predictions = {}
+  for worker, one in pairs(state.best) do
+    predictions[#predictions + 1] = { worker, one.tokens, one.ready_us }
+  end
+  local chosen, members = tell_members(state)
+  return { chosen, state.prefill, now, state.mean or {}, state.in_flight, predictions, state.offered, members }, state
+end

@@ -1,0 +1,207 @@
+-- The cheapest member of a crowd, without looking at all: the threshold algorithm (R. Fagin, A. Lotem, M. Naor: Optimal
+-- aggregation algorithms for middleware, 2001) over the orders of _orders.lua.
+--
+-- What a member costs is what the crowd's offer costs without load, and its load times the kind's prices. The members are read
+-- in one or several orders at once, so that the prices are covered by the orders' weights; whoever was not read costs at least
+-- the offer and, in each order, the weight times the last sum read there. When the best so far costs no more, it is the best.
+-- Members that have a prediction, or whose sample has just become too old, cost something else and are weighed one by one.
+
+local FIRST_READ, MOST_READ = 4, 512
+local ROUNDING_US = 1 -- equal sums may differ by so much in cost
+local MOST_TOLD = 32
+
+-- Finds the groups of the ask's crowds, and the members that are weighed one by one. Returns false if the crowds have too few.
+local function find_crowds(state)
+  local keys, ask, members = state.keys, state.ask, 0
+  for _, worker in ipairs(ask.skipped) do
+    state.named[worker] = true
+  end
+  for at = 0, #ask.crowds - 1, OFFER_FIELDS do
+    local group = tonumber(redis.call('HGET', keys[GROUPS], ask.crowds[at + OFFER_WORKER]))
+    if group then
+      state.crowd_of[group] = at
+      local low, high = group * 2 * FAMILY, (group * 2 + 2) * FAMILY
+      members = members + redis.call(
+        'ZCOUNT', keys[ORDER_QUEUED], string.format('%d', low), string.format('(%d', high)
+      )
+    end
+  end
+  if members < ask.least_members then
+    return false
+  end
+  local old = redis.call('ZRANGEBYSCORE', keys[SAMPLES], '-inf', string.format('%d', state.fresh))
+  for i, packed in ipairs(records_of(keys, old)) do
+    local worker = old[i]
+    if not state.named[worker] and state.crowd_of[select(GROUP, struct.unpack(WORKER, packed))] then
+      state.packed_of[worker] = packed
+      state.overdue[#state.overdue + 1] = worker
+      kind_for(state, worker)
+    end
+  end
+  return true
+end
+
+-- Weighs a member of the crowd whose row begins behind `at`.
+local function weigh_member(state, at, worker, packed, place)
+  local limits, slots, kv_tokens, decode_us = state.ask.limits, 0, 0, 0
+  if limits then
+    decode_us = limits.of_crowds[at / OFFER_FIELDS + 1]
+    if not limits.crowds_have_room then
+      slots, kv_tokens = select(SLOTS, struct.unpack(WORKER, packed))
+    end
+  end
+  state.count = state.count + 1
+  local score, level = weigh(state, state.count, state.ask.crowds, at, worker, packed, slots, kv_tokens, decode_us)
+  prefer(state, state.count, score, level, (place - state.ask.ring) % 4294967296)
+end
+
+-- Returns a reader of the orders by weights that cover the prices of a kind: { order, weight, last = the last sum read }...
+local function cursors_for(kinds, k, family)
+  local queued_us, running_us, kv_us = kinds[k + QUEUED_US], kinds[k + RUNNING_US], kinds[k + KV_US]
+  local waiting_us = queued_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING
+  local mix = math.min(queued_us, waiting_us, running_us / MIX_TOKENS, kv_us / (MIX_TOKENS * KV_PER_RUNNING))
+  local cursors = {}
+  local function add(order, left, whole)
+    if left > whole * 1e-9 then
+      cursors[#cursors + 1] = { order = order, weight = left, last = 0, at = 0, family = family * FAMILY }
+    end
+  end
+  add(ORDER_MIX, mix, 0)
+  add(ORDER_QUEUED, queued_us - mix, queued_us)
+  add(ORDER_RUNNING, running_us - mix * MIX_TOKENS, running_us)
+  add(ORDER_KV, kv_us - mix * MIX_TOKENS * KV_PER_RUNNING, kv_us)
+  if #cursors == 0 then
+    cursors[1] = { order = ORDER_QUEUED, weight = 0, last = 0, at = 0, family = family * FAMILY }
+  end
+  return cursors
+end
+
+local function read_range(key, low, high, at, most)
+  return redis.call('ZRANGEBYSCORE', key, low, high, 'WITHSCORES', 'LIMIT', at, most)
+end
+
+-- Returns the next members of a cursor with their scores, flat; fewer than `most`: there are no more behind them. If the first
+-- ones are more equals than are read at once, they are read from the ring's place on (`equals`: how many of them are left).
+local function read_next(state, cursor, most)
+  local key = state.keys[cursor.order]
+  local low, high = string.format('%d', cursor.family), string.format('(%d', cursor.family + FAMILY)
+  if cursor.at == 0 and not cursor.turned then
+    local first = read_range(key, low, high, 0, most)
+    local count = #first / 2
+    if count < most or first[2] ~= first[#first] then
+      cursor.at = count
+      return first, count < most
+    end
+    local size = redis.call('ZCOUNT', key, first[2], first[2])
+    local left, right = 0, size
+    while left < right do
+      local middle = math.floor((left + right) / 2)
+      local member = redis.call('ZRANGEBYSCORE', key, first[2], first[2], 'LIMIT', middle, 1)[1]
+      if tonumber(string.sub(member, 1, 8), 16) < state.ask.ring then
+        left = middle + 1
+      else
+        right = middle
+      end
+    end
+    cursor.turned, cursor.size, cursor.equals, cursor.place = true, size, size, left % size
+  end
+  if cursor.equals and cursor.equals > 0 then -- to the end of the equals, then from their beginning
+    local take = math.min(most, cursor.equals, cursor.size - cursor.place)
+    local found = read_range(key, low, high, cursor.place, take)
+    cursor.place, cursor.equals = (cursor.place + take) % cursor.size, cursor.equals - take
+    cursor.at = cursor.size
+    return found, false
+  end
+  local found = read_range(key, low, high, cursor.at, most)
+  cursor.at = cursor.at + #found / 2
+  return found, #found / 2 < most
+end
+
+-- Weighs members of one family of a crowd until no other one can be cheaper than the best so far.
+local function weigh_family(state, at, family)
+  local ask, kinds, row = state.ask, state.ask.kinds, state.ask.crowds
+  local k = row[at + KIND] * KIND_FIELDS
+  local without_load_us, again_us = row[at + BASE], 0
+  if family % 2 == 0 then -- the mean stands in for what is unknown
+    state.mean = state.mean or mean_of(state)
+    local queued, running, waiting, kv = unpack(state.mean)
+    without_load_us = without_load_us + kinds[k + QUEUED_US] * (queued + waiting * kinds[k + WAITING_TOKENS])
+      + (kinds[k + RUNNING_US] * running + kinds[k + KV_US] * kv)
+  end
+  if state.in_flight > row[at + CACHED] then
+    again_us = ask.again_factor * (worth(kinds, k, state.in_flight) - worth(kinds, k, row[at + CACHED]))
+  end
+  if state.lowest == 0 and state.least < without_load_us + again_us then
+    return
+  end
+  local cursors, most = cursors_for(kinds, k, family), FIRST_READ
+  while true do
+    local all_read = false
+    for _, cursor in ipairs(cursors) do
+      local found, ended = read_next(state, cursor, most)
+      all_read = all_read or ended
+      local workers, places = {}, {}
+      for i = 1, #found, 2 do
+        local worker = string.sub(found[i], 9)
+        if not state.seen[worker] then
+          state.seen[worker] = true
+          workers[#workers + 1], places[#places + 1] = worker, tonumber(string.sub(found[i], 1, 8), 16)
+        end
+        cursor.last = (tonumber(found[i + 1]) - cursor.family) / STEPS_PER_TOKEN
+      end
+      for i, packed in ipairs(records_of(state.keys, workers)) do
+        weigh_member(state, at, workers[i], packed, places[i])
+      end
+    end
+    if all_read then
+      return
+    end
+    local threshold, all_equal = without_load_us, true
+    for _, cursor in ipairs(cursors) do
+      threshold = threshold + cursor.weight * cursor.last
+      all_equal = all_equal and (cursor.equals or 0) > 0
+    end
+    threshold = threshold + again_us
+    if state.lowest == 0 and state.least < threshold + (all_equal and ROUNDING_US or 0) then
+      return
+    end
+    most = math.min(most * 2, MOST_READ)
+  end
+end
+
+-- Weighs the members of the ask's crowds, as many as it takes.
+local function weigh_crowds(state)
+  state.seen = {}
+  for worker in pairs(state.named) do
+    state.seen[worker] = true
+  end
+  for _, worker in ipairs(state.extras) do
+    state.seen[worker] = true
+    local packed = state.packed_of[worker]
+    local place = tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
+    weigh_member(state, state.crowd_of[select(GROUP, struct.unpack(WORKER, packed))], worker, packed, place)
+  end
+  for group, at in pairs(state.crowd_of) do
+    weigh_family(state, at, group * 2 + 1)
+    weigh_family(state, at, group * 2)
+  end
+end
+
+-- Returns the chosen number, and up to MOST_TOLD of the members that were read, the chosen one first: { worker, number of its
+-- crowd, packed worker... }. They get the numbers behind the offers.
+local function tell_members(state)
+  local offers, chosen, told = #state.offered, state.chosen, {}
+  local function tell(number)
+    told[#told + 1], told[#told + 2], told[#told + 3] =
+      state.workers[number], state.at[number] / OFFER_FIELDS + 1, state.records[number]
+  end
+  if chosen > offers then
+    tell(chosen)
+  end
+  for number = offers + 1, math.min(state.count, offers + MOST_TOLD) do
+    if number ~= chosen then
+      tell(number)
+    end
+  end
+  return chosen > offers and offers + 1 or chosen, told
+end

@@ -1,0 +1,45 @@
+-- ends: what became of reservations. A first token is there: the prompt is computed, so the reservation queues nothing any more,
+-- and what it predicted is held from now on. Or a reservation ends; again, or after it ended by itself, that changes nothing.
+--
+-- KEYS see _layout.lua
+-- ARGV 1 us for which a booking that was called off is refused should it come late
+--      2... id, outcome (OUTCOME; '': the first token is there)...
+-- returns for each 1; 0 if there is no such reservation, or its first token was recorded before
+
+local function record_first_token(keys, id, reservation, now)
+  local worker = reservation[R_WORKER]
+  local record = find_worker(keys, worker)
+  if not record or record[GENERATION] ~= reservation[R_GENERATION] or reservation[R_PREFILLING] ~= 1 then
+    return false
+  end
+  count(record, reservation, -1)
+  reservation[R_QUEUED], reservation[R_PREFILLING] = 0, 0
+  count(record, reservation, 1)
+  put_worker(keys, worker, record)
+  redis.call('HSET', keys[RESERVATIONS], id, cmsgpack.pack(reservation))
+  settle_prediction(keys, id, now)
+  return true
+end
+
+register('kvatlas_pool_ends', function(keys, args)
+  local refused_us, now, found = tonumber(args[1]), now_us(), {}
+  for i = 2, #args, 2 do
+    local id, outcome = args[i], args[i + 1]
+    local packed = redis.call('HGET', keys[RESERVATIONS], id)
+    local reservation, known = packed and cmsgpack.unpack(packed), false
+    if reservation and reservation[R_WORKER] ~= '' then
+      if outcome == '' then
+        known = record_first_token(keys, id, reservation, now)
+      else
+        known = drop_reservation(keys, id, reservation, outcome == OUTCOME.finished, now)
+      end
+    end
+    if outcome == OUTCOME.called_off then
+      redis.call('HSET', keys[RESERVATIONS], id, cmsgpack.pack({ '', '', 0, 0, 0, 0, 0 }))
+      redis.call('ZADD', keys[DEADLINES], string.format('%d', now + refused_us), 'r' .. id)
+      expire_without_workers(keys)
+    end
+    found[#found + 1] = known and 1 or 0
+  end
+  return found
+end)

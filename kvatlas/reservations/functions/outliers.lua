@@ -1,0 +1,53 @@
+-- outliers: adds to the counts of failing workers, ejects and readmits them, and lets one router try an ejected one again
+-- (kvatlas/outliers/store.py).
+--
+-- KEYS 1 outliers  HASH  worker id -> cmsgpack { us of the last change, good and bad answers (fading), us at which its ejection
+--                  ends (0: it is not ejected), times that it was ejected lately, router that may try it again, us until
+--                  which that one may }
+-- ARGV 1 router id
+--      2 us after which an answer counts for half
+--      3 us for which one router may try again
+--      4 us without a change after which a worker is forgotten
+--      5 cmsgpack { { worker, good, bad, verdict (VERDICT), times that the router knew of, us to eject for }... }
+-- returns cmsgpack { { worker, good, bad, us left of its ejection (false: it is not ejected), times, prober or '' }... }
+local VERDICT = { count = 'count', eject = 'eject', readmit = 'readmit', probe = 'probe' } -- kvatlas.outliers.store.Verdict
+local O_CHANGED, O_GOOD, O_BAD, O_ENDS, O_TIMES, O_PROBER, O_CLAIM_ENDS = 1, 2, 3, 4, 5, 6, 7
+
+local function fade_outlier(record, now, half_life_us)
+  local fading = 0.5 ^ (math.max(0, now - record[O_CHANGED]) / half_life_us)
+  record[O_GOOD], record[O_BAD], record[O_CHANGED] = record[O_GOOD] * fading, record[O_BAD] * fading, now
+end
+
+register('kvatlas_pool_outliers', function(keys, args)
+  local outliers, router, now = keys[1], args[1], now_us()
+  local half_life_us, claim_us, keep_us = tonumber(args[2]), tonumber(args[3]), tonumber(args[4])
+  for _, change in ipairs(cmsgpack.unpack(args[5])) do
+    local worker, good, bad, verdict, times, eject_us = unpack(change)
+    local packed = redis.call('HGET', outliers, worker)
+    local record = packed and cmsgpack.unpack(packed) or { now, 0, 0, 0, 0, '', 0 }
+    fade_outlier(record, now, half_life_us)
+    record[O_GOOD], record[O_BAD] = record[O_GOOD] + good, record[O_BAD] + bad
+    if verdict == VERDICT.eject and times == record[O_TIMES] and record[O_ENDS] <= now then
+      record[O_ENDS], record[O_TIMES], record[O_PROBER], record[O_CLAIM_ENDS] = now + eject_us, times + 1, '', 0
+    elseif verdict == VERDICT.readmit then
+      record[O_GOOD], record[O_BAD], record[O_ENDS], record[O_PROBER], record[O_CLAIM_ENDS] = good, 0, 0, '', 0
+    elseif verdict == VERDICT.probe and record[O_ENDS] > 0 and record[O_ENDS] <= now and record[O_CLAIM_ENDS] <= now then
+      record[O_PROBER], record[O_CLAIM_ENDS] = router, now + claim_us
+    end
+    redis.call('HSET', outliers, worker, cmsgpack.pack(record))
+    redis.call('PEXPIRE', outliers, string.format('%d', math.ceil(keep_us / 1000)))
+  end
+  local answer, flat = {}, redis.call('HGETALL', outliers)
+  for i = 1, #flat, 2 do
+    local record = cmsgpack.unpack(flat[i + 1])
+    if now - record[O_CHANGED] > keep_us or record[O_CHANGED] > now + CLOCK_SLACK_US then
+      redis.call('HDEL', outliers, flat[i])
+    else
+      fade_outlier(record, now, half_life_us)
+      local left_us = record[O_ENDS] > 0 and record[O_ENDS] - now
+      local prober = record[O_CLAIM_ENDS] > now and record[O_PROBER] or ''
+      answer[#answer + 1] = { flat[i], record[O_GOOD], record[O_BAD], left_us, record[O_TIMES], prober }
+    end
+  end
+  return cmsgpack.pack(answer)
+end)

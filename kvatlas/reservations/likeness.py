@@ -1,0 +1,50 @@
+"""Likeness: which workers a request costs the same, apart from their load and what they hold.
+
+A router that wants to know the cheapest of a thousand workers names a likeness instead of its workers, and the store knows
+them, sorted by load. So indexers, which report workers, and routers must agree on it; it depends on the fleet record alone,
+not on a router's settings. Workers that differ in a router's settings only (rates, reuse rules) share a likeness.
+
+Members of a crowd whose costs are equal stand on a **ring**, at the first 32 bits of the SHA-1 of their ids: a prompt goes to
+the next one behind its own place, so different prompts spread, and equal ones meet.
+"""
+
+from functools import lru_cache
+from hashlib import sha1
+
+import msgpack
+
+from kvatlas.fleet.records import FleetRecord
+
+LIKENESS_BYTES = 8
+RING = 1 << 32
+
+
+def likeness_of(record: FleetRecord) -> bytes:
+    """8 bytes; empty for a worker that gets no requests now."""
+    if not record.routable:
+        return b""
+    endpoint = record.endpoint
+    # what a worker without events is predicted to hold fits its cache
+    cache_blocks = record.load.forward_pass.total_kv_blocks if record.load and not endpoint.events else 0
+    return _hash(
+        endpoint.kind.value,
+        endpoint.role.value,
+        endpoint.locality_domain,
+        endpoint.transfer_groups,
+        endpoint.block_size or 0,
+        endpoint.block_bytes,
+        endpoint.granularity,
+        endpoint.eagle,
+        endpoint.events,
+        cache_blocks,
+    )
+
+
+def place_on_ring(worker_id: str) -> int:
+    """0 to RING - 1."""
+    return int.from_bytes(sha1(worker_id.encode(), usedforsecurity=False).digest()[:4], "big")
+
+
+@lru_cache(maxsize=4_096)
+def _hash(*fields: object) -> bytes:
+    return sha1(msgpack.packb(fields), usedforsecurity=False).digest()[:LIKENESS_BYTES]

@@ -1,0 +1,130 @@
+"""An engine's KV cache groups as its events describe them, and what follows from them for reuse.
+
+The kind of a group is remembered from any event of it, whatever the tier: removals and offloading don't tell it. Only of an
+engine that never told a kind group 0 is taken for full attention. What no event tells is a setting: the chunk size of
+chunked attention, the scheduler's block size, EAGLE and its groups.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
+from kvatlas.errors import InvalidValue
+from kvatlas.events import EngineStored
+from publishers.ledger.settings import LedgerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ToldGroup:
+    """A group as its events describe it. `block_size` is the largest told: blocks at a prompt's end may be smaller."""
+
+    kind: AttentionKind
+    window_tokens: int | None
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseOfGroups:
+    """What an engine's groups mean for reuse.
+
+    `rule`: needed where residency is not enough, with the bit of each sparse group in `Block.held_by`; else None.
+    `upper_bound`: why what is told is only an upper bound of what is reused; empty if it is exact, or less. `eagle`: a hit
+    drops a block. `groups`: how many KV cache groups there are. `alignment_tokens`: hits are multiples of this; 0: of blocks.
+    """
+
+    rule: ResumptionRule | None = None
+    bits: dict[int, int] = field(default_factory=dict)
+    upper_bound: str = ""
+    eagle: bool = False
+    groups: int = 1
+    alignment_tokens: int = 0
+
+
+class EngineGroups:
+    """See the module. `told`: by index."""
+
+    def __init__(self, settings: LedgerSettings) -> None:
+        self._settings = settings
+        self.told: dict[int, ToldGroup] = {}
+        self.lookahead_tokens = 0
+        self._seen: set[tuple[int, AttentionKind | None, int | None, int, int]] = set()
+
+    def learn(self, event: EngineStored) -> bool:
+        """Take in what the event tells of its group. True if that was new."""
+        shape = (event.group, event.kind, event.window_tokens, event.block_size, event.lookahead_tokens)
+        if shape in self._seen:
+            return False
+        if len(self._seen) >= 4096:  # no engine has so many; an odd one costs time, not memory
+            self._seen.clear()
+        self._seen.add(shape)
+        ahead = max(self.lookahead_tokens, event.lookahead_tokens)
+        told = self.told.get(event.group)
+        if event.kind is not None:
+            before = told.block_size if told is not None and told.kind is event.kind else 0
+            told = ToldGroup(event.kind, event.window_tokens, max(before, event.block_size))
+        if told == self.told.get(event.group) and ahead == self.lookahead_tokens:
+            return False
+        self.lookahead_tokens = ahead
+        if told is not None:
+            self.told[event.group] = told
+        return True
+
+    def restore(self, told: Mapping[int, ToldGroup], lookahead_tokens: int) -> None:
+        """As it was saved."""
+        self.told = dict(told)
+        self.lookahead_tokens = lookahead_tokens
+
+    def is_full(self, group: int) -> bool:
+        """Does a group need every block before a position? False for one whose kind is not known yet."""
+        if not self.told:
+            return group == 0
+        told = self.told.get(group)
+        return told is not None and told.kind.is_full
+
+    def reuse(self, block_size: int | None) -> ReuseOfGroups:
+        """What the groups mean for reuse, in blocks of this many tokens, those that are announced."""
+        settings = self._settings
+        eagle = settings.eagle and not self.lookahead_tokens
+        told = sorted(self.told.items())
+        if not told or block_size is None:
+            why = "the engine tells full attention only" if settings.hybrid and not told else ""
+            return ReuseOfGroups(upper_bound=why, eagle=eagle, alignment_tokens=settings.alignment_tokens)
+        count = len(told)
+        sparse = {index: group for index, group in told if not group.kind.is_full}
+        if len(sparse) == count:
+            return ReuseOfGroups(eagle=eagle, groups=count)  # without full attention nothing is announced
+        try:
+            rule = self._rule(told, block_size, eagle)
+        except InvalidValue as error:
+            return ReuseOfGroups(upper_bound=str(error), eagle=eagle, groups=count)
+        aligned = rule.alignment * rule.block_size if rule.alignment > 1 else 0
+        if not rule.needs_marks:
+            return ReuseOfGroups(eagle=eagle, groups=count, alignment_tokens=aligned)
+        if settings.granularity > 1:
+            why = f"granularity is {settings.granularity}; a hybrid model needs 1"
+            return ReuseOfGroups(upper_bound=why, eagle=eagle, groups=count, alignment_tokens=aligned)
+        bits = {index: 1 << slot for slot, index in enumerate(sparse)}
+        return ReuseOfGroups(rule, bits, "", eagle, count, aligned)
+
+    def _rule(self, told: list[tuple[int, ToldGroup]], block_size: int, eagle: bool) -> ResumptionRule:
+        """Raises InvalidValue if the groups' rules, or their sizes, can't be computed with."""
+        settings = self._settings
+        groups = []
+        for index, group in told:
+            if group.kind is AttentionKind.OTHER:
+                raise InvalidValue(f"group {index} has a kind of attention that is not known here")
+            if group.kind is AttentionKind.CHUNKED_LOCAL and not settings.chunk_tokens:
+                raise InvalidValue(
+                    f"group {index} has chunked attention, and its chunk size is not known (--chunk-size)"
+                )
+            drops = eagle and (index in settings.eagle_groups if settings.eagle_groups else group.kind.is_full)
+            groups.append(
+                AttentionGroup(
+                    group.kind,
+                    group.block_size or block_size,
+                    group.window_tokens,
+                    settings.chunk_tokens or None,
+                    eagle=drops,
+                )
+            )
+        return ResumptionRule.of(groups, block_size=block_size, alignment_tokens=settings.alignment_tokens or None)

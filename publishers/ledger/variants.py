@@ -1,0 +1,87 @@
+"""Blocks that several engine hashes stand for: EAGLE's pairs and lookahead hash the token after a block too.
+
+An engine finds a block only behind the very hash that its event names as the parent. If that hash goes while another one keeps
+the parent's block, the child is held and can't be reached: its own hash is **detached**, it stands for no block until the
+parent's hash is held again.
+"""
+
+from collections.abc import Callable, Iterable
+
+from kvatlas.events import EngineHash
+from publishers.ledger.block import Block
+
+
+class Variants:
+    """Empty for engines without such blocks. Which hashes are held and what a detached one costs, its callers know."""
+
+    def __init__(self) -> None:
+        self.names: dict[Block, dict[EngineHash, None]] = {}
+        """The hashes of each block that has several."""
+        self.parent_of: dict[EngineHash, EngineHash] = {}
+        """By the hash of a child of such a block: the hash that it hangs on."""
+        self.children_of: dict[EngineHash, dict[EngineHash, None]] = {}
+        self.detached: dict[EngineHash, Block] = {}
+        self._touched: dict[EngineHash, None] = {}
+
+    def add(self, name: EngineHash, block: Block) -> None:
+        """`name` stands for `block` besides other hashes. What descends from it so far hangs on its first hash."""
+        names = self.names.get(block)
+        if names is None:
+            names = self.names[block] = {block.first_name: None}
+            for child in block.iter_children():
+                for child_name in self.names.get(child, (child.first_name,)) if child.names else ():
+                    self.hang(child_name, block.first_name)
+        names[name] = None
+
+    def hang(self, name: EngineHash, parent_name: EngineHash) -> None:
+        """The block of `name` is found behind `parent_name`."""
+        if self.parent_of.setdefault(name, parent_name) == parent_name:
+            self.children_of.setdefault(parent_name, {})[name] = None
+            self._touched[parent_name] = None
+
+    def touch(self, names: Iterable[EngineHash]) -> None:
+        """These hashes are held now, or not any more."""
+        self._touched.update((name, None) for name in names if name in self.children_of)
+
+    def settle(
+        self,
+        is_held: Callable[[EngineHash], bool],
+        detach: Callable[[EngineHash], bool],
+        attach: Callable[[EngineHash], None],
+    ) -> None:
+        """Detach the children of hashes that are not held or detached themselves, attach those of the others."""
+        while self._touched:
+            name, _ = self._touched.popitem()
+            reachable = name not in self.detached and is_held(name)
+            for child in list(self.children_of.get(name, ())):
+                if reachable and child in self.detached:
+                    attach(child)
+                elif reachable or child in self.detached or not detach(child):
+                    continue
+                self.touch([child])
+
+    def forget(self, name: EngineHash, block: Block) -> list[Block]:
+        """`name` stands for nothing any more. Returns the blocks of detached hashes that hung on it, one a hash: nothing
+        stands for them by these any more either."""
+        names = self.names.get(block)
+        if names is not None:
+            names.pop(name, None)
+            if len(names) == 1:
+                del self.names[block]
+            block.first_name = next(iter(names))
+        if (parent_name := self.parent_of.pop(name, None)) is not None:
+            self._unhang(name, parent_name)
+        self._touched.pop(name, None)
+        lost = []
+        for child in self.children_of.pop(name, ()):
+            self.parent_of.pop(child, None)
+            if (child_block := self.detached.pop(child, None)) is not None:
+                lost += [child_block, *self.forget(child, child_block)]
+        return lost
+
+    def _unhang(self, name: EngineHash, parent_name: EngineHash) -> None:
+        children = self.children_of.get(parent_name)
+        if children is not None:
+            children.pop(name, None)
+            if not children:
+                del self.children_of[parent_name]

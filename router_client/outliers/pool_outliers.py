@@ -1,0 +1,259 @@
+"""Which workers of a pool fail while the others don't. Pure: answers in, workers to avoid out.
+
+A worker is ejected if at least LEAST_BAD of its last answers failed (answers fade with HALF_LIFE_S), they are RATE of them, and
+that is WORSE times the rate of the rest of the pool: a request that fails everywhere says nothing about any worker. An ejection
+lasts EJECT_S, twice as long each further time, until nothing is known against the worker for ten minutes. Then one router of
+the pool may send one request (half open): if that is answered the worker is readmitted, else it is ejected again. Never more
+than SHARE of the candidates are avoided for their failures.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvatlas.outliers.store import CLAIM_S, HALF_LIFE_S, OutlierChange, OutlierRecord, Verdict
+
+LEAST_BAD = 2.5
+"""Three failures, faded a little."""
+RATE = 0.25
+WORSE = 2.0
+SHARE = 0.5
+EJECT_S = 2.0
+MOST_EJECT_S = 60.0
+UNREACHABLE_S = 2.0
+"""How long a worker that did not answer is avoided: by then its fleet record says that it is down."""
+MOST_REST_S = 30.0
+"""A longer Retry-After of an engine is cut to this: its record will say if it is away for long."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Good and bad answers, fading; `at`: when they were right."""
+
+    at: float
+    good: float = 0.0
+    bad: float = 0.0
+
+    def fade(self, now: float) -> None:
+        factor = 0.5 ** (max(0.0, now - self.at) / HALF_LIFE_S)
+        self.good, self.bad, self.at = self.good * factor, self.bad * factor, now
+
+
+@dataclass(slots=True)
+class _Worker:
+    """`own`: this router's answers that are not shared yet; `shared`: those of all routers, as last read. `ejected_until`
+    None: it is not ejected; a time that is over: it is half open. `may_probe`: until when this router alone may try it
+    again."""
+
+    own: _Counts
+    shared: _Counts
+    ejected_until: float | None = None
+    times: int = 0
+    may_probe: float = 0.0
+    probing: bool = False
+    verdict: Verdict = Verdict.COUNT
+    unreachable_until: float = 0.0
+    resting_until: float = 0.0
+
+    def rate(self, now: float) -> tuple[float, float]:
+        """(bad, all) answers, faded."""
+        self.own.fade(now)
+        self.shared.fade(now)
+        bad = self.own.bad + self.shared.bad
+        return bad, bad + self.own.good + self.shared.good
+
+
+@dataclass(frozen=True, slots=True)
+class Avoided:
+    """Candidates that should get no request now. `resting`: their engines said when to come again; a request doesn't go there
+    before. `failing`: they are better than nothing. `retry_after_s`: when the first of `resting` may be asked again."""
+
+    resting: frozenset[str] = frozenset()
+    failing: frozenset[str] = frozenset()
+    retry_after_s: float = 0.0
+
+
+class PoolOutliers:
+    """One pool, as one router knows it. Times are seconds of any steady clock."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Worker] = {}
+        self._suspects: set[str] = set()
+        """Those that are avoided, or were lately."""
+
+    # ------------------------------------------------------------ answers
+
+    def record_good(self, worker_id: str, now: float) -> bool:
+        """The worker began to answer well; True if that ends its ejection."""
+        worker = self._worker(worker_id, now)
+        worker.own.fade(now)
+        worker.own.good += 1
+        worker.unreachable_until = 0.0
+        worker.probing = False
+        if worker.ejected_until is None or worker.ejected_until > now:
+            return False
+        worker.ejected_until, worker.may_probe, worker.verdict = None, 0.0, Verdict.READMIT
+        worker.own, worker.shared = _Counts(now, good=1.0), _Counts(now)
+        return True
+
+    def record_bad(self, worker_id: str, now: float, *, unreachable: bool = False) -> float:
+        """A request failed there; for how many seconds it is ejected now, 0 if it is not. `unreachable`: it did not answer."""
+        worker = self._worker(worker_id, now)
+        worker.own.fade(now)
+        worker.own.bad += 1
+        if unreachable:
+            worker.unreachable_until = now + UNREACHABLE_S
+            self._suspects.add(worker_id)
+        half_open, worker.probing = worker.ejected_until is not None and worker.ejected_until <= now, False
+        if half_open or (worker.ejected_until is None and self._is_outlier(worker, now)):
+            self._suspects.add(worker_id)
+            return self._eject(worker, now)
+        return 0.0
+
+    def record_unknown(self, worker_id: str) -> None:
+        """A request ended without saying anything about its worker."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            worker.probing = False
+
+    def rest(self, worker_id: str, seconds: float, now: float) -> None:
+        """The worker's engine said when to come again."""
+        self._worker(worker_id, now).resting_until = now + min(seconds, MOST_REST_S)
+        self._suspects.add(worker_id)
+
+    def record_sent(self, worker_id: str, now: float) -> None:
+        """A request goes there; a half-open worker gets no second one until it is answered."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.ejected_until is not None and worker.ejected_until <= now:
+            worker.probing = True
+
+    # ------------------------------------------------------------ use
+
+    def has_suspects(self, now: float) -> bool:
+        """Is there any worker to avoid, whoever the candidates are?"""
+        for worker_id in list(self._suspects):
+            worker = self._workers.get(worker_id)
+            if worker is None or (
+                worker.ejected_until is None and max(worker.unreachable_until, worker.resting_until) <= now
+            ):
+                self._suspects.discard(worker_id)
+        return bool(self._suspects)
+
+    def avoid(self, candidates: Collection[str], now: float) -> Avoided:
+        """The workers to avoid now. `candidates`: those that may get requests; the caller's list may be a second old."""
+        resting: dict[str, float] = {}
+        ejected: list[tuple[float, str]] = []
+        failing: set[str] = set()
+        for worker_id in self._suspects & self._workers.keys():
+            worker = self._workers[worker_id]
+            if worker.resting_until > now:
+                resting[worker_id] = worker.resting_until - now
+            elif worker.unreachable_until > now:
+                failing.add(worker_id)
+            elif worker.ejected_until is not None and not self._may_try(worker, now):
+                if worker_id in candidates:
+                    ejected.append((worker.ejected_until, worker_id))
+                else:  # it takes no share of them
+                    failing.add(worker_id)
+        ejected.sort(reverse=True)
+        failing.update(worker_id for _, worker_id in ejected[: int(len(candidates) * SHARE)])
+        return Avoided(frozenset(resting), frozenset(failing), min(resting.values(), default=0.0))
+
+    def ejected(self, now: float) -> Mapping[str, float]:
+        """Ejected workers, with the seconds that are left; 0 or less: half open."""
+        return {
+            worker_id: worker.ejected_until - now
+            for worker_id, worker in self._workers.items()
+            if worker.ejected_until is not None
+        }
+
+    def rate_of(self, worker_id: str, now: float) -> tuple[float, float]:
+        """(bad, all) answers of a worker, faded."""
+        return self._worker(worker_id, now).rate(now)
+
+    # ------------------------------------------------------------ sharing
+
+    def take_changes(self, now: float, *, used: bool) -> list[OutlierChange]:
+        """What to share now: counts of workers that failed lately, and verdicts. `used`: this router has requests for the pool,
+        so it may ask to try workers again."""
+        changes = []
+        for worker_id, worker in self._workers.items():
+            worker.own.fade(now)
+            half_open = worker.ejected_until is not None and worker.ejected_until <= now
+            if worker.verdict is Verdict.COUNT and half_open and used and worker.may_probe <= now:
+                worker.verdict = Verdict.PROBE
+            if worker.verdict is Verdict.COUNT and worker.own.bad < 0.01 and worker.shared.bad < 0.01:
+                continue
+            times = worker.times - (worker.verdict is Verdict.EJECT)
+            seconds = _eject_s(times) if worker.verdict is Verdict.EJECT else 0.0
+            own = worker.own
+            changes.append(OutlierChange(worker_id, own.good, own.bad, worker.verdict, times, seconds))
+            worker.shared.fade(now)
+            worker.shared.good, worker.shared.bad = worker.shared.good + own.good, worker.shared.bad + own.bad
+            worker.own, worker.verdict = _Counts(now), Verdict.COUNT
+        return changes
+
+    def put_back(self, changes: Collection[OutlierChange], now: float) -> None:
+        """The store did not take them: they are shared again. Answers that count twice only count twice."""
+        for change in changes:
+            worker = self._worker(change.worker_id, now)
+            worker.own.good, worker.own.bad = worker.own.good + change.good, worker.own.bad + change.bad
+            if worker.verdict is Verdict.COUNT and change.verdict in (Verdict.EJECT, Verdict.READMIT):
+                worker.verdict = change.verdict
+            elif change.verdict is Verdict.PROBE:  # nobody answers who may: this router tries by itself
+                worker.may_probe = now + CLAIM_S
+
+    def update(self, records: Mapping[str, OutlierRecord], router_id: str, now: float) -> None:
+        """What all routers know, as just read."""
+        for worker_id, record in records.items():
+            worker = self._worker(worker_id, now)
+            worker.shared = _Counts(now, record.good, record.bad)
+            if worker.verdict is not Verdict.COUNT:
+                continue  # decided since
+            worker.times = record.times
+            worker.ejected_until = None if record.left_s is None else now + record.left_s
+            if worker.ejected_until is not None:
+                self._suspects.add(worker_id)
+            worker.may_probe = now + CLAIM_S if record.prober == router_id else 0.0
+        for worker_id in self._workers.keys() - records.keys():
+            worker = self._workers[worker_id]
+            if worker.verdict is Verdict.COUNT:  # the store forgot it
+                worker.ejected_until, worker.times = None, 0
+            worker.shared = _Counts(now)
+        self._forget_idle(now)
+
+    # ------------------------------------------------------------ pieces
+
+    def _worker(self, worker_id: str, now: float) -> _Worker:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = _Worker(_Counts(now), _Counts(now))
+        return worker
+
+    def _is_outlier(self, worker: _Worker, now: float) -> bool:
+        bad, total = worker.rate(now)
+        if bad < LEAST_BAD or bad < RATE * total:
+            return False
+        others = [other.rate(now) for other in self._workers.values() if other is not worker]
+        others_bad, others_total = sum(one[0] for one in others), sum(one[1] for one in others)
+        return bad * others_total >= WORSE * others_bad * total
+
+    def _eject(self, worker: _Worker, now: float) -> float:
+        seconds = _eject_s(worker.times)
+        worker.times += 1
+        worker.ejected_until, worker.may_probe = now + seconds, 0.0
+        worker.verdict = Verdict.EJECT
+        return seconds
+
+    def _may_try(self, worker: _Worker, now: float) -> bool:
+        assert worker.ejected_until is not None
+        return worker.ejected_until <= now < worker.may_probe and not worker.probing
+
+    def _forget_idle(self, now: float) -> None:
+        for worker_id, worker in list(self._workers.items()):
+            idle = worker.ejected_until is None and not worker.probing and worker.verdict is Verdict.COUNT
+            if idle and max(worker.unreachable_until, worker.resting_until) <= now and worker.rate(now)[1] < 0.01:
+                del self._workers[worker_id]
+
+
+def _eject_s(times: int) -> float:
+    """How long the next ejection lasts, after `times` of them."""
+    return min(EJECT_S * 2.0 ** min(times, 16), MOST_EJECT_S)

@@ -1,0 +1,97 @@
+"""Quotes for a large pool without a quote for every worker: those that stand out are named, all others are members of crowds.
+
+A worker stands out if it holds another part of the prompt than most workers of its likeness, or is of another kind (its rates
+are learned to be others). The store finds the cheapest of the rest by their load (`kvatlas.reservations.protocol.Crowd`).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from kvatlas.reservations import Evaluation, OfferEvaluation
+from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix
+from router_client.pricing.pool import Candidate, Group, Pool
+from router_client.pricing.quotes import Quote, QuoteDesk
+from router_client.prompt import Prompt
+
+LEAST_CANDIDATES = 17
+"""Of smaller pools every worker is named."""
+MOST_NAMED = 128
+KNOWN_SHARE = 0.875
+"""The store should know at least this share of the candidates; records are up to a heartbeat older or newer here."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrowdQuotes:
+    """`named`: in the order in which ties are broken. `crowds`: a quote for members, by likeness; its candidate is any one.
+
+    `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`).
+    """
+
+    pool: Pool
+    named: Sequence[Quote]
+    crowds: Mapping[bytes, Quote]
+    ring: int
+
+    @property
+    def least_members(self) -> int:
+        """How many workers the store should know in these crowds."""
+        return int(KNOWN_SHARE * sum(group.size for group in self.pool.groups))
+
+    def match(self, evaluation: Evaluation) -> tuple[list[Quote], Sequence[OfferEvaluation], int | None]:
+        """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
+
+        Workers that this reading of the pool does not have yet are left out; None: the chosen one is among them.
+        """
+        quotes, first = list(self.named), len(self.named)
+        kept = list(range(first))
+        for number in range(first, len(evaluation.offers)):
+            candidate = self.pool.candidate_of.get(evaluation.offers[number].worker_id)
+            quote = self.crowds.get(candidate.likeness) if candidate is not None else None
+            if candidate is not None and quote is not None:
+                quotes.append(quote._replace(candidate=candidate))
+                kept.append(number)
+        chosen = kept.index(evaluation.chosen) if evaluation.chosen in kept else None
+        if len(kept) == len(evaluation.offers):
+            return quotes, evaluation.by_offer, chosen
+        return quotes, [evaluation.by_offer[number] for number in kept], chosen
+
+
+def quote_crowds(
+    prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix], fingerprint: bytes, *, named: Sequence[str] = ()
+) -> CrowdQuotes | None:
+    """`named`: candidates to be named in any case. None if the pool is small, or too many workers stand out."""
+    if not pool.groups or len(pool.candidates) < LEAST_CANDIDATES:
+        return None
+    desk = QuoteDesk(prompt, pool, held)
+    apart: dict[str, Candidate] = {id: pool.candidate_of[id] for id in named}
+    crowds: dict[bytes, Quote] = {}
+    holders: dict[bytes, list[str]] = {}
+    for id in held:
+        if (candidate := pool.candidate_of.get(id)) is not None:
+            holders.setdefault(candidate.likeness, []).append(id)
+    for group in pool.groups:
+        usual, other = _usual_prefix(group, held, holders.get(group.likeness, ()))
+        crowds[group.likeness] = desk.quote(group.example, usual)
+        for id in (*other, *group.odd):
+            if (candidate := pool.candidate_of.get(id)) is not None:
+                apart[id] = candidate
+        if len(apart) > MOST_NAMED:
+            return None
+    ring = xxh3_64_intdigest(fingerprint) >> 32
+    return CrowdQuotes(pool, desk.quote_all(list(apart.values()), fingerprint), crowds, ring)
+
+
+def _usual_prefix(
+    group: Group, held: Mapping[str, HeldPrefix], holders: Sequence[str]
+) -> tuple[HeldPrefix, Sequence[str]]:
+    """What most workers of a group hold, and the workers that hold something else."""
+    if 2 * len(holders) <= len(group.ids):
+        return NOTHING_HELD, holders
+    ((usual, count),) = Counter(held[id] for id in holders).most_common(1)
+    if 2 * count <= len(group.ids):
+        return NOTHING_HELD, holders
+    other = [id for id in holders if held[id] != usual]
+    return usual, [*other, *(group.ids - set(holders))]

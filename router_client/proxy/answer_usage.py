@@ -1,0 +1,44 @@
+"""The usage that an answer tells, and the times that were measured of it: for whoever passes a request's answer on."""
+
+import json
+from typing import Any
+
+from router_client.learning.timings import AnswerClock, Timings
+from router_client.tokens.text_request import TextRequest
+from router_client.tokens.usage import Usage
+
+_ASK_USAGE = b'{"stream_options":{"include_usage":true},'
+
+
+def body_with_usage(text: TextRequest, body: bytes) -> bytes:
+    """The body of a streamed request, with the wish for usage at the stream's end."""
+    options = text.body.get("stream_options")
+    if options is None and "stream_options" not in text.body:
+        at = body.index(b"{") + 1  # a long body is not serialized again for this
+        return _ASK_USAGE + body[at:]
+    if options is not None and not isinstance(options, dict):
+        return body  # the engine refuses it
+    changed: dict[str, Any] = {**text.body, "stream_options": {**(options or {}), "include_usage": True}}
+    return json.dumps(changed).encode()
+
+
+def usage_of_body(body: bytes) -> Usage | None:
+    """The usage in a whole answer."""
+    if b'"usage"' not in body:
+        return None
+    try:
+        return Usage.of(json.loads(body))
+    except ValueError:
+        return None
+
+
+def usage_of_one_prompt(text: TextRequest, usage: Usage | None) -> Usage | None:
+    """None for several prompts: only the first was routed, so nothing can be compared or learned."""
+    return usage if text.prompts == 1 else None
+
+
+def timings_of(text: TextRequest, clock: AnswerClock, usage: Usage | None) -> Timings | None:
+    """None if the tokens are those of several answers."""
+    if usage is None or text.choices > 1:
+        return None
+    return clock.timings(usage.completion_tokens)

@@ -1,0 +1,48 @@
+"""What an engine's HTTP status says: about the request, about the engine, and if another engine should be tried."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from enum import Enum
+
+NOT_OURS = (501, 505)
+"""Server errors that say that the request is not supported."""
+DOUBTFUL = (401, 403, 404, 405, 501)
+"""The client's mistake, or the engine's: another key, another list of models, another version."""
+ELSEWHERE = (408, 429)
+
+
+class Verdict(Enum):
+    """`ANSWERED`: the request is answered. `ELSEWHERE`: this engine can't answer it now, and another one may: nothing was
+    sent to the client yet, so it is tried. `DOUBTFUL`: one other engine is asked; only if that one answers it was this
+    engine's fault. `REFUSED`: the request's own fault; the client gets the answer."""
+
+    ANSWERED = "answered"
+    ELSEWHERE = "elsewhere"
+    DOUBTFUL = "doubtful"
+    REFUSED = "refused"
+
+
+def judge(status: int) -> Verdict:
+    """The verdict on an answer by its status."""
+    if 200 <= status < 300:
+        return Verdict.ANSWERED
+    if status in DOUBTFUL:
+        return Verdict.DOUBTFUL
+    if status in ELSEWHERE or (status >= 500 and status not in NOT_OURS):
+        return Verdict.ELSEWHERE
+    return Verdict.REFUSED
+
+
+def retry_after_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
+    """The seconds of a Retry-After header (RFC 9110, 10.2.3), given as such or as a date; None without a valid one."""
+    value = next((value.decode("latin-1").strip() for name, value in headers if name.lower() == b"retry-after"), None)
+    if value is None:
+        return None
+    if value.isdecimal():
+        return float(value[:9])
+    try:
+        date = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, (date - datetime.now(UTC)).total_seconds()) if date.tzinfo is not None else None

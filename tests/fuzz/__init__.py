@@ -1,0 +1,1 @@
+"""A fuzzer of running processes: see `__main__`."""

@@ -1,0 +1,64 @@
+"""What a KV connector tells of offloaded blocks: tokens, without the salt and the keys that the engine's hash covers."""
+
+from typing import Any
+
+import msgpack
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.events import EngineRemoved, EngineStored, Removed, Stored
+from publishers.engines.vllm import decode_batch
+from publishers.ledger.ledger import Ledger
+from tests.publishers.ledger.one_chain import CHAIN, fold, held, ledger, store
+
+
+def offloaded(names: list[Any], parent: Any = None, first: int = 0) -> EngineStored:
+    return store(names, parent, first, tier=Tier.CPU_DRAM, offloaded=True)
+
+
+def test_a_known_hash_keeps_its_block() -> None:
+    one = ledger()
+    (salted,) = fold(one, store([1, 2], salt="acme"))
+    (moved,) = fold(one, offloaded([1, 2]))
+    assert moved == Stored(salted.scope_id, Tier.CPU_DRAM, salted.hashes)
+    fold(one, EngineRemoved([2, 1]))
+    assert held(one) == {("cpu_dram", 1), ("cpu_dram", 2)}
+    assert fold(one, EngineRemoved([2, 1], Tier.CPU_DRAM)) and not one.announced_blocks
+
+
+def test_an_unknown_hash_is_left_out_if_the_engine_uses_keys() -> None:
+    one = ledger()
+    fold(one, store([1], salt="acme"))
+    assert fold(one, offloaded([7, 8])) == [] and one.counters.placeholder_unknown == 2
+    assert fold(one, offloaded([1, 9]))[0].tier is Tier.CPU_DRAM and held(one) == {("hbm", 1), ("cpu_dram", 1)}
+
+
+def test_an_engine_without_keys_is_believed_and_no_longer_once_it_uses_one() -> None:
+    one = ledger(block_size=2)
+    (stored,) = fold(one, offloaded([1, 2]))
+    assert stored.hashes == CHAIN[:16]
+    fold(one, store([1]))  # the engine itself says which block 1 is
+    gone = fold(one, store([9], salt="acme"))
+    assert Removed(stored.scope_id, Tier.CPU_DRAM, CHAIN[8:16]) in gone
+    assert held(one) == {("hbm", 1), ("cpu_dram", 1), ("hbm", 9)}
+    fold(one, EngineRemoved([1, 2], Tier.CPU_DRAM), EngineRemoved([1, 9]))
+    assert not one.announced_blocks and not set(one.resident())
+
+
+def test_offloaded_blocks_do_not_teach_the_block_size() -> None:
+    one = ledger()
+    fold(one, store([1]))
+    chunk = EngineStored([50], None, list(range(100, 108)), 8, tier=Tier.CPU_DRAM, offloaded=True)
+    assert fold(one, chunk) == [] and one.block_size == 2 and one.announced_blocks == 1
+
+
+def test_a_saved_ledger_may_have_used_keys() -> None:
+    one = ledger()
+    fold(one, store([1]))
+    again = Ledger.load(one.dump(), one.settings)
+    assert fold(again, offloaded([5])) == []
+
+
+def test_vllms_events_of_other_tiers_are_a_connectors() -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2], "block_size": 2}
+    batch = decode_batch(msgpack.packb([0.0, [event, {**event, "medium": "CPU"}], None]))
+    assert [isinstance(one, EngineStored) and one.offloaded for one in batch.events] == [False, True]

@@ -1,0 +1,58 @@
+"""Several engine hashes for one block: a child is found only behind the hash that it names as its parent."""
+
+from kvatlas.events import EngineRemoved, Removed, Stored
+from publishers.ledger.ledger import Ledger
+from tests.publishers.ledger.one_chain import fold, hashes, held, ledger, store
+
+
+def test_a_child_goes_with_the_variant_of_its_parent_that_it_hangs_on() -> None:
+    one = ledger()
+    fold(one, store([1, 2]), store([3], 2, 2))
+    assert fold(one, store([22], 1, 1)) == []  # another hash of the block of 2
+    (gone,) = fold(one, EngineRemoved([2]))
+    assert isinstance(gone, Removed) and gone.hashes == hashes(2, 3)
+    assert held(one) == {("hbm", 1), ("hbm", 22)}
+    (back,) = fold(one, store([2], 1, 1))
+    assert isinstance(back, Stored) and back.hashes == hashes(2, 3)
+
+
+def test_a_child_of_the_variant_that_stays_stays() -> None:
+    one = ledger()
+    fold(one, store([1, 2]), store([22], 1, 1), store([3], 22, 2))
+    assert fold(one, EngineRemoved([2])) == []
+    assert held(one) == {("hbm", 1), ("hbm", 22), ("hbm", 3)}
+    assert fold(one, EngineRemoved([3, 22, 1])) and not one.announced_blocks
+
+
+def test_what_is_behind_the_child_goes_with_it_and_what_comes_later_waits() -> None:
+    one = ledger()
+    fold(one, store([1, 2, 3, 4]), store([22], 1, 1))
+    (gone,) = fold(one, EngineRemoved([2]))
+    assert isinstance(gone, Removed) and {hashes(2, 4)[at : at + 8] for at in (0, 8)} == {
+        gone.hashes[:8],
+        gone.hashes[8:],
+    }
+    assert fold(one, store([5], 4, 4)) == []
+    (back,) = fold(one, store([2], 1, 1))
+    assert isinstance(back, Stored) and back.hashes == hashes(2, 5)
+
+
+def test_a_saved_ledger_knows_what_hangs_on_which_variant() -> None:
+    one = ledger()
+    fold(one, store([1, 2, 3]), store([22], 1, 1), EngineRemoved([2]))
+    one = Ledger.load(one.dump(), one.settings)
+    assert held(one) == {("hbm", 1), ("hbm", 22)}
+    fold(one, store([2], 1, 1))
+    again = Ledger.load(one.dump(), one.settings)
+    assert held(again) == {("hbm", 1), ("hbm", 2), ("hbm", 22), ("hbm", 3)}
+    fold(again, EngineRemoved([2]))
+    assert held(again) == {("hbm", 1), ("hbm", 22)}
+
+
+def test_hashes_of_forgotten_variants_are_forgotten() -> None:
+    one = Ledger(ledger().settings, remembered_evictions=0)
+    fold(one, store([1, 2, 3]), store([22], 1, 1), EngineRemoved([2]))
+    fold(one, EngineRemoved([3, 22, 1]))
+    variants = one.lineage.variants
+    assert not one.announced_blocks and not one.lineage.known and not one.lineage.namespaces
+    assert not variants.names and not variants.parent_of and not variants.children_of and not variants.detached

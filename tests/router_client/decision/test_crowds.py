@@ -1,0 +1,160 @@
+"""Choices among many workers, of which few are read: what they choose, and what they still tell."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.fleet.records import EngineState, FleetRecord
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.reservations import RedisReservations
+from kvatlas.reservations.redis_calls import pool_keys
+from kvatlas.store.connection import Store
+from router_client import Basis, NoWorkers, Prompt, RouterClient, RouterSettings, Selector, StaticFleet
+from router_client.pricing.surcharges import session_worker
+from tests.kvatlas.reservations.asks import Clock
+from tests.router_client.pools import SCOPE, hold, pool, worker
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = RouterSettings(deadline_ms=None)
+TOKENS = [5] * 2_000
+COUNT = 60
+
+
+def busy(rng: random.Random, number: int, **other: Any) -> FleetRecord:
+    metrics = {"total_request_slots": 24, "active_kv_blocks": rng.randrange(3_000), "total_kv_blocks": 4_000}
+    load = {
+        "running_decodes": rng.randrange(1, 25),
+        "queued_prefill_tokens": rng.randrange(4_000),
+        "forward_pass": metrics,
+        "sampled_us": time.time_ns() // 1_000,
+    }
+    return worker(f"w{number:03}", load=None if number % 11 == 7 else load, **other)
+
+
+@pytest.fixture
+async def index(store: Store) -> RedisIndex:
+    return await open_redis_index(store, writer=True)
+
+
+@pytest.fixture
+async def fleet(store: Store, index: RedisIndex) -> AsyncIterator[FleetStore]:
+    yield FleetStore(store)
+    await store.client.function_flush()  # of a clock that one test sets
+
+
+def router(index: RedisIndex, store: Store, settings: RouterSettings = SETTINGS) -> RouterClient:
+    return RouterClient(index, FleetStore(store), settings, reservations=RedisReservations(store))
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_choice_is_the_cheapest_of_all(store: Store, index: RedisIndex, fleet: FleetStore, seed: int) -> None:
+    """Held against the ranking of every candidate, while bookings grow: holders, tiers, two makes of engines, copies to
+    read, workers of unknown load, full ones."""
+    await Clock(store).prepare()  # rank and book find the same predictions
+    rng = random.Random(seed)
+    groups: dict[str, Any] = {"transfer_groups": ("g",)} if seed == 1 else {}
+    records = pool(
+        *(busy(rng, n, kind="sglang" if seed == 2 and n % 3 else "vllm", **groups) for n in range(COUNT)),
+        worker("down", state=EngineState.DOWN),
+    )
+    await fleet.write(records)
+    for number in rng.sample(range(COUNT), 55 if seed == 3 else 6):
+        blocks = 10 if seed == 3 and number % 9 else rng.randrange(1, 120)
+        tier = rng.choice([Tier.HBM, Tier.HBM, Tier.CPU_DRAM])
+        await hold(index, records[f"w{number:03}"], TOKENS, blocks=blocks, tier=tier)
+    client = router(index, store)
+    fewest = COUNT
+    for number in range(40):
+        tokens = [*TOKENS[: rng.choice([100, 1_500, 2_000])], *range(number % 5 * 200)]
+        asked = Prompt.of_tokens(SCOPE, tokens, output_tokens=rng.choice([1, 128, 700]))
+        ranked = (await client.rank(asked)).results
+        cheapest = {result.worker_id for result in ranked if result.score_us <= ranked[0].score_us + 1}
+        choice = await client.book(asked)
+        assert choice.basis is Basis.COST and not choice.why
+        assert choice.worker_id in cheapest, (choice.explain(), ranked[0].explain())
+        assert abs(choice.score_us - ranked[0].score_us) <= 1
+        assert sum(term.us for term in choice.result.terms) == choice.score_us
+        assert choice.ranking.unread + len(choice.ranking) == COUNT
+        fewest = min(fewest, len(choice.ranking))
+    assert fewest < COUNT / 2
+
+
+async def test_what_was_not_read_is_said_and_every_candidate_is_told_if_asked_for(
+    store: Store, index: RedisIndex, fleet: FleetStore
+) -> None:
+    await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": n}) for n in range(COUNT))))
+    asked = Prompt.of_tokens(SCOPE, TOKENS)
+    choice = await router(index, store).pick(asked)
+    assert choice.worker_id == "w000"
+    assert 0 < choice.ranking.unread < COUNT
+    assert f"{choice.ranking.unread} more candidates were not read; none of them costs less" in choice.explain()
+    told = await router(index, store, RouterSettings(deadline_ms=None, explain_all=True)).pick(asked)
+    assert (told.worker_id, len(told.ranking), told.ranking.unread) == ("w000", COUNT, 0)
+    assert "not read" not in told.explain()
+    assert len(await router(index, store).rank(asked)) == COUNT
+
+
+async def test_avoided_and_denied_workers_are_not_chosen(store: Store, index: RedisIndex, fleet: FleetStore) -> None:
+    await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": n}) for n in range(COUNT))))
+    client = router(index, store)
+    asked = Prompt.of_tokens(SCOPE, TOKENS, select=Selector(deny=["w001"]))
+    choice = await client.book(asked, avoid=["w000"])
+    assert choice.worker_id == "w002"
+    assert choice.ranking.left_out == {"w000": "the caller avoids it", "w001": "it is on the deny list"}
+    only = Prompt.of_tokens(SCOPE, TOKENS, select=Selector(allow=["w044", "w055"]))
+    assert (await client.book(only)).worker_id == "w044"
+    with pytest.raises(NoWorkers, match="none of 60 workers"):
+        await client.book(asked, avoid=[f"w{n:03}" for n in range(COUNT)])
+
+
+async def test_a_session_keeps_its_worker_among_many(store: Store, index: RedisIndex, fleet: FleetStore) -> None:
+    records = pool(*(worker(f"w{n:03}", load={"running_decodes": 1}) for n in range(COUNT)))
+    await fleet.write(records)
+    client = router(index, store, RouterSettings(deadline_ms=None, session_us=50_000.0))
+    for session in map(str, range(12)):
+        choice = await client.pick(Prompt.of_tokens(SCOPE, [7] * 300, session_id=session))
+        assert choice.worker_id == session_worker(session, sorted(records))
+        assert "session" not in {term.name for term in choice.result.terms}
+
+
+async def test_a_worker_that_is_newer_than_the_records_read_is_read_and_used(
+    store: Store, index: RedisIndex, fleet: FleetStore
+) -> None:
+    await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": 5}) for n in range(COUNT))))
+    client = router(index, store, RouterSettings(deadline_ms=None, fleet_max_age_ms=600_000))
+    assert (await client.pick(Prompt.of_tokens(SCOPE, TOKENS))).worker_id.startswith("w")
+    await fleet.write(pool(worker("new", load={"running_decodes": 0})))
+    choice = await client.book(Prompt.of_tokens(SCOPE, TOKENS))
+    assert (choice.worker_id, choice.basis) == ("new", Basis.COST)
+
+
+async def test_workers_that_no_indexer_reported_are_named_instead(store: Store, index: RedisIndex) -> None:
+    """An indexer of an older version does not say which workers are alike."""
+    records = pool(*(worker(f"w{n:03}", load={"running_decodes": n + 1}) for n in range(COUNT)))
+    client = RouterClient(index, StaticFleet(records), SETTINGS, reservations=RedisReservations(store))
+    choices = [await client.book(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(4)]
+    assert all(choice.basis is Basis.COST and not choice.why for choice in choices)
+    assert len({choice.worker_id for choice in choices}) == 4
+    assert len(choices[0].ranking) == COUNT
+
+
+async def test_hundreds_of_choices_at_a_time_are_all_by_cost(
+    store: Store, index: RedisIndex, fleet: FleetStore
+) -> None:
+    """More than there are connections."""
+    await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": 1}) for n in range(COUNT))))
+    prompts = [Prompt.of_tokens(SCOPE, [n] * 100) for n in range(300)]
+    opened = RouterClient.open(store.url, RouterSettings(deadline_ms=None), wait=False)
+    async with opened as client, AsyncExitStack() as stack:
+        choices = await asyncio.gather(*(stack.enter_async_context(client.route(prompt)) for prompt in prompts))
+        assert {choice.basis for choice in choices} == {Basis.COST}
+        assert not any(choice.why for choice in choices)
+    assert await store.client.hlen(pool_keys(SCOPE.pool_id)[2]) == 0

@@ -1,0 +1,93 @@
+"""Workers with marks: what is usable of what they hold, why it ends there, and what a copy on them is worth."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.reuse import CacheReading
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness
+from kvatlas.identity import Scope
+from kvatlas.index.memory.index import MemoryIndex
+from router_client import Prompt, RouterClient
+from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
+from tests.router_client.pools import CountingFleet
+
+pytestmark = pytest.mark.anyio
+
+SCOPE = Scope("model", "model")
+SIZE = 4
+TOKENS = list(range(4 * 700 + 3))
+CHAIN = extend_chain(TOKENS, SIZE)
+PLACES = {key: (split(CHAIN)[i // 64 * 64], i % 64) for i, key in enumerate(split(CHAIN))}
+
+
+def record(id: str, **fields: object) -> FleetRecord:
+    endpoint = EngineEndpoint(
+        id=id, kind=EngineKind.VLLM, model_id="model", tokenizer_id="model", block_size=SIZE, block_bytes=1000
+    ).model_copy(update=fields)
+    return FleetRecord(endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE)
+
+
+async def index_of(**marks: list[int] | None) -> MemoryIndex:
+    """Every worker holds the whole chain; those with a list have marks at these positions."""
+    index = MemoryIndex()
+    for worker, positions in marks.items():
+        source = MessageSource(worker, dropped=None if positions is None else 0, places=PLACES)
+        await apply_messages(index, source.begin(1), source.store(SCOPE, CHAIN))
+        if positions:
+            await apply_messages(index, source.mark(SCOPE, [split(CHAIN)[at - 1] for at in positions]))
+    return index
+
+
+async def test_usable_ends_at_the_deepest_mark_over_all_parts_of_a_long_prompt() -> None:
+    index = await index_of(near=[100, 255], far=[100, 650], none=[], full=None)
+    workers = {id: record(id, marks=id != "full") for id in ("near", "far", "none", "full")}
+    async with RouterClient(index, CountingFleet(workers)) as router:
+        found = await router.overlap(Prompt.of_tokens(SCOPE, TOKENS))
+        usable = {worker.worker_id: worker.usable_tokens for worker in found}
+        assert usable == {"full": 2800, "far": 2600, "near": 1020, "none": 0}
+        assert {worker.resident_tokens for worker in found} == {2800}
+        assert {worker.worker_id: worker.why for worker in found} == {
+            "full": "",
+            "far": "behind that, no group besides full attention holds what it needs to resume",
+            "near": "behind that, no group besides full attention holds what it needs to resume",
+            "none": "the groups besides full attention hold nowhere what they need to resume",
+        }
+        ranking = await router.rank(Prompt.of_tokens(SCOPE, TOKENS))
+        assert [result.worker_id for result in ranking] == ["full", "far", "near", "none"]
+        short = await router.overlap(Prompt.of_tokens(SCOPE, TOKENS[: 4 * 650]))
+        assert {w.worker_id: w.usable_tokens for w in short}["far"] == 400, "the prompt's last token is computed"
+
+
+async def test_a_request_that_skips_the_cache_uses_nothing_of_it() -> None:
+    index = await index_of(w=[100], full=None)
+    workers = {"w": record("w", marks=True), "full": record("full")}
+    async with RouterClient(index, CountingFleet(workers)) as router:
+        prompt = replace(Prompt.of_tokens(SCOPE, TOKENS), reading=CacheReading(prompt_logprobs=True))
+        found = await router.overlap(prompt)
+        assert {worker.usable_tokens for worker in found} == {0}
+        assert {worker.why for worker in found} == {"the request lets the engine read 0 tokens from its cache"}
+        assert {result.cached_tokens for result in await router.rank(prompt)} == {0}
+
+
+async def test_a_copy_is_worth_what_its_holders_marks_allow() -> None:
+    index = await index_of(source=[300])
+    fields = {"transfer_groups": ("fabric",), "marks": True}
+    workers = {id: record(id, **fields) for id in ("source", "reader")}
+    async with RouterClient(index, CountingFleet(workers)) as router:
+        ranking = {result.worker_id: result for result in await router.rank(Prompt.of_tokens(SCOPE, TOKENS))}
+        assert ranking["source"].usable_tokens == 1200
+        reader = ranking["reader"]
+        assert (reader.usable_tokens, reader.transferred_tokens, reader.source) == (0, 1200, "source")
+
+
+async def test_an_upper_bound_is_labelled_with_its_reason() -> None:
+    index = await index_of(w=None)
+    workers = {"w": record("w", upper_bound="the engine tells full attention only")}
+    async with RouterClient(index, CountingFleet(workers)) as router:
+        [worker] = await router.overlap(Prompt.of_tokens(SCOPE, TOKENS))
+        assert "at most 2800 usable (upper bound: the engine tells full attention only)" in worker.explain()
+        [result] = await router.rank(Prompt.of_tokens(SCOPE, TOKENS))
+        assert "at most 2800 tokens usable (the engine tells full attention only)" in result.explain()
+        assert result.explanation()["upper_bound"] == "the engine tells full attention only"
