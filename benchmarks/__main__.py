@@ -8,7 +8,7 @@ from time import perf_counter
 import uvloop
 from rich.console import Console
 
-from benchmarks import hashing
+from benchmarks import hashing, stalls
 from benchmarks.index import digests, memory, overlap
 from benchmarks.peer.comparison import Subject
 from benchmarks.peer.parts import PARTS
@@ -40,6 +40,7 @@ async def _measure() -> list[Result]:
         async with store_calls(store) as calls:
             results += await recovery.measure(store, nats.url)
             results.append(await calls.result("rebuild"))
+        results += await stalls.measure(store, stalls.USUAL)
         for measure in PARTS.values():
             rows = await measure(store, [Subject.OURS])
             results += [row.result for row in rows if row.result is not None]

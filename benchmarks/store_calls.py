@@ -14,6 +14,8 @@ LONGEST_MS = 5.0
 SHORTEST_US = 1_000
 """Calls below are not logged, so that the log costs nothing and holds all of them."""
 KEPT = 4_096
+SLOW_LOG = {"slowlog-log-slower-than": str(SHORTEST_US), "slowlog-max-len": str(KEPT)}
+"""Settings of a store whose longest call is read later."""
 NOT_OURS = frozenset({"CONFIG", "DEBUG", "FLUSHALL", "FLUSHDB", "INFO", "MEMORY", "SLOWLOG"})
 """What benchmarks do around a measurement, and no part of kvatlas."""
 

@@ -23,7 +23,7 @@ from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
-"""About 8,000 blocks: some 10 ms of the store, which answers no other client meanwhile."""
+"""What is handed to the index at once, which cuts it into calls that hold the store for a few milliseconds each."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 

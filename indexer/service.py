@@ -9,12 +9,15 @@ import anyio
 from nats.errors import Error as NatsError
 
 from indexer import gauges
+from indexer.cleanup.library_expiry import LibraryExpiry
 from indexer.partition.event_stream import EventStream, stream_settings
 from indexer.replica import Replica
 from indexer.status import application
 from kvatlas.bus.connection import connect_nats
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet.store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.runtime.http_server import listen, serve, url_of
 from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.settings import IndexerSettings
@@ -64,6 +67,8 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
                     replica.status_url = url_of(listener)
                     group.start_soon(serve, application(replica), listener)
                 group.start_soon(gauges.sample, replica, index)
+                libraries = [INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY]
+                group.start_soon(LibraryExpiry(store, libraries, replica.counters, replica.owned).run)
                 group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)
 
 

@@ -21,6 +21,7 @@ from redis.exceptions import (
     ReadOnlyError,
     RedisClusterException,
     RedisError,
+    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -127,15 +128,31 @@ class Store:
         """Load a function library, replacing an older one, on every primary. Raises Unreachable; OutOfMemoryError if the
         store has no room for one that it does not have yet."""
         try:
-            if self.is_cluster:
-                await self.client.execute_command("FUNCTION LOAD", "REPLACE", code, target_nodes=RedisCluster.PRIMARIES)
-            else:
-                await self.client.execute_command("FUNCTION LOAD", "REPLACE", code)
+            await self._on_primaries("FUNCTION LOAD", "REPLACE", code)
         except OutOfMemoryError:
             if not await self._has_functions(code):
                 raise
         except UNREACHABLE as error:
             raise self.unreachable(error) from error
+
+    async def list_libraries(self) -> list[str]:
+        """The function libraries of all primaries. Raises Unreachable."""
+        found = await self.ask(self._on_primaries("FUNCTION LIST"))
+        servers = found.values() if isinstance(found, dict) else [found]
+        return sorted({_library_name(library) for libraries in servers for library in libraries})
+
+    async def delete_library(self, name: str) -> None:
+        """Delete a function library on every primary that has it. Raises Unreachable."""
+        try:
+            await self.ask(self._on_primaries("FUNCTION DELETE", name))
+        except ResponseError as error:
+            if "Library not found" not in str(error):
+                raise
+
+    def _on_primaries(self, *command: str) -> Awaitable[Any]:
+        where = {"target_nodes": RedisCluster.PRIMARIES} if self.is_cluster else {}
+        answer: Awaitable[Any] = self.client.execute_command(*command, **where)
+        return answer
 
     async def _has_functions(self, code: str) -> bool:
         """Is exactly this library loaded? Unknown in a cluster, where one answer does not speak for every primary."""
@@ -197,6 +214,13 @@ def reason(error: BaseException) -> str:
     if isinstance(error, AuthenticationError) and "HELLO must be called" in str(error):
         return "it asks for credentials; expected them in the URL"
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _library_name(library: Any) -> str:
+    """From an entry of FUNCTION LIST, a map or a flat list of names and values."""
+    fields = library if isinstance(library, dict) else dict(zip(library[::2], library[1::2], strict=True))
+    name: bytes = fields[b"library_name"]
+    return name.decode()
 
 
 def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":

@@ -1,37 +1,81 @@
-"""Libraries of server-side functions: their code, and calls that load them again if the server lost them."""
+"""Libraries of server-side functions: their code, and calls that load them if the server does not have them.
 
+The names of a library and of its functions end with a tag, a hash of the code: processes of two versions each find their
+own functions, in whatever order they start. What a version leaves behind when its last process ends is deleted once no
+process has used it for long (`indexer/cleanup/library_expiry.py`): each process marks its libraries as used.
+"""
+
+import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
+from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from redis.exceptions import NoPermissionError, ResponseError
 
 from kvatlas.errors import Unreachable
 from kvatlas.store.connection import Store
 
+MARK_EVERY_S = 600.0
+USED_FOR_S = 24 * 3600
+"""So long a mark counts: a library without one is used by no process that calls functions."""
+
 _MISSING = "Function not found"
+_TAG_BYTES = 4
+_MARK = """
+-- mark: a process uses this library. KEYS 1 its mark; ARGV 1 s for which that counts; returns 1
+redis.register_function({
+  function_name = '%s_mark' .. TAG,
+  callback = function(keys, args)
+    redis.call('SET', keys[1], '1', 'EX', args[1])
+    return 1
+  end,
+  flags = { 'allow-oom' },
+})"""
+
+log = logging.getLogger("kvatlas.store")
 
 
 class FunctionLibrary:
     """One library, made of a folder of `.lua` files: `shared` first, in this order (their locals serve the rest), then the
-    others, one command a file.
+    others, one command a file. They register a function under its name and `TAG`; calls leave the tag out.
 
     If the server does not have the function (it was never loaded, or flushed), a call loads the library, which is always
-    right, and tries once more. With `load` False, or if this user may not load functions, it raises
-    Unreachable instead: another process has to load it. All calls raise what `Store.fcall` raises.
+    right, and tries once more. All calls raise what `Store.fcall` raises.
     """
 
-    def __init__(self, name: str, folder: Path, shared: Sequence[str]) -> None:
-        self.name = name
+    def __init__(self, family: str, folder: Path, shared: Sequence[str]) -> None:
+        """`family`: the name without the tag."""
+        self.family = family
         self._folder = folder
         self._shared = shared
+        self._marked_s: WeakKeyDictionary[Store, float] = WeakKeyDictionary()
+
+    @property
+    def name(self) -> str:
+        return self.family + self._tag
 
     @cached_property
     def code(self) -> str:
         """What is loaded; it begins with the line that names the library."""
+        return f"#!lua name={self.name}\nlocal TAG = '{self._tag}'\n{self._body}"
+
+    def function(self, name: str) -> str:
+        """The name under which the server has a function."""
+        return name + self._tag
+
+    @cached_property
+    def _tag(self) -> str:
+        return "_" + blake2b(self._body.encode(), digest_size=_TAG_BYTES).hexdigest()
+
+    @cached_property
+    def _body(self) -> str:
         commands = sorted(path.stem for path in self._folder.glob("*.lua") if path.stem not in self._shared)
-        return "\n".join([f"#!lua name={self.name}", *map(self.source, (*self._shared, *commands))])
+        return "\n".join([*map(self.source, (*self._shared, *commands)), _MARK % self.family])
 
     def source(self, stem: str) -> str:
         """The text of one of its files."""
@@ -41,35 +85,54 @@ class FunctionLibrary:
         """See `Store.load_functions`."""
         await store.load_functions(self.code)
 
-    async def call(
-        self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any], *, load: bool = True
-    ) -> Any:
-        return await self._call(store, load, store.fcall, function, keys, args)
+    async def call(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        return await self._call(store, store.fcall, function, keys, args)
 
-    async def call_ro(
-        self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any], *, load: bool = True
-    ) -> Any:
+    async def call_ro(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """`call` for a function that writes nothing."""
-        return await self._call(store, load, store.fcall_ro, function, keys, args)
+        return await self._call(store, store.fcall_ro, function, keys, args)
 
     async def call_ro_many(
-        self, store: Store, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]], *, load: bool = True
+        self, store: Store, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]
     ) -> list[Any]:
         """Several (keys, args) of one function that writes nothing: see `Store.fcall_ro_many`."""
-        answers: list[Any] = await self._call(store, load, store.fcall_ro_many, function, calls)
+        answers: list[Any] = await self._call(store, store.fcall_ro_many, function, calls)
         return answers
 
-    async def _call(self, store: Store, load: bool, call: Callable[..., Awaitable[Any]], *what: Any) -> Any:
+    async def _call(self, store: Store, call: Callable[..., Awaitable[Any]], function: str, *what: Any) -> Any:
+        if monotonic() >= self._marked_s.get(store, -MARK_EVERY_S) + MARK_EVERY_S:
+            await self._mark(store)
+        return await self._call_or_load(store, call, function, *what)
+
+    async def _mark(self, store: Store) -> None:
+        self._marked_s[store] = monotonic()
         try:
-            return await call(*what)
+            await self._call_or_load(store, store.fcall, f"{self.family}_mark", [mark_key(self.name)], [USED_FOR_S])
+        except NoPermissionError as error:
+            log.debug("%s: this user may not mark function library %s as used (%s)", store.name, self.name, error)
+
+    async def _call_or_load(self, store: Store, call: Callable[..., Awaitable[Any]], function: str, *what: Any) -> Any:
+        try:
+            return await call(self.function(function), *what)
         except ResponseError as error:
             if _MISSING not in str(error):
                 raise
         try:
-            if not load:
-                raise NoPermissionError
             await self.load(store)
-        except NoPermissionError:
-            line = f"{store.name}: its functions are gone; the next indexer that looks loads them again"
-            raise Unreachable(line) from None
-        return await call(*what)
+        except NoPermissionError as error:
+            line = f"it has no function library {self.name}, and this user may not load it; start an indexer of this version"
+            raise Unreachable(f"{store.name}: {line}") from error
+        return await call(self.function(function), *what)
+
+
+def mark_key(library: str) -> str:
+    """The key that says that a library, named with its tag, is used."""
+    return f"kva:{{fleet}}:library:{library}"
+
+
+async def read_unmarked(store: Store, families: Sequence[str]) -> list[str]:
+    """The loaded libraries of these families that no process has used for USED_FOR_S. Raises Unreachable, and redis'
+    errors."""
+    tagged = re.compile(rf"(?:{'|'.join(map(re.escape, families))})_[0-9a-f]{{{2 * _TAG_BYTES}}}")
+    names = [name for name in await store.list_libraries() if tagged.fullmatch(name)]
+    return [name for name in names if not await store.ask(store.client.exists(mark_key(name)))]

@@ -13,7 +13,7 @@ from kvatlas.fleet.store import FLEET_LIBRARY
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.predictions.store import answers_key
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
-from kvatlas.store.function_library import FunctionLibrary
+from kvatlas.store.function_library import FunctionLibrary, mark_key
 
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _CLUSTER = ("cluster|slots", "cluster|shards", "cluster|nodes", "cluster|keyslot", "time", "multi", "exec", "discard")
@@ -24,6 +24,7 @@ _NO_WRITES = frozenset(
         *("exists", "hexists", "hget", "hgetall", "hkeys", "hlen", "hmget", "hscan", "info", "lindex", "llen", "scard"),
         *(
             "sismember",
+            "smismember",
             "smembers",
             "srandmember",
             "sscan",
@@ -40,6 +41,7 @@ _NO_WRITES = frozenset(
 _SERVER = ("info", "config|get", "function|list", "role")
 """What only `doctor` and the indexers' checks need. `config|get` shows passwords that the server has in its configuration."""
 _CALLS = ("fcall", "fcall_ro")
+_LIBRARIES = ("function|load", "function|delete")
 _ALL_KEYS = "kva:*"
 _POOL = "*"
 """Stands for every pool."""
@@ -55,10 +57,17 @@ def redis_users() -> dict[str, str]:
     reads = f"%R~{_ALL_KEYS} -@all {_READ}"
     return {
         "indexer": f"~{_ALL_KEYS} -@all {_READ} "
-        + _allow(_CLUSTER, _SERVER, _writes(INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY), _CALLS, ["function|load"]),
+        + _allow(
+            _CLUSTER,
+            _SERVER,
+            _writes(INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY),
+            _CALLS,
+            ["function|load", "function|delete"],
+        ),
         # a call needs the right to write all keys that it is given; what is called inside is checked by itself
         "router": f"{reads} {_allow(_CLUSTER, ['fcall_ro'])} "
-        f"(~{every_key} -@all +fcall) ({' '.join(f'~{key}' for key in booked)} -@all {_allow(_writes(POOL_LIBRARY))})",
+        f"(~{every_key} -@all +fcall) ({' '.join(f'~{key}' for key in booked)} -@all {_allow(_writes(POOL_LIBRARY))}) "
+        f"(~{mark_key('*')} -@all +fcall +set)",
         "auditor": f"{reads} {_allow(_CLUSTER, _SERVER, ['fcall_ro'])}",
     }
 

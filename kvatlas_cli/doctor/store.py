@@ -1,6 +1,6 @@
 """The store: whether it suits the index and has room."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvatlas.errors import LayoutMismatch
 from kvatlas.fleet.store import FLEET_LIBRARY
@@ -19,8 +19,8 @@ FULL, FILLING = 0.9, 0.75
 """From nine tenths on the index leaves workers out (`kvatlas.index`, room)."""
 
 
-def judge_servers(servers: Sequence[ServerFacts], libraries: Mapping[str, str]) -> Iterator[Finding]:
-    """Judge each server; `libraries`: the code of this version's functions, by library."""
+def judge_servers(servers: Sequence[ServerFacts], libraries: Collection[str]) -> Iterator[Finding]:
+    """Judge each server; `libraries`: the names of this version's."""
     for server in servers:
         yield _judge_version(server)
         yield from _judge_role(server)
@@ -49,9 +49,9 @@ async def examine_layout(store: Store) -> tuple[Finding, tuple[int, int] | None]
     ), found
 
 
-def own_libraries() -> dict[str, str]:
-    """The code of this version's functions, by library."""
-    return {library.name: library.code for library in (INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY)}
+def own_libraries() -> list[str]:
+    """The names of this version's function libraries."""
+    return [library.name for library in (INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY)]
 
 
 def _judge_version(server: ServerFacts) -> Finding:
@@ -96,7 +96,7 @@ def _judge_listpack(server: ServerFacts) -> Finding:
     return Finding("store.listpack", Level.OK, f"{server.name} has {LISTPACK} {entries}")
 
 
-def _judge_functions(server: ServerFacts, libraries: Mapping[str, str]) -> Finding:
+def _judge_functions(server: ServerFacts, libraries: Collection[str]) -> Finding:
     check, loaded = "store.functions", server.libraries
     if loaded is None:
         return Finding(
@@ -104,12 +104,12 @@ def _judge_functions(server: ServerFacts, libraries: Mapping[str, str]) -> Findi
         )
     if INDEX_LIBRARY.name not in loaded:
         line = f"{server.name} has no function library {INDEX_LIBRARY.name}: lookups fail"
-        return Finding(check, Level.ERROR, line, "an indexer loads it within seconds; is one running?")
-    other = [name for name in loaded if name in libraries and loaded[name] != libraries[name]]
-    if other:
-        line = f"{server.name} has {join_names(other)} of another version than this kvatlas {own_version()}"
-        return Finding(check, Level.WARNING, line, "use the same version everywhere; a starting indexer loads its own")
-    return Finding(check, Level.OK, f"{server.name} has {join_names(loaded)} of kvatlas {own_version()}")
+        return Finding(check, Level.ERROR, line, "an indexer of this version loads it when it starts; is one running?")
+    own = [name for name in loaded if name in libraries]
+    line = f"{server.name} has {join_names(own)} of kvatlas {own_version()}"
+    if other := [name for name in loaded if name not in libraries]:
+        line += f", and {join_names(other)} of other versions"
+    return Finding(check, Level.OK, line)
 
 
 def _judge_memory(server: ServerFacts) -> Finding:

@@ -53,6 +53,7 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
             for name in names:
                 try:
                     outcomes.append(await run_scenario(fleet, name))
+                    await fleet.note_store_call()
                     log(f"{name}: exact after {outcomes[-1].exact_after_s:.2f} s")
                 except* AssertionError as errors:
                     failures.append(f"{name}: {errors.exceptions[0]}")
@@ -62,6 +63,12 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
                 await run_random_faults(fleet, seed, seconds, log, outcomes)
             except AssertionError as error:
                 failures.append(str(error))
+        await fleet.note_store_call()
+        if fleet.store_calls:
+            longest = max(fleet.store_calls, key=lambda call: call.ms)
+            log(f"longest store call: {longest.command}, {longest.ms:.1f} ms (other programs may have interrupted it)")
+        else:
+            log("longest store call: none took a millisecond")
         try:
             await audit(fleet)
         except AssertionError as error:

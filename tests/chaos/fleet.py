@@ -10,6 +10,7 @@ import httpx
 from nats.aio.client import Client
 from redis.exceptions import RedisError
 
+from benchmarks.store_calls import SLOW_LOG, StoreCall, StoreCalls
 from kvatlas.bus.connection import connect_nats
 from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
 from kvatlas.embedded.free_port import free_port
@@ -86,6 +87,7 @@ class Fleet:
     large: int = 0
     """How many of the workers, from the first, have a large cache."""
     indexer_arguments: list[str] = field(default_factory=list)
+    store_calls: list[StoreCall] = field(default_factory=list)
 
     async def fill_large(self) -> None:
         """Fill the large engines' caches to nine tenths."""
@@ -108,6 +110,11 @@ class Fleet:
         self.stack.callback(indexer.child.close)
         self.indexers.append(indexer)
         return indexer
+
+    async def note_store_call(self) -> None:
+        """Remember the longest call to the store so far: a store that restarts forgets it."""
+        call = await StoreCalls(self.store).longest()
+        self.store_calls += [call] if call is not None else []
 
     async def close_store(self) -> None:
         await self.store.close()
@@ -207,7 +214,9 @@ async def running_fleet(
         if nats is None:
             config = f"max_pending: {NATS_PENDING_BYTES}"
             nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats", config=config))
-        valkey = await stack.enter_async_context(valkey_server(data_dir=folder / "valkey", appendonly=True))
+        valkey = await stack.enter_async_context(
+            valkey_server(data_dir=folder / "valkey", appendonly=True, settings=SLOW_LOG)
+        )
         urls: dict[str, str] = {}
         blocks = [LARGE_BLOCKS] * large + [GPU_BLOCKS] * (engines - large)
         workers = [await _worker(stack, folder, nats, f"engine-{i}", urls, blocks[i]) for i in range(engines)]

@@ -254,6 +254,7 @@ async def run_random_faults(
         run.mark_healed()
         outcome = await run.settle()
         await fleet.fill_large()
+        await fleet.note_store_call()
         outcomes.append(outcome)
         log(
             f"round {len(outcomes)}: {len(outcome.faults)} faults, exact {outcome.exact_after_s:.2f} s after the last was "

@@ -11,7 +11,7 @@ import pytest
 
 from tests.logic.invariants import Violation
 from tests.logic.shapes import SHAPES
-from tests.logic.world import World
+from tests.logic.world import Shape, World
 
 FIRST_SEED = int(os.environ.get("LOGIC_SEED", "0"))
 SEEDS = int(os.environ.get("LOGIC_SEEDS", "4"))
@@ -46,3 +46,20 @@ def test_the_worlds_have_snapshots_retirements_and_blocks() -> None:
     assert sum(world.stats["snapshots"] for world in worlds) > 4 * len(worlds)
     announced, usable = (sum(world.stats[name] for world in worlds) for name in ("announced", "usable"))
     assert announced > usable / 2 > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_lost_tail_of_an_idle_worker_is_noticed_by_its_heartbeat(seed: int) -> None:
+    """No later message shows a gap."""
+    world = World(seed, Shape(engines=1, owners=1, partitions=1, faults=""))
+    world.calm = True
+    world.run_laps(5)
+    before, snapshots = world.stream.last_seq, world.publishers[0].counters.snapshots
+    while world.stream.last_seq == before:
+        world.engines[0].work()
+        world.publish()
+    assert world.publishers[0].quiet
+    world.stream.lose_newest(world.stream.last_seq - before)  # acknowledged, and not read yet
+    world.run_laps(0)
+    world.invariants.check_end(world.publishers[0].counters.snapshots - snapshots)
+    assert world.publishers[0].counters.snapshots > snapshots

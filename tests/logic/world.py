@@ -258,15 +258,16 @@ class World:
         self.zombies.clear()
         gone = self.publishers.pop() if self.random.random() < 0.3 else None
         before = sum(one.counters.snapshots for one in self.publishers)
-        self._run_laps(self.random.choice((0, 0, 25)))
+        self.run_laps(self.random.choice((0, 0, 25)))
         self.invariants.check_end(sum(one.counters.snapshots for one in self.publishers) - before)
         if gone is not None:
             self._time_passes(70)
-            self._run_laps(0)
+            self.run_laps(0)
             self.invariants.check_end(0)
             self.invariants.check_gone(gone)
 
-    def _run_laps(self, busy: int) -> None:
+    def run_laps(self, busy: int) -> None:
+        """Engines work in the first `busy` laps; then until nothing more happens."""
         quiet = 0
         for lap in range(LAPS):
             self._run_lap(lap, busy)
@@ -280,16 +281,7 @@ class World:
         if lap < busy:
             for engine in self.engines:
                 engine.work()
-        for one in self.publishers:
-            while one.feed:
-                one.on_feed()
-            one.probe()
-            one.begin()
-            one.begin()
-            one.go_back()
-            for _ in range(60):
-                one.send()
-                one.late_ack()
+        self.publish()
         while self.limbo and (lap > 10 or self.random.random() < 0.3):
             self._deliver_late()
         slow = "slow" in self.on and lap < SLOW_LAPS
@@ -309,6 +301,19 @@ class World:
                     owner.finish(f"scrub {shard}")
         while self.requests:
             self._request()
+
+    def publish(self) -> None:
+        """Publishers send what their engines reported."""
+        for one in self.publishers:
+            while one.feed:
+                one.on_feed()
+            one.probe()
+            one.begin()
+            one.begin()
+            one.go_back()
+            for _ in range(60):
+                one.send()
+                one.late_ack()
 
     def _why_busy(self) -> str:
         living = {one.worker_id for one in self.publishers}

@@ -2,5 +2,5 @@
 -- would stay full.
 
 local function register(name, callback)
-  redis.register_function({ function_name = name, callback = callback, flags = { 'allow-oom' } })
+  redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'allow-oom' } })
 end

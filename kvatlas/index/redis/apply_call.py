@@ -1,57 +1,47 @@
 """The argument of the store's `apply`: messages grouped by worker, as `functions/apply.lua` reads them."""
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from struct import pack
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
 from kvatlas.blocks.digest import sums_of
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.bus.wire import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    CHUNK,
-    CODE,
-    FLAGS,
-    HASHES,
-    HEADS,
-    MARKED,
-    REMOVED,
-    SCOPE_ID,
-    STORED,
-    TIER,
-    UNMARKED,
-)
+from kvatlas.bus.wire import BLOCK_BYTES, BLOCK_SIZE, CODE, FLAGS, HASHES, REMOVED, SCOPE_ID, STORED, TIER
 from kvatlas.index.apply_counts import ApplyCounts
-from kvatlas.index.protocol import PartitionBatch, WorkerRecord
+from kvatlas.index.protocol import WorkerRecord
+from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES, CallBatch, Part
 from kvatlas.index.redis.records import StoredRecord, pack_incarnation, pairs
-
-_WITH_HASHES = (STORED, REMOVED, CHUNK)
-_OF_MARKS = (MARKED, UNMARKED, HEADS)
 
 MAX_JOINT_BLOCKS = 1_024
 """If a call changes more blocks of one scope, the store changes each worker's in commands of its own."""
 
 
+SAMPLES = 8
+SAMPLED_BLOCKS = 64
+"""With fewer blocks of a scope, a call is short whatever their values are."""
+
+
 @dataclass(slots=True)
 class _Group:
-    """Consecutive messages of one incarnation. `parts`: each message's hashes, if all are one event that differs in nothing
-    else."""
+    """Consecutive messages of one incarnation, or a part of one. `hashes`: each message's, if all are one event that differs
+    in nothing else."""
 
     incarnation: int
     first_seq: int
     last_seq: int
     events: list[list[Any]]
-    parts: list[bytes]
+    hashes: list[bytes]
+    part: Part | None
 
     def accepts(self, incarnation: int, seq: int, event: list[Any]) -> bool:
         """Does a message of this one event continue the group, with a difference only in its hashes?"""
         mine = self.events[0]
         return bool(
-            self.parts
+            self.hashes
             and seq == self.last_seq + 1
             and incarnation == self.incarnation
             and event[CODE] == mine[CODE]
@@ -62,12 +52,13 @@ class _Group:
 
     def join(self) -> None:
         """Make one event of all."""
-        if len(self.parts) > 1:
-            self.events = [[*self.events[0][:HASHES], b"".join(self.parts), *self.events[0][HASHES + 1 :]]]
+        if len(self.hashes) > 1:
+            self.events = [[*self.events[0][:HASHES], b"".join(self.hashes), *self.events[0][HASHES + 1 :]]]
 
-    def encode(self, repeating: Collection[bytes]) -> tuple[bytes, int, int, list[list[Any]]]:
-        events = [_with_sums(event, repeating) if event[CODE] in _WITH_HASHES else event for event in self.events]
-        return pack_incarnation(self.incarnation), self.first_seq, self.last_seq, events
+    def encode(self, repeating: Collection[bytes]) -> tuple[Any, ...]:
+        events = [_with_sums(event, repeating) if event[CODE] in WITH_HASHES else event for event in self.events]
+        fields = pack_incarnation(self.incarnation), self.first_seq, self.last_seq, events
+        return fields if self.part is None else (*fields, self.part.first_step, int(self.part.last), self.part.ends)
 
 
 def _with_sums(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
@@ -82,17 +73,8 @@ def _with_sums(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
     return [*event, *sums_of(packed)]
 
 
-def _repeating_scopes(events: Iterable[list[Any]]) -> set[bytes]:
-    """The scopes in which two of these events may have the same block. With many blocks that is not worth looking for: see
-    MAX_JOINT_BLOCKS."""
-    by_scope: dict[bytes, list[bytes]] = {}
-    for event in events:
-        if event[CODE] in _WITH_HASHES:
-            by_scope.setdefault(event[SCOPE_ID], []).append(event[HASHES])
-    return {scope_id for scope_id, some in by_scope.items() if _may_repeat(b"".join(some))}
-
-
 def _may_repeat(packed_hashes: bytes) -> bool:
+    """May two of these events have the same block? With many blocks that is not worth looking for: see MAX_JOINT_BLOCKS."""
     blocks = len(packed_hashes) // HASH_BYTES
     return blocks > MAX_JOINT_BLOCKS or len(set(array("Q", packed_hashes))) != blocks
 
@@ -105,56 +87,94 @@ class _WorkerMessages:
 
 
 def pack_call(
-    reuse_ms: int, batches: Sequence[PartitionBatch], *, parents: bool = False
+    reuse_ms: int, most_cost: float, call: Sequence[CallBatch], *, parents: bool = False
 ) -> tuple[list[bytes], list[bytes], bytes]:
     """(scope ids whose blocks the call needs, in order; those of them whose marks it needs; the packed argument). Work is per
     message: a block costs an entry of a set and two additions.
 
     A worker's consecutive messages with the same kind of event, scope, tier and flags travel as one group. If the worker's
-    seq is inside a group, its first messages are applied again, which changes nothing: all are stores, or all removals.
-    `parents` keeps messages apart, because each has a parent of its own (side index).
+    seq is inside a group, its first messages are applied again, which changes nothing: all are stores, or all removals. The
+    store applies nothing if it finds that the blocks cost more than `most_cost`. `parents` keeps messages apart, because
+    each has a parent of its own (side index).
     """
-    scope_ids: dict[bytes, None] = {}
+    hashes_by_scope: dict[bytes, list[bytes]] = {}
     positions: list[tuple[int, int, int, int]] = []
     workers: dict[str, _WorkerMessages] = {}
-    for batch in batches:
+    marked: set[bytes] = set()
+    for batch, messages, complete in call:
         if batch.position is not None:
             after = -1 if batch.after_seq is None else batch.after_seq
-            positions.append((batch.partition, batch.position.creation_us, after, batch.position.seq))
-        for _, worker_id, incarnation, seq, _, scopes, events in batch.messages:
+            reached = batch.position.seq if complete else after
+            positions.append((batch.partition, batch.position.creation_us, after, reached))
+        for message in messages:
+            _, worker_id, incarnation, seq, _, scopes, _ = message.raw
+            events, part = message.events, message.part
             worker = workers.get(worker_id)
             if worker is None:
                 worker = workers[worker_id] = _WorkerMessages(batch.partition, {}, [])
-            for scope_id, entry in scopes.items():
-                if scope_id not in worker.uses:
-                    worker.uses[scope_id] = pack(">II", entry[BLOCK_SIZE], entry[BLOCK_BYTES])
-                    scope_ids[scope_id] = None
-            alike = not parents and len(events) == 1 and events[0][CODE] in (STORED, REMOVED)
+            for event in events:
+                if event[CODE] in HASHES_AT:
+                    scope_id = event[SCOPE_ID]
+                    some = hashes_by_scope.setdefault(scope_id, [])
+                    if event[CODE] in WITH_HASHES:
+                        some.append(event[HASHES])
+                    else:
+                        marked.add(scope_id)
+                    if scope_id not in worker.uses:
+                        entry = scopes[scope_id]
+                        worker.uses[scope_id] = pack(">II", entry[BLOCK_SIZE], entry[BLOCK_BYTES])
+            alike = not parents and part is None and len(events) == 1 and events[0][CODE] in (STORED, REMOVED)
             if alike and worker.groups and worker.groups[-1].accepts(incarnation, seq, events[0]):
                 group = worker.groups[-1]
                 group.last_seq = seq
-                group.parts.append(events[0][HASHES])
+                group.hashes.append(events[0][HASHES])
             else:
-                worker.groups.append(_Group(incarnation, seq, seq, events, [events[0][HASHES]] if alike else []))
-    groups = [group for worker in workers.values() for group in worker.groups]
-    for group in groups:
-        group.join()
-    repeating = _repeating_scopes(event for group in groups for event in group.events)
+                hashes = [events[0][HASHES]] if alike else []
+                worker.groups.append(_Group(incarnation, seq, seq, events, hashes, part))
+    for worker in workers.values():
+        for group in worker.groups:
+            group.join()
+    packed_by_scope = {scope_id: b"".join(some) for scope_id, some in hashes_by_scope.items()}
+    repeating = {scope_id for scope_id, packed in packed_by_scope.items() if _may_repeat(packed)}
     by_worker = [
         (worker_id, worker.partition, worker.uses, [group.encode(repeating) for group in worker.groups])
         for worker_id, worker in workers.items()
     ]
-    scopes = [(scope_id, int(scope_id in repeating)) for scope_id in scope_ids]
-    marked = {event[SCOPE_ID] for group in groups for event in group.events if event[CODE] in _OF_MARKS}
-    with_marks = [scope_id for scope_id in scope_ids if scope_id in marked] if marked else []
-    numbers = [number for number, scope_id in enumerate(scope_ids, 1) if scope_id in marked]
+    scopes = [
+        (scope_id, int(scope_id in repeating), len(packed) // HASH_BYTES, _sample(packed))
+        for scope_id, packed in packed_by_scope.items()
+    ]
+    with_marks = [scope_id for scope_id in packed_by_scope if scope_id in marked]
+    numbers = [number for number, scope_id in enumerate(packed_by_scope, 1) if scope_id in marked]
     # the store's Lua reads byte strings only in msgpack's older form, where text and bytes are one type
-    argument = msgpack.packb((reuse_ms, scopes, positions, by_worker, numbers), use_bin_type=False)
-    return list(scope_ids), with_marks, argument
+    argument = msgpack.packb((reuse_ms, most_cost, scopes, positions, by_worker, numbers), use_bin_type=False)
+    return list(packed_by_scope), with_marks, argument
 
 
-def unpack_answer(answer: bytes) -> tuple[list[WorkerRecord], ApplyCounts, list[int]]:
-    """The workers' records after the call, what it did, and the partitions whose stored position is another."""
-    counts, moved, flat = msgpack.unpackb(answer, raw=True)
+def _sample(packed_hashes: bytes) -> bytes:
+    """Some of the hashes, spread evenly: the lengths of their values tell the store what the call will cost."""
+    blocks = len(packed_hashes) // HASH_BYTES
+    if blocks < SAMPLED_BLOCKS:
+        return b""
+    step = blocks // SAMPLES * HASH_BYTES
+    return b"".join(packed_hashes[at : at + HASH_BYTES] for at in range(0, SAMPLES * step, step))
+
+
+class ApplyAnswer(NamedTuple):
+    """`weights`: what a block of each scope costs, in blocks with a short value. `records` None: nothing was applied, since
+    by these weights the call is too large; a smaller one has to be made."""
+
+    weights: Sequence[float]
+    records: list[WorkerRecord] | None
+    counts: ApplyCounts
+    moved: list[int]
+
+
+def unpack_answer(answer: bytes) -> ApplyAnswer:
+    """As `functions/apply.lua` returns it."""
+    weights, *rest = msgpack.unpackb(answer, raw=True)
+    if not rest:
+        return ApplyAnswer(weights, None, ApplyCounts(), [])
+    counts, moved, flat = rest
     records = [StoredRecord.unpack(packed).of_worker(worker_id.decode()) for worker_id, packed in pairs(flat)]
-    return records, ApplyCounts(*counts), moved
+    return ApplyAnswer(weights, records, ApplyCounts(*counts), moved)

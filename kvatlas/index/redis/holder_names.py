@@ -6,6 +6,8 @@ from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import pairs
 
+HOLDERS_A_CALL = 1_000
+
 
 class HolderNames:
     """The active holders of one shard at one version, and at the version read before it."""
@@ -17,12 +19,19 @@ class HolderNames:
         self._before: dict[int, str] = {}
 
     async def read(self, functions: IndexFunctions) -> None:
-        """Read the current version."""
-        version, flat = await functions.call_ro("kvatlas_active", [self._keys.active, self._keys.meta])
-        if version != self.version:
+        """Read the current version. If it changes while it is read, in several calls for many holders, `version` is empty, and
+        the names are those that were active at some moment of the reading."""
+        keys, cursor = [self._keys.active, self._keys.meta], b"0"
+        names: dict[int, str] = {}
+        versions: set[bytes] = set()
+        while not versions or cursor != b"0":
+            version, cursor, flat = await functions.call_ro("kvatlas_active", keys, [cursor, HOLDERS_A_CALL])
+            versions.add(version)
+            names.update((int.from_bytes(holder, "big"), name.decode()) for holder, name in pairs(flat))
+        if versions != {self.version}:
             self._before = self._names
-            self._names = {int.from_bytes(holder, "big"): name.decode() for holder, name in pairs(flat)}
-            self.version = version
+            self._names = names
+            self.version = versions.pop() if len(versions) == 1 else b""
 
     def at(self, version: bytes) -> Mapping[int, str]:
         """The names at a version: exact at the version read last. If holders change faster than they can be read, those

@@ -4,6 +4,7 @@ Each write is one server-side function (`functions/*.lua`); this file only names
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from math import inf
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
@@ -27,7 +28,8 @@ from kvatlas.index.protocol import (
     ScrubResult,
     WorkerRecord,
 )
-from kvatlas.index.redis.apply_call import pack_call, unpack_answer
+from kvatlas.index.redis.apply_call import ApplyAnswer, pack_call, unpack_answer
+from kvatlas.index.redis.call_plan import CALL_COST, CallBatch, Place, cut_call
 from kvatlas.index.redis.holder_names import HolderNames
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
@@ -51,7 +53,13 @@ from kvatlas.store.connection import Store
 REUSE_MS = 10 * 60 * 1000
 """A holder's number is used again after this long: clients may cache names."""
 
+RECORDS_A_CALL = 500
+
+WEIGHTS_REMEMBERED = 10_000
+
 _NAME_TRIES = 3
+_SIZE_TRIES = 3
+"""Then a call is made whatever it costs: values grow while it is cut."""
 
 
 async def open_redis_index(
@@ -101,12 +109,14 @@ class RedisIndex(DirectWrites):
         self._store = store
         self._side_index = side_index
         self._writer = writer
-        self._functions = IndexFunctions(store, writer=writer)
+        self._functions = IndexFunctions(store)
         self._keys = [ShardKeys(k) for k in range(shards)]
         self._readers = [ShardReader(store, keys) for keys in self._keys]
         self._names = [HolderNames(keys) for keys in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
         self._scrubs = [Scrub(keys, side_index) for keys in self._keys]
+        self._weights: list[dict[bytes, float]] = [{} for _ in self._keys]
+        """By shard and scope, what one of its blocks costs: see `cut_call`."""
         self._reuse_ms = reuse_ms
         self._registry = ScopeRegistry(store, self._functions)
         self._recovery = WipeRecovery(store, self._registry, partitions, shards)
@@ -119,27 +129,50 @@ class RedisIndex(DirectWrites):
         await self._recovery.check()
         await self._registry.register(batches)
         self._scrubs[shard].note(batches)
-        scope_ids, with_marks, argument = pack_call(self._reuse_ms, batches, parents=self._side_index)
-        k = self._keys[shard]
-        keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta]
+        records: dict[str, WorkerRecord] = {}
+        moved: set[int] = set()
+        total, no_room, weights = ApplyCounts(), False, self._weights[shard]
+        place: Place | None = Place()
+        too_large = 0
+        while place is not None:
+            call, following = cut_call(batches, place, weights)
+            most_cost = 2 * CALL_COST if too_large < _SIZE_TRIES else inf
+            answer, full = await self._apply_call(shard, call, most_cost)
+            if answer.records is None:
+                too_large += 1  # by the weights known now, the next one is smaller
+                continue
+            place, too_large, no_room = following, 0, no_room or full
+            records.update((record.worker_id, record) for record in answer.records)
+            moved.update(answer.moved)
+            total += answer.counts
+        self._counts += total
+        return ApplyResult.of(list(records.values()), total, sorted(moved), no_room=no_room)
+
+    async def _apply_call(self, shard: int, call: Sequence[CallBatch], most_cost: float) -> tuple[ApplyAnswer, bool]:
+        """One call's answer, whose weights are known from then on, and whether the store has no memory."""
+        k, weights = self._keys[shard], self._weights[shard]
+        scope_ids, with_marks, argument = pack_call(self._reuse_ms, most_cost, call, parents=self._side_index)
+        keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta, k.steps]
         keys += [k.blocks(scope_id) for scope_id in scope_ids]
         if self._side_index:
             keys += [key for scope_id in scope_ids for key in (k.children(scope_id), k.parents(scope_id))]
         keys += [k.marked, *(k.marks(scope_id) for scope_id in with_marks)]
         no_room = False
         try:
-            answer = await self._functions.call("kvatlas_apply", keys, [argument])
+            packed = await self._functions.call("kvatlas_apply", keys, [argument])
         except OutOfMemoryError:
             # closes the workers whose stores can't be applied: that gives memory back, and removals go on
-            answer = await self._functions.call("kvatlas_apply_oom", keys, [argument])
+            packed = await self._functions.call("kvatlas_apply_oom", keys, [argument])
             no_room = True
         except ResponseError as error:
             if "@user_function" in str(error):  # not the store's trouble: what it holds of a worker can't be read
                 raise InvalidValue(f"the store's function failed: {error}") from error
             raise
-        records, counts, moved = unpack_answer(answer)
-        self._counts += counts
-        return ApplyResult.of(records, counts, moved, no_room=no_room)
+        answer = unpack_answer(packed)
+        if len(weights) > WEIGHTS_REMEMBERED:
+            weights.clear()
+        weights.update((scope_id, weight) for scope_id, weight in zip(scope_ids, answer.weights, strict=True) if weight)
+        return answer, no_room
 
     async def retire(self, worker_id: str, incarnation: int) -> bool:
         k = self._keys_of(worker_id)
@@ -150,7 +183,8 @@ class RedisIndex(DirectWrites):
 
     async def forget(self, worker_id: str, incarnation: int) -> bool:
         args = [worker_id, pack_incarnation(incarnation)]
-        return bool(await self._functions.call("kvatlas_forget", [self._keys_of(worker_id).workers], args))
+        k = self._keys_of(worker_id)
+        return bool(await self._functions.call("kvatlas_forget", [k.workers, k.steps], args))
 
     async def forget_scopes(self, idle_s: float) -> int:
         return await self._registry.forget(self._keys, idle_s)
@@ -178,7 +212,12 @@ class RedisIndex(DirectWrites):
             await self._recovery.recover()
         k = self._keys[shard_of(partition, self.shards)]
         args = [partition, pack_position(expected), pack_position(new)]
-        return unpack_position(await self._functions.call("kvatlas_set_position", [k.partitions, k.workers], args))
+        server, cursor = b"", b""
+        while cursor != b"0":
+            more = [server, cursor, RECORDS_A_CALL]
+            answer = await self._functions.call("kvatlas_set_position", [k.partitions, k.workers], args + more)
+            stored, server, cursor = answer
+        return unpack_position(stored)
 
     # ------------------------------------------------------------ questions
 
@@ -204,11 +243,11 @@ class RedisIndex(DirectWrites):
             answers = await self._functions.call_ro_many("kvatlas_overlap", calls)
             shards = []
             for names, (keys, _), answer in zip(self._names, calls, answers, strict=True):
-                version, values, lengths, *marked = answer  # functions of a version without marks answer three fields
+                version, values, lengths, packed, cursor = answer
                 if names.version != version:
                     await names.read(self._functions)
                 if names.version == version or attempt == _NAME_TRIES - 1:
-                    found = await self._reach(keys, args, *marked) if marked and any(marked) else {}
+                    found = await self._reach(keys, args, packed, cursor) if packed or cursor else {}
                     shards.append(ShardRuns(values, lengths, names.at(version), found))
             if len(shards) == self.shards:
                 break
@@ -324,8 +363,9 @@ class RedisIndex(DirectWrites):
     async def metrics(self) -> IndexMetrics:
         blocks = resident_bytes = 0
         for reader in self._readers:
-            for holder in await reader.active():
-                held = sum((await reader.digest(holder))[0::3])
+            active = list(await reader.active())
+            for holder, digest in zip(active, await reader.digests(active), strict=True):
+                held = sum(digest[0::3])
                 block_bytes = max((size for _, size in (await reader.touched(holder)).values()), default=0)
                 blocks += held
                 resident_bytes += held * block_bytes

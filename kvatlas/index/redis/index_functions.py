@@ -8,27 +8,28 @@ from kvatlas.store.connection import Store
 from kvatlas.store.function_library import FunctionLibrary
 
 INDEX_LIBRARY = FunctionLibrary(
-    "kvatlas", Path(__file__).parent / "functions", ("_slot", "_holders", "_blocks", "_marks", "_resume", "_fold")
+    "kvatlas_index",
+    Path(__file__).parent / "functions",
+    ("_register", "_slot", "_holders", "_blocks", "_marks", "_resume", "_fold"),
 )
 
 
 class IndexFunctions:
-    """Calls by name (`functions/*.lua`). A writer loads the library if the store lost it, a reader waits for a writer.
+    """Calls by name (`functions/*.lua`); a call loads the library if the store lost it.
 
     Raises Unreachable, and redis' ResponseError for an error that the server returns.
     """
 
-    def __init__(self, store: Store, *, writer: bool) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._writer = writer
 
     async def call(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
-        return await INDEX_LIBRARY.call(self._store, function, keys, args, load=self._writer)
+        return await INDEX_LIBRARY.call(self._store, function, keys, args)
 
     async def call_ro(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
         """For functions that write nothing."""
-        return await INDEX_LIBRARY.call_ro(self._store, function, keys, args, load=self._writer)
+        return await INDEX_LIBRARY.call_ro(self._store, function, keys, args)
 
     async def call_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
         """Several (keys, args) in one pipelined round trip; answers in order."""
-        return await INDEX_LIBRARY.call_ro_many(self._store, function, calls, load=self._writer)
+        return await INDEX_LIBRARY.call_ro_many(self._store, function, calls)

@@ -55,6 +55,10 @@ class ShardKeys:
         return self._key("partitions")
 
     @property
+    def steps(self) -> str:
+        return self._key("steps")
+
+    @property
     def meta(self) -> str:
         return self._key("meta")
 

@@ -1,7 +1,7 @@
 """What the store keeps of a shard, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
 
 from collections.abc import Iterable, Sequence
-from struct import iter_unpack
+from struct import calcsize, iter_unpack
 from typing import Any, Literal, NamedTuple, Self
 
 import msgpack
@@ -11,6 +11,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.index.protocol import Position, WorkerRecord
 
 _TOUCHED = ">8sII"
+TOUCHED_BYTES = calcsize(_TOUCHED)
 _REACH = ">3sI"
 
 
@@ -65,7 +66,8 @@ _FORMS = [
 
 
 class HolderState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq). `registered`: the holder's own entries name this worker.
+    """A worker's active holder as of (incarnation, seq), and `steps` of the next message. `registered`: the holder's own
+    entries name this worker.
 
     `words`: the holder's digest (`Digest.words`), then its digest of flags if it ever had flags besides tiers. `marked`: it
     has marks (said by a scan only).
@@ -76,7 +78,18 @@ class HolderState(NamedTuple):
     holder: bytes
     words: Sequence[int]
     registered: int
+    steps: int
     marked: int = 0
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Changes with the holder's blocks and marks, within an incarnation."""
+        return self.seq, self.steps
+
+    @property
+    def begun_seq(self) -> int:
+        """The seq of the last message of which anything is applied."""
+        return self.seq + (self.steps > 0)
 
     @classmethod
     def of(cls, fields: Sequence[Any] | None) -> Self | None:
@@ -95,12 +108,19 @@ class HolderState(NamedTuple):
 
 
 class MarksState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq). `words`: `MarkDigest.words`; False of a holder without marks."""
+    """A worker's active holder as of (incarnation, seq), and `steps` of the next message. `words`: `MarkDigest.words`; False of
+    a holder without marks."""
 
     incarnation: bytes
     seq: int
     holder: bytes
     words: Sequence[int] | Literal[False]
+    steps: int
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """See `HolderState`."""
+        return self.seq, self.steps
 
     @classmethod
     def of(cls, fields: Sequence[Any] | None) -> Self | None:

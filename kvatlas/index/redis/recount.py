@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from struct import iter_unpack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -11,18 +11,23 @@ from kvatlas.blocks.digest import Digest, FlagDigest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
 from kvatlas.bus import wire
+from kvatlas.identity import SCOPE_ID_BYTES
 from kvatlas.index.mark_lookup import HEAD_SUFFIX
 from kvatlas.index.protocol import PartitionBatch
+from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, MarksState, unpack_incarnation
 
-ENTRIES_A_CALL = 500
+CALL_COST = 300
+"""Of what a call looks at (`functions/scrub.lua`); about a microsecond of the store each."""
+LOOK_BLOCKS = 300
+LOOK_ROUNDS = 10
 WORKERS_A_PASS = 16
 BLOCKS_A_PASS = 200_000
 """Kept in this process during a pass (about 100 bytes each), because a scan may return an entry twice."""
 MAX_TOUCHED_BLOCKS = 20_000
-"""A worker whose messages touch more blocks during a pass is not followed: they are read again in one call."""
+"""A worker whose messages touch more blocks during a pass is not followed."""
 
 _FOUND = "8sBB"
 
@@ -33,6 +38,10 @@ class Strays(NamedTuple):
     scope_id: bytes
     fields: Sequence[bytes]
     of_marks: bool = False
+
+
+_Touched = dict[tuple[bytes, bool], set[bytes]]
+"""By scope: hashes of blocks (False), fields of marks (True)."""
 
 
 @dataclass(slots=True)
@@ -53,11 +62,10 @@ class WorkerCount:
     by_scope: dict[bytes, Digest] = field(default_factory=dict)
     found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
     """By scope: hash -> flags."""
-    messages: set[tuple[int, int]] = field(default_factory=set)
-    touched: dict[bytes, set[bytes]] = field(default_factory=dict)
-    """(incarnation, seq) and blocks by scope of the messages that were noted since the pass began."""
-    touched_marks: dict[bytes, set[bytes]] = field(default_factory=dict)
-    """The same of marks: fields by scope."""
+    messages: dict[tuple[int, int], list[tuple[int, bytes, bytes]]] = field(default_factory=dict)
+    """The messages that were noted since the pass began: (code, scope, packed hashes) of each event, by (incarnation, seq)."""
+    touched_blocks: int = 0
+    """How many hashes they have."""
     found_marks: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
     """By scope: field -> bits of a head, or nothing of a mark."""
     stored_marks: Sequence[int] = ()
@@ -86,7 +94,7 @@ class WorkerCount:
         if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
             self.moved = True
         else:
-            self.went_on = self.went_on or state.seq != before.seq
+            self.went_on = self.went_on or state.moment != before.moment
             self.stored = state
 
     @property
@@ -100,73 +108,96 @@ class WorkerCount:
         if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
             self.moved = True
         else:
-            self.went_on = self.went_on or state.seq != before.seq
+            self.went_on = self.went_on or state.moment != before.moment
             self.stored_marks = state.words or ()
 
     def note(self, raw: wire.RawMessage) -> None:
         """The message is about to be applied."""
-        self.messages.add((raw[wire.INCARNATION], raw[wire.SEQ]))
-        for event in raw[wire.EVENTS]:
-            if event[wire.CODE] in (wire.STORED, wire.CHUNK, wire.REMOVED):
-                hashes = event[wire.HASHES]
-                keys = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
-                self.touched.setdefault(event[wire.SCOPE_ID], set()).update(keys)
-            elif event[wire.CODE] in (wire.MARKED, wire.UNMARKED, wire.HEADS):
-                hashes = event[wire.MARK_HASHES]
-                suffix = HEAD_SUFFIX if event[wire.CODE] == wire.HEADS else b""
+        events = [event for event in raw[wire.EVENTS] if event[wire.CODE] in HASHES_AT]
+        touched = [(event[wire.CODE], event[wire.SCOPE_ID], event[HASHES_AT[event[wire.CODE]]]) for event in events]
+        self.messages[raw[wire.INCARNATION], raw[wire.SEQ]] = touched
+        self.touched_blocks += sum(len(hashes) for _, _, hashes in touched) // HASH_BYTES
+        if self.touched_blocks > MAX_TOUCHED_BLOCKS:
+            self.moved = True
+
+    async def catch_up(self, keys: ShardKeys, functions: IndexFunctions, server: bytes) -> None:
+        """Follow a worker that went on: what its messages touched is read again, until no message came while it was. Every
+        message in between must have been noted, and the store must still be this server."""
+        assert self.state is not None
+        incarnation, read_seq = unpack_incarnation(self.state.incarnation), self.state.seq
+        for _ in range(LOOK_ROUNDS):
+            noted_seq, touched = self._noted_after(incarnation, read_seq)
+            moments = [await self._look(keys, functions, server, *part) for part in _in_parts(touched)]
+            if self.moved:
+                return
+            first, last = moments[0], moments[-1]
+            if first == last and last[0] + (last[1] > 0) <= noted_seq:
+                return
+            if noted_seq == read_seq:  # a message was not noted
+                break
+            read_seq = min(first[0], noted_seq)
+        self.moved = True
+
+    def _noted_after(self, incarnation: int, seq: int) -> tuple[int, _Touched]:
+        """The last of the messages after seq that were noted without a gap, and what these touch."""
+        touched: _Touched = {}
+        while (events := self.messages.get((incarnation, seq + 1))) is not None:
+            seq += 1
+            for code, scope_id, hashes in events:
+                suffix = HEAD_SUFFIX if code == wire.HEADS else b""
                 fields = (hashes[at : at + HASH_BYTES] + suffix for at in range(0, len(hashes), HASH_BYTES))
-                self.touched_marks.setdefault(event[wire.SCOPE_ID], set()).update(fields)
-        if sum(map(len, [*self.touched.values(), *self.touched_marks.values()])) > MAX_TOUCHED_BLOCKS:
-            self.moved = True
+                touched.setdefault((scope_id, code not in WITH_HASHES), set()).update(fields)
+        return seq, touched
 
-    async def catch_up(self, keys: ShardKeys, functions: IndexFunctions) -> None:
-        """Follow a worker that went on: what its messages touched is read again, all in one call. Every message in between
-        must have been noted."""
-        assert self.state is not None
-        touched = {scope_id: sorted(hashes) for scope_id, hashes in self.touched.items()}
-        noted, before = set(self.messages), self.state
-        blocks = [keys.blocks(scope_id) for scope_id in touched]
-        args = [self.worker_id, *(b"".join(hashes) for hashes in touched.values())]
-        k = [keys.workers, keys.holders, keys.active, keys.digests, *blocks]
-        fields, flags_by_scope = msgpack.unpackb(await functions.call_ro("kvatlas_look", k, args), raw=True)
-        state = HolderState.of(fields)
+    async def _look(
+        self,
+        keys: ShardKeys,
+        functions: IndexFunctions,
+        server: bytes,
+        scope_id: bytes,
+        of_marks: bool,
+        fields: Sequence[bytes],
+    ) -> tuple[int, int]:
+        """Read some blocks or marks again. Returns the worker's moment then; it has `moved` if it can't be followed."""
+        look = self._look_at_marks if of_marks else self._look_at_blocks
+        now_on, state = await look(keys, functions, scope_id, fields)
+        self.moved = self.moved or now_on != server or state is None
+        return state.moment if state is not None else (-1, 0)
+
+    async def _look_at_blocks(
+        self, keys: ShardKeys, functions: IndexFunctions, scope_id: bytes, hashes: Sequence[bytes]
+    ) -> tuple[bytes, HolderState | None]:
+        k = [keys.workers, keys.holders, keys.active, keys.digests, keys.steps, keys.marked, keys.blocks(scope_id)]
+        packed = await functions.call_ro("kvatlas_look", k, [self.worker_id, b"".join(hashes)])
+        server, state_fields, (flags,) = msgpack.unpackb(packed, raw=True)
+        state = HolderState.of(state_fields)
         self.observe(state, first=False)
-        if state is None or self.moved:
-            return
-        incarnation = unpack_incarnation(before.incarnation)
-        if any((incarnation, seq) not in noted for seq in range(before.seq + 1, state.seq + 1)):
-            self.moved = True
-            return
-        for (scope_id, hashes), flags in zip(touched.items(), flags_by_scope, strict=True):
-            found = self.found.setdefault(scope_id, {})
-            for key, now in zip(hashes, flags, strict=True):
-                if now:
-                    found[key] = now
-                else:
-                    found.pop(key, None)
-        self.state = state
-        if self.stored_marks or self.touched_marks:
-            await self._catch_up_marks(keys, functions)
+        self.state = state or self.state
+        found = self.found.setdefault(scope_id, {})
+        for key, now in zip(hashes, flags, strict=True):
+            if now:
+                found[key] = now
+            else:
+                found.pop(key, None)
+        return server, state
 
-    async def _catch_up_marks(self, keys: ShardKeys, functions: IndexFunctions) -> None:
-        """The same of the marks, in the state that the blocks were read in."""
-        assert self.state is not None
-        touched = {scope_id: sorted(fields) for scope_id, fields in self.touched_marks.items()}
-        k = [keys.workers, keys.marked, *(keys.marks(scope_id) for scope_id in touched)]
-        args = [self.worker_id, *(msgpack.packb(fields, use_bin_type=False) for fields in touched.values())]
-        fields_, entries_by_scope = msgpack.unpackb(await functions.call_ro("kvatlas_look_marks", k, args), raw=True)
-        state = MarksState.of(fields_)
+    async def _look_at_marks(
+        self, keys: ShardKeys, functions: IndexFunctions, scope_id: bytes, fields: Sequence[bytes]
+    ) -> tuple[bytes, MarksState | None]:
+        k = [keys.workers, keys.marked, keys.steps, keys.marks(scope_id)]
+        args = [self.worker_id, msgpack.packb(fields, use_bin_type=False)]
+        server, state_fields, (entries,) = msgpack.unpackb(
+            await functions.call_ro("kvatlas_look_marks", k, args), raw=True
+        )
+        state = MarksState.of(state_fields)
         self.observe_marks(state)
-        if state is None or state.seq != self.state.seq:
-            self.moved = True
-            return
-        for (scope_id, fields), entries in zip(touched.items(), entries_by_scope, strict=True):
-            found = self.found_marks.setdefault(scope_id, {})
-            for name, bits in zip(fields, entries, strict=True):
-                if bits is False:
-                    found.pop(name, None)
-                else:
-                    found[name] = bits
+        found = self.found_marks.setdefault(scope_id, {})
+        for name, bits in zip(fields, entries, strict=True):
+            if bits is False:
+                found.pop(name, None)
+            else:
+                found[name] = bits
+        return server, state
 
     def add_up(self) -> None:
         """Make digests of what was found."""
@@ -188,6 +219,16 @@ class WorkerCount:
                     self.marks.add_head(scope_id, name[:HASH_BYTES], int.from_bytes(bits, "big"))
 
 
+def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
+    """(scope, of marks?, fields) of each call that looks at them. The last looks at blocks, at none if none are touched: it
+    reads the worker's digest too."""
+    parts: list[tuple[bytes, bool, list[bytes]]] = []
+    for (scope_id, of_marks), fields in sorted(touched.items(), key=lambda item: not item[0][1]):
+        ordered = sorted(fields)
+        parts += [(scope_id, of_marks, ordered[at : at + LOOK_BLOCKS]) for at in range(0, len(ordered), LOOK_BLOCKS)]
+    return parts if parts and not parts[-1][1] else [*parts, (bytes(SCOPE_ID_BYTES), False, [])]
+
+
 class Recount:
     """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`; or `complete`.
 
@@ -204,6 +245,8 @@ class Recount:
         """Scopes whose marks are not read yet; that begins after all blocks."""
         self._cursor: int | bytes = 0
         self._first = True
+        self.server = b""
+        """The server on which it began."""
 
     @property
     def ended(self) -> bool:
@@ -217,46 +260,64 @@ class Recount:
                 if one is not None and not one.moved:
                     one.note(raw)
 
-    async def part(self, functions: IndexFunctions) -> Strays:
-        """Count a part of one scope. Returns what has an entry of an unknown number there."""
-        if not self._scope_ids:
-            return await self._part_of_marks(functions)
-        k, scope_id = self._keys, self._scope_ids[-1]
-        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests, k.marked]
+    async def part(self, functions: IndexFunctions) -> tuple[Strays, int]:
+        """Count a part of one scope. Returns what has an entry of an unknown number there, and what the call cost. If the
+        store failed over, the pass ends: every worker `moved`."""
+        of_marks = not self._scope_ids
+        scopes = self._marks_of if of_marks else self._scope_ids
+        scope_id, counts = scopes[-1], list(self._counts.values())
+        read = self._read_marks if of_marks else self._read_blocks
+        self.server, *part = msgpack.unpackb(await read(functions, scope_id), raw=True)
+        if not part:
+            self._scope_ids.clear()
+            self._marks_of.clear()
+            for one in counts:
+                one.moved = True
+            return Strays(scope_id, []), CALL_COST
+        self._cursor, cost, states, found, strays = part
+        (self._count_marks if of_marks else self._count_blocks)(scope_id, states, found)
+        if int(self._cursor) == 0:
+            scopes.pop()
+            if not self._scope_ids and not any(one.state is not None and one.state.marked for one in counts):
+                self._marks_of.clear()
+        return Strays(scope_id, strays, of_marks), cost
+
+    async def _read_blocks(self, functions: IndexFunctions, scope_id: bytes) -> bytes:
+        k = self._keys
+        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests, k.steps, k.marked]
+        packed: bytes = await functions.call_ro(
+            "kvatlas_scrub", keys, [self.server, self._cursor, CALL_COST, *self._counts]
+        )
+        return packed
+
+    async def _read_marks(self, functions: IndexFunctions, scope_id: bytes) -> bytes:
+        k = self._keys
+        keys = [k.marks(scope_id), k.workers, k.holders, k.marked, k.steps]
+        args = [self.server, self._cursor, CALL_COST, *self._counts]
+        packed: bytes = await functions.call_ro("kvatlas_scrub_marks", keys, args)
+        return packed
+
+    def _count_blocks(self, scope_id: bytes, states: Sequence[Any], found: bytes) -> None:
         counts = list(self._counts.values())
-        packed = await functions.call_ro("kvatlas_scrub", keys, [self._cursor, ENTRIES_A_CALL, *self._counts])
-        self._cursor, states, found, strays = msgpack.unpackb(packed, raw=True)
         for one, state in zip(counts, states, strict=True):
             one.observe(HolderState.of(state), first=self._first)
         self._first = False
         for key, at, flags in iter_unpack(_FOUND, found):
             counts[at].found.setdefault(scope_id, {})[key] = flags
-        if int(self._cursor) == 0:
-            self._scope_ids.pop()
-            if not self._scope_ids and not any(one.state is not None and one.state.marked for one in counts):
-                self._marks_of.clear()
-        return Strays(scope_id, strays)
 
-    async def _part_of_marks(self, functions: IndexFunctions) -> Strays:
-        k, scope_id = self._keys, self._marks_of[-1]
-        keys = [k.marks(scope_id), k.workers, k.holders, k.marked]
+    def _count_marks(self, scope_id: bytes, states: Sequence[Any], found: Sequence[Any]) -> None:
         counts = list(self._counts.values())
-        packed = await functions.call_ro("kvatlas_scrub_marks", keys, [self._cursor, ENTRIES_A_CALL, *self._counts])
-        self._cursor, states, found, strays = msgpack.unpackb(packed, raw=True)
         for one, state in zip(counts, states, strict=True):
             if one.state is not None:
                 one.observe_marks(MarksState.of(state))
         for name, at, bits in zip(found[::3], found[1::3], found[2::3], strict=True):
             counts[at].found_marks.setdefault(scope_id, {})[name] = bits
-        if int(self._cursor) == 0:
-            self._marks_of.pop()
-        return Strays(scope_id, strays, of_marks=True)
 
     async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
         """Follow the workers that went on, and return every worker's count."""
         for one in self._counts.values():
             if one.went_on and not one.moved:
-                await one.catch_up(self._keys, functions)
+                await one.catch_up(self._keys, functions, self.server)
             one.add_up()
         return list(self._counts.values())
 

@@ -10,10 +10,12 @@ from time import monotonic
 
 from kvatlas.bus import wire
 from kvatlas.errors import InvalidValue, LayoutMismatch
-from kvatlas.identity import Scope, scope_from_canonical
+from kvatlas.identity import SCOPE_ID_BYTES, Scope, scope_from_canonical
 from kvatlas.index.protocol import PartitionBatch
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import SCOPE_USES, SCOPES, ShardKeys
+from kvatlas.index.redis.records import TOUCHED_BYTES
+from kvatlas.index.redis.shard_reader import read_hash
 from kvatlas.store.connection import Store
 
 FRESH_S = 1.0
@@ -21,8 +23,7 @@ FRESH_S = 1.0
 REMEMBERED_S = 300.0
 """How long this process remembers what it registered; shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
-SCOPES_A_CALL = 500
-HOLDERS_A_CALL = 200
+SCOPES_A_CALL = 200
 
 
 class ScopeRegistry:
@@ -93,7 +94,7 @@ class ScopeRegistry:
 
     async def ids(self) -> list[bytes]:
         """Every registered scope id. Raises Unreachable."""
-        return list(await self._store.ask(self._store.client.hkeys(SCOPES)))
+        return list(await read_hash(self._store, SCOPES))
 
     # ------------------------------------------------------------ forgetting
 
@@ -106,16 +107,24 @@ class ScopeRegistry:
             return 0
         held: set[bytes] = set()
         for k in shards:
-            cursor: int | bytes = 0
-            keys = [k.touched, *(k.blocks(scope_id) for scope_id in idle), *(k.marks(scope_id) for scope_id in idle)]
-            while True:
-                cursor, *used = await self._functions.call("kvatlas_untouch", keys, [cursor, HOLDERS_A_CALL, *idle])
-                held.update(used)
-                if int(cursor) == 0:
-                    break
+            keys = [key for scope_id in idle for key in (k.blocks(scope_id), k.marks(scope_id))]
+            held.update(await self._functions.call_ro("kvatlas_held", keys, idle))
+            await self._untouch(k, [scope_id for scope_id in idle if scope_id not in held])
         if held:
             await self._functions.call("kvatlas_scopes_used", [SCOPE_USES], list(held))
         unheld = [scope_id for scope_id in idle if scope_id not in held]
         if not unheld:
             return 0
         return int(await self._functions.call("kvatlas_scopes_forget", [SCOPES, SCOPE_USES], [idle_ms, *unheld]))
+
+    async def _untouch(self, k: ShardKeys, scope_ids: Sequence[bytes]) -> None:
+        """Take scopes out of the lists of every holder that used them, one holder a call: a list may be long."""
+        gone = set(scope_ids)
+        for holder in await read_hash(self._store, k.holders) if gone else ():
+            packed = await self._store.ask(self._store.client.hget(k.touched, holder)) or b""
+            entries = [packed[at : at + TOUCHED_BYTES] for at in range(0, len(packed), TOUCHED_BYTES)]
+            rest = [entry for entry in entries if entry[:SCOPE_ID_BYTES] not in gone]
+            if len(rest) < len(entries):
+                unused = gone.intersection(entry[:SCOPE_ID_BYTES] for entry in entries)
+                keys = [k.touched, *(key for scope_id in unused for key in (k.blocks(scope_id), k.marks(scope_id)))]
+                await self._functions.call("kvatlas_untouch", keys, [holder, packed, b"".join(rest)])

@@ -5,9 +5,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvatlas.index.protocol import PartitionBatch, ScrubResult
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.recount import BLOCKS_A_PASS, ENTRIES_A_CALL, WORKERS_A_PASS, Recount, Strays, WorkerCount
+from kvatlas.index.redis.recount import BLOCKS_A_PASS, WORKERS_A_PASS, Recount, Strays, WorkerCount
 
 TRIES = 3
+SCOPE_COST = 10
+"""Of a call for a scope with few blocks."""
+STRAYS_A_CALL = 16
 
 
 class Scrub:
@@ -47,16 +50,17 @@ class Scrub:
             if self._pass is None:
                 self._pass = self._next_pass(await list_scopes())
             while not self._pass.ended:
-                strays += await self._take_out(functions, await self._pass.part(functions))
-                budget_entries -= ENTRIES_A_CALL
+                found, cost = await self._pass.part(functions)
+                strays += await self._take_out(functions, found)
+                budget_entries -= SCOPE_COST + cost
                 if budget_entries <= 0 and not self._tries:
                     return ScrubResult(checked, damaged, strays, given_up, False)
-            counts = await self._pass.finish(functions)
+            counts, server = await self._pass.finish(functions), self._pass.server
             self._pass = None
             for one in counts:
                 if one.state is None:
                     continue  # it has no active holder any more
-                if one.moved or (one.wrong and not await self._doubt(functions, one)):
+                if one.moved or (one.wrong and not await self._doubt(functions, one, server)):
                     if self._tries + 1 < TRIES:
                         self._queue.append((one.worker_id, self._tries + 1, BLOCKS_A_PASS))
                     else:
@@ -84,18 +88,18 @@ class Scrub:
         return Recount(self._keys, workers, scope_ids)
 
     async def _take_out(self, functions: IndexFunctions, strays: Strays) -> int:
-        if not strays.fields:
-            return 0
         k, scope_id = self._keys, strays.scope_id
+        function, keys = "kvatlas_strays", [k.blocks(scope_id), k.holders]
         if strays.of_marks:
-            return int(await functions.call("kvatlas_stray_marks", [k.marks(scope_id), k.holders], strays.fields))
-        keys = [k.blocks(scope_id), k.holders]
-        if self._side_index:
+            function, keys = "kvatlas_stray_marks", [k.marks(scope_id), k.holders]
+        elif self._side_index:
             keys += [k.children(scope_id), k.parents(scope_id)]
-        return int(await functions.call("kvatlas_strays", keys, strays.fields))
+        parts = [strays.fields[at : at + STRAYS_A_CALL] for at in range(0, len(strays.fields), STRAYS_A_CALL)]
+        return sum([int(await functions.call(function, keys, part)) for part in parts])
 
-    async def _doubt(self, functions: IndexFunctions, one: WorkerCount) -> bool:
-        """Mark the worker `bad`; False if it began another incarnation or was cleared meanwhile."""
+    async def _doubt(self, functions: IndexFunctions, one: WorkerCount, server: bytes) -> bool:
+        """Mark the worker `bad`; False if it began another incarnation or was cleared meanwhile, or this is another
+        server than was counted on."""
         assert one.state is not None
-        args = [one.worker_id, one.state.incarnation, one.state.holder, *one.scopes]
+        args = [one.worker_id, one.state.incarnation, one.state.holder, server, *one.scopes]
         return bool(await functions.call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))

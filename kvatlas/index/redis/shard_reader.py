@@ -19,6 +19,8 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 
 SCAN_COUNT = 1_000
+BLOCKS_A_CALL = 500
+"""Their values may be as long as there are workers."""
 
 _log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 
@@ -41,7 +43,7 @@ class ShardReader:
     async def records(self, *, repair: bool = False) -> dict[str, StoredRecord]:
         """Of all workers, by id, but those that can't be read. With `repair` these are deleted: their workers are unknown then,
         and asked for a snapshot."""
-        found = await self._store.ask(self._store.client.hgetall(self.keys.workers))
+        found = await read_hash(self._store, self.keys.workers)
         records: dict[str, StoredRecord] = {}
         for worker_id, packed in found.items():
             try:
@@ -55,8 +57,9 @@ class ShardReader:
 
     async def active(self) -> dict[bytes, str]:
         """The worker of each active holder."""
-        found = await self._store.ask(self._store.client.hgetall(self.keys.active))
-        return {holder: worker_id.decode() for holder, worker_id in found.items()}
+        return {
+            holder: worker_id.decode() for holder, worker_id in (await read_hash(self._store, self.keys.active)).items()
+        }
 
     async def digest(self, holder: bytes) -> list[int]:
         """See `unpack_digest`."""
@@ -64,8 +67,11 @@ class ShardReader:
 
     async def digests(self, holders: Sequence[bytes]) -> list[list[int]]:
         """In the order of `holders`, of which there is at least one."""
-        found = await self._store.ask(self._store.client.hmget(self.keys.digests, holders))
-        return list(map(unpack_digest, found))
+        digests: list[list[int]] = []
+        for first in range(0, len(holders), SCAN_COUNT):
+            some = holders[first : first + SCAN_COUNT]
+            digests += map(unpack_digest, await self._store.ask(self._store.client.hmget(self.keys.digests, some)))
+        return digests
 
     async def mark_digest(self, holder: bytes) -> list[int]:
         """`MarkDigest.words` of a holder with marks; none of another."""
@@ -74,14 +80,18 @@ class ShardReader:
 
     async def dropped(self) -> dict[bytes, int]:
         """Of each holder with marks, how many blocks a position lies before its mark."""
-        found = await self._store.ask(self._store.client.hgetall(self.keys.marked))
+        found = await read_hash(self._store, self.keys.marked)
         return {holder: unpack_marks(packed).dropped for holder, packed in found.items()}
 
     async def marks(self, scope_id: bytes, hashes: bytes) -> dict[bytes, bytes]:
         """The values of the marked blocks among these packed hashes."""
-        some = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
-        found = await self._store.ask(self._store.client.hmget(self.keys.marks(scope_id), some))
-        return {key: value for key, value in zip(some, found, strict=True) if value is not None}
+        keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        marks: dict[bytes, bytes] = {}
+        for first in range(0, len(keys), BLOCKS_A_CALL):
+            some = keys[first : first + BLOCKS_A_CALL]
+            found = await self._store.ask(self._store.client.hmget(self.keys.marks(scope_id), some))
+            marks.update((key, value) for key, value in zip(some, found, strict=True) if value is not None)
+        return marks
 
     async def touched(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
         """See `unpack_touched`."""
@@ -105,7 +115,17 @@ class ShardReader:
     async def blocks(self, scope_id: bytes) -> AsyncIterator[tuple[bytes, bytes]]:
         """(hash, holders value) of all blocks of a scope, each once. Not atomic. Raises redis' errors."""
         seen: set[bytes] = set()  # a scan may return a field twice
-        async for key, value in self._store.client.hscan_iter(self.keys.blocks(scope_id), count=SCAN_COUNT):
+        async for key, value in self._store.client.hscan_iter(self.keys.blocks(scope_id), count=BLOCKS_A_CALL):
             if key not in seen:
                 seen.add(key)
                 yield key, value
+
+
+async def read_hash(store: Store, key: str) -> dict[bytes, bytes]:
+    """A HASH of any size, some fields a call: no call takes long. What is there all the while is in it. Raises Unreachable."""
+    found: dict[bytes, bytes] = {}
+    cursor = -1
+    while cursor:
+        cursor, some = await store.ask(store.client.hscan(key, max(cursor, 0), count=SCAN_COUNT))
+        found.update(some)
+    return found

@@ -1,4 +1,4 @@
-"""Giving back the memory of retired holders, a part of one scope at a time."""
+"""Giving back the memory of retired holders, a part of some scopes at a time."""
 
 from itertools import chain
 from typing import Any
@@ -7,65 +7,84 @@ from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import unpack_touched
 
-HOLDERS_A_ROUND = 256
-ENTRIES_A_CALL = 1_000
+HOLDERS_A_ROUND = 128
+CALL_COST = 350
+"""Of what a call looks at (`functions/sweep.lua`); about a microsecond of the store each."""
+SCOPES_A_CALL = 100
 
 
 class Sweep:
-    """The progress of one shard's sweep. Losing it costs work, nothing else: a number is freed only in a call that sees it
-    retired and its count at zero, or after one server's whole scan that found no entry of it."""
+    """The progress of one shard's sweep. Losing it costs work, nothing else: a number is freed only in a call that sees that
+    this is still the server on which the whole sweep of it ran, and that the number is the one that was swept."""
 
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:
         self._keys = keys
         self._side_index = side_index
         self._holders: dict[bytes, bytes] = {}
-        """By number, its entry in the holders' hash as it was before the scan."""
+        """By number, its entry in the holders' hash as it was before the sweep."""
         self._scopes: list[bytes] = []
+        """Scopes whose blocks are still to be swept."""
+        self._marks_of: list[bytes] = []
+        """Scopes whose marks are, after all blocks."""
         self._cursor: int | bytes = 0
-        self._taken = 0
-        self._any_marked = self._in_marks = False
-        """Do some of the holders have marks, so that these are scanned too, after a scope's blocks? Is that going on?"""
-        self._servers: set[bytes] = set()
+        self._server = b""
 
-    async def run(self, client: Any, functions: IndexFunctions, budget_entries: int) -> int:
-        """Scan about `budget_entries` more entries. Returns how many retired holders are left."""
-        k = self._keys
+    async def run(self, client: Any, functions: IndexFunctions, budget: int) -> int:
+        """Look at about `budget` more entries. Returns how many retired holders are left."""
         while True:
-            if not self._holders:
-                numbers = list(await client.srandmember(k.retired, HOLDERS_A_ROUND))
-                if not numbers:
-                    return 0
-                entries = await client.hmget(k.holders, numbers)
-                touched = await client.hmget(k.touched, numbers)
-                self._holders = {number: entry or b"" for number, entry in zip(numbers, entries, strict=True)}
-                self._scopes = sorted({scope_id for packed in touched for scope_id in unpack_touched(packed)})
-                self._any_marked = any(await client.hmget(k.marked, numbers))
-                self._cursor = self._taken = 0
-                self._in_marks = False
-                self._servers.clear()
-            while self._scopes:
-                scope_id = self._scopes[-1]
-                keys = [k.blocks(scope_id), k.retired, k.digests]
-                if self._side_index:
-                    keys += [k.children(scope_id), k.parents(scope_id)]
-                args = [scope_id, self._cursor, ENTRIES_A_CALL, *self._holders]
-                function = "kvatlas_sweep"
-                if self._in_marks:
-                    function, keys = "kvatlas_sweep_marks", [k.marks(scope_id), k.retired, k.marked]
-                self._cursor, taken, server = await functions.call(function, keys, args)
-                self._taken += taken
-                self._servers.add(server)
-                if int(self._cursor) == 0:
-                    self._in_marks = self._any_marked and not self._in_marks
-                    if not self._in_marks:
-                        self._scopes.pop()
-                budget_entries -= ENTRIES_A_CALL
-                if budget_entries <= 0:
-                    return int(await client.scard(k.retired))
-            proven = int(not self._taken and len(self._servers) <= 1)
-            keys = [k.holders, k.retired, k.digests, k.touched, k.free, k.marked]
-            args = [proven, *chain.from_iterable(self._holders.items())]
-            left = int(await functions.call("kvatlas_release", keys, args))
-            self._holders = {}
-            if left == 0 or budget_entries <= 0:
+            if not self._holders and not await self._begin(client):
+                return 0
+            while self._scopes or self._marks_of or not self._server:
+                budget -= await self._continue(functions)
+                if budget <= 0:
+                    return int(await client.scard(self._keys.retired))
+            left = await self._release(functions)
+            budget -= 1
+            if left == 0 or budget <= 0:
                 return left
+
+    async def _begin(self, client: Any) -> bool:
+        """Choose some retired holders; False if there are none."""
+        k = self._keys
+        numbers = list(await client.srandmember(k.retired, HOLDERS_A_ROUND))
+        entries = await client.hmget(k.holders, numbers) if numbers else []
+        self._holders = {number: entry or b"" for number, entry in zip(numbers, entries, strict=True)}
+        scopes: set[bytes] = set()
+        for number in numbers:  # one by one: a holder may have used thousands
+            scopes.update(unpack_touched(await client.hget(k.touched, number)))
+        self._scopes = sorted(scopes)
+        any_marked = any(await client.hmget(k.marked, numbers)) if numbers else False
+        self._marks_of = list(self._scopes) if any_marked else []
+        self._cursor = 0
+        self._server = b""
+        return bool(numbers)
+
+    async def _continue(self, functions: IndexFunctions) -> int:
+        """One call. Returns its cost."""
+        k = self._keys
+        of_marks = not self._scopes and bool(self._marks_of)
+        scopes = self._marks_of if of_marks else self._scopes
+        some = scopes[-SCOPES_A_CALL:][::-1]
+        keys = [k.retired, k.marked if of_marks else k.digests]
+        for scope_id in some:
+            keys += [k.marks(scope_id) if of_marks else k.blocks(scope_id)]
+            if self._side_index and not of_marks:
+                keys += [k.children(scope_id), k.parents(scope_id)]
+        args = [self._server, CALL_COST, self._cursor, b"".join(some), b"".join(self._holders)]
+        self._server, *progress = await functions.call(
+            "kvatlas_sweep_marks" if of_marks else "kvatlas_sweep", keys, args
+        )
+        if not progress:  # the store failed over
+            self._holders, self._scopes, self._marks_of = {}, [], []
+            return CALL_COST
+        done, self._cursor, cost = progress
+        del scopes[len(scopes) - done :]
+        return int(cost)
+
+    async def _release(self, functions: IndexFunctions) -> int:
+        """Free what was swept. Returns how many retired holders are left."""
+        k = self._keys
+        args = [self._server, *chain.from_iterable(self._holders.items())]
+        self._holders = {}
+        keys = [k.holders, k.retired, k.digests, k.touched, k.free, k.marked]
+        return int(await functions.call("kvatlas_release", keys, args))

@@ -2,9 +2,9 @@
 -- blocks.
 
 local function register(name, callback)
-  redis.register_function({ function_name = name, callback = callback, flags = { 'allow-oom' } })
+  redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'allow-oom' } })
 end
 
 local function register_read_only(name, callback)
-  redis.register_function({ function_name = name, callback = callback, flags = { 'no-writes' } })
+  redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'no-writes' } })
 end

@@ -6,6 +6,7 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 from redis.asyncio import Redis
 
+from benchmarks.store_calls import SLOW_LOG
 from kvatlas.blocks.tiers import FLAG_PINNED, Tier
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
@@ -67,7 +68,9 @@ async def redis_fails_over_to_a_replica(run: ScenarioRun) -> None:
     """The replica misses the last writes, and is still read-only when the indexers write to it."""
     fleet = run.fleet
     replica = await fleet.stack.enter_async_context(
-        valkey_server(data_dir=fleet.folder / "replica", appendonly=True, settings={"repl-diskless-sync-delay": "0"})
+        valkey_server(
+            data_dir=fleet.folder / "replica", appendonly=True, settings={"repl-diskless-sync-delay": "0", **SLOW_LOG}
+        )
     )
     line = await fleet.stack.enter_async_context(TcpProxy(fleet.valkey.port, "replica to primary"))
     async with Redis.from_url(replica.url) as client:

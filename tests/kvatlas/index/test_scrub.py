@@ -10,14 +10,14 @@ from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import ResidencyIndex, ScrubResult
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import SCOPES
-from kvatlas.index.redis.recount import ENTRIES_A_CALL
+from kvatlas.index.redis.recount import CALL_COST
 from tests.kvatlas.index.damage import Damage
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents
 
 pytestmark = pytest.mark.anyio
 
 SCOPE, OTHER = Scope("model", "tokenizer"), Scope("model", "tokenizer", "adapter")
-BLOCKS = 3 * ENTRIES_A_CALL
+BLOCKS = 4 * CALL_COST
 CHAIN = extend_chain(range(4 * BLOCKS), 4)
 NEVER = extend_chain(range(900_000, 900_004), 4)
 
@@ -160,9 +160,9 @@ async def test_a_scrub_continues_from_its_position(index: ResidencyIndex, source
     await Damage(index, "a").take(SCOPE, block(BLOCKS - 1))
     parts = []
     for shard in range(index.shards):
-        parts.append(await index.scrub(shard, ENTRIES_A_CALL))
+        parts.append(await index.scrub(shard, CALL_COST))
         while not parts[-1].ended:
-            parts.append(await index.scrub(shard, ENTRIES_A_CALL))
+            parts.append(await index.scrub(shard, CALL_COST))
     assert [worker_id for part in parts for worker_id in part.damaged] == ["a"]
     assert sum(part.checked for part in parts) == 3
     if isinstance(index, RedisIndex):
@@ -186,7 +186,7 @@ async def test_a_worker_that_always_changes_is_counted_too(
             source.remove(SCOPE, block(BLOCKS - at)),
             source.store(SCOPE, CHAIN[8 * at + 80 : 8 * at + 88], Tier.CPU_DRAM),
         )
-        parts.append(await index.scrub(damage.shard, ENTRIES_A_CALL))
+        parts.append(await index.scrub(damage.shard, CALL_COST))
     assert [worker for part in parts for worker in part.damaged] == (["a"] if damaged else [])
     assert sum(part.given_up for part in parts) == 0
     if isinstance(index, RedisIndex):
@@ -204,7 +204,7 @@ async def test_messages_applied_by_another_process_are_no_damage(
     parts: list[ScrubResult] = []
     while not (parts and parts[-1].ended):
         await apply_messages(elsewhere, source.remove(SCOPE, block(BLOCKS - 1 - len(parts))))
-        parts.append(await index.scrub(shard, ENTRIES_A_CALL))
+        parts.append(await index.scrub(shard, CALL_COST))
     assert [worker for part in parts for worker in part.damaged] == []
     assert sum(part.given_up + part.checked for part in parts) >= 1
 

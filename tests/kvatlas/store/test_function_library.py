@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 
 from kvatlas.errors import Unreachable
 from kvatlas.store.connection import Store, connected_store
-from kvatlas.store.function_library import FunctionLibrary
+from kvatlas.store.function_library import USED_FOR_S, FunctionLibrary, mark_key, read_unmarked
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ async def store(fresh_store: str) -> AsyncIterator[Store]:
 @pytest.fixture
 def library(tmp_path: Path) -> FunctionLibrary:
     """Functions that return their first argument, fail, and return a shared constant."""
-    call = "{{function_name = '{}', callback = function(keys, args) {} end, flags = {{'no-writes'}}}}"
+    call = "{{function_name = '{}' .. TAG, callback = function(keys, args) {} end, flags = {{'no-writes'}}}}"
     register = f"redis.register_function{call}"
     (tmp_path / "_shared.lua").write_text("local ANSWER = 'shared'")
     (tmp_path / "echo.lua").write_text(register.format("test_echo", "return args[1]"))
@@ -33,9 +33,10 @@ def library(tmp_path: Path) -> FunctionLibrary:
 
 
 def test_shared_files_come_first_and_then_one_file_a_command(library: FunctionLibrary) -> None:
-    lines = library.code.splitlines()
-    assert lines[:2] == ["#!lua name=kvatlas_test", "local ANSWER = 'shared'"]
-    assert [line.split("'")[1] for line in lines[2:]] == ["test_answer", "test_echo", "test_fail"]
+    first, tag, shared, *commands = library.code.splitlines()
+    assert (first, shared) == (f"#!lua name={library.name}", "local ANSWER = 'shared'")
+    assert tag == f"local TAG = '{library.name.removeprefix('kvatlas_test')}'"
+    assert [line.split("'")[1] for line in commands[:3]] == ["test_answer", "test_echo", "test_fail"]
 
 
 async def test_a_missing_library_is_loaded_by_any_call(store: Store, library: FunctionLibrary) -> None:
@@ -48,11 +49,57 @@ async def test_a_missing_library_is_loaded_by_any_call(store: Store, library: Fu
         await store.client.function_flush()
 
 
-async def test_a_caller_that_must_not_load_gets_one_clear_line(store: Store, library: FunctionLibrary) -> None:
-    with pytest.raises(Unreachable, match="its functions are gone"):
-        await library.call(store, "test_echo", [], ["a"], load=False)
-    await library.load(store)
-    assert await library.call(store, "test_echo", [], ["a"], load=False) == b"a"
+async def test_a_user_who_may_not_load_gets_one_clear_line(
+    store: Store, fresh_store: str, library: FunctionLibrary
+) -> None:
+    await store.client.acl_setuser(
+        "caller", enabled=True, nopass=True, keys=["*"], commands=["+fcall", "+fcall_ro", "+ping"]
+    )
+    try:
+        async with connected_store(fresh_store.replace("redis://", "redis://caller:x@"), wait=False) as caller:
+            with pytest.raises(Unreachable, match=f"no function library {library.name}, and this user may not load it"):
+                await library.call(caller, "test_echo", [], ["a"])
+            await library.load(store)
+            assert await library.call(caller, "test_echo", [], ["a"]) == b"a"
+    finally:
+        await store.client.acl_deluser("caller")
+
+
+async def test_versions_live_side_by_side(store: Store, library: FunctionLibrary, tmp_path: Path) -> None:
+    """Whichever starts last: names say which code is meant."""
+    newer = _newer(library, tmp_path)
+    assert newer.name != library.name
+    for _ in range(2):
+        for one, answer in ((library, b"shared"), (newer, b"new")):
+            await one.load(store)
+            assert await library.call(store, "test_answer", [], []) == b"shared"
+            assert await one.call(store, "test_answer", [], []) == answer
+    assert await store.list_libraries() == sorted([library.name, newer.name])
+
+
+async def test_a_library_is_unmarked_once_no_process_calls_it(
+    store: Store, library: FunctionLibrary, tmp_path: Path
+) -> None:
+    newer = _newer(library, tmp_path)
+    for one in (library, newer):
+        await one.call(store, "test_answer", [], [])
+    assert await read_unmarked(store, ["kvatlas_test"]) == []
+    assert 0 < await store.client.ttl(mark_key(library.name)) <= USED_FOR_S
+    await store.client.delete(mark_key(library.name))  # as after USED_FOR_S
+    await store.client.function_load("#!lua name=kvatlas_test\nredis.register_function('f', function() end)")
+    assert await read_unmarked(store, ["kvatlas_test"]) == [library.name]  # and none without a tag
+    await store.delete_library(library.name)
+    await store.delete_library(library.name)
+    assert library.name not in await store.list_libraries()
+
+
+def _newer(library: FunctionLibrary, folder: Path) -> FunctionLibrary:
+    """The library after a change of its code."""
+    newer = folder / "newer"
+    newer.mkdir()
+    for file in folder.glob("*.lua"):
+        (newer / file.name).write_text(file.read_text().replace("'shared'", "'new'"))
+    return FunctionLibrary(library.family, newer, ("_shared",))
 
 
 async def test_a_functions_own_error_is_raised(store: Store, library: FunctionLibrary) -> None:

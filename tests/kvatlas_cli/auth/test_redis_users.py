@@ -13,11 +13,13 @@ from redis.exceptions import NoPermissionError, ResponseError
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
-from kvatlas.fleet.store import FleetStore
+from kvatlas.fleet.store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import open_store
+from kvatlas.store.function_library import mark_key
 from tests.kvatlas_cli.auth.guarded_servers import GuardedServers, write
 
 pytestmark = pytest.mark.anyio
@@ -93,12 +95,13 @@ async def test_commands_inside_functions_are_checked(store: tuple[ValkeyProcess,
         await open_redis_index(indexer, writer=True)
         await FleetStore(indexer).load_functions()
         await POOL_LIBRARY.call(router, "kvatlas_pool_beat", POOL, ["r", 5_000_000])
+        assert await indexer.client.exists(mark_key(POOL_LIBRARY.name))  # the router uses it
         with pytest.raises(ResponseError, match=r"(?i)permission|can't (run|access)"):
-            await router.fcall("kvatlas_pool_forget", POOL, ["w"])
+            await router.fcall(POOL_LIBRARY.function("kvatlas_pool_forget"), POOL, ["w"])
         with pytest.raises(NoPermissionError):
-            await router.fcall("kvatlas_retire", ["kva:{s0}:workers"], [])
+            await router.fcall(INDEX_LIBRARY.function("kvatlas_retire"), ["kva:{s0}:workers"], [])
         with pytest.raises(NoPermissionError):
-            await router.fcall("kvatlas_fleet_beat", ["kva:{fleet}:members"], ["rogue", 10_000])
+            await router.fcall(FLEET_LIBRARY.function("kvatlas_fleet_beat"), ["kva:{fleet}:members"], ["rogue", 10_000])
     finally:
         await router.close()
         await indexer.close()
@@ -108,7 +111,7 @@ async def test_a_router_waits_for_an_indexer_if_the_functions_are_gone(store: tu
     store[0].command("FUNCTION", "FLUSH")
     router = await open_store(url_of(store, "router"), wait=False)
     try:
-        with pytest.raises(Unreachable, match="its functions are gone; the next indexer"):
+        with pytest.raises(Unreachable, match="may not load it; start an indexer of this version"):
             await POOL_LIBRARY.call(router, "kvatlas_pool_beat", POOL, ["r", 5_000_000])
     finally:
         await router.close()

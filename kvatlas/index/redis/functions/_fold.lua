@@ -34,14 +34,20 @@ end
 
 -- The holder has blocks of this scope from now on: a sweep must look there.
 local function touch(self, holder, scope_id)
-  local touched = self.c.touched[holder] or ''
+  local c = self.c
+  local new = c.newly_touched[holder] or { known = {} }
+  c.newly_touched[holder] = new
+  if new.known[scope_id] then
+    return
+  end
+  new.known[scope_id] = true
+  local touched = c.touched[holder] or ''
   local at = string.find(touched, scope_id, 1, true)
   while at and at % 16 ~= 1 do
     at = string.find(touched, scope_id, at + 1, true)
   end
   if not at then
-    self.c.touched[holder] = touched .. scope_id .. self.uses[scope_id]
-    self.c.newly_touched[holder] = true
+    new[#new + 1] = scope_id .. self.uses[scope_id]
   end
 end
 
@@ -187,7 +193,7 @@ end
 
 act[CODE.begin] = function(self, event)
   local record, k = self.record, self.c.k
-  if record[SEQ] ~= 0 then -- only the first message of an incarnation begins a snapshot
+  if self.seq ~= 0 then -- only the first message of an incarnation begins a snapshot
     close(self)
     return false
   end
@@ -269,21 +275,23 @@ act[CODE.heads] = function(self, event)
   end)
 end
 
--- The fence: applies consecutive messages (first to last seq, joined: see apply_call.py) if they are the next ones of the
--- newest incarnation. If the record's seq is inside them, applying the first ones again changes nothing.
-local function fold(self, incarnation, first, last, events)
-  local record, count, messages = self.record, self.c.count, last - first + 1
+-- The fence: applies consecutive messages (first to last seq, joined: see apply_call.py), or a part of one, if they are the
+-- next ones of the newest incarnation. If the record's seq is inside them, applying the first ones again changes nothing.
+-- A part: events from step `from` on, 1 if the message ends with them, the step after each; what is applied is left out.
+local function fold(self, incarnation, first, last, events, from, ending, ends)
+  local record, count, applied, whole = self.record, self.c.count, 0, ending ~= 0
+  local messages = whole and last - first + 1 or 0
   if incarnation ~= record[INCARNATION] then
     if below(incarnation, record[INCARNATION]) then
       count.stale = count.stale + messages
       return
     end
-    if first ~= 0 or not events[1] or events[1][EVENT_CODE] ~= CODE.begin then
+    if first ~= 0 or (from or 0) ~= 0 or not events[1] or events[1][EVENT_CODE] ~= CODE.begin then
       want(record, incarnation, last)
       count.gaps = count.gaps + messages
       return
     end
-    record[INCARNATION], record[BAD], record[CLOSED], record[OOM] = incarnation, 0, 0, 0
+    record[INCARNATION], record[SEQ], record[BAD], record[CLOSED], record[OOM] = incarnation, -1, 0, 0, 0
     count.applied = count.applied + messages
   else
     if last <= record[SEQ] then
@@ -295,17 +303,26 @@ local function fold(self, incarnation, first, last, events)
       count.refused = count.refused + messages
       return
     end
-    if first > record[SEQ] + 1 then
+    applied = ends and steps_applied(self.steps, incarnation, last) or 0
+    if first > record[SEQ] + 1 or (from or 0) > applied then
       want(record, incarnation, last)
       count.gaps = count.gaps + messages
       return
     end
-    count.duplicates = count.duplicates + record[SEQ] + 1 - first
-    count.applied = count.applied + last - record[SEQ]
+    if whole then
+      count.duplicates = count.duplicates + record[SEQ] + 1 - first
+      count.applied = count.applied + last - record[SEQ]
+    end
   end
-  record[SEQ] = last
+  self.seq = last
+  if whole then
+    record[SEQ], self.steps = last, false
+  elseif ends[#ends] > applied then
+    self.steps = incarnation .. string.format('%.0f %.0f', last, ends[#ends])
+  end
   for i = 1, #events do
-    if not act[events[i][EVENT_CODE]](self, events[i]) then
+    if (not ends or ends[i] > applied) and not act[events[i][EVENT_CODE]](self, events[i]) then
+      record[SEQ], self.steps = last, false -- nothing of the rest will be applied
       return
     end
   end

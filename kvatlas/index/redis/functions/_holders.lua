@@ -56,3 +56,15 @@ local function close_worker(k, record, worker)
   retire_holder(k, record[LOADING], worker)
   record[ACTIVE], record[LOADING], record[BAD], record[CLOSED] = '', '', 1, 1
 end
+
+-- Returns {holder -> is it retired now} of packed holders.
+local function retired_among(key, packed)
+  local holders, retired = {}, {}
+  for at = 1, #packed, 3 do
+    holders[#holders + 1] = string.sub(packed, at, at + 2)
+  end
+  for i, found in ipairs(redis.call('SMISMEMBER', key, unpack(holders))) do
+    retired[holders[i]] = found == 1
+  end
+  return retired
+end

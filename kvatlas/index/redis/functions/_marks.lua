@@ -28,7 +28,7 @@ end
 local function marks_for(c, holder)
   local marks = c.marks[holder]
   if marks == nil then
-    local packed = c.k.marked and redis.call('HGET', c.k.marked, holder)
+    local packed = redis.call('HGET', c.k.marked, holder)
     marks = packed and unpack_marks(packed) or false
     c.marks[holder] = marks
   end

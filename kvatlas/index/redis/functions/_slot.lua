@@ -13,6 +13,8 @@
 --                             blocks ever had flags besides the tiers
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
 --   workers             HASH  worker id -> cmsgpack record (below)
+--   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of its next message is applied,
+--                             if that comes in parts
 --   partitions          HASH  partition -> "<stream creation us> <stream seq>"
 --   meta                HASH  next: the last number given out; active: the version of the active holders; changes: how many
 --                             versions there were
@@ -31,6 +33,7 @@ local FLAG_MASK = 224
 local DIGEST_WORDS, ALL_WORDS = 15, 24 -- of the tiers; with those of the flags
 local CHUNK = 3500 -- unpack fails from 8,000 values up; HSET takes two a block
 local TWO32 = 4294967296
+local SCOPE_COST = 4 -- of a scope in a sweep's budget
 
 local INCARNATION, SEQ, ACTIVE, LOADING, BAD, CLOSED, OOM = 1, 2, 3, 4, 5, 6, 7 -- the fields of a record
 local WANT_INCARNATION, WANT_SEQ, CHUNKS, PARTITION = 8, 9, 10, 11
@@ -38,6 +41,16 @@ local NO_INCARNATION = '\0\0\0\0\0\0\0\0'
 
 local function new_record(partition)
   return { NO_INCARNATION, -1, '', '', 0, 0, 0, NO_INCARNATION, -1, 0, partition }
+end
+
+-- Returns the steps of this message that are applied already, by the stored entry; 0 if none, or another message's are. See
+-- kvatlas/index/redis/call_plan.py.
+local function steps_applied(stored, incarnation, seq)
+  if not stored or string.sub(stored, 1, 8) ~= incarnation then
+    return 0
+  end
+  local stored_seq, steps = string.match(stored, '^(%d+) (%d+)$', 9)
+  return tonumber(stored_seq) == seq and tonumber(steps) or 0
 end
 
 -- Is the 8-byte incarnation a below b? (Lua compares strings by the locale's rules, which may differ.)
@@ -70,6 +83,12 @@ end
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Returns what names this server and its data's history: a failover, a restart or a full copy of another's data changes it.
+local function server_id()
+  local info = redis.call('INFO', 'server', 'replication')
+  return (string.match(info, 'run_id:(%x+)') or '') .. (string.match(info, 'master_replid:(%x+)') or '')
 end
 
 local function number_of(holder)

@@ -1,14 +1,13 @@
--- active: the active holders, and their version. It changes whenever a holder becomes active or ceases to be, so a client
--- asks again only then.
+-- active: some of the active holders, and their version. It changes whenever a holder becomes active or ceases to be, so a
+-- client asks again only then.
 --
 -- KEYS 1 active
 --      2 meta
--- returns {version, {3-byte number, worker id...}}
-redis.register_function({
-  function_name = 'kvatlas_active',
-  callback = function(keys)
-    local active, meta = keys[1], keys[2]
-    return { redis.call('HGET', meta, 'active') or '0', redis.call('HGETALL', active) }
-  end,
-  flags = { 'no-writes' },
-})
+-- ARGV 1 cursor
+--      2 count
+-- returns {version, next cursor, {3-byte number, worker id...}}
+register_read_only('kvatlas_active', function(keys, args)
+  local active, meta, cursor, count = keys[1], keys[2], args[1], args[2]
+  local next_cursor, flat = unpack(redis.call('HSCAN', active, cursor, 'COUNT', count))
+  return { redis.call('HGET', meta, 'active') or '0', next_cursor, flat }
+end)

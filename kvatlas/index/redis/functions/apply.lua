@@ -10,17 +10,50 @@
 --      7 touched
 --      8 partitions
 --      9 meta
---      10... blocks of each scope, in the argument's order; with the side index children and parents of each; marked; marks
+--      10 steps
+--      11... blocks of each scope, in the argument's order; with the side index children and parents of each; marked; marks
 --         of each scope that has any in this call
--- ARGV 1 msgpack {reuse ms, {scope...}, {position...}, {worker...}, {number of a scope with marks...}}, packed by
---        kvatlas/index/redis/apply_call.py (of an indexer that knows no marks: without the last list and its keys)
---        scope: {scope id, 1 if two events may have a block in common, otherwise 0}
+-- ARGV 1 msgpack {reuse ms, most that blocks may cost, {scope...}, {position...}, {worker...}, {number of a scope with
+--        marks...}}, packed by kvatlas/index/redis/apply_call.py
+--        scope: {scope id, 1 if two events may have a block in common, otherwise 0, blocks, some packed hashes of them}
 --        position: {partition, stream creation us, stream seq before the batch, stream seq after it}
 --        worker: {worker id, partition, {scope id -> block size, block bytes (2 x u32 BE)}, {group...}}
---        group: {incarnation, first seq, last seq, {event...}}; see _fold.lua. No event repeats a block.
--- returns msgpack {counts in the order of COUNTS, {moved partition...}, {worker id, record...}}
+--        group: {incarnation, first seq, last seq, {event...}}; of a message that may come in parts also {..., first step, 1 if
+--          the message ends with them, {step after each event}}; see _fold.lua. No event repeats a block.
+-- returns msgpack {{weight of each scope...}, counts in the order of COUNTS, {moved partition...}, {worker id, record...}};
+--   {{weight of each scope...}}: nothing was applied, the call is too large by these weights (0: not looked at)
 local COUNTS = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_checks', 'stored', 'removed', 'bytes_written' }
-local SHARD_KEYS = 9
+local SHARD_KEYS, GROUP_FIELDS = 10, 4
+
+-- What a block costs, in blocks whose values are short and equal, if values are all different and this long on average: each is
+-- taken apart in Lua (measured; up to some length that costs more than copying it).
+local function weight_of(bytes)
+  return 2 + math.min(bytes, 192) / 32 + bytes / 256
+end
+
+-- Returns what a block of each scope costs (0: there are few of them), by some of the values; and what all the call's blocks
+-- cost.
+local function weigh(keys, used)
+  local weights, cost = {}, 0
+  for i = 1, #used do
+    local _, _, blocks, samples = unpack(used[i])
+    weights[i] = 0
+    if samples ~= '' then
+      local hashes = split(samples)
+      local values, different, bytes, seen = redis.call('HMGET', keys[SHARD_KEYS + i], unpack(hashes)), 0, 0, {}
+      for j = 1, #hashes do
+        local value = values[j] or ''
+        bytes = bytes + #value
+        different = different + (seen[value] and 0 or 1)
+        seen[value] = true
+      end
+      local share = (different - 1) / (#hashes - 1)
+      weights[i] = 1 - share + share * weight_of(bytes / #hashes)
+    end
+    cost = cost + blocks * math.max(weights[i], 1)
+  end
+  return weights, cost
+end
 
 -- Moves the partitions' positions forward. Returns the partitions whose stored position is not where their batch begins, as a
 -- list and as a set: nothing of these may be applied.
@@ -49,8 +82,7 @@ end
 
 -- Returns the scopes of a call, by id: see change_blocks for what a scope is.
 local function scopes_of(keys, used, with_marks)
-  local scopes, tail = {}, with_marks and 1 + #with_marks or 0
-  local sided = #keys > SHARD_KEYS + #used + tail
+  local scopes, sided = {}, #keys > SHARD_KEYS + #used + 1 + #with_marks
   for i = 1, #used do
     local scope_id, in_order = unpack(used[i])
     local mix_low, mix_high = mix_of(scope_id)
@@ -60,7 +92,7 @@ local function scopes_of(keys, used, with_marks)
       side = sided and { children = keys[behind - 1], parents = keys[behind] } or nil,
     }
   end
-  for i, number in ipairs(with_marks or {}) do
+  for i, number in ipairs(with_marks) do
     local scope_id = unpack(used[number])
     scopes[scope_id].marks = keys[#keys - #with_marks + i]
   end
@@ -70,10 +102,14 @@ end
 local function apply(keys, args, oom)
   local k = {
     workers = keys[1], holders = keys[2], active = keys[3], retired = keys[4], free = keys[5], digests = keys[6],
-    touched = keys[7], partitions = keys[8], meta = keys[9],
+    touched = keys[7], partitions = keys[8], meta = keys[9], steps = keys[10],
   }
-  local reuse_ms, used, batches, all_workers, with_marks = unpack(cmsgpack.unpack(args[1]))
-  k.marked = with_marks and keys[#keys - #with_marks]
+  local reuse_ms, most_cost, used, batches, all_workers, with_marks = unpack(cmsgpack.unpack(args[1]))
+  k.marked = keys[#keys - #with_marks]
+  local weights, cost = weigh(keys, used)
+  if cost > most_cost then
+    return cmsgpack.pack({ weights })
+  end
   local count = {}
   for _, name in ipairs(COUNTS) do
     count[name] = 0
@@ -88,9 +124,20 @@ local function apply(keys, args, oom)
       workers[#workers + 1] = { worker = worker, partition = partition, uses = uses, groups = groups }
     end
   end
-  local packed = read_fields(k.workers, names)
+  local packed, in_parts = read_fields(k.workers, names), {}
+  for _, self in ipairs(workers) do
+    for _, group in ipairs(self.groups) do
+      if #group > GROUP_FIELDS then
+        in_parts[#in_parts + 1] = self.worker
+        self.in_parts = true
+        break
+      end
+    end
+  end
+  local steps = read_fields(k.steps, in_parts)
   for i, self in ipairs(workers) do
     self.record = packed[self.worker] and cmsgpack.unpack(packed[self.worker]) or new_record(self.partition)
+    self.steps = steps[self.worker]
     holders[i] = changing_holder(self.record)
   end
   -- stored digests and touched scopes are of holders that go on; those that begin in this call have nothing yet
@@ -101,8 +148,7 @@ local function apply(keys, args, oom)
   for _, self in ipairs(workers) do
     self.c = c
     for _, group in ipairs(self.groups) do
-      local incarnation, first, last, events = unpack(group)
-      fold(self, incarnation, first, last, events)
+      fold(self, unpack(group))
     end
   end
   flush(c)
@@ -115,9 +161,18 @@ local function apply(keys, args, oom)
     digests[#digests + 1] = holder
     digests[#digests + 1] = cmsgpack.pack(digest)
   end
-  for holder in pairs(c.newly_touched) do
-    touched[#touched + 1] = holder
-    touched[#touched + 1] = c.touched[holder]
+  for holder, new in pairs(c.newly_touched) do
+    if new[1] then
+      touched[#touched + 1] = holder
+      touched[#touched + 1] = (c.touched[holder] or '') .. table.concat(new)
+    end
+  end
+  for _, self in ipairs(workers) do
+    if self.in_parts and self.steps then
+      redis.call('HSET', k.steps, self.worker, self.steps)
+    elseif self.in_parts and steps[self.worker] then
+      redis.call('HDEL', k.steps, self.worker)
+    end
   end
   write_fields(k.workers, records)
   write_fields(k.digests, digests)
@@ -131,19 +186,15 @@ local function apply(keys, args, oom)
   for i, name in ipairs(COUNTS) do
     counts[i] = count[name]
   end
-  return cmsgpack.pack({ counts, moved, records })
+  return cmsgpack.pack({ weights, counts, moved, records })
 end
 
-redis.register_function('kvatlas_apply', function(keys, args)
+register('kvatlas_apply', function(keys, args)
   return apply(keys, args, false)
 end)
 
 -- apply_oom: the same for a store without memory. A worker whose stores can't be applied is closed, which gives memory back;
 -- all else is applied.
-redis.register_function({
-  function_name = 'kvatlas_apply_oom',
-  callback = function(keys, args)
-    return apply(keys, args, true)
-  end,
-  flags = { 'allow-oom' },
-})
+register_always('kvatlas_apply_oom', function(keys, args)
+  return apply(keys, args, true)
+end)

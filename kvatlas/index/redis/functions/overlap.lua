@@ -115,37 +115,29 @@ end
 -- returns {version of the active holders (see active.lua), {value...}, {run length...}, reach, cursor}
 --   reach: 3-byte number and position (u32 BE; 0: none) of each marked holder of the first block; of those that it has from
 --   several answers, the first counts. cursor: '' if none is missing. With a cursor in ARGV: no values and lengths.
--- A router that knows no marks gives keys 1 and 2 and arguments 1 and 2, and gets the first three.
-redis.register_function({
-  function_name = 'kvatlas_overlap',
-  callback = function(keys, args)
-    local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
-    local count = #packed / 8
-    local version = redis.call('HGET', meta, 'active') or '0'
-    if count == 0 then
-      return keys[3] and { version, {}, {}, '', '' } or { version, {}, {} }
-    end
-    local starts, values, stop
-    if stride == 0 then
-      starts, values, stop = walk(blocks, packed, count)
-    else
-      starts, values, stop = gallop(blocks, packed, count, stride)
-    end
-    local reach, cursor = '', ''
-    if keys[3] and starts[1] and redis.call('HLEN', keys[3]) > 0 then
-      local first, limit = tonumber(args[3]), tonumber(args[4])
-      reach, cursor = resume(keys[3], keys[4], packed, first, limit, args[5], starts, values, stop)
-    end
-    if keys[3] and args[5] ~= '' then
-      return { version, {}, {}, reach, cursor }
-    end
-    for i = 1, #starts do -- starts become lengths
-      starts[i] = (starts[i + 1] or stop) - starts[i]
-    end
-    if not keys[3] then
-      return { version, values, starts }
-    end
-    return { version, values, starts, reach, cursor }
-  end,
-  flags = { 'no-writes' },
-})
+register_read_only('kvatlas_overlap', function(keys, args)
+  local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
+  local count = #packed / 8
+  local version = redis.call('HGET', meta, 'active') or '0'
+  if count == 0 then
+    return { version, {}, {}, '', '' }
+  end
+  local starts, values, stop
+  if stride == 0 then
+    starts, values, stop = walk(blocks, packed, count)
+  else
+    starts, values, stop = gallop(blocks, packed, count, stride)
+  end
+  local reach, cursor = '', ''
+  if starts[1] and redis.call('HLEN', keys[3]) > 0 then
+    local first, limit = tonumber(args[3]), tonumber(args[4])
+    reach, cursor = resume(keys[3], keys[4], packed, first, limit, args[5], starts, values, stop)
+  end
+  if args[5] ~= '' then
+    return { version, {}, {}, reach, cursor }
+  end
+  for i = 1, #starts do -- starts become lengths
+    starts[i] = (starts[i + 1] or stop) - starts[i]
+  end
+  return { version, values, starts, reach, cursor }
+end)

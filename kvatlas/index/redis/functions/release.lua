@@ -1,4 +1,6 @@
--- release: frees the numbers that are retired and have no blocks any more.
+-- release: frees numbers that were swept: in every scope that they touched, no block and no mark has them any more. What the sweep saw holds
+-- only for the server that all of it ran on (not for another to which the store failed over), and for a number that was not
+-- freed and given out again meanwhile. A count that is not zero after that is itself wrong (damage that no message did).
 --
 -- KEYS 1 holders
 --      2 retired
@@ -6,33 +8,24 @@
 --      4 touched
 --      5 free
 --      6 marked
--- ARGV 1 proven: 1 if one server's whole scan found no entry of these numbers. A count that is not zero is then itself wrong
---        (damage that no message did), unless the number was freed and given out again meanwhile.
---      2... for each number: it, and its entry in holders as it was before the scan
+-- ARGV 1 server that the whole sweep ran on
+--      2... for each number: it, and its entry in holders as it was before the sweep
 -- returns how many retired holders are left
-redis.register_function({
-  function_name = 'kvatlas_release',
-  callback = function(keys, args)
-    local holders, retired, digests, touched, free, marked = unpack(keys)
-    local proven, now = args[1] == '1', now_ms()
+register_always('kvatlas_release', function(keys, args)
+  local holders, retired, digests, touched, free, marked = unpack(keys)
+  local server, now = args[1], now_ms()
+  if server == server_id() then
     for i = 2, #args, 2 do
       local holder, entry_before = args[i], args[i + 1]
-      local scanned = proven and (redis.call('HGET', holders, holder) or '') == entry_before
-      local marks = marked and redis.call('HGET', marked, holder)
-      local unmarked = not marks or holds_no_marks(unpack_marks(marks))
-      local empty = scanned or (unmarked and digest_blocks(read_digest(digests, holder)) == 0)
-      if empty and redis.call('SISMEMBER', retired, holder) == 1 then
+      if (redis.call('HGET', holders, holder) or '') == entry_before then
         redis.call('SREM', retired, holder)
         redis.call('HDEL', holders, holder)
         redis.call('HDEL', digests, holder)
         redis.call('HDEL', touched, holder)
-        if marks then
-          redis.call('HDEL', marked, holder)
-        end
+        redis.call('HDEL', marked, holder)
         redis.call('RPUSH', free, holder .. string.format('%d', now))
       end
     end
-    return redis.call('SCARD', retired)
-  end,
-  flags = { 'allow-oom' },
-})
+  end
+  return redis.call('SCARD', retired)
+end)

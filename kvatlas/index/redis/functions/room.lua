@@ -2,14 +2,10 @@
 --
 -- KEYS 1 meta
 -- returns {bytes used, maxmemory (0: no limit), maxmemory-policy}
-redis.register_function({
-  function_name = 'kvatlas_room',
-  callback = function()
-    local info = redis.call('INFO', 'memory')
-    return {
-      tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)')),
-      string.match(info, 'maxmemory_policy:([%w-]+)') or '',
-    }
-  end,
-  flags = { 'no-writes' },
-})
+register_read_only('kvatlas_room', function()
+  local info = redis.call('INFO', 'memory')
+  return {
+    tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)')),
+    string.match(info, 'maxmemory_policy:([%w-]+)') or '',
+  }
+end)

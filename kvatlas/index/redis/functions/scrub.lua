@@ -1,8 +1,9 @@
 -- Comparing blocks with digests: see kvatlas/index/redis/scrub.py and recount.py.
 
 -- Returns a worker's state at this moment: {incarnation, seq, active holder, the holder's digest, 1 if the holder's own entries
--- name this worker, otherwise 0} (HolderState in kvatlas/index/redis/records.py), and the active holder; false without one.
--- With k.marked it ends with 1 if the holder has marks, otherwise 0. k: {workers, holders, active, digests = keys}
+-- name this worker, otherwise 0, steps of the next message that are applied, 1 if the holder has marks, otherwise 0}
+-- (HolderState in kvatlas/index/redis/records.py), and the active holder; false without one.
+-- k: {workers, holders, active, digests, steps, marked = keys}
 local function state_of(k, worker)
   local packed = redis.call('HGET', k.workers, worker)
   local record = packed and cmsgpack.unpack(packed)
@@ -18,11 +19,9 @@ local function state_of(k, worker)
       registered = 1
     end
   end
-  local state = { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered }
-  if k.marked then
-    state[6] = redis.call('HEXISTS', k.marked, holder)
-  end
-  return state, holder
+  local steps = steps_applied(redis.call('HGET', k.steps, worker), record[INCARNATION], record[SEQ] + 1)
+  local marked = redis.call('HEXISTS', k.marked, holder)
+  return { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered, steps, marked }, holder
 end
 
 -- Is this a holders value: entries of 4 bytes, sorted, none twice?
@@ -38,6 +37,8 @@ local function well_formed(value)
   return true
 end
 
+local SCRUB_SCAN, SCRUB_BLOCK, SCRUB_ENTRY = 16, 1, 0.3 -- what a block costs, and each entry of a value that was not met before
+
 -- scrub: what some workers' active holders have in a part of one scope's blocks, and the workers' states at that moment.
 --
 -- KEYS 1 blocks of the scope
@@ -45,35 +46,44 @@ end
 --      3 holders
 --      4 active
 --      5 digests
---      6 marked
--- ARGV 1 cursor
---      2 count
---      3... workers
--- returns msgpack {next cursor, {state or false...}, found, {hash...}}
+--      6 steps
+--      7 marked
+-- ARGV 1 server on which the scrub began ('': here)
+--      2 cursor
+--      3 budget: the cost of what is looked at
+--      4... workers
+-- returns msgpack {server, next cursor, cost, {state or false...}, found, {hash...}}; on another server, where the cursor means
+--   nothing, {server} alone
 --   state: see state_of
 --   found: 10 bytes for each entry: hash, the worker's index (from 0), flags (0 if the value is no holders value)
 --   hashes: of blocks with an entry of an unknown number, or with none at all
-redis.register_function({
-  function_name = 'kvatlas_scrub',
-  callback = function(keys, args)
-    local blocks, cursor, count = keys[1], args[1], args[2]
-    local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5], marked = keys[6] }
-    local states, mine = {}, {} -- mine: {active holder -> its worker's index, a byte}
-    for i = 3, #args do
-      local state, holder = state_of(k, args[i])
-      states[i - 2] = state
-      if state then
-        mine[holder] = string.char(i - 3)
-      end
+register_read_only('kvatlas_scrub', function(keys, args)
+  local blocks, began_on, cursor, budget, server = keys[1], args[1], args[2], tonumber(args[3]), server_id()
+  if began_on ~= '' and began_on ~= server then
+    return cmsgpack.pack({ server })
+  end
+  local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5], steps = keys[6], marked = keys[7] }
+  local states, mine = {}, {} -- mine: {active holder -> its worker's index, a byte}
+  for i = 4, #args do
+    local state, holder = state_of(k, args[i])
+    states[i - 3] = state
+    if state then
+      mine[holder] = string.char(i - 4)
     end
-    local next_cursor, flat = unpack(redis.call('HSCAN', blocks, cursor, 'COUNT', count))
-    local found, n, strays = {}, 0, {}
-    local read, others, numbers = {}, {}, {} -- values repeat: each is taken apart once
+  end
+  local found, n, strays, seen, cost = {}, 0, {}, {}, 0
+  local read, others, numbers = {}, {}, {} -- values repeat: each is taken apart once
+  repeat
+    local flat
+    cursor, flat = unpack(redis.call('HSCAN', blocks, cursor, 'COUNT', SCRUB_SCAN))
     for i = 1, #flat, 2 do
       local hash, value = flat[i], flat[i + 1]
+      seen[#seen + 1], seen[#seen + 2] = hash, value
+      cost = cost + SCRUB_BLOCK
       local parts = read[value]
       if not parts then
         parts = { mine = {}, others = {} }
+        cost = cost + SCRUB_ENTRY * #value / 4
         local right = well_formed(value)
         for at = 1, #value, 4 do
           local number = string.sub(value, at, at + 2)
@@ -97,31 +107,30 @@ redis.register_function({
         found[n] = hash .. entry
       end
     end
-    local any_unknown = false
-    for first = 1, #numbers, CHUNK do
-      local last = math.min(first + CHUNK - 1, #numbers)
-      local entries = redis.call('HMGET', k.holders, unpack(numbers, first, last))
-      for i = first, last do
-        if not entries[i - first + 1] then
-          others[numbers[i]] = 'unknown'
-          any_unknown = true
+  until cursor == '0' or cost >= budget
+  local any_unknown = false
+  for first = 1, #numbers, CHUNK do
+    local last = math.min(first + CHUNK - 1, #numbers)
+    local entries = redis.call('HMGET', k.holders, unpack(numbers, first, last))
+    for i = first, last do
+      if not entries[i - first + 1] then
+        others[numbers[i]] = 'unknown'
+        any_unknown = true
+      end
+    end
+  end
+  if any_unknown then
+    for i = 1, #seen, 2 do
+      for _, number in ipairs(read[seen[i + 1]].others) do
+        if others[number] == 'unknown' then
+          strays[#strays + 1] = seen[i]
+          break
         end
       end
     end
-    if any_unknown then
-      for i = 1, #flat, 2 do
-        for _, number in ipairs(read[flat[i + 1]].others) do
-          if others[number] == 'unknown' then
-            strays[#strays + 1] = flat[i]
-            break
-          end
-        end
-      end
-    end
-    return cmsgpack.pack({ next_cursor, states, table.concat(found), strays })
-  end,
-  flags = { 'no-writes' },
-})
+  end
+  return cmsgpack.pack({ server, cursor, math.ceil(cost), states, table.concat(found), strays })
+end)
 
 -- look: what a worker's active holder has of single blocks, and the worker's state at that moment.
 --
@@ -129,33 +138,31 @@ redis.register_function({
 --      2 holders
 --      3 active
 --      4 digests
---      5... blocks of each scope
+--      5 steps
+--      6 marked
+--      7... blocks of each scope
 -- ARGV 1 worker
 --      2... packed hashes of each scope
--- returns msgpack {state or false, {the hashes' flags, a byte each...}}; state: see state_of
-redis.register_function({
-  function_name = 'kvatlas_look',
-  callback = function(keys, args)
-    local k = { workers = keys[1], holders = keys[2], active = keys[3], digests = keys[4] }
-    local state, holder = state_of(k, args[1])
-    local flags = {}
-    for i = 2, #args do
-      local hashes, blocks, seen = split(args[i]), keys[3 + i], {}
-      for first = 1, #hashes, CHUNK do
-        local last = math.min(first + CHUNK - 1, #hashes)
-        local values = redis.call('HMGET', blocks, unpack(hashes, first, last))
-        for j = first, last do
-          local value = values[j - first + 1]
-          local at = state and value and find_entry(value, holder)
-          seen[j] = string.char(at and string.byte(value, at + 3) or 0)
-        end
+-- returns msgpack {server, state or false, {the hashes' flags, a byte each...}}; state: see state_of
+register_read_only('kvatlas_look', function(keys, args)
+  local k = { workers = keys[1], holders = keys[2], active = keys[3], digests = keys[4], steps = keys[5], marked = keys[6] }
+  local state, holder = state_of(k, args[1])
+  local flags = {}
+  for i = 2, #args do
+    local hashes, blocks, seen = split(args[i]), keys[5 + i], {}
+    for first = 1, #hashes, CHUNK do
+      local last = math.min(first + CHUNK - 1, #hashes)
+      local values = redis.call('HMGET', blocks, unpack(hashes, first, last))
+      for j = first, last do
+        local value = values[j - first + 1]
+        local at = state and value and find_entry(value, holder)
+        seen[j] = string.char(at and string.byte(value, at + 3) or 0)
       end
-      flags[i - 1] = table.concat(seen)
     end
-    return cmsgpack.pack({ state, flags })
-  end,
-  flags = { 'no-writes' },
-})
+    flags[i - 1] = table.concat(seen)
+  end
+  return cmsgpack.pack({ server_id(), state, flags })
+end)
 
 -- doubt: a worker's blocks differ from its digest; only a new incarnation helps. The scopes in which blocks were found are
 -- added to those that the holder used, so that the sweep looks there.
@@ -165,34 +172,31 @@ redis.register_function({
 -- ARGV 1 worker
 --      2 incarnation (8 bytes)
 --      3 holder
---      4... scope ids
--- returns 1; 0 if the worker has another incarnation or was cleared meanwhile
-redis.register_function({
-  function_name = 'kvatlas_doubt',
-  callback = function(keys, args)
-    local workers, touched, worker, incarnation, holder = keys[1], keys[2], args[1], args[2], args[3]
-    local packed = redis.call('HGET', workers, worker)
-    local record = packed and cmsgpack.unpack(packed)
-    if not record or record[INCARNATION] ~= incarnation or record[ACTIVE] ~= holder then
-      return 0
+--      4 server on which the blocks were counted
+--      5... scope ids
+-- returns 1; 0 if the worker has another incarnation or was cleared meanwhile, or this is another server
+register_always('kvatlas_doubt', function(keys, args)
+  local workers, touched, worker, incarnation, holder = keys[1], keys[2], args[1], args[2], args[3]
+  local packed = redis.call('HGET', workers, worker)
+  local record = packed and cmsgpack.unpack(packed)
+  if not record or record[INCARNATION] ~= incarnation or record[ACTIVE] ~= holder or args[4] ~= server_id() then
+    return 0
+  end
+  local uses = redis.call('HGET', touched, holder) or ''
+  for i = 5, #args do
+    local scope_id, known = args[i], false
+    for at = 1, #uses, 16 do
+      known = known or string.sub(uses, at, at + 7) == scope_id
     end
-    local uses = redis.call('HGET', touched, holder) or ''
-    for i = 4, #args do
-      local scope_id, known = args[i], false
-      for at = 1, #uses, 16 do
-        known = known or string.sub(uses, at, at + 7) == scope_id
-      end
-      if not known then
-        uses = uses .. scope_id .. '\0\0\0\0\0\0\0\0'
-      end
+    if not known then
+      uses = uses .. scope_id .. '\0\0\0\0\0\0\0\0'
     end
-    redis.call('HSET', touched, holder, uses)
-    record[BAD] = 1
-    redis.call('HSET', workers, worker, cmsgpack.pack(record))
-    return 1
-  end,
-  flags = { 'allow-oom' },
-})
+  end
+  redis.call('HSET', touched, holder, uses)
+  record[BAD] = 1
+  redis.call('HSET', workers, worker, cmsgpack.pack(record))
+  return 1
+end)
 
 -- strays: takes entries of unknown numbers out of blocks: such a number may be given to a worker one day.
 --
@@ -201,31 +205,33 @@ redis.register_function({
 --      3 children, 4 parents: only with the side index
 -- ARGV hash...
 -- returns how many entries it took out
-redis.register_function({
-  function_name = 'kvatlas_strays',
-  callback = function(keys, args)
-    local blocks, holders, taken = keys[1], keys[2], 0
-    local side = keys[3] and { children = keys[3], parents = keys[4] } or nil
-    for i = 1, #args do
-      local hash = args[i]
-      local value, rest = redis.call('HGET', blocks, hash) or '', {}
-      for at = 1, #value, 4 do
-        if redis.call('HEXISTS', holders, string.sub(value, at, at + 2)) == 1 then
-          rest[#rest + 1] = string.sub(value, at, at + 3)
-        else
-          taken = taken + 1
-        end
-      end
-      if #rest == 0 then
-        redis.call('HDEL', blocks, hash)
-        if side then
-          unlink(side, hash)
-        end
-      elseif #rest * 4 ~= #value then
-        redis.call('HSET', blocks, hash, table.concat(rest))
+register_always('kvatlas_strays', function(keys, args)
+  local blocks, holders, taken = keys[1], keys[2], 0
+  local side = keys[3] and { children = keys[3], parents = keys[4] } or nil
+  local known = setmetatable({}, {
+    __index = function(self, number)
+      self[number] = redis.call('HEXISTS', holders, number) == 1
+      return rawget(self, number)
+    end,
+  })
+  for i = 1, #args do
+    local hash = args[i]
+    local value, rest = redis.call('HGET', blocks, hash) or '', {}
+    for at = 1, #value, 4 do
+      if known[string.sub(value, at, at + 2)] then
+        rest[#rest + 1] = string.sub(value, at, at + 3)
+      else
+        taken = taken + 1
       end
     end
-    return taken
-  end,
-  flags = { 'allow-oom' },
-})
+    if #rest == 0 then
+      redis.call('HDEL', blocks, hash)
+      if side then
+        unlink(side, hash)
+      end
+    elseif #rest * 4 ~= #value then
+      redis.call('HSET', blocks, hash, table.concat(rest))
+    end
+  end
+  return taken
+end)

@@ -1,31 +1,35 @@
--- set_position: compares and sets a partition's position. If a position is replaced, all the partition's workers become bad.
+-- set_position: compares and sets a partition's position. If a position is replaced, all the partition's workers become bad
+-- first, some a call.
 --
 -- KEYS 1 partitions
 --      2 workers
 -- ARGV 1 partition
 --      2 expected: "<stream creation us> <stream seq>", '' for none
 --      3 new
--- returns what is stored after the call
-redis.register_function({
-  function_name = 'kvatlas_set_position',
-  callback = function(keys, args)
-    local partitions, workers, partition, expected, new = keys[1], keys[2], args[1], args[2], args[3]
-    local stored = redis.call('HGET', partitions, partition) or ''
-    if stored ~= expected then
-      return stored
-    end
-    redis.call('HSET', partitions, partition, new)
-    if expected ~= '' then
-      local flat = redis.call('HGETALL', workers)
-      for i = 1, #flat, 2 do
-        local worker, record = flat[i], cmsgpack.unpack(flat[i + 1])
-        if record[PARTITION] == tonumber(partition) then
-          record[BAD] = 1
-          redis.call('HSET', workers, worker, cmsgpack.pack(record))
-        end
+--      4 server on which the first call was made ('': this is the first)
+--      5 cursor
+--      6 count
+-- returns {what is stored after the call, server, next cursor}; a cursor that is not 0: nothing is set yet, call again
+register_always('kvatlas_set_position', function(keys, args)
+  local partitions, workers, partition, expected, new, server = keys[1], keys[2], args[1], args[2], args[3], server_id()
+  local cursor, count = args[4] == server and args[5] or '0', args[6]
+  local stored = redis.call('HGET', partitions, partition) or ''
+  if stored ~= expected then
+    return { stored, server, '0' }
+  end
+  if expected ~= '' then
+    local next_cursor, flat = unpack(redis.call('HSCAN', workers, cursor, 'COUNT', count))
+    for i = 1, #flat, 2 do
+      local worker, record = flat[i], cmsgpack.unpack(flat[i + 1])
+      if record[PARTITION] == tonumber(partition) then
+        record[BAD] = 1
+        redis.call('HSET', workers, worker, cmsgpack.pack(record))
       end
     end
-    return new
-  end,
-  flags = { 'allow-oom' },
-})
+    if next_cursor ~= '0' then
+      return { stored, server, next_cursor }
+    end
+  end
+  redis.call('HSET', partitions, partition, new)
+  return { new, server, '0' }
+end)

@@ -1,58 +1,74 @@
--- sweep_marks: takes retired holders out of one scope's marks, a part at a time.
+-- sweep_marks: takes retired holders out of some scopes' marks, as far as the budget goes.
 --
--- KEYS 1 marks of the scope
---      2 retired
---      3 marked
--- ARGV 1 scope id
---      2 cursor
---      3 count
---      4... holders
--- returns {next cursor, entries taken out, the server's run id: a cursor means nothing to another server}
-redis.register_function({
-  function_name = 'kvatlas_sweep_marks',
-  callback = function(keys, args)
-    local key, retired, marked = keys[1], keys[2], keys[3]
-    local scope_id, cursor, count = args[1], args[2], args[3]
-    local scope, holders, marks_by_holder = {}, {}, {}
-    scope.mix_low, scope.mix_high = mix_of(scope_id)
-    for i = 4, #args do
-      local holder = args[i]
-      if redis.call('SISMEMBER', retired, holder) == 1 then
-        local packed = redis.call('HGET', marked, holder)
-        holders[#holders + 1] = holder
-        marks_by_holder[holder] = packed and unpack_marks(packed) or nil
+-- KEYS 1 retired
+--      2 marked
+--      3... marks of each scope
+-- ARGV and the answer are those of sweep (sweep.lua)
+
+local MARKS_SCAN_COUNT = 4 -- a value of a head may have 11 bytes for each worker
+local FIELD_COST, KEPT_COST, TAKEN_COST = 1, 0.3, 2
+
+-- Takes holders out of one field of marks. swept: {holder -> is it retired}. Returns what that costs.
+local function take_out_of_marks(key, field, value, swept, scope, words_of)
+  local size, rest, cost = #field == 8 and MARK or HEAD, {}, FIELD_COST
+  for at = 1, #value, size do
+    local holder = string.sub(value, at, at + 2)
+    if swept[holder] then
+      local words = words_of(holder)
+      if words and size == MARK then
+        count_blocks(words, 0, field, scope, -1)
+      elseif words then
+        count_head(words, field, string.sub(value, at + 3, at + 10), scope, -1)
       end
+      cost = cost + TAKEN_COST
+    else
+      rest[#rest + 1] = string.sub(value, at, at + size - 1)
+      cost = cost + KEPT_COST
     end
-    local next_cursor, flat = unpack(redis.call('HSCAN', key, cursor, 'COUNT', count))
-    local taken = 0
-    for i = 1, #flat, 2 do
-      local field, value = flat[i], flat[i + 1]
-      local size = #field == 8 and MARK or HEAD
-      local rest = value
-      for j = 1, #holders do
-        local holder = holders[j]
-        local at = find_sized(rest, holder, size)
-        if at then
-          local marks = marks_by_holder[holder]
-          if marks and size == MARK then
-            count_blocks(marks.words, 0, field, scope, -1)
-          elseif marks then
-            count_head(marks.words, field, string.sub(rest, at + 3, at + 10), scope, -1)
-          end
-          rest = string.sub(rest, 1, at - 1) .. string.sub(rest, at + size)
-          taken = taken + 1
-        end
-      end
-      if rest == '' then
-        redis.call('HDEL', key, field)
-      elseif rest ~= value then
-        redis.call('HSET', key, field, rest)
-      end
+  end
+  rest = table.concat(rest)
+  if rest == '' then
+    redis.call('HDEL', key, field)
+  elseif rest ~= value then
+    redis.call('HSET', key, field, rest)
+  end
+  return cost
+end
+
+register_always('kvatlas_sweep_marks', function(keys, args)
+  local retired, marked, server = keys[1], keys[2], server_id()
+  local began_on, budget, cursor, scope_ids = args[1], tonumber(args[2]), args[3], split(args[4])
+  if began_on ~= '' and began_on ~= server then
+    return { server }
+  end
+  local swept, changed = retired_among(retired, args[5]), {}
+  local function words_of(holder)
+    if changed[holder] == nil then
+      local packed = redis.call('HGET', marked, holder)
+      changed[holder] = packed and unpack_marks(packed) or false
     end
-    for holder, marks in pairs(marks_by_holder) do
+    return changed[holder] and changed[holder].words
+  end
+  local cost, done = 0, 0
+  while done < #scope_ids and cost < budget do
+    local key, scope = keys[3 + done], {}
+    scope.mix_low, scope.mix_high = mix_of(scope_ids[done + 1])
+    cost = cost + SCOPE_COST
+    repeat
+      local flat
+      cursor, flat = unpack(redis.call('HSCAN', key, cursor, 'COUNT', MARKS_SCAN_COUNT))
+      for i = 1, #flat, 2 do
+        cost = cost + take_out_of_marks(key, flat[i], flat[i + 1], swept, scope, words_of)
+      end
+    until cursor == '0' or cost >= budget
+    if cursor == '0' then
+      done = done + 1
+    end
+  end
+  for holder, marks in pairs(changed) do
+    if marks then
       redis.call('HSET', marked, holder, pack_marks(marks))
     end
-    return { next_cursor, taken, string.match(redis.call('INFO', 'server'), 'run_id:(%x+)') or '' }
-  end,
-  flags = { 'allow-oom' },
-})
+  end
+  return { server, done, cursor, math.ceil(cost) }
+end)

@@ -1,44 +1,41 @@
--- untouch: takes scopes without blocks in this shard out of the holders' lists of the scopes that they used, some holders a
--- call: a sweep has nothing to do there.
+-- held: the scopes that have blocks or marks in this shard.
+--
+-- KEYS blocks and marks of each scope
+-- ARGV scope ids
+-- returns {scope id...}
+register_read_only('kvatlas_held', function(keys, args)
+  local held = {}
+  for i = 1, #args do
+    if redis.call('EXISTS', keys[2 * i - 1], keys[2 * i]) > 0 then
+      held[#held + 1] = args[i]
+    end
+  end
+  return held
+end)
+
+-- untouch: takes scopes without blocks and marks in this shard out of a holder's list of the scopes that it used: a sweep has nothing to do
+-- there.
 --
 -- KEYS 1 touched
---      2... blocks of each scope, then marks of each
--- ARGV 1 cursor
---      2 count
---      3... scope ids
--- returns {next cursor, scope ids with blocks or marks...}
-redis.register_function({
-  function_name = 'kvatlas_untouch',
-  callback = function(keys, args)
-    local touched, cursor, count = keys[1], args[1], args[2]
-    local empty, any_empty, held = {}, false, {}
-    for i = 3, #args do
-      local scope_id, blocks, marks = args[i], keys[i - 1], keys[#args - 3 + i]
-      if redis.call('EXISTS', blocks) == 1 or (marks and redis.call('EXISTS', marks) == 1) then
-        held[#held + 1] = scope_id
-      else
-        empty[scope_id] = true
-        any_empty = true
-      end
+--      2... blocks and marks of each scope that is taken out
+-- ARGV 1 holder
+--      2 its list as it was read
+--      3 the list without these scopes
+-- returns 1; 0 if the list is another by now, or one of the scopes has blocks or marks
+register_always('kvatlas_untouch', function(keys, args)
+  local touched, holder, before, rest = keys[1], args[1], args[2], args[3]
+  if redis.call('HGET', touched, holder) ~= before then
+    return 0
+  end
+  for i = 2, #keys do
+    if redis.call('EXISTS', keys[i]) == 1 then
+      return 0
     end
-    if not any_empty then
-      return { '0', unpack(held) }
-    end
-    local next_cursor, flat = unpack(redis.call('HSCAN', touched, cursor, 'COUNT', count))
-    for i = 1, #flat, 2 do
-      local holder, uses, rest = flat[i], flat[i + 1], {}
-      for at = 1, #uses, 16 do
-        if not empty[string.sub(uses, at, at + 7)] then
-          rest[#rest + 1] = string.sub(uses, at, at + 15)
-        end
-      end
-      if #rest == 0 then
-        redis.call('HDEL', touched, holder)
-      elseif #rest * 16 ~= #uses then
-        redis.call('HSET', touched, holder, table.concat(rest))
-      end
-    end
-    return { next_cursor, unpack(held) }
-  end,
-  flags = { 'allow-oom' },
-})
+  end
+  if rest == '' then
+    redis.call('HDEL', touched, holder)
+  else
+    redis.call('HSET', touched, holder, rest)
+  end
+  return 1
+end)

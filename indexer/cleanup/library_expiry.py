@@ -1,0 +1,57 @@
+"""Deletes function libraries that versions of the program without any process left in the store. The owner of partition 0
+does it."""
+
+import logging
+from time import monotonic
+
+import anyio
+from redis.exceptions import RedisError
+
+from indexer.counters import IndexerCounters
+from indexer.ownership.owned_partitions import OwnedPartitions
+from kvatlas.errors import KvatlasError
+from kvatlas.store.connection import Store
+from kvatlas.store.function_library import MARK_EVERY_S, FunctionLibrary, read_unmarked
+
+UNUSED_S = 6 * MARK_EVERY_S
+"""A library must be without a mark for so long: a store that lost its data has no marks until processes make them again."""
+CHECK_EVERY_S = MARK_EVERY_S
+PARTITION = 0
+"""Its owner checks."""
+
+log = logging.getLogger("kvatlas.indexer")
+
+
+class LibraryExpiry:
+    def __init__(
+        self, store: Store, libraries: list[FunctionLibrary], counters: IndexerCounters, owned: OwnedPartitions
+    ) -> None:
+        """`libraries`: this version's; those of their families are looked at."""
+        self._store = store
+        self._families = [library.family for library in libraries]
+        self._own = {library.name for library in libraries}
+        self._counters = counters
+        self._owned = owned
+        self._unmarked_since_s: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Until cancelled. After an error of the store the next check comes as usual."""
+        while True:
+            await anyio.sleep(CHECK_EVERY_S)
+            try:
+                await self.tick(monotonic())
+            except (KvatlasError, RedisError) as error:
+                self._counters.store_errors += 1
+                log.warning("unused function libraries not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
+
+    async def tick(self, now_s: float) -> None:
+        """Delete what has been without a mark for UNUSED_S, as far as this replica knows."""
+        if PARTITION not in self._owned.partitions:
+            self._unmarked_since_s = {}
+            return
+        unmarked = [name for name in await read_unmarked(self._store, self._families) if name not in self._own]
+        self._unmarked_since_s = {name: self._unmarked_since_s.get(name, now_s) for name in unmarked}
+        for name, since_s in self._unmarked_since_s.items():
+            if now_s - since_s >= UNUSED_S:
+                await self._store.delete_library(name)
+                log.info("function library %s deleted: no process has used it for a day", name)

@@ -1,0 +1,210 @@
+"""Cuts what `apply` is given into calls that hold the store for a few milliseconds each, whatever was sent.
+
+A call carries whole messages, or a part of one that is too large for a call. Parts are counted in **steps**: each hash of an
+event is one, and so is an event without hashes. The store keeps how many steps of a worker's next message are applied, in
+the call that applies them; so each step is applied once, also if another process goes on after a crash and cuts elsewhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.bus.wire import (
+    CHUNK,
+    CODE,
+    EVENTS,
+    HASHES,
+    HEAD_BITS,
+    HEADS,
+    MARK_HASHES,
+    MARKED,
+    PARENT,
+    REMOVED,
+    SCOPE_ID,
+    STORED,
+    UNMARKED,
+    WORKER_ID,
+    RawMessage,
+)
+from kvatlas.index.protocol import PartitionBatch
+
+CALL_COST = 600
+"""What a call may cost, in changes of one block whose value is short: one or two microseconds of the store each, up to eight
+while a large hash grows on a busy machine."""
+WORKER_COST, SCOPE_COST, EVENT_COST = 20, 40, 4
+SWITCH_COST = 20
+"""Of an event without hashes: a holder begins or ends, or a digest is compared."""
+WHOLE_STEPS = 64
+"""A message of up to this many steps is never cut."""
+
+MARK_COSTS = {MARKED: 4, UNMARKED: 4, HEADS: 6}
+"""Of one hash of an event of marks: each value is taken apart."""
+
+WITH_HASHES = frozenset((STORED, REMOVED, CHUNK))
+HASHES_AT = {**dict.fromkeys(WITH_HASHES, HASHES), **dict.fromkeys(MARK_COSTS, MARK_HASHES)}
+"""Index of an event's hashes, by code; these events name a scope."""
+
+
+class Part(NamedTuple):
+    """Part of a message: `events` from step `first_step` on, and the step after each. `last`: the message ends with them.
+
+    A chunk that goes on in the next part is a stored event here, so that the store counts each chunk once.
+    """
+
+    first_step: int
+    last: bool
+    ends: list[int]
+    events: list[list[Any]]
+
+
+class CallMessage(NamedTuple):
+    """One message of a call: all of it, or the part."""
+
+    raw: RawMessage
+    part: Part | None
+
+    @property
+    def events(self) -> list[list[Any]]:
+        events: list[list[Any]] = self.raw[EVENTS] if self.part is None else self.part.events
+        return events
+
+
+class CallBatch(NamedTuple):
+    """One partition's messages of a call. `complete`: after it, all the batch's messages are applied."""
+
+    batch: PartitionBatch
+    messages: list[CallMessage]
+    complete: bool
+
+
+class Place(NamedTuple):
+    """How far a plan has come: the next batch, message of it, and step of that."""
+
+    batch: int = 0
+    message: int = 0
+    step: int = 0
+
+
+class _Budget:
+    """What a call still has room for."""
+
+    def __init__(self, weights: Mapping[bytes, float]) -> None:
+        self.room = float(CALL_COST)
+        self._weights = weights
+        self._workers: set[str] = set()
+        self._scopes: set[tuple[str, bytes]] = set()
+
+    def _weight(self, event: list[Any]) -> float:
+        """What one hash of an event costs."""
+        return MARK_COSTS.get(event[CODE]) or self._weights.get(event[SCOPE_ID], 1.0)
+
+    def measure(self, raw: RawMessage) -> tuple[float, int]:
+        """What a whole message costs, and its steps."""
+        worker_id = raw[WORKER_ID]
+        priced: set[bytes] = set()
+        cost, steps = 0.0 if worker_id in self._workers else WORKER_COST, 0
+        for event in raw[EVENTS]:
+            if event[CODE] not in HASHES_AT:
+                cost += SWITCH_COST
+                steps += 1
+                continue
+            scope_id, blocks = event[SCOPE_ID], _hashes(event)
+            if scope_id not in priced and (worker_id, scope_id) not in self._scopes:
+                priced.add(scope_id)
+                cost += SCOPE_COST
+            cost += EVENT_COST + blocks * self._weight(event)
+            steps += blocks
+        return cost, steps
+
+    def take(self, raw: RawMessage, cost: float) -> CallMessage:
+        """A whole message."""
+        self.room -= cost
+        self._workers.add(raw[WORKER_ID])
+        self._scopes.update((raw[WORKER_ID], event[SCOPE_ID]) for event in raw[EVENTS] if event[CODE] in HASHES_AT)
+        return CallMessage(raw, None)
+
+    def cut(self, raw: RawMessage, first_step: int) -> tuple[CallMessage, int]:
+        """As much of a message from this step on as fits, at least one step; and the step after that."""
+        ends: list[int] = []
+        events: list[list[Any]] = []
+        scopes: set[bytes] = set()
+        last, step = True, 0
+        self.room -= WORKER_COST
+        for event in raw[EVENTS]:
+            before, code = step, event[CODE]
+            begin = max(first_step - before, 0)
+            steps = 1
+            if code in HASHES_AT:
+                scope_id, steps = event[SCOPE_ID], _hashes(event)
+            step = before + steps
+            if begin >= steps:
+                continue
+            if code not in HASHES_AT:
+                self.room -= SWITCH_COST
+                fits = int(self.room >= 0)
+            else:
+                self.room -= EVENT_COST if scope_id in scopes else EVENT_COST + SCOPE_COST
+                scopes.add(scope_id)
+                weight = self._weight(event)
+                fits = min(int(max(self.room, 0.0) / weight), steps - begin)
+                self.room -= fits * weight
+            fits = fits if ends else max(fits, 1)
+            if fits:
+                step = before + begin + fits
+                events.append(event if fits == steps else _piece(event, begin, begin + fits))
+                ends.append(step)
+            last = begin + fits == steps
+            if not last:
+                step = before + begin + fits
+                break
+        return CallMessage(raw, Part(first_step, last, ends, events)), step
+
+
+def cut_call(
+    batches: Sequence[PartitionBatch], start: Place, weights: Mapping[bytes, float]
+) -> tuple[list[CallBatch], Place | None]:
+    """The next call, and where the one after it starts (None: all is in calls).
+
+    `weights`: by scope, how many times as much as a block with a short value one there costs; 1 for other scopes.
+    """
+    call: list[CallBatch] = []
+    budget = _Budget(weights)
+    for number in range(start.batch, len(batches)):
+        batch = batches[number]
+        messages: list[CallMessage] = []
+        first, first_step = (start.message, start.step) if number == start.batch else (0, 0)
+        for at in range(first, len(batch.messages)):
+            raw = batch.messages[at]
+            step = first_step if at == first else 0
+            if not step:
+                cost, steps = budget.measure(raw)
+                if cost > budget.room and (call or messages):
+                    return [*call, CallBatch(batch, messages, False)], Place(number, at)
+                if steps <= WHOLE_STEPS:
+                    messages.append(budget.take(raw, cost))
+                    continue
+            message, next_step = budget.cut(raw, step)
+            messages.append(message)
+            if message.part is not None and not message.part.last:
+                return [*call, CallBatch(batch, messages, False)], Place(number, at, next_step)
+        call.append(CallBatch(batch, messages, True))
+    return call, None
+
+
+def _hashes(event: list[Any]) -> int:
+    """How many an event has."""
+    return len(event[HASHES_AT[event[CODE]]]) // HASH_BYTES
+
+
+def _piece(event: list[Any], begin: int, end: int) -> list[Any]:
+    """Some of an event's hashes."""
+    code, at, piece = event[CODE], HASHES_AT[event[CODE]], [*event]
+    piece[at] = event[at][begin * HASH_BYTES : end * HASH_BYTES]
+    if code == HEADS:
+        piece[HEAD_BITS] = event[HEAD_BITS][begin * HASH_BYTES : end * HASH_BYTES]
+    elif code in (STORED, CHUNK):
+        if begin:
+            piece[PARENT] = event[HASHES][(begin - 1) * HASH_BYTES : begin * HASH_BYTES]
+        if code == CHUNK and end * HASH_BYTES < len(event[HASHES]):
+            piece[CODE] = STORED
+    return piece
