@@ -89,7 +89,11 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\x1f\x8bnot gzip", gzip.compress(b'{"hash_ids": []}' * 999)[:40]])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n\n", b"\x1f\x8bnot gzip", gzip.compress(b'{"hash_ids": []}' * 999, mtime=0)[:40]],
+    ids=["empty", "blank", "not gzip", "truncated"],
+)
 def test_an_empty_or_damaged_file_is_one_clear_error(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "trace.gz"
     file.write_bytes(content)
