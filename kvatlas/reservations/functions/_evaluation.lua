@@ -297,6 +297,8 @@ local function weigh_offers(state)
       if not ask.pair_layout then
         prefer(state, i, scores[i], levels[i], i - #order - 1)
       end
+    elseif struct.unpack('>d', state.offered[i]) <= state.fresh then
+      state.mean = state.mean or mean_of(state) -- whoever asks what it costs needs it
     end
   end
   if ask.pair_layout then

@@ -113,6 +113,12 @@ async def test_a_stale_load_is_unknown_not_zero(reservations: Reservations, cloc
     assert await book(reservations, 2, TWO) == "b"  # what was booked on the unknown one counts
 
 
+async def test_an_unknown_load_is_the_mean_also_of_a_worker_that_is_much_too_dear(reservations: Reservations) -> None:
+    await report(reservations, a=Load(3, 2_000, 0, 0), b=None)
+    found = await reservations.evaluate(POOL, ask([offer("b", extra_us=1e9), offer("a")]))
+    assert (found.chosen, found.by_offer[0].load, found.by_offer[0].load_known) == (1, Load(3, 2_000, 0, 0), False)
+
+
 async def test_ties_go_to_the_first_offer(reservations: Reservations) -> None:
     assert (await reservations.evaluate(POOL, ask([offer("z"), offer("a")]))).chosen == 0
 
