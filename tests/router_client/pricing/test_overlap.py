@@ -64,13 +64,13 @@ async def test_tiers_change_along_a_prefix(index: ResidencyIndex) -> None:
 
 
 workers_of_any_cut = st.lists(
-    st.tuples(st.sampled_from([1, 2, 4, 16]), st.sampled_from([1, 2, 3, 5]), st.integers(0, 3_000)),
+    st.tuples(st.sampled_from([1, 2, 4, 16]), st.sampled_from([1, 2, 3, 5]), st.integers(0, len(TOKENS))),
     min_size=1,
     max_size=6,
 )
 
 
-@given(cuts=workers_of_any_cut, count=st.integers(0, 3_000))
+@given(cuts=workers_of_any_cut, count=st.integers(0, len(TOKENS)))
 @settings(max_examples=60)
 async def test_overlap_counts_in_tokens_for_every_block_size_and_granularity(
     cuts: list[tuple[int, int, int]], count: int
