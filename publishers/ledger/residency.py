@@ -145,8 +145,15 @@ class Residency:
         if self._lineage.variants.names:
             self._hang(event, blocks)
         if resolver.awaiting:
-            for name, block in resolver.resolve_awaiting(hashes):
-                self.enter_tiers(name, block)
+            self._enter_awaiting(hashes)
+
+    def _enter_awaiting(self, names: Sequence[EngineHash]) -> None:
+        """What waited for these hashes is held as its own hashes are, behind the very hash that it named as its parent."""
+        variants = self._lineage.variants
+        for name, block, parent_name in self._resolver.resolve_awaiting(names):
+            self.enter_tiers(name, block)
+            if parent_name is not None and block.parent in variants.names:
+                variants.hang(name, parent_name)
 
     def _hang(self, event: EngineStored, blocks: Sequence[Block]) -> None:
         """Note which hash of its parent's block each of these blocks is found behind, where there are several."""
@@ -171,8 +178,7 @@ class Residency:
         block = self._lineage.variants.detached[name]
         self._lineage.add_name(name, block)
         self.enter_tiers(name, block)
-        for child, child_block in self._resolver.resolve_awaiting([name]):
-            self.enter_tiers(child, child_block)
+        self._enter_awaiting([name])
 
     def _leave_tiers(self, name: EngineHash, block: Block) -> None:
         """The block is no longer held by this hash, whatever is held of the hash."""

@@ -60,20 +60,20 @@ class BlockResolver:
             return None
         return lineage.extend(namespace, parent, packed)
 
-    def resolve_awaiting(self, names: Sequence[EngineHash]) -> Iterator[tuple[EngineHash, Block]]:
+    def resolve_awaiting(self, names: Sequence[EngineHash]) -> Iterator[tuple[EngineHash, Block, EngineHash | None]]:
         """These hashes are known: so are the blocks of the events that waited for them, whatever is still held of these.
-        Yields the hashes that became known by that, with their blocks."""
+        Yields the hashes that became known by that, with their blocks and the hashes before them."""
         lineage, parents = self._lineage, list(names)
         for name in parents:  # it grows
             for event in self.awaiting.take(name):
                 blocks = self.resolve(event)
                 if blocks is None:
                     continue
-                for child, block in zip(event.hashes, blocks, strict=True):
+                for before, child, block in zip((event.parent, *event.hashes), event.hashes, blocks, strict=False):
                     if child not in lineage.known:
                         lineage.add_name(child, block)
                         parents.append(child)
-                        yield child, block
+                        yield child, block, before
                 lineage.drop(blocks[-1])
 
 

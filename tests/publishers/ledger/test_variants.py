@@ -56,3 +56,12 @@ def test_hashes_of_forgotten_variants_are_forgotten() -> None:
     variants = one.lineage.variants
     assert not one.announced_blocks and not one.lineage.known and not one.lineage.namespaces
     assert not variants.names and not variants.parent_of and not variants.children_of and not variants.detached
+
+
+def test_a_child_told_before_its_parent_hangs_on_the_hash_that_it_waited_for() -> None:
+    one = ledger()
+    fold(one, store([1, 22], None, 0), store([3], 2, 2))  # 2 is another hash of the block of 22, told last
+    fold(one, store([2], 1, 1))
+    assert ("hbm", 3) in held(one)
+    fold(one, EngineRemoved([2]))
+    assert held(one) == {("hbm", 1), ("hbm", 22)}
