@@ -1,5 +1,6 @@
 """Real servers for every test, one of each kind a session; started without an event loop, so any loop may use them."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from tests.chaos.report import PROPERTY, Outcome, as_text
 # Examples talk to servers on a shared machine: the time that one takes says nothing about the code.
 settings.register_profile("kvatlas", deadline=None)
 settings.load_profile("kvatlas")
+
+# A shell starts a job in its background with SIGINT ignored, and so are then the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
