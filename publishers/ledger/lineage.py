@@ -107,6 +107,7 @@ class Lineage:
         """`name`, unknown so far, stands for `block` from now on."""
         self.known[name] = block
         if self.variants.detached.pop(name, None) is not None:
+            self.variants.touch((name,))
             return  # it counts already
         block.names += 1
         if block.names == 1:

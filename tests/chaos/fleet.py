@@ -148,14 +148,12 @@ class Fleet:
             else:
                 await server.start()
         await until(self._has_room, deadline_s=20, what="the store has room")
-        started = []
         for child in self.children:
             if child.paused:
                 child.resume()
             elif not child.is_running:
                 child.start()
-                started.append(child)
-        for child in started:
+        for child in self.children:  # also one that the scenario had just started
             await child.ready()
         await until(self._are_awake, deadline_s=20, what="the engines are awake")
 

@@ -65,3 +65,12 @@ def test_a_child_told_before_its_parent_hangs_on_the_hash_that_it_waited_for() -
     assert ("hbm", 3) in held(one)
     fold(one, EngineRemoved([2]))
     assert held(one) == {("hbm", 1), ("hbm", 22)}
+
+
+def test_a_detached_child_that_is_stored_again_brings_back_what_is_behind_it() -> None:
+    one = ledger()
+    fold(one, store([1]), store([11, 22]), store([2, 3], 1, 1))  # 11 and 22 are other hashes of the blocks of 1 and 2
+    fold(one, EngineRemoved([1]))
+    assert held(one) == {("hbm", 11), ("hbm", 22)}
+    fold(one, store([1, 2]))
+    assert ("hbm", 3) in held(one)
