@@ -1,7 +1,9 @@
 """The hash chain: check vectors, edges, refused tokens, laziness."""
 
+import re
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -42,6 +44,9 @@ def chain_by_definition(tokens: Sequence[int], size: int, extra: Sequence[Sequen
     return chain
 
 
+CONCEPTS = Path(__file__).parents[3] / "docs/concepts.md"
+
+
 def test_check_vectors() -> None:
     first, second = 16863443419780771464, 2287610619914608821
     assert local_hash(range(1, 17)) == first
@@ -49,6 +54,17 @@ def test_check_vectors() -> None:
     chain = unpack_hashes(extend_chain(list(range(1, 33)), 16))
     both = first.to_bytes(8, "little") + second.to_bytes(8, "little")
     assert chain == [first, xxhash.xxh3_64_intdigest(both, SEED)]
+    assert unpack_hashes(extend_chain(range(1, 9), 4)) == [14643705804678351452, 4945711292740353085]
+    assert local_hash(range(5, 9)) == 16777012769546811212
+
+
+def test_the_documented_check_values_are_these() -> None:
+    text = CONCEPTS.read_text()
+    rows = re.findall(r"^\| (\d+) \| (?:then )?(\d+) to (\d+) \| (\d+) \| (\d*) \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    for size, first, last, local, sequence in (map(int, row) for row in rows):
+        assert local_hash(range(first, last + 1)) == local
+        assert sequence == unpack_hashes(extend_chain(range(1, last + 1), size))[-1]
 
 
 @given(prompts, sizes)
