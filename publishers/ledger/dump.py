@@ -104,8 +104,8 @@ class SavedLedger:
             blocks += mine
         for name, position in zip(self.names, self.owners, strict=True):
             lineage.add_name(name, blocks[position])
-        for name, parent_name in self.variants:
-            lineage.variants.hang(name, parent_name)
+        if self.variants:
+            lineage.variants.restore(self.variants)
         lineage.mark_evicted(self.evicted)
         return blocks
 

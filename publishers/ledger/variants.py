@@ -39,6 +39,14 @@ class Variants:
             self.children_of.setdefault(parent_name, {})[name] = None
             self._touched[parent_name] = None
 
+    def restore(self, links: Iterable[tuple[EngineHash, EngineHash]]) -> None:
+        """Hang each hash on its parent's as they were saved, whatever `add` took from the order of the names."""
+        self.parent_of.clear()
+        self.children_of.clear()
+        self._touched.clear()
+        for name, parent_name in links:
+            self.hang(name, parent_name)
+
     def touch(self, names: Iterable[EngineHash]) -> None:
         """These hashes are held now, or not any more."""
         self._touched.update((name, None) for name in names if name in self.children_of)

@@ -74,3 +74,12 @@ def test_a_detached_child_that_is_stored_again_brings_back_what_is_behind_it() -
     assert held(one) == {("hbm", 11), ("hbm", 22)}
     fold(one, store([1, 2]))
     assert ("hbm", 3) in held(one)
+
+
+def test_a_saved_ledger_knows_it_whatever_the_order_of_its_hashes() -> None:
+    one = ledger()
+    fold(one, store([1, 2, 3]), store([22], 11, 1), store([11]))  # 11 and 22 are other hashes of the blocks of 1 and 2
+    fold(one, EngineRemoved([1, 2]))
+    assert held(one) == {("hbm", 11), ("hbm", 22)}
+    again = Ledger.load(one.dump(), one.settings)
+    assert held(again) == held(one) and again.lineage.variants.parent_of == one.lineage.variants.parent_of
