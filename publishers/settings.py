@@ -92,7 +92,7 @@ class PublisherSettings(BaseModel):
             block_size=self.block_size,
             block_bytes=self.block_bytes,
             granularity=self.granularity,
-            set_semantics=self.set_semantics,
+            set_semantics=self.set_semantics or self.engine is EngineKind.TENSORRT_LLM,
             salt_is_tenant=self.salt_is_tenant,
             chunk_tokens=self.chunk_size,
             alignment_tokens=self.scheduler_block_size,

@@ -16,7 +16,7 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
-from publishers.engines.metrics import LoadContext, read_metrics
+from publishers.engines.metrics import LoadContext, has_metrics, read_metrics
 from publishers.engines.recognition import diagnose_kind, kind_of_page
 
 POLL_S = 1.0
@@ -61,6 +61,7 @@ class EnginePoller:
         self._counters = counters
         self._diagnoses = diagnoses
         self._kind_known = False
+        self._has_metrics = has_metrics(context.kind)
         self._poll_s = poll_s
         self._failures = 0.0
         self._asleep = False
@@ -83,7 +84,7 @@ class EnginePoller:
         """Raises no error of the engine: a failed poll is a result."""
         try:
             health, _ = await self._get(client, "/health")
-            status, page = await self._get(client, "/metrics")
+            status, page = await self._get(client, "/metrics") if self._has_metrics else (404, b"")
         except (httpx.HTTPError, TimeoutError, InvalidValue) as error:
             self._record_failure(error)
             return
@@ -95,7 +96,7 @@ class EnginePoller:
             await self._ask_server_info(client)
         if status == 200:
             self._record_metrics(page.decode(errors="replace"))
-        elif status != 404:  # SGLang has the page only with --enable-metrics
+        elif status != 404:  # SGLang has the page only with --enable-metrics, TensorRT-LLM none for us
             self._counters.load_failures += 1
         if self._context.kind is EngineKind.VLLM and self._polls % POLLS_A_LISTING == 0:
             await self._list_adapters(client)
