@@ -41,6 +41,7 @@ from publishers.diagnoses import Diagnoses
 from publishers.duplicate_publisher import DuplicatePublisherWatch
 from publishers.engines.poller import EnginePoller
 from publishers.heartbeat import HeartbeatSender, time_us
+from publishers.ledger.connector_blocks import TICKS_TO_LIVE
 from publishers.ledger.ledger import Ledger
 from publishers.settings import PublisherSettings
 from publishers.stream.changelog import Changelog, IncarnationReason
@@ -52,6 +53,7 @@ LINGER_S = 0.005
 CLOSE_S = 2.0
 HEADERS_BYTES = 1024
 """Room for trace context beside a message's payload."""
+STORE_TTL_S = 60
 LINGER_EVENTS = 2048
 """This many pending engine events are folded without lingering."""
 
@@ -193,6 +195,7 @@ class Publisher:
             tasks.start_soon(self._begin_incarnations)
             tasks.start_soon(self._heartbeats.run)
             tasks.start_soon(self._send_extra_heartbeats)
+            tasks.start_soon(self._expire_stored)
             tasks.start_soon(control.run)
             tasks.start_soon(duplicates.run)
             if self.poller is not None:
@@ -315,7 +318,7 @@ class Publisher:
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        known = self.block_size, self.ledger.reuse
+        known = self.block_size, self.ledger.reuse, self.ledger.counters.removal_untold
         try:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
@@ -324,9 +327,12 @@ class Publisher:
             self._log.report("fold", line, logging.ERROR)
             self.start_over()
             return
-        if (self.block_size, self.ledger.reuse) != known:
+        if (self.block_size, self.ledger.reuse) != known[:2]:
             self.beat()  # routers need it to look a prompt up
         self._diagnose_block_size()
+        if (untold := self.ledger.counters.removal_untold) and not known[2]:
+            line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
+            self._log.report("untold", line, logging.INFO)
         if (why := self.ledger.reuse.upper_bound) != known[1].upper_bound and why:
             log.warning("worker %s: %s; what it reuses is published as an upper bound", self.worker_id, why)
         if self.changelog.incarnation_due is not None:
@@ -466,6 +472,14 @@ class Publisher:
         if size <= UNGRANTED_SNAPSHOT_BYTES or self.changelog.yielded:
             return None
         return GrantRequest(worker_id=self.worker_id, incarnation=incarnation, snapshot_bytes=size)
+
+    async def _expire_stored(self) -> None:
+        """Ends the time of blocks whose removal nobody tells."""
+        ttl_s = self.settings.store_ttl_s or STORE_TTL_S  # also of those that a saved ledger has from another setting
+        while True:
+            await anyio.sleep(ttl_s / TICKS_TO_LIVE)
+            if expired := self.ledger.expire():
+                self.record(EngineBatch(expired))
 
     async def _send_extra_heartbeats(self) -> None:
         while True:

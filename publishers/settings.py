@@ -36,6 +36,7 @@ class PublisherSettings(BaseModel):
     chunk_size: Count = 0
     scheduler_block_size: Count = 0
     hybrid: bool = False
+    store_ttl_s: Count = 0
     dp_rank: Rank | None = None
     engine_url: Url | None = None
     advertise_url: Url | None = None
@@ -70,6 +71,7 @@ class PublisherSettings(BaseModel):
             chunk_size=settings.chunk_size,
             scheduler_block_size=settings.scheduler_block_size,
             hybrid=settings.hybrid,
+            store_ttl_s=settings.store_ttl_s,
             dp_rank=rank,
             engine_url=settings.engine_url,
             advertise_url=settings.advertise_url,
@@ -99,6 +101,7 @@ class PublisherSettings(BaseModel):
             eagle=self.eagle,
             eagle_groups=frozenset(self.eagle_groups),
             hybrid=self.hybrid,
+            keep_untold=self.store_ttl_s > 0,
         )
 
     @property

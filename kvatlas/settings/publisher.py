@@ -10,6 +10,7 @@ from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.settings.field_types import (
+    MAX_SECONDS,
     CommaList,
     EngineUrl,
     GroupList,
@@ -96,6 +97,11 @@ class PublishSettings(Settings):
     scheduler_block_size: Count = Field(
         default=0,
         description="Reuse is cut to multiples of this many tokens; 0: the smallest that fits the blocks of all groups.",
+    )
+    store_ttl_s: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = Field(
+        default=0,
+        description="Seconds for which a block is published that a connector stored where nobody tells its removal (Mooncake, "
+        "files, object stores). 0: it is left out.",
     )
     engine_url: EngineUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
     advertise_url: EngineUrl | None = Field(default=None, description="Address at which routers reach the engine.")

@@ -8,6 +8,8 @@ Decisions that the wire leaves open:
   OBJ and STORAGE are shared storage, so object_store; CPU of another host has no tier here and is skipped by name.
 - Events of other tiers than the device's are a KV connector's (offloading, Mooncake, LMCache): with tokens, but without salt
   and extra keys, although the hash covers them.
+- Removals are told for GPU and CPU, and by tiers that name themselves in `ownership`. A file system's or object store's tier
+  (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
 - `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
 """
@@ -47,6 +49,8 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 
+_TOLD_MEDIA = (None, "GPU", "CPU")
+_SHARED_STORES = frozenset(("cpu", "MOONCAKE", "L2", "redis", "REMOTE", "REMOTE+CPU"))
 _REMOTE_TIERS = {
     Tier.HBM: Tier.REMOTE_HBM,
     Tier.REMOTE_HBM: Tier.REMOTE_HBM,
@@ -63,6 +67,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
 def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     if tag == "AllBlocksCleared":
         return EngineCleared()
+    removal_told = _is_removal_told(fields)
     tier = _tier(tag, fields)
     group = _group(tag, fields)
     hashes = wire.hashes_of(tag, fields)
@@ -91,12 +96,18 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         window_tokens=_window(tag, fields),
         lookahead_tokens=_lookahead(tag, fields),
         offloaded=tier is not Tier.HBM,
+        removal_told=removal_told,
     )
 
 
 def _tier(tag: str, fields: wire.Fields) -> Tier:
     medium = fields.get("medium")
-    tier = Tier.HBM if medium is None or medium == "GPU" else parse_tier(medium)
+    if medium is None or medium == "GPU":
+        tier = Tier.HBM
+    elif medium in _SHARED_STORES:
+        return Tier.OBJECT_STORE
+    else:
+        tier = parse_tier(medium)
     locality = fields.get("locality")
     if locality is None or locality == "LOCAL":
         return tier
@@ -107,6 +118,11 @@ def _tier(tag: str, fields: wire.Fields) -> Tier:
     if remote is None:
         raise UnknownTier(f"{tag} of remote {tier.label}, for which there is no tier")
     return remote
+
+
+def _is_removal_told(fields: wire.Fields) -> bool:
+    """Does an event say when the blocks are gone? A tier that names itself as their owner says so."""
+    return fields.get("medium") in _TOLD_MEDIA or fields.get("ownership") is not None
 
 
 def _group(tag: str, fields: wire.Fields) -> int:

@@ -39,6 +39,7 @@ from kvatlas.events import (
 )
 from publishers.ledger import dump as ledger_dump
 from publishers.ledger.block import Block
+from publishers.ledger.connector_blocks import ConnectorBlocks
 from publishers.ledger.counters import LedgerCounters
 from publishers.ledger.engine_groups import EngineGroups
 from publishers.ledger.holdings import Holdings
@@ -70,6 +71,7 @@ class Ledger:
 
     def empty(self) -> None:
         """Forget everything. No event says so: the caller starts a new incarnation."""
+        self._connector = ConnectorBlocks(self.counters, self._holds, keep=self.settings.keep_untold)
         self.groups = EngineGroups(self.settings)
         self.reuse = self.groups.reuse(None)
         self._regrouped = False
@@ -153,9 +155,10 @@ class Ledger:
                 if not self._resolver.uses_keys and has_keys(event):
                     self._resolver.uses_keys = True
                     residency.forget_unproven()
-                residency.store(event)
+                for part in self._connector.stored(event, self.block_size) if event.offloaded else (event,):
+                    residency.store(part)
             elif isinstance(event, EngineRemoved):
-                residency.remove(event)
+                residency.remove(event if event.tier is Tier.HBM else self._connector.removed(event))
             else:
                 residency.clear(event)
                 cleared = True
@@ -165,6 +168,11 @@ class Ledger:
             residency.forget(forgotten)
             self.counters.forgotten += len(forgotten)
         return events
+
+    def expire(self) -> list[EngineRemoved]:
+        """The removals of blocks that have not been stored again since four calls ago, and whose removal nobody tells. They are
+        to be folded."""
+        return self._connector.expire()
 
     def forget_adapter(self, adapter: str) -> list[IndexEvent]:
         """The engine has loaded the adapter again from elsewhere: no request will use what it computed before, whose blocks
@@ -292,6 +300,10 @@ class Ledger:
             for name in holding.counts:
                 yield holding.tier, holding.group, name
 
+    def _holds(self, tier: Tier, group: int, name: EngineHash) -> bool:
+        holding = self._residency.holdings.by_group.get((tier, group))
+        return holding is not None and name in holding.counts
+
     def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:
         """What is announced now: (scope id, tier, engine hash, sequence hash), one for each engine hash that holds it."""
         tiers = {holding.tier: holding for holding in self._residency.holdings.indexed}
@@ -327,6 +339,7 @@ class Ledger:
             ledger._begin(Holdings(), saved.block_size)
             ledger._resolver.uses_keys = True  # it is not saved; perhaps less is claimed than is held
             ledger._restore(saved)
+            ledger._connector.restore(ledger.resident())
         except (LookupError, TypeError, ValueError) as error:
             raise InvalidValue(f"saved ledger contradicts itself: {error}") from error
         return ledger

@@ -17,6 +17,7 @@ class LedgerSettings:
     attention too, of which the events say nothing. `set_semantics`: the engine
     announces hits again, so a copy counts once however often it is announced (vLLM with `kv_cache_report_mode="full"`).
     `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
+    `keep_untold`: hold blocks whose removal nobody tells, until `Ledger.expire` says so.
     Raises InvalidValue for sizes below 1 or names that can't be a scope's.
     """
 
@@ -33,6 +34,7 @@ class LedgerSettings:
     eagle: bool = False
     eagle_groups: frozenset[int] = frozenset()
     hybrid: bool = False
+    keep_untold: bool = False
 
     def __post_init__(self) -> None:
         Scope(self.model_id, self.tokenizer_id, None, self.tenant_id)

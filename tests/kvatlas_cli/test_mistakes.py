@@ -112,13 +112,14 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--engine", "lmcache"),
             2,
-            "kvatlas publish: --engine is 'lmcache'; expected 'vllm', 'sglang', 'tensorrt_llm' or 'mock', the kinds whose events "
-            "can be read",
+            "kvatlas publish: --engine is 'lmcache'; expected 'vllm', 'sglang', 'tensorrt_llm' or 'mock', the kinds whose "
+            "events can be read",
         ),
         (
             (*PUBLISH, "--engine", "tensorrt_llm", "--engine-url", "http://127.0.0.1:1"),
             2,
-            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: TensorRT-LLM's events are read at --engine-url",
+            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: TensorRT-LLM's events are read at "
+            "--engine-url",
         ),
         (
             (*PUBLISH, "--engine", "tensorrt_llm"),
