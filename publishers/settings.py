@@ -37,6 +37,7 @@ class PublisherSettings(BaseModel):
     scheduler_block_size: Count = 0
     hybrid: bool = False
     store_ttl_s: Count = 0
+    adapter_ids: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
     dp_rank: Rank | None = None
     engine_url: Url | None = None
     advertise_url: Url | None = None
@@ -72,6 +73,7 @@ class PublisherSettings(BaseModel):
             scheduler_block_size=settings.scheduler_block_size,
             hybrid=settings.hybrid,
             store_ttl_s=settings.store_ttl_s,
+            adapter_ids=settings.adapter_ids,
             dp_rank=rank,
             engine_url=settings.engine_url,
             advertise_url=settings.advertise_url,
@@ -102,6 +104,7 @@ class PublisherSettings(BaseModel):
             eagle_groups=frozenset(self.eagle_groups),
             hybrid=self.hybrid,
             keep_untold=self.store_ttl_s > 0,
+            adapter_ids=self.adapter_ids,
         )
 
     @property

@@ -98,6 +98,12 @@ class PublishSettings(Settings):
         default=0,
         description="Reuse is cut to multiples of this many tokens; 0: the smallest that fits the blocks of all groups.",
     )
+    adapter_ids: Labels = Field(
+        default_factory=dict,
+        max_length=MAX_ITEMS,
+        description="Names of adapters by the ids of an engine that tells no names (vLLM before 0.14): id=name pairs, "
+        "separated by commas. Blocks of other adapters are left out.",
+    )
     store_ttl_s: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = Field(
         default=0,
         description="Seconds for which a block is published that a connector stored where nobody tells its removal (Mooncake, "

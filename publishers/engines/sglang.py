@@ -50,6 +50,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         block_size=wire.block_size_of(tag, fields),
         tier=tier,
         adapter=wire.adapter_of(tag, fields),
+        adapter_named=wire.is_adapter_named(fields),
         salt=wire.text_of(tag, fields, "cache_salt"),
         salt_inherited=False,
         offloaded=medium == "EXTERNAL",

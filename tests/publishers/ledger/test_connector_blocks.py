@@ -11,7 +11,7 @@ from publishers.engines.sglang import decode_batch as decode_sglang
 from publishers.engines.vllm import decode_batch
 from publishers.ledger.connector_blocks import TICKS_TO_LIVE
 from publishers.ledger.ledger import Ledger
-from tests.publishers.ledger.one_chain import fold, held, ledger, store
+from tests.publishers.ledger.one_chain import fold, ledger, store
 
 CPU, STORE = Tier.CPU_DRAM, Tier.OBJECT_STORE
 
