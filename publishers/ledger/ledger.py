@@ -165,8 +165,6 @@ class Ledger:
                     residency.forget_unproven()
                 for part in self._connector.stored(event, self.block_size) if event.offloaded else (event,):
                     residency.store(part)
-                if event.adapter is not None and event.parent is None and not event.offloaded:
-                    self._forget_moved(event)
             elif isinstance(event, EngineRemoved):
                 residency.remove(event if event.tier is Tier.HBM else self._connector.removed(event))
             else:
@@ -201,20 +199,6 @@ class Ledger:
         self._residency.forget_names(names)
         self.counters.forgotten += len(names)
         return self._settle(cleared=False)
-
-    def _forget_moved(self, event: EngineStored) -> None:
-        """A prompt's first block of an adapter has another hash than before: the engine has loaded the adapter again from
-        elsewhere (vLLM 0.31 and later hash its path too). No request will use what it computed before."""
-        lineage = self.lineage
-        block = lineage.known.get(event.hashes[0]) if event.hashes else None
-        if block is None or block.names < 2 or self.settings.eagle or self.groups.lookahead_tokens:
-            return
-        shared, own = self._residency.shared.by_hash, set(event.hashes)
-        known = {**lineage.known, **lineage.variants.detached}
-        names = [name for name, of in known.items() if of.namespace.adapter == event.adapter and name not in own]
-        if not any(name in shared for name in names):
-            self._residency.forget_names(names)
-            self.counters.forgotten += len(names)
 
     def _settle(self, *, cleared: bool) -> list[IndexEvent]:
         """The events of what changed since the last call."""
