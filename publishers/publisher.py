@@ -41,6 +41,7 @@ from publishers.diagnoses import Diagnoses
 from publishers.duplicate_publisher import DuplicatePublisherWatch
 from publishers.engines.poller import EnginePoller
 from publishers.heartbeat import HeartbeatSender, time_us
+from publishers.ledger.connector_blocks import TICKS_TO_LIVE
 from publishers.ledger.ledger import Ledger
 from publishers.settings import PublisherSettings
 from publishers.stream.changelog import Changelog, IncarnationReason
@@ -52,6 +53,7 @@ LINGER_S = 0.005
 CLOSE_S = 2.0
 HEADERS_BYTES = 1024
 """Room for trace context beside a message's payload."""
+STORE_TTL_S = 60
 LINGER_EVENTS = 2048
 """This many pending engine events are folded without lingering."""
 
@@ -91,6 +93,7 @@ class Publisher:
         self.ledger = ledger or Ledger(settings.ledger)
         self.poller: EnginePoller | None = None
         self._draining = False
+        self._heard_rank: int | None = None
         self._rng = rng or random.Random()
         self._nats = nats
         self._begin = begin
@@ -127,6 +130,7 @@ class Publisher:
                 on_change=self._on_engine_state,
                 on_restart=on_engine_restart,
                 on_adapter_moved=self.forget_adapter,
+                on_new_weights=self._on_new_weights,
             )
 
     # ---------------------------------------------------------------- life
@@ -193,6 +197,7 @@ class Publisher:
             tasks.start_soon(self._begin_incarnations)
             tasks.start_soon(self._heartbeats.run)
             tasks.start_soon(self._send_extra_heartbeats)
+            tasks.start_soon(self._expire_stored)
             tasks.start_soon(control.run)
             tasks.start_soon(duplicates.run)
             if self.poller is not None:
@@ -273,9 +278,9 @@ class Publisher:
     def record(self, batch: EngineBatch) -> None:
         """Record an engine's batch. It is folded with what comes within the next 5 ms, at once if nothing is in flight."""
         before = self.changelog.pending_events
-        rank = self.settings.dp_rank
-        if rank is not None and batch.dp_rank not in (None, rank):
-            self._log.report("rank", f"a batch of data-parallel rank {batch.dp_rank} came from the feed of rank {rank}")
+        if batch.dp_rank != self._heard_rank and batch.dp_rank is not None and not self._is_own_rank(batch.dp_rank):
+            self.counters.feed_unheard += 1
+            return
         self.changelog.record(batch)
         for line in batch.skipped:
             self._log.report(f"skipped {line[:24]}", f"skipped event: {line}")
@@ -284,6 +289,22 @@ class Publisher:
             self._first_pending_ns = time_ns()
         if not before or before < LINGER_EVENTS <= self.changelog.pending_events:
             self._fold_wakeup.wake()
+
+    def _is_own_rank(self, rank: int) -> bool:
+        """Is a batch of this rank the worker's? Without a rank in the settings that of the first batch is its own."""
+        own = self.settings.dp_rank if self.settings.dp_rank is not None else self._heard_rank
+        if own is None or rank == own:
+            self._heard_rank = rank
+            return True
+        seen = f"the feed has batches of data-parallel rank {rank}, but the worker is rank {own}: they are ignored"
+        self.diagnoses.set("rank", seen, f"set --dp-rank {rank}, or --endpoint to the socket of rank {own}")
+        return False
+
+    def clear(self) -> None:
+        """The engine has dropped its cache, or its weights are others now: drop all known blocks. For who resets an engine's
+        cache: it tells its next batch only, which may be later than the next request."""
+        self.record(EngineBatch([EngineCleared(tuple(Tier))]))
+        self.settle()
 
     def start_over(self) -> None:
         """What the engine holds is not known any more: drop everything, and begin an empty incarnation."""
@@ -315,7 +336,7 @@ class Publisher:
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        known = self.block_size, self.ledger.reuse
+        known = self.block_size, self.ledger.reuse, self.ledger.counters.removal_untold
         try:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
@@ -324,9 +345,12 @@ class Publisher:
             self._log.report("fold", line, logging.ERROR)
             self.start_over()
             return
-        if (self.block_size, self.ledger.reuse) != known:
+        if (self.block_size, self.ledger.reuse) != known[:2]:
             self.beat()  # routers need it to look a prompt up
         self._diagnose_block_size()
+        if (untold := self.ledger.counters.removal_untold) and not known[2]:
+            line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
+            self._log.report("untold", line, logging.INFO)
         if (why := self.ledger.reuse.upper_bound) != known[1].upper_bound and why:
             log.warning("worker %s: %s; what it reuses is published as an upper bound", self.worker_id, why)
         if self.changelog.incarnation_due is not None:
@@ -409,7 +433,8 @@ class Publisher:
             self.diagnoses.clear("block_size")
         else:
             seen = f"the engine's blocks have {other} tokens, but --block-size is {own}: none of them is published"
-            self.diagnoses.set("block_size", seen, f"set --block-size {other}, or leave it out")
+            why = " (context parallelism multiplies an engine's block size)" if other % (own or other) == 0 else ""
+            self.diagnoses.set("block_size", seen, f"set --block-size {other}, or leave it out{why}")
 
     # ---------------------------------------------------------------- tasks
 
@@ -467,6 +492,14 @@ class Publisher:
             return None
         return GrantRequest(worker_id=self.worker_id, incarnation=incarnation, snapshot_bytes=size)
 
+    async def _expire_stored(self) -> None:
+        """Ends the time of blocks whose removal nobody tells."""
+        ttl_s = self.settings.store_ttl_s or STORE_TTL_S  # also of those that a saved ledger has from another setting
+        while True:
+            await anyio.sleep(ttl_s / TICKS_TO_LIVE)
+            if expired := self.ledger.expire():
+                self.record(EngineBatch(expired))
+
     async def _send_extra_heartbeats(self) -> None:
         while True:
             await self._heartbeat_wakeup.wait()
@@ -477,6 +510,10 @@ class Publisher:
         if state is EngineState.ASLEEP:  # its cache is gone, and it says so only with the first batch after it woke up
             self.record(EngineBatch([EngineCleared()]))
         self.beat()
+
+    def _on_new_weights(self, version: str) -> None:
+        log.warning("worker %s: weights are of version %s now; dropping all known blocks", self.worker_id, version)
+        self.clear()
 
     def _on_too_large(self, seq: int) -> bool:
         if not self.changelog.split_smaller(seq):

@@ -36,6 +36,8 @@ class PublisherSettings(BaseModel):
     chunk_size: Count = 0
     scheduler_block_size: Count = 0
     hybrid: bool = False
+    store_ttl_s: Count = 0
+    adapter_ids: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
     dp_rank: Rank | None = None
     engine_url: Url | None = None
     advertise_url: Url | None = None
@@ -70,6 +72,8 @@ class PublisherSettings(BaseModel):
             chunk_size=settings.chunk_size,
             scheduler_block_size=settings.scheduler_block_size,
             hybrid=settings.hybrid,
+            store_ttl_s=settings.store_ttl_s,
+            adapter_ids=settings.adapter_ids,
             dp_rank=rank,
             engine_url=settings.engine_url,
             advertise_url=settings.advertise_url,
@@ -92,13 +96,15 @@ class PublisherSettings(BaseModel):
             block_size=self.block_size,
             block_bytes=self.block_bytes,
             granularity=self.granularity,
-            set_semantics=self.set_semantics,
+            set_semantics=self.set_semantics or self.engine is EngineKind.TENSORRT_LLM,
             salt_is_tenant=self.salt_is_tenant,
             chunk_tokens=self.chunk_size,
             alignment_tokens=self.scheduler_block_size,
             eagle=self.eagle,
             eagle_groups=frozenset(self.eagle_groups),
             hybrid=self.hybrid,
+            keep_untold=self.store_ttl_s > 0,
+            adapter_ids=self.adapter_ids,
         )
 
     @property

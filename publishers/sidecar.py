@@ -12,8 +12,9 @@ from nats.aio.client import Client
 
 from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import InvalidValue, SettingsError
-from kvatlas.fleet.records import EngineState
+from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.settings import PublishSettings
+from publishers.drained_engine import DrainedEngine
 from publishers.eventless_engine import EventlessEngine
 from publishers.feed.continuity import Continuity
 from publishers.feed.dead_letters import DeadLetters
@@ -46,7 +47,7 @@ async def run_sidecar(
     every = [settings] if isinstance(settings, PublishSettings) else list(settings)
     if not every:
         raise SettingsError("no engine to publish for; expected the settings of at least one")
-    sidecars = [EngineSidecar(one) if one.events else EventlessEngine(one) for one in every]
+    sidecars = [_sidecar(one) for one in every]
     names = [sidecar.worker_id for sidecar in sidecars]
     if len(set(names)) < len(names):
         raise SettingsError(f"worker ids {', '.join(names)}; expected each once")
@@ -94,6 +95,12 @@ async def _status_page(settings: PublishSettings, published: Sequence[Publisher]
         log.info("status page %s", url_of(listener))
         yield
         tasks.cancel_scope.cancel()
+
+
+def _sidecar(settings: PublishSettings) -> "EngineSidecar | DrainedEngine | EventlessEngine":
+    if not settings.events:
+        return EventlessEngine(settings)
+    return DrainedEngine(settings) if settings.engine is EngineKind.TENSORRT_LLM else EngineSidecar(settings)
 
 
 class EngineSidecar:

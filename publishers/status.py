@@ -1,4 +1,7 @@
-"""The status page of a publisher process: `/healthz`, `/readyz` and `/status` (JSON), for people and for Kubernetes' probes."""
+"""The status page of a publisher process: `/healthz`, `/readyz` and `/status` (JSON), for people and for Kubernetes' probes.
+
+`POST /clear` drops all known blocks: for who resets the engine's prefix cache or updates its weights.
+"""
 
 from collections.abc import Sequence
 
@@ -24,4 +27,10 @@ def application(published: Sequence[Publisher], workers: int) -> Starlette:
     async def status(_: Request) -> Response:
         return JSONResponse({"workers": [publisher.status() for publisher in published]})
 
-    return Starlette(routes=[Route("/healthz", healthz), Route("/readyz", readyz), Route("/status", status)])
+    async def clear(_: Request) -> Response:
+        for publisher in published:
+            publisher.clear()
+        return PlainTextResponse(f"{len(published)} workers: all known blocks are dropped\n")
+
+    gets = (("/healthz", healthz), ("/readyz", readyz), ("/status", status))
+    return Starlette(routes=[*(Route(path, page) for path, page in gets), Route("/clear", clear, methods=["POST"])])

@@ -33,7 +33,7 @@ _ALIASES: dict[str, Tier] = {
     **dict.fromkeys(("gpu", "gpu_memory", "vram"), Tier.HBM),
     **dict.fromkeys(("remote_gpu", "remote_gpu_memory"), Tier.REMOTE_HBM),
     **dict.fromkeys(("cpu", "dram", "host", "host_memory", "cpu_pinned"), Tier.CPU_DRAM),
-    **dict.fromkeys(("ssd", "nvme", "disk"), Tier.LOCAL_SSD),
+    **dict.fromkeys(("ssd", "nvme", "disk", "local_disk"), Tier.LOCAL_SSD),
     **dict.fromkeys(("storage", "object", "obj", "s3", "blob", "external"), Tier.OBJECT_STORE),
     # vLLM 0.26 and later: a file system tier (engine-events: media GPU, CPU, STORAGE, FS, OBJ)
     "fs": Tier.LOCAL_SSD,

@@ -10,6 +10,7 @@ from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind, Role
 from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.settings.field_types import (
+    MAX_SECONDS,
     CommaList,
     EngineUrl,
     GroupList,
@@ -26,11 +27,11 @@ from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Count, Granul
 
 def _check_kind(value: Any) -> Any:
     if value not in get_args(_Kinds):
-        raise ValueError("expected 'vllm', 'sglang' or 'mock', the kinds whose events and metrics can be read")
+        raise ValueError("expected 'vllm', 'sglang', 'tensorrt_llm' or 'mock', the kinds whose events can be read")
     return value
 
 
-_Kinds = Literal[EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK]
+_Kinds = Literal[EngineKind.VLLM, EngineKind.SGLANG, EngineKind.TENSORRT_LLM, EngineKind.MOCK]
 PublishedKind = Annotated[_Kinds, BeforeValidator(_check_kind)]
 
 
@@ -43,7 +44,8 @@ class PublishSettings(Settings):
         description="The engine publishes KV events. Without them routers predict what it holds from what they send to it.",
     )
     endpoint: ZmqEndpoint | None = Field(
-        default=None, description="The engine's event socket, e.g. tcp://127.0.0.1:5557; required with events."
+        default=None,
+        description="The engine's event socket, e.g. tcp://127.0.0.1:5557; required with events. TensorRT-LLM has none.",
     )
     replay_endpoint: ZmqEndpoint | None = Field(default=None, description="The engine's replay socket.")
     worker_id: WorkerId = Field(description="Name of this worker in the fleet; with --dp-rank, that of the instance.")
@@ -96,6 +98,17 @@ class PublishSettings(Settings):
         default=0,
         description="Reuse is cut to multiples of this many tokens; 0: the smallest that fits the blocks of all groups.",
     )
+    adapter_ids: Labels = Field(
+        default_factory=dict,
+        max_length=MAX_ITEMS,
+        description="Names of adapters by the ids of an engine that tells no names (vLLM before 0.14): id=name pairs, "
+        "separated by commas. Blocks of other adapters are left out.",
+    )
+    store_ttl_s: Annotated[int, Field(ge=0, le=MAX_SECONDS)] = Field(
+        default=0,
+        description="Seconds for which a block is published that a connector stored where nobody tells its removal (Mooncake, "
+        "files, object stores). 0: it is left out.",
+    )
     engine_url: EngineUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
     advertise_url: EngineUrl | None = Field(default=None, description="Address at which routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
@@ -117,9 +130,13 @@ class PublishSettings(Settings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. An engine with events needs `endpoint`, one without needs `engine_url`."""
+        """See `ProcessSettings.load`. An engine with events needs `endpoint`, one without needs `engine_url`; TensorRT-LLM's
+        events are read at `engine_url`."""
         settings = super().load(**flags)
-        if settings.events and settings.endpoint is None:
+        drained = settings.events and settings.engine is EngineKind.TENSORRT_LLM
+        if drained:
+            settings._check_drained()
+        elif settings.events and settings.endpoint is None:
             raise SettingsError(missing_line("endpoint", "expected the engine's event socket, or --no-events"))
         if not settings.events and settings.engine_url is None:
             expected = "expected the engine's HTTP address, the only source with --no-events"
@@ -127,6 +144,21 @@ class PublishSettings(Settings):
         if settings.dp_rank is not None and settings.dp_size is not None:
             raise SettingsError("--dp-rank and --dp-size are both given; expected one of them")
         return settings
+
+    def _check_drained(self) -> None:
+        """An engine whose events are read over HTTP has no sockets, and one answer for all its ranks."""
+        if self.engine_url is None:
+            raise SettingsError(
+                missing_line("engine_url", "expected trtllm-serve's HTTP address, where events are read")
+            )
+        for flag, given in (
+            ("--endpoint", self.endpoint),
+            ("--replay-endpoint", self.replay_endpoint),
+            ("--dp-rank", self.dp_rank),
+            ("--dp-size", self.dp_size),
+        ):
+            if given is not None:
+                raise SettingsError(f"{flag} is {given}; expected none: TensorRT-LLM's events are read at --engine-url")
 
     @property
     def ranks(self) -> Sequence[Self]:

@@ -44,8 +44,8 @@ EngineFlag = Annotated[
     typer.Option(
         metavar="URL[,KEY=VALUE...]",
         help="HTTP address of a running engine; may be repeated. Its kind, model and event sockets are discovered; keys "
-        "override them: engine (vllm, sglang), endpoint (its event socket), replay, worker, model, tokenizer, tenant, "
-        "advertise.",
+        "override them: engine (vllm, sglang, tensorrt_llm), endpoint (its event socket), replay, worker, model, "
+        "tokenizer, tenant, advertise.",
     ),
 ]
 
@@ -84,7 +84,9 @@ def parse_engine(text: str) -> dict[str, str]:
 
 def _check_values(flags: dict[str, str]) -> None:
     """Raises SettingsError in terms of `--engine`, because the user did not write these flags."""
-    to_be_discovered = {"engine": EngineKind.VLLM, "endpoint": "tcp://127.0.0.1:1", "model_id": "m"}
+    to_be_discovered = {"engine": EngineKind.VLLM, "model_id": "m"}
+    if flags.get("engine") != EngineKind.TENSORRT_LLM:
+        to_be_discovered["endpoint"] = "tcp://127.0.0.1:1"
     try:
         PublishSettings.load(**{**to_be_discovered, **flags})
     except SettingsError as error:
@@ -180,7 +182,7 @@ async def _discover_sidecars(
         print_notice(f"worker {flags['worker_id']}: {note}")
     shared |= {"block_size": offer.block_size, "eagle": offer.eagle}
     shared |= {"engine": offer.kind, "model_id": offer.model_id, **flags}
-    if "endpoint" in flags:
+    if "endpoint" in flags or offer.kind is EngineKind.TENSORRT_LLM:
         return [PublishSettings.load(**shared)]
     if not offer.sources:
         return [PublishSettings.load(**{**shared, "events": False, "dp_rank": rank}) for rank in offer.ranks]
@@ -214,7 +216,7 @@ def _print_addresses(
     print_notice(f"up: state in {state_dir if state_dir is not None else 'a temporary folder'}; stop with Ctrl-C")
     for sidecar in sidecars:
         engine_url = redact_url(sidecar.engine_url or "")
-        events = f"events from {sidecar.endpoint}" if sidecar.events else "no events"
+        events = f"events from {sidecar.endpoint or 'there'}" if sidecar.events else "no events"
         print_notice(f"worker {_worker_id(sidecar)}: {engine_url}, model {sidecar.model_id}, {events}")
     print(
         f"export KVATLAS_NATS_URL={redact_url(nats_url)}\nexport KVATLAS_REDIS_URL={redact_url(redis_url)}", flush=True

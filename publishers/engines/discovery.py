@@ -73,6 +73,8 @@ async def discover(
         listed_models = [str(card["id"]) for card in cards if not card.get("parent")]
         notes = _unlisted_note(model_id, listed_models) if model_id is not None else ()
         model_id = model_id or listed_models[0]
+        if kind is EngineKind.TENSORRT_LLM:
+            return EngineOffer(kind, model_id, (), notes=notes)  # its events are read at its HTTP address
         if kind is EngineKind.SGLANG:
             offer = sglang_offer(await _get_sglang_info(client), model_id, host)
         else:

@@ -76,6 +76,11 @@ _SGLANG = _Names(
 _NAMES: Mapping[EngineKind, _Names] = {EngineKind.VLLM: _VLLM, EngineKind.MOCK: _VLLM, EngineKind.SGLANG: _SGLANG}
 
 
+def has_metrics(kind: EngineKind) -> bool:
+    """Does an engine of this kind have a metrics page that can be read? TensorRT-LLM's gives each sample away once."""
+    return kind in _NAMES
+
+
 @dataclass(frozen=True, slots=True)
 class LoadContext:
     """What the metrics page does not say. `total_request_slots` 0: not known. `block_bytes` 0: not known."""

@@ -125,6 +125,11 @@ def text_of(tag: str, fields: Fields, name: str) -> str | None:
     return value or None
 
 
+def is_adapter_named(fields: Fields) -> bool:
+    """False if the event has an adapter by its id alone."""
+    return bool(fields.get("lora_name")) or fields.get("lora_id") in (None, "")
+
+
 def adapter_of(tag: str, fields: Fields) -> str | None:
     """The adapter's name: `lora_name`, or if the engine does not write that, `lora_id` as text. Raises EngineEventError."""
     name = text_of(tag, fields, "lora_name")

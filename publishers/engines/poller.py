@@ -16,13 +16,13 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
-from publishers.engines.metrics import LoadContext, read_metrics
+from publishers.engines.metrics import LoadContext, has_metrics, read_metrics
 from publishers.engines.recognition import diagnose_kind, kind_of_page
 
 POLL_S = 1.0
-POLLS_A_LISTING = 5
-"""vLLM's models are listed at every fifth poll: an adapter may have been loaded again from another path."""
 ANSWER_S = 2.0
+_WEIGHTS_PAGES = {EngineKind.VLLM: "/weight_info", EngineKind.SGLANG: "/get_model_info"}
+"""Have `weight_version`: vLLM 0.33 with its RL endpoints, SGLang 0.5.2 and later."""
 MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
 """Unanswered polls in a row before a busy engine counts as down; if it refuses connections, two are enough."""
@@ -43,10 +43,12 @@ class EnginePoller:
         on_change: Callable[[EngineState], None] = lambda _: None,
         on_restart: Callable[[], None] = lambda: None,
         on_adapter_moved: Callable[[str], None] = lambda _: None,
+        on_new_weights: Callable[[str], None] = lambda _: None,
         poll_s: float = POLL_S,
     ) -> None:
         """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
-        `on_adapter_moved(name)`: the adapter is loaded from another path now."""
+        `on_adapter_moved(name)`: the adapter is loaded from another path now; `on_new_weights(version)`: the model's weights
+        are others now."""
         self.state = EngineState.DOWN
         self.load: WorkerState | None = None
         self.block_size: int | None = None
@@ -54,13 +56,16 @@ class EnginePoller:
         self._on_change = on_change
         self._on_restart = on_restart
         self._on_adapter_moved = on_adapter_moved
+        self._on_new_weights = on_new_weights
         self._adapter_roots: dict[str, str] = {}
-        self._polls = 0
+        self._weights_page = _WEIGHTS_PAGES.get(context.kind)
+        self._weight_version: str | None = None
         self._url = url.rstrip("/")
         self._context = context
         self._counters = counters
         self._diagnoses = diagnoses
         self._kind_known = False
+        self._has_metrics = has_metrics(context.kind)
         self._poll_s = poll_s
         self._failures = 0.0
         self._asleep = False
@@ -83,7 +88,7 @@ class EnginePoller:
         """Raises no error of the engine: a failed poll is a result."""
         try:
             health, _ = await self._get(client, "/health")
-            status, page = await self._get(client, "/metrics")
+            status, page = await self._get(client, "/metrics") if self._has_metrics else (404, b"")
         except (httpx.HTTPError, TimeoutError, InvalidValue) as error:
             self._record_failure(error)
             return
@@ -95,11 +100,11 @@ class EnginePoller:
             await self._ask_server_info(client)
         if status == 200:
             self._record_metrics(page.decode(errors="replace"))
-        elif status != 404:  # SGLang has the page only with --enable-metrics
+        elif status != 404:  # SGLang has the page only with --enable-metrics, TensorRT-LLM none for us
             self._counters.load_failures += 1
-        if self._context.kind is EngineKind.VLLM and self._polls % POLLS_A_LISTING == 0:
+        if self._context.kind is EngineKind.VLLM:  # an adapter may have been loaded again from another path
             await self._list_adapters(client)
-        self._polls += 1
+        await self._ask_weight_version(client)
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
 
     async def _get(self, client: httpx.AsyncClient, path: str) -> tuple[int, bytes]:
@@ -132,6 +137,23 @@ class EnginePoller:
                 if before not in (None, root):
                     self._on_adapter_moved(name)
 
+    async def _ask_weight_version(self, client: httpx.AsyncClient) -> None:
+        """The version of the weights, which an RL trainer updates. An engine without such a page is not asked again."""
+        if self._weights_page is None:
+            return
+        try:
+            status, body = await self._get(client, self._weights_page)
+            if status == 404:
+                self._weights_page = None
+            info: Any = loads(body) if status == 200 else None
+        except (httpx.HTTPError, TimeoutError, *DATA_ERRORS):
+            return
+        version = info.get("weight_version") if isinstance(info, dict) else None
+        if isinstance(version, str):
+            before, self._weight_version = self._weight_version, version
+            if before not in (None, version):
+                self._on_new_weights(version)
+
     def _record_metrics(self, page: str) -> None:
         if not self._kind_known and (found := kind_of_page(page)) is not None:
             self._kind_known = True
@@ -151,6 +173,7 @@ class EnginePoller:
             self.process_start_s = now
             if before is not None and before != now:
                 self._asked_server_info = False
+                self._weights_page = _WEIGHTS_PAGES.get(self._context.kind)
                 self._on_restart()
 
     def _record_failure(self, error: Exception) -> None:

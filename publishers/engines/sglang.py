@@ -2,7 +2,8 @@
 
 Hashes are signed 64-bit integers, used as they come. There are no groups and no extra keys; every event of a chain has its
 salt. `AllBlocksCleared` is a reset of the whole cache: the device tier and the host's; the tiers behind them count as
-cleared too, since the tree that names their blocks is gone.
+cleared too, since the tree that names their blocks is gone. A shared pool (EXTERNAL) is evicted by others too, who don't say
+so.
 """
 
 from kvatlas.blocks.tiers import Tier, parse_tier
@@ -49,6 +50,9 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         block_size=wire.block_size_of(tag, fields),
         tier=tier,
         adapter=wire.adapter_of(tag, fields),
+        adapter_named=wire.is_adapter_named(fields),
         salt=wire.text_of(tag, fields, "cache_salt"),
         salt_inherited=False,
+        offloaded=medium == "EXTERNAL",
+        removal_told=medium != "EXTERNAL",
     )

@@ -8,10 +8,14 @@ Decisions that the wire leaves open:
   OBJ and STORAGE are shared storage, so object_store; CPU of another host has no tier here and is skipped by name.
 - Events of other tiers than the device's are a KV connector's (offloading, Mooncake, LMCache): with tokens, but without salt
   and extra keys, although the hash covers them.
+- Removals are told for GPU and CPU, and by tiers that name themselves in `ownership`. A file system's or object store's tier
+  (STORAGE) tells none, nor do the connectors of Mooncake's store and of LMCache in the engine's process, whose medium is "cpu".
 - `AllBlocksCleared` clears the device tier alone: a connector's tiers stay unless events remove them too.
+- An engine that tells an adapter's id and not its name (before 0.14) says nothing that a request could ask for.
 - Before 0.17 the salt and multimodal items are in the engine's hash but not on the wire: such blocks look plain.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,12 +51,20 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 
+_TOLD_MEDIA = (None, "GPU", "CPU")
+_SHARED_STORES = frozenset(("cpu", "MOONCAKE", "L2", "redis", "REMOTE", "REMOTE+CPU"))
 _REMOTE_TIERS = {
     Tier.HBM: Tier.REMOTE_HBM,
     Tier.REMOTE_HBM: Tier.REMOTE_HBM,
     Tier.LOCAL_SSD: Tier.OBJECT_STORE,
     Tier.OBJECT_STORE: Tier.OBJECT_STORE,
 }
+
+
+_CONTENT_HASH = re.compile(r"(?:^|:)[0-9a-f]{64}$")
+"""A multimodal identifier that the engine made itself, perhaps behind its adapter's name."""
+_TAGS = (("lora", str), ("mm", str), ("cache_salt", str), ("prompt_embeds", bytes))
+"""What 0.33 hashes; `to_event_extra_keys` writes them without the tag "until consumers handle the tagged keys"."""
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
@@ -63,6 +75,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
 def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     if tag == "AllBlocksCleared":
         return EngineCleared()
+    removal_told = _is_removal_told(fields)
     tier = _tier(tag, fields)
     group = _group(tag, fields)
     hashes = wire.hashes_of(tag, fields)
@@ -75,7 +88,8 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     if keys is not None:
         if not isinstance(keys, list):
             raise EngineEventError(f"{tag} with extra_keys {keys!r:.60}; expected an array or nil")
-        keys, salt = _split_extra_keys(keys, lora_name, parent is None) if any(keys) else (None, None)
+        ids_have_offsets = "type" in fields  # a map: 0.24 and later
+        keys, salt = _split_extra_keys(keys, lora_name, parent is None, ids_have_offsets) if any(keys) else (None, None)
     kind = wire.text_of(tag, fields, "kv_cache_spec_kind")
     return EngineStored(
         hashes=hashes,
@@ -85,18 +99,25 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         tier=tier,
         group=group,
         adapter=wire.adapter_of(tag, fields),
+        adapter_named=wire.is_adapter_named(fields),
         salt=salt,
         extra_keys=keys,
         kind=None if kind is None else AttentionKind.of(kind),
         window_tokens=_window(tag, fields),
         lookahead_tokens=_lookahead(tag, fields),
         offloaded=tier is not Tier.HBM,
+        removal_told=removal_told,
     )
 
 
 def _tier(tag: str, fields: wire.Fields) -> Tier:
     medium = fields.get("medium")
-    tier = Tier.HBM if medium is None or medium == "GPU" else parse_tier(medium)
+    if medium is None or medium == "GPU":
+        tier = Tier.HBM
+    elif medium in _SHARED_STORES:
+        return Tier.OBJECT_STORE
+    else:
+        tier = parse_tier(medium)
     locality = fields.get("locality")
     if locality is None or locality == "LOCAL":
         return tier
@@ -107,6 +128,11 @@ def _tier(tag: str, fields: wire.Fields) -> Tier:
     if remote is None:
         raise UnknownTier(f"{tag} of remote {tier.label}, for which there is no tier")
     return remote
+
+
+def _is_removal_told(fields: wire.Fields) -> bool:
+    """Does an event say when the blocks are gone? A tier that names itself as their owner says so."""
+    return fields.get("medium") in _TOLD_MEDIA or fields.get("ownership") is not None
 
 
 def _group(tag: str, fields: wire.Fields) -> int:
@@ -135,14 +161,24 @@ def _lookahead(tag: str, fields: wire.Fields) -> int:
     return max((len(tokens) for tokens in ahead if tokens), default=0)
 
 
+def _untagged(key: Any) -> Sequence[Any]:
+    """A key as events have it, of one that says what it is."""
+    if not isinstance(key, (list, tuple)) or len(key) < 2 or (key[0], type(key[1])) not in _TAGS:
+        return (key,)
+    if key[0] == "lora":
+        return (key[1],)
+    return (key[1:],) if key[0] == "mm" else (key[1],)
+
+
 def _split_extra_keys(
-    keys: Sequence[Any], lora_name: str | None, first_is_root: bool
+    keys: Sequence[Any], lora_name: str | None, first_is_root: bool, ids_have_offsets: bool
 ) -> tuple[list[ExtraKeys] | None, str | None]:
     """(canonical keys without salt, one entry a block; salt or None) of an event's `extra_keys`.
 
     vLLM writes LoRA name, multimodal keys, salt (first block of a prompt only), embedding digest. A text after the LoRA
-    name in a prompt's first block is taken for the salt; in versions that write multimodal identifiers without an offset
-    that may be wrong. Raises EngineEventError for keys that are not of this form.
+    name in a prompt's first block is the salt. Versions that write events as arrays may write a multimodal identifier
+    without its offset, as text too: one that has the form of a content hash is not taken for a salt. Keys that say themselves
+    what they are (0.33's own, `_TAGS`) are understood. Raises EngineEventError for keys that are not of this form.
     """
     salt: str | None = None
     canonical: list[ExtraKeys] = []
@@ -153,12 +189,17 @@ def _split_extra_keys(
             continue
         if not isinstance(entry, (list, tuple)):
             raise EngineEventError(f"extra keys of block {i} are {entry!r:.60}; expected an array or nil")
-        rest = list(entry)
+        rest = [one for key in entry for one in _untagged(key)]
         if lora_name is not None and rest[0] == lora_name:
             del rest[0]
         kept: list[Any] = []
         for key in rest:
-            if i == 0 and first_is_root and isinstance(key, str):
+            if (
+                i == 0
+                and first_is_root
+                and isinstance(key, str)
+                and (ids_have_offsets or not _CONTENT_HASH.search(key))
+            ):
                 if salt is not None:  # two texts: the earlier one was a multimodal identifier
                     kept.append(salt)
                 salt = key

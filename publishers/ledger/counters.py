@@ -17,6 +17,10 @@ class LedgerCounters:
     """Token ids beyond 32 bits, or not a full block's each, or an adapter or salt that can't name a scope."""
     other_block_size: int = 0
     placeholder_unknown: int = 0
+    adapter_unnamed: int = 0
+    """Left out: of an adapter whose name neither the engine nor the settings tell."""
+    removal_untold: int = 0
+    """Left out: stored by a connector where nobody tells their removal."""
     withdrawn: int = 0
     restored: int = 0
     judged_removals: int = 0

@@ -21,6 +21,7 @@ In doubt everything here under-reports: a count never exceeds the engine's own.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
@@ -39,6 +40,7 @@ from kvatlas.events import (
 )
 from publishers.ledger import dump as ledger_dump
 from publishers.ledger.block import Block
+from publishers.ledger.connector_blocks import ConnectorBlocks
 from publishers.ledger.counters import LedgerCounters
 from publishers.ledger.engine_groups import EngineGroups
 from publishers.ledger.holdings import Holdings
@@ -70,6 +72,7 @@ class Ledger:
 
     def empty(self) -> None:
         """Forget everything. No event says so: the caller starts a new incarnation."""
+        self._connector = ConnectorBlocks(self.counters, self._holds, keep=self.settings.keep_untold)
         self.groups = EngineGroups(self.settings)
         self.reuse = self.groups.reuse(None)
         self._regrouped = False
@@ -150,12 +153,20 @@ class Ledger:
         cleared = False
         for event in batch.events:
             if isinstance(event, EngineStored):
+                if not event.adapter_named:
+                    named = self.settings.adapter_ids.get(event.adapter or "")
+                    if named is None:
+                        self.counters.adapter_unnamed += len(event.hashes)
+                        self._resolver.uses_keys = True
+                        continue
+                    event = replace(event, adapter=named, adapter_named=True)
                 if not self._resolver.uses_keys and has_keys(event):
                     self._resolver.uses_keys = True
                     residency.forget_unproven()
-                residency.store(event)
+                for part in self._connector.stored(event, self.block_size) if event.offloaded else (event,):
+                    residency.store(part)
             elif isinstance(event, EngineRemoved):
-                residency.remove(event)
+                residency.remove(event if event.tier is Tier.HBM else self._connector.removed(event))
             else:
                 residency.clear(event)
                 cleared = True
@@ -165,6 +176,11 @@ class Ledger:
             residency.forget(forgotten)
             self.counters.forgotten += len(forgotten)
         return events
+
+    def expire(self) -> list[EngineRemoved]:
+        """The removals of blocks that have not been stored again since four calls ago, and whose removal nobody tells. They are
+        to be folded."""
+        return self._connector.expire()
 
     def forget_adapter(self, adapter: str) -> list[IndexEvent]:
         """The engine has loaded the adapter again from elsewhere: no request will use what it computed before, whose blocks
@@ -292,6 +308,10 @@ class Ledger:
             for name in holding.counts:
                 yield holding.tier, holding.group, name
 
+    def _holds(self, tier: Tier, group: int, name: EngineHash) -> bool:
+        holding = self._residency.holdings.by_group.get((tier, group))
+        return holding is not None and name in holding.counts
+
     def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:
         """What is announced now: (scope id, tier, engine hash, sequence hash), one for each engine hash that holds it."""
         tiers = {holding.tier: holding for holding in self._residency.holdings.indexed}
@@ -327,6 +347,7 @@ class Ledger:
             ledger._begin(Holdings(), saved.block_size)
             ledger._resolver.uses_keys = True  # it is not saved; perhaps less is claimed than is held
             ledger._restore(saved)
+            ledger._connector.restore(ledger.resident())
         except (LookupError, TypeError, ValueError) as error:
             raise InvalidValue(f"saved ledger contradicts itself: {error}") from error
         return ledger

@@ -1,6 +1,7 @@
 """What the ledger can't learn from the engine's events."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, Scope
@@ -17,6 +18,8 @@ class LedgerSettings:
     attention too, of which the events say nothing. `set_semantics`: the engine
     announces hits again, so a copy counts once however often it is announced (vLLM with `kv_cache_report_mode="full"`).
     `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
+    `adapter_ids`: the names of adapters by the ids of an engine that tells no names; of others' blocks nothing is held.
+    `keep_untold`: hold blocks whose removal nobody tells, until `Ledger.expire` says so.
     Raises InvalidValue for sizes below 1 or names that can't be a scope's.
     """
 
@@ -33,6 +36,8 @@ class LedgerSettings:
     eagle: bool = False
     eagle_groups: frozenset[int] = frozenset()
     hybrid: bool = False
+    keep_untold: bool = False
+    adapter_ids: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Scope(self.model_id, self.tokenizer_id, None, self.tenant_id)

@@ -112,8 +112,20 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             (*PUBLISH, "--engine", "lmcache"),
             2,
-            "kvatlas publish: --engine is 'lmcache'; expected 'vllm', 'sglang' or 'mock', the kinds whose events and metrics "
-            "can be read",
+            "kvatlas publish: --engine is 'lmcache'; expected 'vllm', 'sglang', 'tensorrt_llm' or 'mock', the kinds whose "
+            "events can be read",
+        ),
+        (
+            (*PUBLISH, "--engine", "tensorrt_llm", "--engine-url", "http://127.0.0.1:1"),
+            2,
+            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: TensorRT-LLM's events are read at "
+            "--engine-url",
+        ),
+        (
+            (*PUBLISH, "--engine", "tensorrt_llm"),
+            2,
+            "kvatlas publish: --engine-url (or KVATLAS_ENGINE_URL) is missing; expected trtllm-serve's HTTP address, where "
+            "events are read",
         ),
         (
             (*PUBLISH, "--endpoint", "http://x"),
@@ -137,10 +149,10 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "model, tokenizer, tenant, advertise",
         ),
         (
-            ("up", "--engine", "http://127.0.0.1:1,engine=tensorrt_llm"),
+            ("up", "--engine", "http://127.0.0.1:1,engine=lmcache"),
             2,
-            "kvatlas up: --engine's engine is 'tensorrt_llm'; expected 'vllm', 'sglang' or 'mock', the kinds whose events and "
-            "metrics can be read",
+            "kvatlas up: --engine's engine is 'lmcache'; expected 'vllm', 'sglang', 'tensorrt_llm' or 'mock', the kinds whose "
+            "events can be read",
         ),
         (
             ("up", "--engine", "http://127.0.0.1:1,worker=a/b"),

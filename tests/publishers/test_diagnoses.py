@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgpack
 import pytest
 from nats.aio.client import Client
 
@@ -89,6 +90,18 @@ async def test_an_address_where_no_event_socket_listens_is_named(nats_client: Cl
         assert found.seen.startswith(f"replay socket {engine.replay_endpoint} answers, but event socket")
         assert found.seen.endswith("what listens there is no event socket")
         assert publisher.engine_state.value == "down"
+
+
+async def test_another_data_parallel_rank_is_named_and_not_published(nats_client: Client, nats_url: str) -> None:
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
+        await engine.send(msgpack.packb([1.0, [], 2]))
+        await until(lambda: publisher.counters.engine_batches == 1, what="the feed's rank is heard")
+        await engine.send(*payloads[:5])
+        found = await diagnosed(publisher)
+        assert found.seen == "the feed has batches of data-parallel rank 0, but the worker is rank 2: they are ignored"
+        assert found.cure == "set --dp-rank 0, or --endpoint to the socket of rank 2"
+        assert publisher.counters.feed_unheard == 5 and publisher.ledger.announced_blocks == 0
 
 
 async def test_another_block_size_is_named(nats_client: Client, nats_url: str) -> None:

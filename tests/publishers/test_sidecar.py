@@ -44,9 +44,10 @@ async def test_a_recording_ends_in_what_the_engine_held(
     nats_client: Client, nats_url: str, name: str, kind: EngineKind
 ) -> None:
     head, payloads = recording(name)
-    async with FakeEngine() as engine, sidecar(engine, nats_url, engine=kind) as publisher:
+    ids = {"1": "adapter-1", "2": "adapter-2"}  # vLLM 0.11 tells no names
+    async with FakeEngine() as engine, sidecar(engine, nats_url, engine=kind, adapter_ids=ids) as publisher:
         await engine.send(*payloads)
-        ledger = ledger_of(kind, payloads)
+        ledger = ledger_of(kind, payloads, adapter_ids=ids)
         await assert_published(nats_client, publisher, ledger)
         assert ledger.digest.blocks >= len(head["expected_usable"]) > 0
         assert publisher.counters.engine_batches == len(payloads)

@@ -14,6 +14,7 @@ from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
 from publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine, recording
+from tests.publishers.published_stream import read_stream
 from tests.publishers.sidecars import assert_published, ledger_of, settings, sidecar
 
 pytestmark = pytest.mark.anyio
@@ -52,6 +53,25 @@ async def test_a_draining_worker_says_so_and_is_published_on(nats_client: Client
                 pass
         await engine.send(*payloads)
         await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
+
+
+async def test_known_blocks_are_dropped_on_request_before_the_engine_says_so(
+    nats_client: Client, nats_url: str
+) -> None:
+    """An engine whose cache was reset tells it with its next batch only."""
+    port = free_port()
+    _, payloads = recording("vllm-0.33.0")
+    async with FakeEngine() as engine, sidecar(engine, nats_url, status_port=port) as publisher:
+        await engine.send(*payloads[:40])
+        await until(lambda: publisher.ledger.announced_blocks, what="blocks are held")
+        await until(lambda: publisher.counters.engine_batches == 40, what="all batches are taken")
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as page:
+            assert (await page.get("/clear")).status_code == 405
+            assert (await page.post("/clear")).text == "1 workers: all known blocks are dropped\n"
+        assert publisher.ledger.announced_blocks == 0
+        await publisher.flush()
+        published = await read_stream(nats_client)
+        assert await published.index.digest("w") == publisher.ledger.digest_words
 
 
 async def test_an_engine_that_is_down_does_not_drain(nats_url: str) -> None:

@@ -243,6 +243,44 @@ def test_canonical_extra_keys_have_no_lora_and_no_salt(
     assert (event.extra_keys, event.salt) == (canonical, salt)
 
 
+IMAGE = "9f" * 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "canonical", "salt"),
+    [
+        ([[IMAGE]], [[IMAGE]], None),
+        ([["l", f"l:{IMAGE}"]], [[f"l:{IMAGE}"]], None),
+        ([[IMAGE, "acme"]], [[IMAGE]], "acme"),
+        ([["acme"]], None, "acme"),
+    ],
+)
+def test_an_image_alone_in_a_first_block_is_no_salt_where_events_are_arrays(
+    keys: list[Any], canonical: list[Any] | None, salt: str | None
+) -> None:
+    event = only(["BlockStored", [1], None, [1, 2], 2, None, "GPU", "l" if keys[0][0] == "l" else None, keys])
+    assert (event.extra_keys, event.salt) == (canonical, salt)
+
+
+def test_where_images_have_offsets_a_text_of_any_form_is_a_salt() -> None:
+    event = only(stored(extra_keys=[[[IMAGE, 0], IMAGE], None]))
+    assert (event.extra_keys, event.salt) == ([[[IMAGE, 0]], None], IMAGE)
+
+
+def test_keys_that_say_what_they_are_are_the_same_as_those_that_do_not() -> None:
+    tagged = [["lora", "l", "/path"], ["mm", IMAGE, 3], ["cache_salt", "acme"], ["prompt_embeds", b"\x01"]]
+    event = only(stored(extra_keys=[tagged, [["lora", "l", "/path"]]], lora_name="l"))
+    assert (event.extra_keys, event.salt) == ([[[IMAGE, 3], b"\x01"], None], "acme")
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    ("fields", "named"), [({"lora_id": 4}, False), ({"lora_id": 4, "lora_name": "sql"}, True), ({}, True)]
+)
+def test_an_adapters_id_is_not_its_name(kind: EngineKind, fields: dict[str, Any], named: bool) -> None:
+    assert only(stored(**fields), kind=kind).adapter_named is named
+
+
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(
     "event",

@@ -9,7 +9,7 @@ from kvatlas.fleet.records import EngineKind, EngineState
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
 from publishers.engines.metrics import LoadContext
-from publishers.engines.poller import FAILURES_TO_DOWN, POLLS_A_LISTING, EnginePoller
+from publishers.engines.poller import FAILURES_TO_DOWN, EnginePoller
 from tests.publishers.engines.engine_http import EngineHttp, engine_http
 
 pytestmark = pytest.mark.anyio
@@ -74,12 +74,22 @@ async def test_an_adapter_with_another_root_has_moved(engine: EngineHttp) -> Non
         cards: list[dict[str, object]] = [{"id": "m", "root": "/m", "parent": None}]
         cards += [{"id": "lora", "root": root, "parent": "m"}, {"id": 5, "root": 5, "parent": "m"}] if root else []
         engine.pages["/v1/models"] = (200, json.dumps({"data": cards}))
-        for _ in range(POLLS_A_LISTING):
-            await poller.poll_once()
-    engine.pages["/v1/models"] = (200, "[5]")
-    for _ in range(POLLS_A_LISTING):
         await poller.poll_once()
+    engine.pages["/v1/models"] = (200, "[5]")
+    await poller.poll_once()
     assert moved == ["lora"]
+
+
+@pytest.mark.parametrize(("kind", "page"), [(EngineKind.VLLM, "/weight_info"), (EngineKind.SGLANG, "/get_model_info")])
+async def test_another_weight_version_is_new_weights(engine: EngineHttp, kind: EngineKind, page: str) -> None:
+    found: list[str] = []
+    context = LoadContext("w", kind)
+    poller = EnginePoller(engine.url, context, PublisherCounters(), Diagnoses("w"), on_new_weights=found.append)
+    engine.pages = {"/health": (200, ""), "/metrics": (200, "")}
+    for answer in ('{"weight_version": "a"}', '{"weight_version": "a"}', "[5]", '{"weight_version": "b"}', "{}"):
+        engine.pages[page] = (200, answer)
+        await poller.poll_once()
+    assert found == ["b"]
 
 
 async def test_another_process_start_time_is_a_restart(engine: EngineHttp) -> None:

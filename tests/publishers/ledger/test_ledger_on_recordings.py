@@ -11,7 +11,9 @@ from publishers.ledger.ledger import Ledger, LedgerSettings
 from tests.publishers.ledger.naive_ledger import FoldedIndex, NaiveLedger
 from tests.publishers.recordings import FILES, Held, Recording, read_recording
 
-SETTINGS = LedgerSettings("m", "t")
+ADAPTER_IDS = {"1": "1", "2": "2"}
+"""vLLM 0.11 tells ids only."""
+SETTINGS = LedgerSettings("m", "t", adapter_ids=ADAPTER_IDS)
 
 
 @pytest.fixture(params=FILES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
@@ -42,7 +44,7 @@ def test_the_ledger_holds_and_announces_exactly_what_the_engine_has(recording: R
 
 @pytest.mark.parametrize("granularity", [1, 4])
 def test_the_thinned_closure_is_announced_after_every_batch(recording: Recording, granularity: int) -> None:
-    ledger = Ledger(LedgerSettings("m", "t", granularity=granularity))
+    ledger = Ledger(LedgerSettings("m", "t", granularity=granularity, adapter_ids=ADAPTER_IDS))
     index, naive = FoldedIndex(granularity), NaiveLedger(recording.block_size, granularity)
     for i, (_, payload) in enumerate(recording.batches):
         batch = decode_batch(recording.kind, payload)
@@ -57,7 +59,7 @@ def test_the_thinned_closure_is_announced_after_every_batch(recording: Recording
 
 @pytest.mark.parametrize("granularity", [1, 4])
 def test_a_ledger_goes_on_after_a_dump_and_a_load(recording: Recording, granularity: int) -> None:
-    settings = LedgerSettings("m", "t", granularity=granularity)
+    settings = LedgerSettings("m", "t", granularity=granularity, adapter_ids=ADAPTER_IDS)
     straight, ledger, index = Ledger(settings), Ledger(settings), FoldedIndex(granularity)
     for i, (_, payload) in enumerate(recording.batches):
         batch = decode_batch(recording.kind, payload)
@@ -74,7 +76,7 @@ def test_a_ledger_goes_on_after_a_dump_and_a_load(recording: Recording, granular
 
 
 def test_set_semantics_would_lose_blocks_of_an_engine_that_counts(recording: Recording) -> None:
-    ledger = Ledger(LedgerSettings("m", "t", set_semantics=True))
+    ledger = Ledger(LedgerSettings("m", "t", set_semantics=True, adapter_ids=ADAPTER_IDS))
     for _, payload in recording.batches:
         ledger.fold(decode_batch(recording.kind, payload))
     assert len(recording.expected_resident - set(ledger.resident())) == recording.a_set_fold_would_miss

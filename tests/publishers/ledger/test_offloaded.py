@@ -47,7 +47,7 @@ def test_an_engine_without_keys_is_believed_and_no_longer_once_it_uses_one() -> 
 def test_offloaded_blocks_do_not_teach_the_block_size() -> None:
     one = ledger()
     fold(one, store([1]))
-    chunk = EngineStored([50], None, list(range(100, 108)), 8, tier=Tier.CPU_DRAM, offloaded=True)
+    chunk = EngineStored([50], None, list(range(100, 107)), 7, tier=Tier.CPU_DRAM, offloaded=True)
     assert fold(one, chunk) == [] and one.block_size == 2 and one.announced_blocks == 1
 
 

@@ -1,0 +1,61 @@
+"""An engine whose KV events are read over HTTP, each once (TensorRT-LLM): its reader and its publisher.
+
+Nothing is saved: what the engine gave away after the last save is lost, and no answer tells one engine process from another. So
+its publisher starts empty, and learns of blocks as the engine stores them.
+"""
+
+import logging
+from collections.abc import Callable
+
+import anyio
+import zmq.asyncio
+from nats.aio.client import Client
+
+from kvatlas.settings import PublishSettings
+from publishers.feed.dead_letters import DeadLetters
+from publishers.feed.event_drain import EventDrain
+from publishers.publisher import Publisher
+from publishers.settings import PublisherSettings
+
+log = logging.getLogger("kvatlas.publisher")
+
+
+class DrainedEngine:
+    """One such engine; it has the methods of `publishers.sidecar.EngineSidecar`."""
+
+    def __init__(self, settings: PublishSettings) -> None:
+        self._settings = PublisherSettings.of(settings)
+        self.worker_id = self._settings.worker_id
+        letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
+        self._dead_letters = DeadLetters(letters, self.worker_id)
+
+    def open(self, client: Client, context: zmq.asyncio.Context) -> None:
+        """Opens no socket: events are asked for over HTTP."""
+        self._publisher = publisher = Publisher(self._settings, nats=client, begin=False)
+        assert self._settings.engine_url is not None, "settings of a drained engine have its address"
+        self._drain = EventDrain(
+            self._settings.engine_url,
+            self.worker_id,
+            publisher.counters,
+            publisher.diagnoses,
+            self._dead_letters,
+            on_batch=publisher.record,
+            on_empty=publisher.start_over,
+        )
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    async def run(self, ready: Callable[[Publisher], None]) -> None:
+        """Publish until cancelled; after `open`."""
+        publisher = self._publisher
+        assert publisher.poller is not None, "settings of a drained engine have its address"
+        await publisher.poller.poll_once()
+        async with publisher:
+            publisher.begin_publishing()
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._drain.run)
+                    ready(publisher)
+            finally:
+                await publisher.close_gently()

@@ -1,0 +1,104 @@
+"""The engine adapters and what each is tested with. A new adapter is one file in `publishers/engines`, its recordings, and a
+line here: `test_conformance.py` says what it must do.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from kvatlas.errors import EngineEventError
+from kvatlas.events import EngineBatch
+from kvatlas.fleet.records import EngineKind
+from publishers.engines import decode_batch
+from publishers.engines.tensorrt_llm import EventDecoder, read_records
+from publishers.ledger.ledger import Ledger, LedgerSettings
+from tests.publishers.recordings import FILES, read_recording
+from tests.publishers.trtllm_serve import BLOCK, TrtllmServe
+
+Decode = Callable[[bytes], EngineBatch]
+
+
+@dataclass(frozen=True)
+class AdapterCase:
+    """`decoder()` makes one for a new engine process; what it returns raises EngineEventError alone. `payloads` are what the
+    engine sent, in order; `blocks`: how many are announced at the end."""
+
+    name: str
+    decoder: Callable[[], Decode]
+    payloads: Sequence[bytes]
+    blocks: int
+    settings: dict[str, object] = field(default_factory=dict)
+
+    def ledger(self) -> Ledger:
+        return Ledger(LedgerSettings("m", "t", **self.settings))  # type: ignore[arg-type]
+
+
+def _zmq(kind: EngineKind) -> Callable[[], Decode]:
+    return lambda: lambda payload: decode_batch(kind, payload)
+
+
+def _drained() -> Decode:
+    decoder = EventDecoder()
+
+    def decode(body: bytes) -> EngineBatch:
+        events = []
+        skipped = []
+        lost = False
+        for record in read_records(body):
+            try:
+                events += decoder.decode(record)
+            except EngineEventError as error:
+                skipped.append(str(error))
+                if record.kind != "stored":
+                    lost = True
+                    events.clear()
+        return EngineBatch(events, skipped=skipped, lost=lost)
+
+    return decode
+
+
+def _trtllm_answers() -> Sequence[bytes]:
+    """Of an engine whose cache is small: prompts that share heads, evicted leaf first, some by way of the second level."""
+    engine, rng = TrtllmServe(), random.Random(7)
+    known: dict[tuple[int, ...], int] = {}
+    level: dict[int, int] = {}
+    answers = []
+    for _ in range(120):
+        topic, length = rng.randrange(4), rng.randint(1, 6) * BLOCK
+        prompt = [topic * 1_000 + at for at in range(2 * BLOCK)] + [rng.randrange(3) for _ in range(length)]
+        depth = 0
+        while tuple(prompt[: depth + BLOCK]) in known and depth < len(prompt):
+            depth += BLOCK
+        if depth < len(prompt):
+            names = engine.store(prompt[depth:], known.get(tuple(prompt[:depth])))
+            for at, name in enumerate(names):
+                known[tuple(prompt[: depth + (at + 1) * BLOCK])] = name
+                level[name] = 0
+        while len(known) > 40:
+            leaves = [
+                one for one in known if not any(len(other) > len(one) and other[: len(one)] == one for other in known)
+            ]
+            leaf = rng.choice(leaves)
+            name = known[leaf]
+            if level[name] == 0 and rng.random() < 0.3:
+                engine.move(name, 0, 1)
+                level[name] = 1
+                continue
+            engine.remove(name)
+            del known[leaf]
+        if rng.random() < 0.5:
+            answers.append(engine.drain())
+    return [*answers, engine.drain()]
+
+
+@cache
+def cases() -> Sequence[AdapterCase]:
+    found = []
+    for file in FILES:
+        one = read_recording(file)
+        settings: dict[str, object] = {"adapter_ids": {"1": "1", "2": "2"}}  # vLLM 0.11 tells no adapters' names
+        payloads = [payload for _, payload in one.batches]
+        found.append(AdapterCase(one.name, _zmq(one.kind), payloads, len(one.expected_usable), settings))
+    drained = AdapterCase("tensorrt_llm", _drained, _trtllm_answers(), 40, {"set_semantics": True})
+    return [*found, drained]
