@@ -18,7 +18,7 @@ from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
 from kvatlas.index.holder_entries import depths_by_number, entries_of
-from kvatlas.index.mark_lookup import MarkedHolder, check_reach, walk_positions
+from kvatlas.index.mark_lookup import MarkedHolder, check_reach, has_mark, walk_positions
 from kvatlas.index.protocol import (
     ApplyResult,
     PartitionBatch,
@@ -274,12 +274,16 @@ class RedisIndex(DirectWrites):
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         found: list[Residency] = []
+        key = sequence_hash.to_bytes(HASH_BYTES, "little")
         for reader in self._readers:
             keys = [reader.keys.blocks(scope.scope_id), reader.keys.active]
-            flat = await self._functions.call_ro("kvatlas_locate", keys, [sequence_hash.to_bytes(HASH_BYTES, "little")])
+            flat = await self._functions.call_ro("kvatlas_locate", keys, [key])
+            marked = await reader.dropped() if flat else {}
+            marks = await reader.marks(scope.scope_id, key) if marked else {}
             for flags, holder, worker_id in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
                 _, block_bytes = (await reader.touched(holder)).get(scope.scope_id, (0, 0))
-                found += _residencies(scope, sequence_hash, worker_id.decode(), flags, block_bytes)
+                resumable = has_mark(marks.get(key), holder) if holder in marked else None
+                found += _residencies(scope, sequence_hash, worker_id.decode(), flags, block_bytes, resumable)
         return sorted(found, key=lambda residency: (residency.worker_id, residency.tier))
 
     async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
@@ -312,17 +316,21 @@ class RedisIndex(DirectWrites):
         for reader in self._readers if worker_id is None else [self._reader_of(worker_id)]:
             active = {h: name for h, name in (await reader.active()).items() if worker_id in (None, name)}
             touched = {holder: await reader.touched(holder) for holder in active}
+            marked = active.keys() & (await reader.dropped()).keys()
             for scope_id in sorted({scope_id for scopes in touched.values() for scope_id in scopes}):
                 if not await reader.has_blocks(scope_id):
                     continue  # it may be forgotten
                 scope = await self._registry.scope(scope_id)
-                async for key, value in reader.blocks(scope_id):
-                    sequence_hash = int.from_bytes(key, "little")
-                    for holder, flags in entries_of(value):
-                        if holder in active:
-                            _, block_bytes = touched[holder].get(scope_id, (0, 0))
-                            for residency in _residencies(scope, sequence_hash, active[holder], flags, block_bytes):
-                                yield residency
+                async for blocks in reader.block_batches(scope_id):
+                    marks = await reader.marks(scope_id, b"".join(key for key, _ in blocks)) if marked else {}
+                    for key, value in blocks:
+                        for holder, flags in entries_of(value):
+                            if holder in active:
+                                _, block_bytes = touched[holder].get(scope_id, (0, 0))
+                                resumable = has_mark(marks.get(key), holder) if holder in marked else None
+                                name, number = active[holder], int.from_bytes(key, "little")
+                                for one in _residencies(scope, number, name, flags, block_bytes, resumable):
+                                    yield one
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
         reader = self._reader_of(worker_id)
@@ -395,6 +403,11 @@ class RedisIndex(DirectWrites):
         return self._readers[shard_of(partition_of(worker_id, self.partitions), self.shards)]
 
 
-def _residencies(scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int) -> list[Residency]:
+def _residencies(
+    scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int, resumable: bool | None
+) -> list[Residency]:
     pinned = bool(flags & FLAG_PINNED)
-    return [Residency(scope, sequence_hash, worker_id, tier, block_bytes, pinned=pinned) for tier in tiers_of(flags)]
+    return [
+        Residency(scope, sequence_hash, worker_id, tier, block_bytes, pinned=pinned, resumable=resumable)
+        for tier in tiers_of(flags)
+    ]
