@@ -9,6 +9,8 @@ from publishers.engines import decode_batch
 from publishers.ledger.ledger import Ledger
 from publishers.settings import PublisherSettings
 from publishers.stream.changelog import Changelog, IncarnationReason
+from router_client import Prompt, RouterClient
+from tests.router_client.pools import CountingFleet
 
 
 class SocketlessWorker:
@@ -57,3 +59,11 @@ class SocketlessWorker:
         [record] = await self.index.records(0)
         assert not record.bad
         assert await self.index.digest(self.settings.worker_id) == self.ledger.digest_words
+
+    async def usable_tokens(self, prompt: Prompt) -> int:
+        """What a router finds: how many of the prompt's tokens this worker's engine would reuse."""
+        if not self.ledger.block_size:
+            return 0
+        async with RouterClient(self.index, CountingFleet({self.settings.worker_id: self.record})) as router:
+            found = (await router.overlap(prompt)).of(self.settings.worker_id)
+        return found.usable_tokens if found is not None else 0

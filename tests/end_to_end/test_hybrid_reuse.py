@@ -32,7 +32,6 @@ from tests.publishers.hybrid_recordings import (
     read_hybrid_recording,
 )
 from tests.publishers.sidecars import sidecar
-from tests.router_client.pools import CountingFleet
 
 pytestmark = pytest.mark.anyio
 
@@ -49,13 +48,6 @@ def settings_of(recording: HybridRecording) -> PublisherSettings:
 def prompt_of(ask: Ask, model: str = MODEL) -> Prompt:
     reading = CacheReading(skip=True) if ask.skip else CacheReading()
     return Prompt.of_tokens(Scope(model, model, ask.adapter), ask.tokens, reading=reading)
-
-
-async def usable_tokens(index: ResidencyIndex, worker: SocketlessWorker, ask: Ask) -> int:
-    records = {"w": worker.record} if worker.ledger.block_size else {}
-    async with RouterClient(index, CountingFleet(records)) as router:
-        found = (await router.overlap(prompt_of(ask))).of("w")
-    return found.usable_tokens if found is not None else 0
 
 
 async def differences(index: ResidencyIndex, worker: SocketlessWorker, ask: Ask) -> Sequence[tuple[str, int, int]]:
@@ -81,7 +73,7 @@ async def test_a_router_finds_usable_what_the_engine_reuses(path: Path, fresh_va
                 await worker.forget_adapter("adapter-1")
             else:
                 real.append(step.hit)
-                predicted.append(await usable_tokens(index, worker, step))
+                predicted.append(await worker.usable_tokens(prompt_of(step)))
                 if i % 10 == 0:
                     assert await differences(index, worker, step) == ()
         await worker.check()
