@@ -96,7 +96,8 @@ class EngineSettings(Settings):
 
     @field_validator("groups")
     @classmethod
-    def _check_groups(cls, groups: tuple[str, ...]) -> tuple[str, ...]:
+    def check_groups(cls, groups: tuple[str, ...]) -> tuple[str, ...]:
+        """Raises ValueError for groups that no engine has."""
         parsed = [CacheGroup.parse(text) for text in groups]
         if sum(group.is_full for group in parsed) != 1:
             raise ValueError("expected exactly one group of full attention")

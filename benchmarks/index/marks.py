@@ -15,6 +15,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.mark_lookup import HEAD_SUFFIX, SEGMENT
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.store.connection import Store
 
@@ -59,10 +60,10 @@ async def measure(store: Store) -> list[Result]:
 async def _longest_call_ms(store: Store, chain: bytes, limit: int) -> float:
     """The processor time, in the store, of the longest of the calls that a lookup takes."""
     k = ShardKeys(0)
-    keys = [k.blocks(SCOPE.scope_id), k.meta, k.marked, k.marks(SCOPE.scope_id)]
+    keys, functions = [k.blocks(SCOPE.scope_id), k.meta, k.marked, k.marks(SCOPE.scope_id)], IndexFunctions(store)
     cursors = [b""]
     while True:
-        *_, cursor = await store.fcall_ro("kvatlas_overlap", keys, [chain, SEGMENT, 0, limit, cursors[-1]])
+        *_, cursor = await functions.call_ro("kvatlas_overlap", keys, [chain, SEGMENT, 0, limit, cursors[-1]])
         if not cursor:
             break
         cursors.append(cursor)
@@ -70,7 +71,7 @@ async def _longest_call_ms(store: Store, chain: bytes, limit: int) -> float:
     for cursor in cursors:
         before = await _store_cpu_s(store)
         for _ in range(20):
-            await store.fcall_ro("kvatlas_overlap", keys, [chain, SEGMENT, 0, limit, cursor])
+            await functions.call_ro("kvatlas_overlap", keys, [chain, SEGMENT, 0, limit, cursor])
         longest = max(longest, (await _store_cpu_s(store) - before) / 20 * 1e3)
     return longest
 
