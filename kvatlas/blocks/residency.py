@@ -121,6 +121,12 @@ class ShardRuns(NamedTuple):
         return runs
 
 
+def depths_by_holder(values: Sequence[bytes], lengths: Sequence[int]) -> dict[int, int]:
+    """How many leading blocks each holder of the first run has, by its number."""
+    runs = _runs_by_holder(tuple(values), tuple(lengths))
+    return {holder: sum(length for length, _ in found) for holder, found in runs.items()}
+
+
 @lru_cache(maxsize=512)
 def _runs_by_holder(values: tuple[bytes, ...], lengths: tuple[int, ...]) -> Mapping[int, WorkerRuns]:
     """By holder's number; routers see the same few values again and again."""

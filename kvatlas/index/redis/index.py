@@ -10,7 +10,7 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency, ShardRuns
+from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency, ShardRuns, depths_by_holder
 from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
 from kvatlas.errors import InvalidValue, NoIndexYet, NotSupported
 from kvatlas.identity import Scope, partition_of, shard_of
@@ -35,8 +35,10 @@ from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.layout import check_suitable, layout_errors, make_layout, read_layout
 from kvatlas.index.redis.records import (
+    OverlapAnswer,
     pack_incarnation,
     pack_position,
+    pack_reach,
     unpack_incarnation,
     unpack_position,
     unpack_reach,
@@ -238,20 +240,48 @@ class RedisIndex(DirectWrites):
 
     async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int, reach: tuple[int, int]) -> Overlap:
         args = [hashes, stride, *reach]
-        calls = [([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], [*args, b""]) for k in self._keys]
+        calls = [([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], args) for k in self._keys]
         for attempt in range(_NAME_TRIES):
             answers = await self._functions.call_ro_many("kvatlas_overlap", calls)
             shards = []
             for names, (keys, _), answer in zip(self._names, calls, answers, strict=True):
-                version, values, lengths, packed, cursor = answer
+                version = answer[0]
                 if names.version != version:
                     await names.read(self._functions)
                 if names.version == version or attempt == _NAME_TRIES - 1:
-                    found = await self._reach(keys, args, packed, cursor) if packed or cursor else {}
-                    shards.append(ShardRuns(values, lengths, names.at(version), found))
+                    values, lengths, positions = await self._complete(keys, args, OverlapAnswer(*answer))
+                    shards.append(ShardRuns(values, lengths, names.at(version), positions))
             if len(shards) == self.shards:
                 break
         return Overlap(shards, len(hashes) // HASH_BYTES)
+
+    async def _complete(
+        self, keys: Sequence[str], args: Sequence[Any], answer: OverlapAnswer
+    ) -> tuple[Sequence[bytes], Sequence[int], dict[int, int]]:
+        """Values, lengths, and each marked holder's position. One call does bounded work, and may leave some to the next."""
+        hashes, stride, first_index, limit = args
+        values, lengths, at = answer.values, answer.lengths, answer.next
+        while at:
+            more = OverlapAnswer(
+                *await self._functions.call_ro("kvatlas_overlap", keys, [hashes[at * HASH_BYTES :], stride, "", 0])
+            )
+            if more.values and more.values[0] == values[-1]:
+                lengths = [*lengths[:-1], lengths[-1] + more.lengths[0], *more.lengths[1:]]
+                values = [*values, *more.values[1:]]
+            else:
+                values, lengths = [*values, *more.values], [*lengths, *more.lengths]
+            at = at + more.next if more.next else 0
+        found = unpack_reach(answer.reach)
+        left = answer.left
+        if left:
+            depths = depths_by_holder(values, lengths)
+            left = pack_reach(
+                {number: min(below, first_index + depths[number]) for number, below in unpack_reach(left).items()}
+            )
+        while left:
+            packed, left = await self._functions.call_ro("kvatlas_resume", keys[2:], [hashes, first_index, limit, left])
+            found |= unpack_reach(packed)
+        return values, lengths, found
 
     async def _walk_marks(
         self, reader: ShardReader, scope_id: bytes, hashes: bytes, reach: tuple[int, int], runs: ShardRuns
@@ -263,14 +293,6 @@ class RedisIndex(DirectWrites):
         marks = await reader.marks(scope_id, hashes)
         found = walk_positions(marks.get, hashes, holders, limit, first_index)
         return runs._replace(positions={int.from_bytes(n, "big"): found.get(n, 0) for n in holders})
-
-    async def _reach(self, keys: Sequence[str], args: Sequence[Any], packed: bytes, cursor: bytes) -> dict[int, int]:
-        """Position by the number of each marked holder; one call does bounded work and may leave some for the next."""
-        found = unpack_reach(packed)
-        while cursor:
-            *_, packed, cursor = await self._functions.call_ro("kvatlas_overlap", keys, [*args, cursor])
-            found = unpack_reach(packed) | found
-        return found
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         found: list[Residency] = []
