@@ -4,14 +4,19 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import anyio
 
 from kvatlas.runtime.http_server import listen, serve, url_of
 from simulator.cache.kv_cache import KVCache
+from simulator.cache.resident_blocks import list_resident_blocks
 from simulator.engine.core import EngineCore
+from simulator.engine.engine_cache import EngineCache
 from simulator.engine.loop import EngineLoop, NoEvents
 from simulator.http.server import EngineApi
+from simulator.hybrid_cache import HybridCache, Retention
+from simulator.hybrid_cache.resident_blocks import list_hybrid_blocks
 from simulator.settings import EngineSettings
 from simulator.zmq_events import open_feed
 
@@ -37,12 +42,17 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
         listener = listen(settings.host, settings.port, "the engine's HTTP server")
         addresses = EngineAddresses(url_of(listener), feed.endpoint, feed.replay_endpoint)
         sink = feed if settings.events else NoEvents()
-        engine = EngineLoop(_build_core(settings), sink, speed_up=settings.speed_up)
+        cache, resident_blocks = _build_cache(settings)
+        core = EngineCore(
+            cache, model=settings.model, limits=settings.limits, cost=settings.cost, vocab_size=settings.vocab_size
+        )
+        engine = EngineLoop(core, sink, speed_up=settings.speed_up)
         api = EngineApi(
             engine,
             model=settings.model,
             adapters=settings.adapters,
             vocab_size=settings.vocab_size,
+            resident_blocks=resident_blocks,
             event_source={
                 "data_parallel_rank": 0,
                 "endpoint": feed.endpoint,
@@ -60,15 +70,24 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
                 ready(addresses)
 
 
-def _build_core(settings: EngineSettings) -> EngineCore:
+def _build_cache(settings: EngineSettings) -> tuple[EngineCache, Callable[[], list[dict[str, Any]]]]:
+    """The cache of the model's groups, and what lists its blocks. Raises InvalidValue for sizes that don't fit each other."""
+    hasher = settings.hasher(secrets.randbits(64))
+    if settings.is_hybrid:
+        hybrid = HybridCache(
+            settings.cache_groups,
+            num_blocks=settings.num_gpu_blocks,
+            block_size=settings.block_size,
+            retention=Retention(settings.retention_interval),
+            hasher=hasher,
+        )
+        return hybrid, partial(list_hybrid_blocks, hybrid)
     cache = KVCache(
         num_blocks=settings.num_gpu_blocks,
         block_size=settings.block_size,
-        hasher=settings.hasher(secrets.randbits(64)),
+        hasher=hasher,
         eviction=settings.eviction,
         num_cpu_blocks=settings.num_cpu_blocks,
         report_hits=settings.report_hits,
     )
-    return EngineCore(
-        cache, model=settings.model, limits=settings.limits, cost=settings.cost, vocab_size=settings.vocab_size
-    )
+    return cache, partial(list_resident_blocks, cache)

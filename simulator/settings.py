@@ -1,6 +1,8 @@
 """Settings of a simulated engine: flags and environment variables, as for every command."""
 
-from pydantic import Field, ValidationInfo, field_validator
+from typing import Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvatlas.settings import CommaList, Name, Port, Settings, ZmqEndpoint
 from kvatlas.validation import Count, Positive
@@ -8,6 +10,7 @@ from simulator.cache.block_hash import SeededBlockHasher
 from simulator.cache.eviction import BuiltInPolicy
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
+from simulator.hybrid_cache.groups import CacheGroup
 from simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()
@@ -49,6 +52,14 @@ class EngineSettings(Settings):
     block_size: Positive = Field(default=16, description="Tokens per block.")
     num_gpu_blocks: int = Field(default=4_096, ge=1, le=MAX_GPU_BLOCKS, description="Blocks on the GPU.")
     num_cpu_blocks: Count = Field(default=0, description="Blocks in the CPU tier; 0: no CPU tier.")
+    groups: CommaList = Field(
+        default=("full",),
+        description="KV cache groups, separated by commas: full, swa:WINDOW, chunked:SIZE, mamba; several make a hybrid.",
+    )
+    retention_interval: Count = Field(
+        default=0,
+        description="Hybrids: sliding windows and mamba also keep what a request needs at multiples of this many tokens.",
+    )
     eviction: BuiltInPolicy = Field(default=BuiltInPolicy.LRU, description="Which cached block is evicted first.")
     seed: int | None = Field(default=None, description="Seed of its block hashes; default: random.")
 
@@ -83,6 +94,29 @@ class EngineSettings(Settings):
             raise ValueError("expected names that differ from each other and from the model's")
         return adapters
 
+    @field_validator("groups")
+    @classmethod
+    def check_groups(cls, groups: tuple[str, ...]) -> tuple[str, ...]:
+        """Raises ValueError for groups that no engine has."""
+        parsed = [CacheGroup.parse(text) for text in groups]
+        if sum(group.is_full for group in parsed) != 1:
+            raise ValueError("expected exactly one group of full attention")
+        return groups
+
+    @model_validator(mode="after")
+    def _check_hybrid(self) -> Self:
+        if self.is_hybrid and (self.num_cpu_blocks or self.report_hits or self.eviction is not BuiltInPolicy.LRU):
+            raise ValueError("num_cpu_blocks, report_hits and eviction are of models with one group; expected no other")
+        return self
+
+    @property
+    def is_hybrid(self) -> bool:
+        return len(self.groups) > 1
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return tuple(CacheGroup.parse(text) for text in self.groups)
+
     @property
     def limits(self) -> SchedulerLimits:
         return SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.queue_limit)
@@ -99,7 +133,7 @@ class EngineSettings(Settings):
 
     @property
     def encoding(self) -> EventEncoding:
-        return EventEncoding(self.block_size, self.adapters, self.self_describing_offload)
+        return EventEncoding(self.block_size, self.adapters, self.self_describing_offload, self.cache_groups)
 
     @property
     def feed(self) -> FeedSettings:

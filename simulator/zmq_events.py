@@ -18,8 +18,10 @@ import msgpack
 import zmq
 import zmq.asyncio
 
+from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.errors import SettingsError
 from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent, Medium
+from simulator.hybrid_cache.groups import CacheGroup
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ class EventEncoding:
     """An adapter's LoRA id is its place in it, from 1."""
     self_describing_offload: bool = True
     """Whether events of the CPU tier carry tokens and parent; otherwise they are placeholders that only name the hashes."""
+    groups: tuple[CacheGroup, ...] = (CacheGroup(AttentionKind.FULL),)
+    """The KV cache groups, by the events' group index."""
 
     def encode_batch(self, ts: float, events: Sequence[KVEvent]) -> bytes:
         """One payload. `ts` is in seconds since the epoch."""
@@ -52,7 +56,7 @@ class EventEncoding:
                     "type": "BlockRemoved",
                     "block_hashes": [event.block_hash],
                     "medium": event.medium.value,
-                    "group_idx": 0,
+                    "group_idx": event.group,
                 }
             case BlocksStored():
                 return self._encode_stored(event)
@@ -69,6 +73,8 @@ class EventEncoding:
                 "medium": event.medium.value,
                 "lora_name": None,
             }
+        group = self.groups[event.group]
+        window = {} if group.window_tokens is None else {"kv_cache_spec_sliding_window": group.window_tokens}
         return {
             "type": "BlockStored",
             "block_hashes": list(event.block_hashes),
@@ -79,8 +85,9 @@ class EventEncoding:
             "medium": event.medium.value,
             "lora_name": event.adapter,
             "extra_keys": [list(keys) or None for keys in event.extra_keys],
-            "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
+            "group_idx": event.group,
+            "kv_cache_spec_kind": group.kind.value,
+            **window,
         }
 
 

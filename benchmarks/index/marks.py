@@ -10,17 +10,19 @@ from typing import Any
 
 from benchmarks.result import Result
 from benchmarks.timing import quantile, time_async_calls
-from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
 from kvatlas.identity import Scope
 from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.mark_lookup import HEAD_SUFFIX, SEGMENT
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.index.redis.records import OverlapAnswer, pack_reach, unpack_reach
 from kvatlas.store.connection import Store
 
 SCOPE = Scope("bench", "bench")
 LENGTHS = (512, 2_048, 8_192)
-HOLDERS = (4, 16, 64)
+HOLDERS = (4, 16, 64, 256)
 CALLS = 200
 LONGEST_CALL_MS = 5.0
 MOST_TIMES = 2.0
@@ -58,19 +60,29 @@ async def measure(store: Store) -> list[Result]:
 
 async def _longest_call_ms(store: Store, chain: bytes, limit: int) -> float:
     """The processor time, in the store, of the longest of the calls that a lookup takes."""
-    k = ShardKeys(0)
-    keys = [k.blocks(SCOPE.scope_id), k.meta, k.marked, k.marks(SCOPE.scope_id)]
-    cursors = [b""]
-    while True:
-        *_, cursor = await store.fcall_ro("kvatlas_overlap", keys, [chain, SEGMENT, 0, limit, cursors[-1]])
-        if not cursor:
-            break
-        cursors.append(cursor)
+    k, functions = ShardKeys(0), IndexFunctions(store)
+    lookup = [k.blocks(SCOPE.scope_id), k.meta, k.marked, k.marks(SCOPE.scope_id)]
+    calls: list[tuple[str, list[str], list[bytes | int | str]]] = []
+    answer = OverlapAnswer(*await functions.call_ro("kvatlas_overlap", lookup, [chain, SEGMENT, 0, limit]))
+    calls.append(("kvatlas_overlap", lookup, [chain, SEGMENT, 0, limit]))
+    at = answer.next
+    while at:
+        rest: list[bytes | int | str] = [chain[at * HASH_BYTES :], SEGMENT, "", 0]
+        calls.append(("kvatlas_overlap", lookup, rest))
+        more = OverlapAnswer(*await functions.call_ro("kvatlas_overlap", lookup, rest)).next
+        at = at + more if more else 0
+    left = answer.left
+    while left:
+        # as deep as the chain, which is the most that a holder's marks can cost
+        tops = {number: min(below, len(chain) // HASH_BYTES) for number, below in unpack_reach(left).items()}
+        args: list[bytes | int | str] = [chain, 0, limit, pack_reach(tops)]
+        calls.append(("kvatlas_resume", lookup[2:], args))
+        _, left = await functions.call_ro("kvatlas_resume", lookup[2:], args)
     longest = 0.0
-    for cursor in cursors:
+    for function, keys, args in calls:
         before = await _store_cpu_s(store)
         for _ in range(20):
-            await store.fcall_ro("kvatlas_overlap", keys, [chain, SEGMENT, 0, limit, cursor])
+            await functions.call_ro(function, keys, args)
         longest = max(longest, (await _store_cpu_s(store) - before) / 20 * 1e3)
     return longest
 

@@ -45,7 +45,9 @@ class BlockKey:
 class Residency:
     """One block held by one worker in one tier.
 
-    `last_access_ms` and `ref_count` are None, and `bytes` is 0, if the engine does not report them.
+    `last_access_ms` and `ref_count` are None, and `bytes` is 0, if the engine does not report them. `resumable`: is it marked,
+    that is, does its engine's every group hold what a prompt needs to go on behind it (`kvatlas.blocks.attention_groups`)? None
+    of a worker without marks.
     """
 
     scope: Scope
@@ -56,6 +58,7 @@ class Residency:
     last_access_ms: int | None = None
     ref_count: int | None = None
     pinned: bool = False
+    resumable: bool | None = None
 
 
 WorkerRuns = tuple[tuple[int, int], ...]
@@ -116,6 +119,12 @@ class ShardRuns(NamedTuple):
                 break
             runs.append((length, flags))
         return runs
+
+
+def depths_by_holder(values: Sequence[bytes], lengths: Sequence[int]) -> dict[int, int]:
+    """How many leading blocks each holder of the first run has, by its number."""
+    runs = _runs_by_holder(tuple(values), tuple(lengths))
+    return {holder: sum(length for length, _ in found) for holder, found in runs.items()}
 
 
 @lru_cache(maxsize=512)

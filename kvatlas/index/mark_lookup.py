@@ -63,7 +63,7 @@ def deepest_positions(
             offsets = (1 << last - first + 1) - 1 & bits_in(get_head(_hash_at(hashes, first)), number)
             while offsets:
                 offset = offsets.bit_length() - 1
-                if _has(get_mark(_hash_at(hashes, first + offset)), number):
+                if has_mark(get_mark(_hash_at(hashes, first + offset)), number):
                     found[number] = max(0, first_index + first + offset + 1 - dropped)
                     break
                 offsets ^= 1 << offset
@@ -79,7 +79,7 @@ def walk_positions(
     found: dict[bytes, int] = {}
     for number, (depth, dropped) in holders.items():
         for index in range(min(depth, limit + dropped - first_index) - 1, -1, -1):
-            if _has(get_mark(_hash_at(hashes, index)), number):
+            if has_mark(get_mark(_hash_at(hashes, index)), number):
                 found[number] = max(0, first_index + index + 1 - dropped)
                 break
     return found
@@ -104,7 +104,8 @@ def find_sized(value: bytes, number: bytes, entry_bytes: int) -> tuple[int, bool
     return at, value[at : at + NUMBER_BYTES] == number
 
 
-def _has(value: bytes | None, number: bytes) -> bool:
+def has_mark(value: bytes | None, number: bytes) -> bool:
+    """Is the holder in a mark's value?"""
     return value is not None and find_sized(value, number, NUMBER_BYTES)[1]
 
 

@@ -255,7 +255,8 @@ class ResidencyIndex(Protocol):
         """Every residency of active holders, of one worker or of all. Not atomic against changes while it runs."""
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
-        """`Digest.words` of the worker's active holder; None without one."""
+        """`Digest.words` of the worker's active holder, and behind them, if it has marks, `MarkDigest.words`; None without a
+        holder."""
 
     async def length(self) -> int:
         """Residencies of active holders: one for each (block, worker, tier)."""

@@ -44,6 +44,10 @@ class RoutingSettings(Settings):
         description="The same where the store's answers take longer, as measured: up to this.",
     )
     load_only: bool = Field(default=False, description="Route by load alone, without the index.")
+    marks: bool = Field(
+        default=True,
+        description="Believe hybrid models' marks; if off, route as if they reused all that is resident, to compare.",
+    )
     learn: bool = Field(
         default=True, description="Learn the workers' rates from finished requests (cost profile engine)."
     )

@@ -47,6 +47,7 @@ def _line(residency: Residency) -> str:
             "tenant_id": residency.scope.tenant_id,
             "tier": residency.tier.label,
             "sequence_hash": hash_text(residency.sequence_hash),
+            "resumable": residency.resumable,
         }
     )
 

@@ -29,16 +29,16 @@ async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> Non
         return
     print_table(
         f"{choice.worker_id} at {choice.url or '(no address)'}",
-        ("worker", "score us", "overlap blocks", "of", "usable tokens", "terms"),
+        ("worker", "score us", "resident blocks", "of", "resident tokens", "usable tokens", "terms"),
         [
             (
                 result.worker_id,
                 str(result.score_us),
                 str(result.overlap_blocks),
                 str(result.required_blocks),
-                f"{result.usable_tokens} + {result.predicted_tokens} predicted"
-                if result.predicted_tokens
-                else str(result.usable_tokens),
+                str(result.resident_tokens),
+                f"{'at most ' if result.upper_bound else ''}{result.usable_tokens}"
+                + (f" + {result.predicted_tokens} predicted" if result.predicted_tokens else ""),
                 ", ".join(str(term) for term in result.terms),
             )
             for result in choice.ranking

@@ -1,9 +1,9 @@
 """`kvatlas workers`: the workers that the indexers know."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.digest import WORDS, Digest
 from kvatlas.fleet.records import FleetRecord, to_jsonable
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.redis.index import RedisIndex
@@ -24,10 +24,10 @@ async def _workers(settings: QuerySettings, as_json: bool) -> None:
     async with connect_store(settings) as store:
         index = await open_index(store, settings)
         records = await FleetStore(store).all()
-        blocks = {worker_id: await _count_blocks(index, worker_id) for worker_id in records}
+        held = {worker_id: await _count_held(index, worker_id) for worker_id in records}
     now_us = time.time_ns() // 1_000
     if as_json:
-        print_json([_jsonable(records[worker_id], blocks[worker_id], now_us) for worker_id in sorted(records)])
+        print_json([_jsonable(records[worker_id], held[worker_id], now_us) for worker_id in sorted(records)])
         return
     print_table(
         count_text(len(records), "worker"),
@@ -38,23 +38,35 @@ async def _workers(settings: QuerySettings, as_json: bool) -> None:
             "state",
             "liveness",
             "blocks",
+            "resumable",
             "running",
             "waiting",
             "cache",
             "incarnation",
             "age",
         ),
-        [_row(records[worker_id], blocks[worker_id], now_us) for worker_id in sorted(records)],
+        [_row(records[worker_id], held[worker_id], now_us) for worker_id in sorted(records)],
     )
 
 
-async def _count_blocks(index: RedisIndex, worker_id: str) -> int | None:
-    """Residencies of the worker's active holder; None if it has none."""
+class _Held(NamedTuple):
+    """What a worker's active holder has. `resumable`: marked blocks, behind which a prompt can be resumed; None of a worker
+    without marks, which can resume behind every block."""
+
+    residencies: int
+    resumable: int | None
+
+
+async def _count_held(index: RedisIndex, worker_id: str) -> _Held | None:
+    """None of a worker without an active holder."""
     words = await index.digest(worker_id)
-    return None if words is None else Digest(list(words)).blocks
+    if words is None:
+        return None
+    tiers, marks = words[:WORDS], words[WORDS:]
+    return _Held(Digest(list(tiers)).blocks, marks[0] if marks else None)
 
 
-def _row(record: FleetRecord, blocks: int | None, now_us: int) -> tuple[str, ...]:
+def _row(record: FleetRecord, held: _Held | None, now_us: int) -> tuple[str, ...]:
     endpoint, load = record.endpoint, record.load
     return (
         endpoint.id,
@@ -62,7 +74,8 @@ def _row(record: FleetRecord, blocks: int | None, now_us: int) -> tuple[str, ...
         endpoint.model_id,
         record.state.value,
         record.liveness.value,
-        "-" if blocks is None else str(blocks),
+        "-" if held is None else str(held.residencies),
+        "-" if held is None else "all" if held.resumable is None else str(held.resumable),
         "-" if load is None else str(load.running_decodes),
         "-" if load is None else str(load.forward_pass.requests_waiting),
         "-" if load is None else f"{load.forward_pass.cache_usage:.0%}",
@@ -71,7 +84,7 @@ def _row(record: FleetRecord, blocks: int | None, now_us: int) -> tuple[str, ...
     )
 
 
-def _jsonable(record: FleetRecord, blocks: int | None, now_us: int) -> dict[str, Any]:
+def _jsonable(record: FleetRecord, held: _Held | None, now_us: int) -> dict[str, Any]:
     """The incarnation is text: it has 64 bits, which JSON numbers don't carry."""
     return {
         "worker": record.endpoint.id,
@@ -79,7 +92,8 @@ def _jsonable(record: FleetRecord, blocks: int | None, now_us: int) -> dict[str,
         "state": record.state.value,
         "liveness": record.liveness.value,
         "routable": record.routable,
-        "blocks": blocks,
+        "blocks": None if held is None else held.residencies,
+        "resumable_blocks": None if held is None else held.resumable,
         "load": None if record.load is None else to_jsonable(record.load),
         "incarnation": str(record.incarnation),
         "age_ms": max(0, now_us - record.heard_us) // 1_000 if record.heard_us else None,

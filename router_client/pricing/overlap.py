@@ -30,6 +30,20 @@ class OverlapIndex(Protocol):
         """How many leading blocks of a chain each active worker holds, and can resume. Raises Unreachable."""
 
 
+class ResidencyOnly:
+    """An index without its marks: of hybrid models all that is resident counts as reusable. To compare with."""
+
+    def __init__(self, index: OverlapIndex) -> None:
+        self._index = index
+
+    async def overlap(
+        self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
+    ) -> Overlap:
+        """See `OverlapIndex`."""
+        found = await self._index.overlap(scope, hashes, first_index=first_index, limit=limit, verify=verify)
+        return found._replace(shards=[shard._replace(positions={}) for shard in found.shards])
+
+
 class Run(NamedTuple):
     """Consecutive tokens of a prompt's start that one worker holds; `tiers` nearest first.
 

@@ -29,6 +29,7 @@ from router_client.client import RouterClient
 from router_client.decision.fail_open import STORE_FAILURES
 from router_client.decision.selector import Selector
 from router_client.outliers.monitor import OutlierMonitor
+from router_client.pricing.overlap import ResidencyOnly
 from router_client.prompt import Prompt
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.request_reader import RequestReader
@@ -138,7 +139,7 @@ async def _open_client(settings: RoutingSettings, store: Store) -> RouterClient:
     index = await open_redis_index(store, writer=False, wait=settings.wait, on_wait=_log_wait)
     profile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
     return RouterClient(
-        index,
+        index if settings.marks else ResidencyOnly(index),
         FleetStore(store),
         RouterSettings(
             profile=profile,

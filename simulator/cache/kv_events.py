@@ -14,16 +14,21 @@ class Medium(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Each block of a run has one more copy on `medium`. The run is head first: each block is the parent of the next."""
+    """Each block of a run has one more copy on `medium`. The run is head first: each block is the parent of the next.
+
+    A group that keeps only some blocks of a run names these alone; the parent and the tokens are the whole run's, as in vLLM.
+    """
 
     block_hashes: tuple[int, ...]
     parent_hash: int | None
     token_ids: tuple[int, ...]
-    """Of all its blocks, `len(block_hashes)` times the block size."""
+    """Of the whole run."""
     medium: Medium
     adapter: str | None
     extra_keys: tuple[tuple[str, ...], ...]
-    """One entry a block; empty if the block has none."""
+    """One entry a named block; empty if the block has none."""
+    group: int = 0
+    """The KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class BlockRemoved:
 
     block_hash: int
     medium: Medium
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

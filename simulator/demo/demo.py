@@ -1,4 +1,4 @@
-"""Runs one workload twice on the same fleet, routed round-robin and then by kvatlas, and shows the difference."""
+"""Runs one workload on the same fleet, routed round-robin and then by kvatlas, and shows the difference."""
 
 import json
 import sys
@@ -10,18 +10,19 @@ from time import perf_counter
 
 import anyio
 import httpx
-from pydantic import Field
+from pydantic import Field, field_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvatlas.errors import KvatlasError
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.settings import ProcessSettings
+from kvatlas.settings import CommaList, ProcessSettings
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.validation import Count, Positive
 from simulator.demo.load_generator import Outcome, send_workload
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
 from simulator.demo.report import Phase, build_table, save_picture
+from simulator.settings import EngineSettings
 from simulator.workload import Workload, WorkloadSettings, chat_settings, generate_workload
 
 SETTLE_S = 20.0
@@ -40,6 +41,9 @@ ROUTERS = {
 }
 """The flags of each phase's router."""
 
+RESIDENCY = {"by residency": [*SHARED_MACHINE, "--no-marks"]}
+"""Of hybrid engines, besides: as routers choose that only know full attention's blocks."""
+
 
 class DemoSettings(ProcessSettings):
     """What is simulated. Times are the engines' own; `speed_up` shortens them."""
@@ -47,10 +51,26 @@ class DemoSettings(ProcessSettings):
     engines: Positive = Field(default=4, description="Simulated engines, each with its sidecar.")
     indexers: Positive = Field(default=2, description="Replicas of the indexer.")
     num_gpu_blocks: Positive = Field(default=1_536, description="Blocks of 16 tokens on each engine's GPU.")
+    groups: CommaList = Field(
+        default=("full",),
+        description="KV cache groups of the model, separated by commas: full, swa:WINDOW, chunked:SIZE, mamba. With several "
+        "of them the workload is also routed by residency alone.",
+    )
     speed_up: float = Field(default=2.0, gt=0, le=1e3, description="Simulated seconds per real second.")
     sessions: Positive = Field(default=72, description="Conversations, of 2 to 6 turns each.")
     seed: Count = Field(default=7, description="Seed of the workload.")
     picture: Path = Field(default=Path("kvatlas-demo.png"), description="Where to save the picture.")
+
+    @field_validator("groups")
+    @classmethod
+    def _check_groups(cls, groups: tuple[str, ...]) -> tuple[str, ...]:
+        return EngineSettings.check_groups(groups)
+
+    @property
+    def routers(self) -> dict[str, Sequence[str]]:
+        """The flags of each phase's router, by the phase's name."""
+        first, *rest = ROUTERS.items()
+        return dict((first, *RESIDENCY.items(), *rest)) if len(self.groups) > 1 else {**ROUTERS}
 
     @property
     def workload(self) -> WorkloadSettings:
@@ -67,10 +87,19 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
     workload = generate_workload(settings.workload)
     console.print(
         f"starting NATS, Valkey, {settings.indexers} indexers, {settings.engines} simulated engines with sidecars, "
-        f"{len(ROUTERS)} routers"
+        f"{len(settings.routers)} routers"
     )
     flags = ["--num-gpu-blocks", str(settings.num_gpu_blocks), "--speed-up", str(settings.speed_up)]
-    fleet_settings = FleetSettings(MODEL, settings.engines, settings.indexers, flags, ROUTERS)
+    flags += ["--groups", ",".join(settings.groups)]
+    chunks = [text.partition(":")[2] for text in settings.groups if text.startswith("chunked:")]
+    fleet_settings = FleetSettings(
+        MODEL,
+        settings.engines,
+        settings.indexers,
+        flags,
+        settings.routers,
+        sidecar_flags=["--chunk-size", chunks[0]] if chunks else [],
+    )
     with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder:
         async with running_fleet(fleet_settings, Path(folder)) as fleet, _open_probe(fleet) as probe:
             await wait_until_routable(probe.store, len(fleet.engines), SETTLE_S)

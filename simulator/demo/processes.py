@@ -26,8 +26,8 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """`engine_flags` are the flags of every simulated engine, `flags_of_each` further ones of each; `routers`: the flags of
-    each router, by name."""
+    """`engine_flags` are the flags of every simulated engine, `flags_of_each` further ones of each, `sidecar_flags` those of
+    every publisher; `routers`: the flags of each router, by name."""
 
     model: str
     engines: int
@@ -35,6 +35,7 @@ class FleetSettings:
     engine_flags: Sequence[str]
     routers: Mapping[str, Sequence[str]]
     flags_of_each: Sequence[Sequence[str]] = ()
+    sidecar_flags: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
             parts.append(_Part(worker_id, args, f"{engines[worker_id]}/health", folder))
             args = ["publish", *servers, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
             args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
+            args += settings.sidecar_flags
             parts.append(_Part(f"{worker_id}-sidecar", args, None, folder))
         for name, flags in settings.routers.items():
             port = free_port()

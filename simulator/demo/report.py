@@ -106,7 +106,7 @@ def save_picture(phases: Sequence[Phase], path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot
 
-    colours = ["#8a8f98", "#1f77b4"]
+    colours = ["#8a8f98", "#1f77b4"] if len(phases) == 2 else ["#8a8f98", "#d08a2e", "#1f77b4"]
     figure, (hits, waits, exact) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     for phase, colour in zip(phases, colours, strict=False):
         cached = prompt = 0
@@ -120,7 +120,7 @@ def save_picture(phases: Sequence[Phase], path: Path) -> None:
         waits.plot(ttfts, shares, color=colour, label=f"{phase.name}: mean {phase.mean_ttft_ms:,.0f} ms")
     last = phases[-1]
     exact.scatter(
-        [o.predicted_tokens for o in last.outcomes], [o.cached_tokens for o in last.outcomes], s=9, color=colours[1]
+        [o.predicted_tokens for o in last.outcomes], [o.cached_tokens for o in last.outcomes], s=9, color=colours[-1]
     )
     most = max((max(o.predicted_tokens, o.cached_tokens) for o in last.outcomes), default=1)
     exact.plot([0, most], [0, most], color="#c0c4cc", linewidth=1, zorder=0)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from simulator.cache.kv_cache import KVCache
 from simulator.cache.kv_events import KVEvent
+from simulator.engine.engine_cache import EngineCache
 from simulator.engine.generation_request import GeneratedToken, GenerationRequest
 from simulator.engine.scheduler import Batch, EngineSequence, Scheduler, SchedulerLimits
 from simulator.engine.step_cost import StepCost
@@ -54,7 +54,7 @@ class EngineCore:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: EngineCache,
         *,
         model: str = "mock",
         limits: SchedulerLimits | None = None,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from simulator.cache.allocation import AllocationRequest
-from simulator.cache.kv_cache import KVCache
 from simulator.cache.pressure import MemoryPressure
 from simulator.cache.sequence_blocks import PrefixMatch
+from simulator.engine.engine_cache import EngineCache
 from simulator.engine.generation_request import GenerationRequest, QueueFull, RequestTooLarge
 from simulator.engine.tokenizer import AnswerTokens
 
@@ -100,7 +100,7 @@ class Batch:
 class Scheduler:
     """The queues of one engine, and the blocks that its sequences hold."""
 
-    def __init__(self, cache: KVCache, limits: SchedulerLimits) -> None:
+    def __init__(self, cache: EngineCache, limits: SchedulerLimits) -> None:
         self._cache = cache
         self._limits = limits
         self._waiting: deque[EngineSequence] = deque()

@@ -3,7 +3,7 @@ cache reset and sleep. `/kv_blocks` is the simulator's own.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.resident_blocks import list_resident_blocks
 from simulator.engine.loop import EngineLoop
 from simulator.http.completion_response import ChatResponse, CompletionResponse, error_response
 from simulator.http.metrics import CONTENT_TYPE, EngineMetrics
@@ -37,13 +36,16 @@ class EngineApi:
         model: str,
         adapters: Sequence[str],
         vocab_size: int,
+        resident_blocks: Callable[[], list[dict[str, Any]]],
         event_source: Mapping[str, Any] | None = None,
     ) -> None:
-        """`event_source`: where its KV events are, as vLLM's `/kv_event_sources` describes them; None without events."""
+        """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
+        `/kv_event_sources` describes them; None without events."""
         self._engine = engine
         self._model = model
         self._adapters = tuple(adapters)
         self._vocab_size = vocab_size
+        self._resident_blocks = resident_blocks
         self._event_source = event_source
         self._started_at = time.time()
         self._metrics = EngineMetrics(engine, model=model, started_at=self._started_at)
@@ -149,8 +151,7 @@ class EngineApi:
 
     async def _kv_blocks(self, _: Request) -> Response:
         """What the cache holds, in the terms of `kvatlas export`."""
-        core = self._engine.core
-        return JSONResponse({"idle": not core.has_work, "blocks": list_resident_blocks(core.cache)})
+        return JSONResponse({"idle": not self._engine.core.has_work, "blocks": self._resident_blocks()})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
         try:

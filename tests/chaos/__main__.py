@@ -1,4 +1,6 @@
-"""`make chaos`: random faults in a fleet of 4 engines and 3 indexers, for CHAOS_SECONDS (300), by CHAOS_SEED (random).
+"""`make chaos`: random faults in a fleet of 4 engines, 2 of them hybrids, and 3 indexers.
+
+For CHAOS_SECONDS (300), by CHAOS_SEED (random).
 
     python -m tests.chaos                   random faults
     python -m tests.chaos all               every scenario once
@@ -27,6 +29,8 @@ from tests.chaos.scenarios import SCENARIOS
 from tests.end_to_end.processes import query
 
 ENGINES = 4
+HYBRIDS = 2
+"""Of the engines: their marks must be exact too."""
 INDEXERS = 3
 DEFAULT_SECONDS = 300.0
 CLUSTER = nats_leader_changes.__name__
@@ -47,7 +51,7 @@ async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> 
             return report(outcomes, failures)
     arguments = INDEXER_ARGUMENTS if names else SCRUB_ARGUMENTS
     async with running_fleet(
-        folder, engines=ENGINES, indexers=INDEXERS, seed=seed, indexer_arguments=arguments, large=1
+        folder, engines=ENGINES, indexers=INDEXERS, seed=seed, indexer_arguments=arguments, large=1, hybrids=HYBRIDS
     ) as fleet:
         if names:
             for name in names:

@@ -9,7 +9,7 @@ import httpx
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.digest import WORDS, Digest
 from kvatlas.blocks.tiers import parse_tier
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
 from kvatlas.bus.subjects import control_subject
@@ -24,7 +24,10 @@ from kvatlas.store.connection import Store
 COMPARE_EVERY_S = 0.1
 
 Residence = tuple[str | None, str, str]
-"""Adapter, tier and sequence hash of one worker's block."""
+"""Adapter, tier (or MARKED) and sequence hash of one worker's block."""
+
+MARKED = "marked"
+"""In a tier's place: a prompt can be resumed behind this block of a hybrid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,10 @@ class Checker:
         try:
             index = await open_redis_index(self.store, writer=False)
             for worker_id in self._engines:
-                announced = (await self._ask(worker_id, ControlOp.DIGEST)).digest
-                if announced != list(await index.digest(worker_id) or []):
-                    return f"{worker_id} announces {sum((announced or [0])[::3])} blocks, the index has another digest"
+                reply = await self._ask(worker_id, ControlOp.DIGEST)
+                words = reply.digest or []
+                if [*words, *reply.marks] != list(await index.digest(worker_id) or []):
+                    return f"{worker_id} announces {sum(words[::3])} blocks, the index has another digest"
         except (NatsError, KvatlasError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -93,9 +97,11 @@ class Checker:
                 blocks = sum((announced.digest or [0])[::3])
                 problems.append(f"{worker_id} announces {blocks} blocks, {digest.blocks} exported")
             if mine - held:
-                problems.append(f"{worker_id}: {len(mine - held)} exported blocks that its engine does not hold")
+                problems.append(
+                    f"{worker_id}: {len(mine - held)} exported blocks or marks that its engine does not have"
+                )
             if held - mine and worker_id not in partial:
-                problems.append(f"{worker_id}: {len(held - mine)} blocks of its engine not exported")
+                problems.append(f"{worker_id}: {len(held - mine)} blocks or marks of its engine not exported")
             record = records.get(worker_id)
             if record is None or record.liveness is not Liveness.ALIVE or record.state is not EngineState.UP:
                 problems.append(f"{worker_id} is no candidate for routers")
@@ -104,20 +110,28 @@ class Checker:
     async def resident_blocks(self, worker_id: str) -> int:
         """How many blocks the index has for this worker now; 0 without an active holder."""
         index = await open_redis_index(self.store, writer=False)
-        return sum((await index.digest(worker_id) or [0])[::3])
+        return sum((await index.digest(worker_id) or [0])[:WORDS:3])
 
     async def _exported(self) -> dict[str, set[Residence]]:
         index = await open_redis_index(self.store, writer=False)
         found: dict[str, set[Residence]] = {}
         async for residency in index.snapshot():
-            residence = (residency.scope.adapter_id, residency.tier.label, hash_text(residency.sequence_hash))
-            found.setdefault(residency.worker_id, set()).add(residence)
+            mine = found.setdefault(residency.worker_id, set())
+            mine |= _residences(
+                residency.scope.adapter_id,
+                residency.tier.label,
+                hash_text(residency.sequence_hash),
+                residency.resumable,
+            )
         return found
 
     async def _held(self, worker_id: str) -> set[Residence]:
         async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
             answer = (await client.get(f"{self._engines[worker_id]}/kv_blocks")).json()
-        return {(block["adapter_id"], block["tier"], block["sequence_hash"]) for block in answer["blocks"]}
+        held: set[Residence] = set()
+        for block in answer["blocks"]:
+            held |= _residences(block["adapter_id"], block["tier"], block["sequence_hash"], block.get("resumable"))
+        return held
 
     async def _ask(self, worker_id: str, op: ControlOp) -> ControlReply:
         reply = await self._nats.request(control_subject(worker_id), ControlRequest(op=op).pack(), timeout=2)
@@ -126,6 +140,8 @@ class Checker:
     def _digest(self, residences: Iterable[Residence]) -> Digest:
         digest = Digest()
         for adapter, tier, sequence_hash in residences:
+            if tier == MARKED:
+                continue
             scope = Scope(self._model, self._model, adapter)
             digest.add(scope.scope_id, parse_tier(tier), int(sequence_hash, 16).to_bytes(8, "little"))
         return digest
@@ -135,5 +151,10 @@ def residences_of_export(lines: Iterable[str]) -> dict[str, set[Residence]]:
     """The output of `kvatlas export` by worker."""
     found: dict[str, set[Residence]] = {}
     for line in map(json.loads, lines):
-        found.setdefault(line["worker"], set()).add((line["adapter_id"], line["tier"], line["sequence_hash"]))
+        mine = found.setdefault(line["worker"], set())
+        mine |= _residences(line["adapter_id"], line["tier"], line["sequence_hash"], line["resumable"])
     return found
+
+
+def _residences(adapter: str | None, tier: str, sequence_hash: str, resumable: bool | None) -> set[Residence]:
+    return {(adapter, tier, sequence_hash)} | ({(adapter, MARKED, sequence_hash)} if resumable else set())

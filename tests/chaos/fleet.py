@@ -29,12 +29,30 @@ SHARDS = 4
 OUTBOX_BYTES = 24 * 1024
 GPU_BLOCKS = 500
 CPU_BLOCKS = 120
+HYBRID_BLOCKS = 900
+"""Of a hybrid engine, for all groups."""
 LARGE_BLOCKS = 12_000
 """Blocks of a large engine: its snapshots need a grant."""
 NATS_PENDING_BYTES = 8 << 20
 """How much the server buffers for a slow connection; the default is 64 MiB."""
 RETIRE_AFTER_S = 8
 """Of the indexers in scenarios, instead of a minute, so that no scenario has to wait for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What an engine runs: flags of the engine, and of its publisher."""
+
+    engine_flags: tuple[str, ...]
+    sidecar_flags: tuple[str, ...] = ()
+
+
+FULL = Model(("--num-gpu-blocks", str(GPU_BLOCKS), "--num-cpu-blocks", str(CPU_BLOCKS)))
+LARGE = Model(("--num-gpu-blocks", str(LARGE_BLOCKS), "--num-cpu-blocks", str(CPU_BLOCKS)))
+HYBRID = Model(
+    ("--groups", "full,swa:40,mamba,chunked:128", "--num-gpu-blocks", str(HYBRID_BLOCKS)), ("--chunk-size", "128")
+)
+"""Its engines evict all the time, each group apart."""
 
 
 @dataclass(slots=True)
@@ -204,10 +222,12 @@ async def running_fleet(
     seed: int,
     indexer_arguments: Sequence[str] = (),
     large: int = 0,
+    hybrids: int = 0,
     nats: EmbeddedServer | None = None,
 ) -> AsyncIterator[Fleet]:
-    """All parts answer, and the load is paused; nothing is left of it afterwards. `large`: how many of the engines are large.
-    `nats`: a running server to use; default: one of its own."""
+    """All parts answer, and the load is paused; nothing is left of it afterwards. `large`: how many of the engines, from the
+    first, are large; `hybrids`: how many, from the last, run a hybrid model. `nats`: a running server to use; default: one of
+    its own."""
     async with AsyncExitStack() as stack:
         if nats is None:
             config = f"max_pending: {NATS_PENDING_BYTES}"
@@ -216,8 +236,8 @@ async def running_fleet(
             valkey_server(data_dir=folder / "valkey", appendonly=True, settings=SLOW_LOG)
         )
         urls: dict[str, str] = {}
-        blocks = [LARGE_BLOCKS] * large + [GPU_BLOCKS] * (engines - large)
-        workers = [await _worker(stack, folder, nats, f"engine-{i}", urls, blocks[i]) for i in range(engines)]
+        models = [LARGE] * large + [FULL] * (engines - large - hybrids) + [HYBRID] * hybrids
+        workers = [await _worker(stack, folder, nats, f"engine-{i}", urls, models[i]) for i in range(engines)]
         client = await connect_nats(nats.url, name="chaos")
         stack.push_async_callback(client.close)
         store = await open_store(valkey.url)
@@ -260,7 +280,7 @@ async def running_fleet(
 
 
 async def _worker(
-    stack: AsyncExitStack, folder: Path, nats: EmbeddedServer, worker_id: str, urls: dict[str, str], gpu_blocks: int
+    stack: AsyncExitStack, folder: Path, nats: EmbeddedServer, worker_id: str, urls: dict[str, str], model: Model
 ) -> Worker:
     http, events_port, replay_port = free_port(), free_port(), free_port()
     urls[worker_id] = f"http://{LOOPBACK}:{http}"
@@ -281,7 +301,7 @@ async def _worker(
         "--replay-endpoint",
         f"tcp://{LOOPBACK}:{replay_port}",
     ]
-    arguments += ["--block-size", str(BLOCK), "--num-gpu-blocks", str(gpu_blocks), "--num-cpu-blocks", str(CPU_BLOCKS)]
+    arguments += ["--block-size", str(BLOCK), *model.engine_flags]
     engine = ChildProcess(worker_id, arguments, "engine at", folder)
     stack.callback(engine.close)
     events = await stack.enter_async_context(TcpProxy(events_port, f"event socket of {worker_id}"))
@@ -291,7 +311,13 @@ async def _worker(
     sidecar_arguments = ["publish", "--engine", "vllm", "--worker-id", worker_id, "--model-id", MODEL]
     sidecar_arguments += ["--endpoint", f"tcp://{LOOPBACK}:{events.port}", "--engine-url", urls[worker_id]]
     sidecar_arguments += ["--replay-endpoint", f"tcp://{LOOPBACK}:{replay.port}", "--partitions", str(PARTITIONS)]
-    sidecar_arguments += ["--outbox-bytes", str(OUTBOX_BYTES), "--nats-url", f"nats://{LOOPBACK}:{bus.port}"]
+    sidecar_arguments += [
+        *model.sidecar_flags,
+        "--outbox-bytes",
+        str(OUTBOX_BYTES),
+        "--nats-url",
+        f"nats://{LOOPBACK}:{bus.port}",
+    ]
     sidecar = ChildProcess(
         f"{worker_id}-sidecar", [*sidecar_arguments, "--state-dir", str(state_dir)], "is published", folder
     )

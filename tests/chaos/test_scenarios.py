@@ -38,7 +38,9 @@ INDEXER_ARGUMENTS = ("--retire-after-s", "30", *SCRUB_ARGUMENTS)
 @pytest.fixture(scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("chaos")
-    async with running_fleet(folder, engines=2, indexers=2, seed=1, indexer_arguments=INDEXER_ARGUMENTS) as running:
+    async with running_fleet(
+        folder, engines=2, hybrids=1, indexers=2, seed=1, indexer_arguments=INDEXER_ARGUMENTS
+    ) as running:
         yield running
 
 

@@ -11,20 +11,15 @@ import pytest
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.reuse import CacheReading
-from kvatlas.bus import wire
-from kvatlas.fleet.records import EngineKind, EngineState, FleetRecord, Liveness
-from kvatlas.identity import Scope, partition_of, shard_of
-from kvatlas.index.protocol import PartitionBatch, ResidencyIndex
+from kvatlas.identity import Scope
+from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import open_store
-from publishers.counters import PublisherCounters
-from publishers.engines import decode_batch
-from publishers.ledger.ledger import Ledger
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
-from publishers.stream.changelog import Changelog, IncarnationReason
 from router_client import Prompt, RouterClient
 from tests.end_to_end.processes import service
+from tests.end_to_end.socketless_worker import SocketlessWorker
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine
 from tests.publishers.hybrid_recordings import (
@@ -37,7 +32,6 @@ from tests.publishers.hybrid_recordings import (
     read_hybrid_recording,
 )
 from tests.publishers.sidecars import sidecar
-from tests.router_client.pools import CountingFleet
 
 pytestmark = pytest.mark.anyio
 
@@ -51,67 +45,12 @@ def settings_of(recording: HybridRecording) -> PublisherSettings:
     return PublisherSettings(worker_id="w", model_id=MODEL, chunk_size=max(chunks, default=0), eagle=eagle)
 
 
-class Worker:
-    """One worker's publisher without sockets: what it publishes is applied to the index at once."""
-
-    def __init__(self, settings: PublisherSettings, index: ResidencyIndex) -> None:
-        self.settings = settings
-        self.ledger = Ledger(settings.ledger)
-        self.changelog = Changelog(settings.worker_id, self.ledger, PublisherCounters())
-        self.changelog.require_incarnation(IncarnationReason.START)
-        self.index = index
-        self._now_us = 0
-
-    @property
-    def record(self) -> FleetRecord:
-        endpoint = self.settings.endpoint(self.ledger.block_size, self.ledger.reuse)
-        return FleetRecord(endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE)
-
-    async def take(self, payload: bytes) -> None:
-        self.changelog.record(decode_batch(EngineKind.VLLM, payload))
-        self._now_us += 1_000_000
-        self.changelog.publish(self.changelog.fold(), self._now_us, 0.0)
-        await self.send()
-
-    async def forget_adapter(self, adapter: str) -> None:
-        self.changelog.publish(self.changelog.forget_adapter(adapter), self._now_us, 0.0)
-        await self.send()
-
-    async def send(self) -> None:
-        if self.changelog.incarnation_due is not None:
-            self.changelog.begin_incarnation(self.changelog.next_incarnation(self._now_us), self._now_us)
-        messages = []
-        while (sent := self.changelog.outbox.take()) is not None:
-            messages.append(wire.decode_raw(sent.payload))
-            self.changelog.outbox.acknowledge(sent.round, sent.seq, sent.seq + 1)
-        if messages:
-            partition = partition_of(self.settings.worker_id, self.index.partitions)
-            shard = shard_of(partition, self.index.shards)
-            result = await self.index.apply(shard, [PartitionBatch(partition, messages)])
-            assert (result.applied, result.failed_checks) == (len(messages), 0)
-
-    async def check(self) -> None:
-        """The index has what the ledger has published."""
-        self.changelog.checkpoint(self._now_us)
-        await self.send()
-        [record] = await self.index.records(0)
-        assert not record.bad
-        assert await self.index.digest(self.settings.worker_id) == self.ledger.digest_words
-
-
 def prompt_of(ask: Ask, model: str = MODEL) -> Prompt:
     reading = CacheReading(skip=True) if ask.skip else CacheReading()
     return Prompt.of_tokens(Scope(model, model, ask.adapter), ask.tokens, reading=reading)
 
 
-async def usable_tokens(index: ResidencyIndex, worker: Worker, ask: Ask) -> int:
-    records = {"w": worker.record} if worker.ledger.block_size else {}
-    async with RouterClient(index, CountingFleet(records)) as router:
-        found = (await router.overlap(prompt_of(ask))).of("w")
-    return found.usable_tokens if found is not None else 0
-
-
-async def differences(index: ResidencyIndex, worker: Worker, ask: Ask) -> Sequence[tuple[str, int, int]]:
+async def differences(index: ResidencyIndex, worker: SocketlessWorker, ask: Ask) -> Sequence[tuple[str, int, int]]:
     size = worker.ledger.block_size or 16
     chain = extend_chain(ask.tokens, size)
     limit = (len(ask.tokens) - 1) // size
@@ -124,7 +63,7 @@ async def test_a_router_finds_usable_what_the_engine_reuses(path: Path, fresh_va
     store = await open_store(fresh_valkey, wait=False)
     try:
         index = await open_redis_index(store, writer=True)
-        worker = Worker(settings_of(recording), index)
+        worker = SocketlessWorker(settings_of(recording), index)
         await worker.send()
         predicted, real = [], []
         for i, step in enumerate(recording.steps):
@@ -134,7 +73,7 @@ async def test_a_router_finds_usable_what_the_engine_reuses(path: Path, fresh_va
                 await worker.forget_adapter("adapter-1")
             else:
                 real.append(step.hit)
-                predicted.append(await usable_tokens(index, worker, step))
+                predicted.append(await worker.usable_tokens(prompt_of(step)))
                 if i % 10 == 0:
                     assert await differences(index, worker, step) == ()
         await worker.check()

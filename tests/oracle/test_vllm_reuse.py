@@ -1,4 +1,7 @@
-"""Every prompt's predicted reuse equals what vLLM's own KV cache manager reuses: models, retentions, forks and seeds."""
+"""Every prompt's predicted reuse equals what vLLM's own KV cache manager reuses: models, retentions, forks and seeds.
+
+Predicted twice: by a naive model of the rules, and by a router from what the publisher's ledger told the index.
+"""
 
 import json
 import subprocess
@@ -9,9 +12,16 @@ from typing import Any
 
 import pytest
 
+from kvatlas.identity import Scope
+from kvatlas.index.memory.index import MemoryIndex
+from publishers.settings import PublisherSettings
+from router_client import Prompt
+from tests.end_to_end.socketless_worker import SocketlessWorker
 from tests.oracle.conftest import PYTHON
 from tests.publishers.hybrid_recordings import Ask, Batch, read_hybrid_recording
 from tests.publishers.naive_reuse import Group, NaiveReuse
+
+pytestmark = pytest.mark.anyio
 
 RECORDER = Path(__file__).parent / "record.py"
 ASKS = 120
@@ -100,22 +110,43 @@ def groups_of(config: dict[str, Any]) -> dict[int, Group]:
     return groups
 
 
+def settings_of(config: dict[str, Any]) -> PublisherSettings:
+    """What no event tells."""
+    chunks = [
+        int(group.partition(":")[2].partition("@")[0]) for group in config["groups"] if group.startswith("chunked")
+    ]
+    drafts = tuple(i for i, group in enumerate(config["groups"]) if group.endswith("!"))
+    return PublisherSettings(
+        worker_id="w",
+        model_id="hybrid",
+        chunk_size=max(chunks, default=0),
+        eagle=config["eagle"],
+        eagle_groups=drafts,
+    )
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_prediction_equals_the_managers_hit(recordings: Path, name: str) -> None:
+async def test_every_prediction_equals_the_managers_hit(recordings: Path, name: str) -> None:
     config = CONFIGS[name]
     recording = read_hybrid_recording(recordings / f"{name}.jsonl.gz")
     groups = groups_of(config)
     largest = max(group.block_size for group in groups.values())
     model = NaiveReuse(recording.block_size, groups, alignment=largest // recording.block_size)
+    index = MemoryIndex()
+    worker = SocketlessWorker(settings_of(config), index)
+    await worker.send()
     wrong = []
     hits = 0
     for step in recording.steps:
         if isinstance(step, Batch):
             model.fold(step.payload)
+            await worker.take(step.payload)
         elif isinstance(step, Ask):
-            predicted = model.reusable(step.tokens, lookahead=recording.lookahead)
+            naive = model.reusable(step.tokens, lookahead=recording.lookahead)
+            routed = await worker.usable_tokens(Prompt.of_tokens(Scope("hybrid", "hybrid"), step.tokens))
             hits += step.hit > 0
-            if predicted != step.hit:
-                wrong.append((len(step.tokens), predicted, step.hit))
-    assert not wrong, f"{len(wrong)} of {ASKS} wrong (prompt, predicted, real): {wrong[:5]}"
+            if (naive, routed) != (step.hit, step.hit):
+                wrong.append((len(step.tokens), naive, routed, step.hit))
+    await worker.check()
+    assert not wrong, f"{len(wrong)} of {ASKS} wrong (prompt, naive, routed, real): {wrong[:5]}"
     assert hits > ASKS // 4

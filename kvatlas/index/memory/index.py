@@ -10,6 +10,7 @@ from kvatlas.bus.wire import SCOPES, scope_use
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
+from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.mark_lookup import check_reach
 from kvatlas.index.memory.block_table import BlockTable
 from kvatlas.index.memory.shard import MemoryShard
@@ -173,6 +174,7 @@ def _residencies(table: BlockTable, scope: Scope, key: bytes) -> list[Residency]
             tier,
             table.holders[holder].touched[scope.scope_id][1],
             pinned=bool(flags & FLAG_PINNED),
+            resumable=table.marks.is_marked(number_bytes(holder), scope.scope_id, key),
         )
         for holder, flags in table.entries(scope.scope_id, key)
         for tier in tiers_of(flags)

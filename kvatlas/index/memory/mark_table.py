@@ -13,6 +13,7 @@ from kvatlas.index.mark_lookup import (
     bits_in,
     deepest_positions,
     find_sized,
+    has_mark,
     walk_positions,
 )
 
@@ -80,6 +81,10 @@ class MarkTable:
         self.marked.pop(number, None)
 
     # ------------------------------------------------------------ questions
+
+    def is_marked(self, number: bytes, scope_id: bytes, key: bytes) -> bool | None:
+        """Can a prompt be resumed behind this block of the holder's? None of a holder without marks."""
+        return has_mark(self.marks.get(scope_id, {}).get(key), number) if number in self.marked else None
 
     def positions(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency, ShardRuns
+from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency, ShardRuns, depths_by_holder
 from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
 from kvatlas.errors import InvalidValue, NoIndexYet, NotSupported
 from kvatlas.identity import Scope, partition_of, shard_of
@@ -18,7 +18,7 @@ from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
 from kvatlas.index.holder_entries import depths_by_number, entries_of
-from kvatlas.index.mark_lookup import MarkedHolder, check_reach, walk_positions
+from kvatlas.index.mark_lookup import MarkedHolder, check_reach, has_mark, walk_positions
 from kvatlas.index.protocol import (
     ApplyResult,
     PartitionBatch,
@@ -35,8 +35,10 @@ from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.layout import check_suitable, layout_errors, make_layout, read_layout
 from kvatlas.index.redis.records import (
+    OverlapAnswer,
     pack_incarnation,
     pack_position,
+    pack_reach,
     unpack_incarnation,
     unpack_position,
     unpack_reach,
@@ -238,20 +240,48 @@ class RedisIndex(DirectWrites):
 
     async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int, reach: tuple[int, int]) -> Overlap:
         args = [hashes, stride, *reach]
-        calls = [([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], [*args, b""]) for k in self._keys]
+        calls = [([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], args) for k in self._keys]
         for attempt in range(_NAME_TRIES):
             answers = await self._functions.call_ro_many("kvatlas_overlap", calls)
             shards = []
             for names, (keys, _), answer in zip(self._names, calls, answers, strict=True):
-                version, values, lengths, packed, cursor = answer
+                version = answer[0]
                 if names.version != version:
                     await names.read(self._functions)
                 if names.version == version or attempt == _NAME_TRIES - 1:
-                    found = await self._reach(keys, args, packed, cursor) if packed or cursor else {}
-                    shards.append(ShardRuns(values, lengths, names.at(version), found))
+                    values, lengths, positions = await self._complete(keys, args, OverlapAnswer(*answer))
+                    shards.append(ShardRuns(values, lengths, names.at(version), positions))
             if len(shards) == self.shards:
                 break
         return Overlap(shards, len(hashes) // HASH_BYTES)
+
+    async def _complete(
+        self, keys: Sequence[str], args: Sequence[Any], answer: OverlapAnswer
+    ) -> tuple[Sequence[bytes], Sequence[int], dict[int, int]]:
+        """Values, lengths, and each marked holder's position. One call does bounded work, and may leave some to the next."""
+        hashes, stride, first_index, limit = args
+        values, lengths, at = answer.values, answer.lengths, answer.next
+        while at:
+            more = OverlapAnswer(
+                *await self._functions.call_ro("kvatlas_overlap", keys, [hashes[at * HASH_BYTES :], stride, "", 0])
+            )
+            if more.values and more.values[0] == values[-1]:
+                lengths = [*lengths[:-1], lengths[-1] + more.lengths[0], *more.lengths[1:]]
+                values = [*values, *more.values[1:]]
+            else:
+                values, lengths = [*values, *more.values], [*lengths, *more.lengths]
+            at = at + more.next if more.next else 0
+        found = unpack_reach(answer.reach)
+        left = answer.left
+        if left:
+            depths = depths_by_holder(values, lengths)
+            left = pack_reach(
+                {number: min(below, first_index + depths[number]) for number, below in unpack_reach(left).items()}
+            )
+        while left:
+            packed, left = await self._functions.call_ro("kvatlas_resume", keys[2:], [hashes, first_index, limit, left])
+            found |= unpack_reach(packed)
+        return values, lengths, found
 
     async def _walk_marks(
         self, reader: ShardReader, scope_id: bytes, hashes: bytes, reach: tuple[int, int], runs: ShardRuns
@@ -264,22 +294,18 @@ class RedisIndex(DirectWrites):
         found = walk_positions(marks.get, hashes, holders, limit, first_index)
         return runs._replace(positions={int.from_bytes(n, "big"): found.get(n, 0) for n in holders})
 
-    async def _reach(self, keys: Sequence[str], args: Sequence[Any], packed: bytes, cursor: bytes) -> dict[int, int]:
-        """Position by the number of each marked holder; one call does bounded work and may leave some for the next."""
-        found = unpack_reach(packed)
-        while cursor:
-            *_, packed, cursor = await self._functions.call_ro("kvatlas_overlap", keys, [*args, cursor])
-            found = unpack_reach(packed) | found
-        return found
-
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         found: list[Residency] = []
+        key = sequence_hash.to_bytes(HASH_BYTES, "little")
         for reader in self._readers:
             keys = [reader.keys.blocks(scope.scope_id), reader.keys.active]
-            flat = await self._functions.call_ro("kvatlas_locate", keys, [sequence_hash.to_bytes(HASH_BYTES, "little")])
+            flat = await self._functions.call_ro("kvatlas_locate", keys, [key])
+            marked = await reader.dropped() if flat else {}
+            marks = await reader.marks(scope.scope_id, key) if marked else {}
             for flags, holder, worker_id in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
                 _, block_bytes = (await reader.touched(holder)).get(scope.scope_id, (0, 0))
-                found += _residencies(scope, sequence_hash, worker_id.decode(), flags, block_bytes)
+                resumable = has_mark(marks.get(key), holder) if holder in marked else None
+                found += _residencies(scope, sequence_hash, worker_id.decode(), flags, block_bytes, resumable)
         return sorted(found, key=lambda residency: (residency.worker_id, residency.tier))
 
     async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
@@ -312,17 +338,21 @@ class RedisIndex(DirectWrites):
         for reader in self._readers if worker_id is None else [self._reader_of(worker_id)]:
             active = {h: name for h, name in (await reader.active()).items() if worker_id in (None, name)}
             touched = {holder: await reader.touched(holder) for holder in active}
+            marked = active.keys() & (await reader.dropped()).keys()
             for scope_id in sorted({scope_id for scopes in touched.values() for scope_id in scopes}):
                 if not await reader.has_blocks(scope_id):
                     continue  # it may be forgotten
                 scope = await self._registry.scope(scope_id)
-                async for key, value in reader.blocks(scope_id):
-                    sequence_hash = int.from_bytes(key, "little")
-                    for holder, flags in entries_of(value):
-                        if holder in active:
-                            _, block_bytes = touched[holder].get(scope_id, (0, 0))
-                            for residency in _residencies(scope, sequence_hash, active[holder], flags, block_bytes):
-                                yield residency
+                async for blocks in reader.block_batches(scope_id):
+                    marks = await reader.marks(scope_id, b"".join(key for key, _ in blocks)) if marked else {}
+                    for key, value in blocks:
+                        for holder, flags in entries_of(value):
+                            if holder in active:
+                                _, block_bytes = touched[holder].get(scope_id, (0, 0))
+                                resumable = has_mark(marks.get(key), holder) if holder in marked else None
+                                name, number = active[holder], int.from_bytes(key, "little")
+                                for one in _residencies(scope, number, name, flags, block_bytes, resumable):
+                                    yield one
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
         reader = self._reader_of(worker_id)
@@ -395,6 +425,11 @@ class RedisIndex(DirectWrites):
         return self._readers[shard_of(partition_of(worker_id, self.partitions), self.shards)]
 
 
-def _residencies(scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int) -> list[Residency]:
+def _residencies(
+    scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int, resumable: bool | None
+) -> list[Residency]:
     pinned = bool(flags & FLAG_PINNED)
-    return [Residency(scope, sequence_hash, worker_id, tier, block_bytes, pinned=pinned) for tier in tiers_of(flags)]
+    return [
+        Residency(scope, sequence_hash, worker_id, tier, block_bytes, pinned=pinned, resumable=resumable)
+        for tier in tiers_of(flags)
+    ]

@@ -1,7 +1,7 @@
 """What the store keeps of a shard, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
 
-from collections.abc import Iterable, Sequence
-from struct import calcsize, iter_unpack
+from collections.abc import Iterable, Mapping, Sequence
+from struct import calcsize, iter_unpack, pack
 from typing import Any, Literal, NamedTuple, Self
 
 import msgpack
@@ -13,6 +13,17 @@ from kvatlas.index.protocol import Position, WorkerRecord
 _TOUCHED = ">8sII"
 TOUCHED_BYTES = calcsize(_TOUCHED)
 _REACH = ">3sI"
+
+
+class OverlapAnswer(NamedTuple):
+    """See `functions/overlap.lua`."""
+
+    version: bytes
+    values: list[bytes]
+    lengths: list[int]
+    reach: bytes
+    left: bytes
+    next: int
 
 
 class StoredRecord(NamedTuple):
@@ -160,6 +171,11 @@ def unpack_marks(packed: bytes) -> StoredMarks:
 def unpack_reach(packed: bytes) -> dict[int, int]:
     """Position by holder's number, of marked holders (see `functions/overlap.lua`)."""
     return {int.from_bytes(number, "big"): position for number, position in iter_unpack(_REACH, packed)}
+
+
+def pack_reach(positions: Mapping[int, int]) -> bytes:
+    """The same, packed."""
+    return b"".join(pack(_REACH, number.to_bytes(3, "big"), position) for number, position in positions.items())
 
 
 def pack_position(position: Position | None) -> str:

@@ -120,6 +120,17 @@ class ShardReader:
                 seen.add(key)
                 yield key, value
 
+    async def block_batches(self, scope_id: bytes) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        """The same, at most BLOCKS_A_CALL at a time."""
+        batch: list[tuple[bytes, bytes]] = []
+        async for block in self.blocks(scope_id):
+            batch.append(block)
+            if len(batch) == BLOCKS_A_CALL:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
 
 async def read_hash(store: Store, key: str) -> dict[bytes, bytes]:
     """A HASH of any size, some fields a call: no call takes long. What is there all the while is in it. Raises Unreachable."""

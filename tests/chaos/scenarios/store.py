@@ -7,6 +7,7 @@ from anyio.to_thread import run_sync
 from redis.asyncio import Redis
 
 from benchmarks.store_calls import SLOW_LOG
+from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import FLAG_PINNED, Tier
 from kvatlas.embedded import valkey_server
 from kvatlas.identity import partition_of, shard_of
@@ -150,6 +151,11 @@ async def damage_by_hand(store: Store) -> list[str]:
         await store.client.hset(key, pinned, flags[:3] + bytes([flags[3] ^ FLAG_PINNED]) + flags[4:])
         whats = ("block removed", "block added", "tier flag changed", "pinned flag changed")
         damaged += [f"{what} by hand" for what in whats]
+        marks_key = key.replace(b":blocks:", b":marks:")
+        marks = [field for field in await store.client.hkeys(marks_key) if len(field) == HASH_BYTES]
+        if marks:
+            await store.client.hdel(marks_key, min(marks))
+            damaged.append("mark removed by hand")
     return damaged
 
 

@@ -63,6 +63,20 @@ async def test_a_worker_with_marks_resumes_at_its_deepest_mark_and_one_without_a
     assert (await index.overlap(SCOPE, TRUNK)).depths() == {"full": LENGTH, "w": LENGTH}
 
 
+async def test_each_residency_says_whether_a_prompt_can_be_resumed_behind_it(index: ResidencyIndex) -> None:
+    full, source = MessageSource("full"), hybrid("w")
+    await apply_messages(index, full.begin(1), full.store(SCOPE, TRUNK))
+    await apply_messages(index, source.begin(1), source.store(SCOPE, TRUNK), source.mark(SCOPE, [block(9), block(300)]))
+    listed = [residency async for residency in index.snapshot()]
+    found = {(one.worker_id, one.sequence_hash.to_bytes(8, "little")): one.resumable for one in listed}
+    assert found == {
+        **{("full", key): None for key in split(TRUNK)},
+        **{("w", key): key in (block(9), block(300)) for key in split(TRUNK)},
+    }
+    located = await index.locate(SCOPE, int.from_bytes(block(9), "little"))
+    assert [(one.worker_id, one.resumable) for one in located] == [("full", None), ("w", True)]
+
+
 async def test_a_mark_behind_a_dropped_block_means_the_position_before_it(index: ResidencyIndex) -> None:
     source = hybrid("w", dropped=2)
     await apply_messages(

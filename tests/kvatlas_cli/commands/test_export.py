@@ -13,7 +13,8 @@ def test_each_residency_is_one_json_line(cli: Cli, fleet_store_url: str) -> None
     done = cli("export", "--redis-url", fleet_store_url)
     assert (done.code, done.err) == (0, "")
     lines = [json.loads(line) for line in done.out.splitlines()]
-    assert list(lines[0]) == ["worker", "model_id", "tokenizer_id", "adapter_id", "tenant_id", "tier", "sequence_hash"]
+    scope = ["model_id", "tokenizer_id", "adapter_id", "tenant_id"]
+    assert list(lines[0]) == ["worker", *scope, "tier", "sequence_hash", "resumable"]
     expected = {("w1", "hbm", f"{value:016x}") for value in unpack_hashes(CHAIN)}
     expected.add(("w2", "cpu_dram", f"{unpack_hashes(CHAIN)[0]:016x}"))
     assert {(line["worker"], line["tier"], line["sequence_hash"]) for line in lines} == expected

@@ -1,7 +1,7 @@
 -- The deepest position at which each marked holder can resume a chain: exact, from a few fields for each holder.
 
 local NEAR = 2 -- segments looked at first: the one that a holder's depth lies in, and those above it
-local HOLDERS = 64 -- in one call
+local HOLDERS = 64 -- whose marks are looked at in one call
 local BUDGET = 1000 -- fields and entries looked at beyond that in one call
 
 local function highest_bit(word)
@@ -32,51 +32,40 @@ local function depth_of(holder, starts, values, stop)
   return starts[high] or stop
 end
 
--- Returns the marked holders of a value behind a number, at most HOLDERS, {number...} and {dropped...}, and whether there may be
--- more.
-local function marked_in(value, marked, after)
-  local from = 1
-  if after ~= '' then
-    local at, slot = place_sized(value, after, 4)
-    from = at and at + 4 or slot
-  end
-  local names, drops, n = {}, {}, 0
-  for first = from, #value, 4 * HOLDERS do
-    local some, last = {}, math.min(first + 4 * HOLDERS, #value + 1) - 4
-    for at = first, last, 4 do
+-- Returns the numbers of a value's holders that are marked.
+local function marked_in(value, marked)
+  local names, n = {}, 0
+  for first = 1, #value, 4 * CHUNK do
+    local some = {}
+    for at = first, math.min(first + 4 * CHUNK, #value) - 3, 4 do
       some[#some + 1] = string.sub(value, at, at + 2)
     end
     local found = redis.call('HMGET', marked, unpack(some))
     for i = 1, #some do
       if found[i] then
-        if n == HOLDERS then
-          return names, drops, true
-        end
         n = n + 1
-        names[n], drops[n] = some[i], string.byte(found[i], 1)
+        names[n] = some[i]
       end
     end
   end
-  return names, drops, false
+  return names
 end
 
--- Returns {number, position (u32 BE)...} packed of marked holders, 0 if a holder can resume the chain nowhere; and the cursor to
--- ask again with, '' if no holder is left. Positions are at most `limit`, and count from the prompt's start.
+-- Returns {number, position (u32 BE)...} packed of marked holders, 0 if a holder can resume the chain nowhere; and
+-- {number, below (u32 BE)...} packed of those that are left, '' if none: their marks at `below` and behind it are looked at.
+-- Positions are at most `limit`, and they and `below` count from the prompt's start.
 --
--- packed: hashes from index `first` on, a multiple of SEGMENT; starts, values, stop: see gallop
--- cursor: '', or the number of the last holder that was done (or ''), and the index (u32 BE) below which the others' marks are
-local function resume(marked, key, packed, first, limit, cursor, starts, values, stop)
+-- packed: hashes from index `first` on, a multiple of SEGMENT
+-- names, belows: the holders, and the index below which each one's marks count: at most the end of what it holds
+local function resume(marked, key, packed, first, limit, names, belows)
   local sub = string.sub
-  local after, below = sub(cursor, 1, -5), cursor ~= '' and struct.unpack('>I4', cursor, #cursor - 3) or 4294967295
-  local names, drops, any_more = marked_in(values[1], marked, after)
-  local last_name = names[#names]
   local found, m = {}, 0
+  local drops = #names > 0 and redis.call('HMGET', marked, unpack(names)) or {}
   local tops, n, deepest = {}, 0, -1 -- of each that waits: the last block that may be marked, counted from `first`
   local segments, segment_at, segments_n = {}, {}, 0
   for i = 1, #names do
-    local depth = #values == 1 and stop or depth_of(names[i], starts, values, stop)
-    local drop = drops[i]
-    local top = math.min(depth, limit + drop - first, below - first) - 1
+    local drop = drops[i] and string.byte(drops[i], 1) or 0
+    local top = drops[i] and math.min(belows[i], limit + drop) - first - 1 or -1
     if top >= 0 then
       n = n + 1
       names[n], drops[n], tops[n] = names[i], drop, top
@@ -89,14 +78,13 @@ local function resume(marked, key, packed, first, limit, cursor, starts, values,
           segments[segments_n] = sub(packed, s * SEGMENT * 8 + 1, s * SEGMENT * 8 + 8) .. HEAD_SUFFIX
         end
       end
-    else
+    elseif drops[i] then
       m = m + 1
       found[m] = names[i] .. '\0\0\0\0'
     end
   end
-  local next_cursor = any_more and last_name .. '\255\255\255\255' or ''
   if n == 0 then
-    return table.concat(found), next_cursor
+    return table.concat(found), ''
   end
 
   -- first the last bit of each in the segments near its depth: almost always its mark
@@ -221,8 +209,11 @@ local function resume(marked, key, packed, first, limit, cursor, starts, values,
         n = left
       end
       if spent > BUDGET and n > 0 then
-        -- those that are found are found again then, nearer to the prompt's start: the caller keeps what it has
-        return table.concat(found), after .. struct.pack('>I4', first + (stopped_at or base))
+        local left_over = {}
+        for i = 1, n do
+          left_over[i] = names[i] .. struct.pack('>I4', first + math.min(tops[i] + 1, stopped_at or base))
+        end
+        return table.concat(found), table.concat(left_over)
       end
     end
   end
@@ -230,5 +221,5 @@ local function resume(marked, key, packed, first, limit, cursor, starts, values,
     m = m + 1
     found[m] = names[i] .. '\0\0\0\0'
   end
-  return table.concat(found), next_cursor
+  return table.concat(found), ''
 end

@@ -3,16 +3,29 @@
 -- active holders between them. Probes every `stride` blocks, then, level by level and in one HMGET each, the middle of every
 -- interval whose ends differ.
 
--- Returns runs of equal values: {start...}, {value...}, and the first block without a holder (count if all have one).
+local FIELD_BYTES = 256 -- what a field costs besides its value's bytes
+local BYTES = 600000 -- after so many, the caller asks for the rest
+local WIDE_BYTES = 1024 -- of wider values fewer are probed at a time
+
+-- Returns runs of equal values: {start...}, {value...}, the first block without a holder (count if all have one), and the
+-- block from which the rest has to be asked for (nil: there is none).
 local function gallop(blocks, packed, count, stride)
   local left, left_value = 0, redis.call('HGET', blocks, string.sub(packed, 1, 8))
   if not left_value then
     return {}, {}, 0
   end
   local sub, last = string.sub, count - 1
-  local starts, values, runs = { 0 }, { left_value }, 1
-  local probes = math.floor(CHUNK / stride) -- so that no level of theirs has more than CHUNK middles
+  local starts, values, runs, spent = { 0 }, { left_value }, 1, 0
+  local most = math.floor(CHUNK / stride) -- so that no level of theirs has more than CHUNK middles
   while left < last do
+    if spent > BYTES then
+      if starts[runs] == left then
+        starts[runs], values[runs] = nil, nil
+      end
+      return starts, values, left, left
+    end
+    local probes = math.max(4, math.floor(most * math.min(1, WIDE_BYTES / #left_value)))
+    local cost = FIELD_BYTES + #left_value -- values only get shorter
     local hashes, n, at = {}, 0, left
     while n < probes and at < last do
       at = math.min(at + stride, last)
@@ -20,6 +33,7 @@ local function gallop(blocks, packed, count, stride)
       hashes[n] = sub(packed, at * 8 + 1, at * 8 + 8)
     end
     local found = redis.call('HMGET', blocks, unpack(hashes, 1, n))
+    spent = spent + n * cost
     -- intervals whose ends differ, from left to right
     local lows, highs, low_values, high_values, open = {}, {}, {}, {}, 0
     for i = 1, n do
@@ -47,6 +61,7 @@ local function gallop(blocks, packed, count, stride)
         break
       end
       found = redis.call('HMGET', blocks, unpack(hashes, 1, n))
+      spent = spent + n * cost
       local next_lows, next_highs, next_low_values, next_high_values, k = {}, {}, {}, {}, 0
       n = 0
       for i = 1, open do
@@ -109,35 +124,63 @@ end
 --      4 marks of the scope
 -- ARGV 1 packed hashes
 --      2 stride (0: read every block)
---      3 index of the first hash in its chain, a multiple of SEGMENT
+--      3 index of the first hash in its chain, a multiple of SEGMENT; '': marks are not asked for
 --      4 the highest position to be resumed at, in blocks from the chain's start
---      5 '', or the cursor of the answer before, for the rest of the marked holders
--- returns {version of the active holders (see active.lua), {value...}, {run length...}, reach, cursor}
---   reach: 3-byte number and position (u32 BE; 0: none) of each marked holder of the first block; of those that it has from
---   several answers, the first counts. cursor: '' if none is missing. With a cursor in ARGV: no values and lengths.
+-- returns {version of the active holders (see active.lua), {value...}, {run length...}, reach, left, next}
+--   reach: 3-byte number and position (u32 BE; 0: none) of each marked holder of the first block
+--   left: 3-byte number and index (u32 BE) of the marked holders that are missing in `reach`, for `kvatlas_resume`: their marks
+--   below that index are not looked at, nor those behind what the holder has
+--   next: 0, or the index in ARGV 1 from which the hashes are not looked at: to be asked for by another call
 register_read_only('kvatlas_overlap', function(keys, args)
   local blocks, meta, packed, stride = keys[1], keys[2], args[1], tonumber(args[2])
   local count = #packed / 8
   local version = redis.call('HGET', meta, 'active') or '0'
   if count == 0 then
-    return { version, {}, {}, '', '' }
+    return { version, {}, {}, '', '', 0 }
   end
-  local starts, values, stop
+  local starts, values, stop, next_index
   if stride == 0 then
     starts, values, stop = walk(blocks, packed, count)
   else
-    starts, values, stop = gallop(blocks, packed, count, stride)
+    starts, values, stop, next_index = gallop(blocks, packed, count, stride)
   end
-  local reach, cursor = '', ''
-  if starts[1] and redis.call('HLEN', keys[3]) > 0 then
+  local reach, left = '', ''
+  if args[3] ~= '' and starts[1] and redis.call('HLEN', keys[3]) > 0 then
     local first, limit = tonumber(args[3]), tonumber(args[4])
-    reach, cursor = resume(keys[3], keys[4], packed, first, limit, args[5], starts, values, stop)
-  end
-  if args[5] ~= '' then
-    return { version, {}, {}, reach, cursor }
+    local names, belows = marked_in(values[1], keys[3]), {}
+    if next_index or #names > HOLDERS then -- in calls of their own
+      for i = 1, #names do
+        belows[i] = names[i] .. '\255\255\255\255'
+      end
+      left = table.concat(belows)
+    else
+      for i = 1, #names do
+        belows[i] = first + (#values == 1 and stop or depth_of(names[i], starts, values, stop))
+      end
+      reach, left = resume(keys[3], keys[4], packed, first, limit, names, belows)
+    end
   end
   for i = 1, #starts do -- starts become lengths
     starts[i] = (starts[i + 1] or stop) - starts[i]
   end
-  return { version, values, starts, reach, cursor }
+  return { version, values, starts, reach, left, next_index or 0 }
+end)
+
+-- resume: how far marked holders that `kvatlas_overlap` left can resume a chain.
+--
+-- KEYS 1 marked
+--      2 marks of the scope
+-- ARGV 1 packed hashes, the overlap's
+--      2 index of the first hash in its chain, a multiple of SEGMENT
+--      3 the highest position to be resumed at, in blocks from the chain's start
+--      4 3-byte number and index (u32 BE) of each holder: its marks below that count; those of the first HOLDERS are looked at
+-- returns {reach, left}, as `kvatlas_overlap` does
+register_read_only('kvatlas_resume', function(keys, args)
+  local holders, names, belows = args[4], {}, {}
+  for at = 1, math.min(#holders, 7 * HOLDERS), 7 do
+    names[#names + 1] = string.sub(holders, at, at + 2)
+    belows[#belows + 1] = struct.unpack('>I4', holders, at + 3)
+  end
+  local reach, left = resume(keys[1], keys[2], args[1], tonumber(args[2]), tonumber(args[3]), names, belows)
+  return { reach, left .. string.sub(holders, 7 * HOLDERS + 1) }
 end)

@@ -1,0 +1,85 @@
+"""Groups of a model's layers by their kind of attention: which blocks each needs to go on, and which it keeps for others.
+
+As vLLM 0.33's cache managers (`single_type_kv_cache_manager`): a group needs the blocks that its attention still reads, and a
+prompt can be resumed wherever every group has what it needs to go on.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.errors import InvalidValue
+
+_KINDS = {
+    "full": AttentionKind.FULL,
+    "swa": AttentionKind.SLIDING_WINDOW,
+    "chunked": AttentionKind.CHUNKED_LOCAL,
+    "mamba": AttentionKind.MAMBA,
+}
+_SIZED = ("swa", "chunked")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One group; `tokens`: of its sliding window or its chunks, else 0."""
+
+    kind: AttentionKind
+    tokens: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "CacheGroup":
+        """`full`, `swa:WINDOW`, `chunked:SIZE` or `mamba`. Raises InvalidValue."""
+        name, _, size = text.partition(":")
+        sized = name in _SIZED
+        if name not in _KINDS or sized != bool(size) or (sized and not (size.isdecimal() and 0 < int(size) < 1 << 32)):
+            raise InvalidValue(f"group {text!r:.50}; expected full, swa:WINDOW, chunked:SIZE or mamba")
+        return cls(_KINDS[name], int(size or 0))
+
+    @property
+    def is_full(self) -> bool:
+        return self.kind.is_full
+
+    @property
+    def window_tokens(self) -> int | None:
+        """As events tell it: of a sliding window only."""
+        return self.tokens if self.kind is AttentionKind.SLIDING_WINDOW else None
+
+    def first_needed(self, computed: int, block_size: int) -> int:
+        """The first block that a sequence with so many computed tokens still reads."""
+        match self.kind:
+            case AttentionKind.SLIDING_WINDOW:
+                return max(0, computed - self.tokens + 1) // block_size
+            case AttentionKind.CHUNKED_LOCAL:
+                return computed // self.tokens * self.tokens // block_size
+            case AttentionKind.MAMBA:
+                return max(0, computed - 1) // block_size  # its state is all that came before
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which blocks sliding windows and mamba keep for other requests.
+
+    Always those that a request needs which resumes a prompt's end, or where an earlier request left it; besides, those that
+    it needs at each multiple of `interval` tokens, a multiple of the block size (0: no others). The block size itself keeps
+    all. vLLM's default is 0 (`prefix_cache_retention_interval`). Full and chunked attention keep every block.
+    """
+
+    interval: int = 0
+
+    def kept(self, group: CacheGroup, start: int, end: int, ends: Iterable[int], block_size: int) -> list[int]:
+        """The indices of the blocks from `start` to `end` that the group keeps. `ends`: positions, in tokens, that can be
+        resumed because a prompt or what it shares with another ends there."""
+        if group.kind not in (AttentionKind.SLIDING_WINDOW, AttentionKind.MAMBA):
+            return list(range(start, end))
+        positions = {tokens // block_size for tokens in ends}
+        if self.interval:
+            step = self.interval // block_size
+            # a window behind the last block of this range may begin in it
+            reach = end + (group.tokens + block_size) // block_size
+            positions.update(range((start // step + 1) * step, reach + 1, step))
+        found: set[int] = set()
+        for position in positions:
+            needed = group.first_needed(position * block_size, block_size)
+            found.update(range(max(start, needed), min(end, position)))
+        return sorted(found)
