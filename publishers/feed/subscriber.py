@@ -110,15 +110,15 @@ class Feed:
     def open(self) -> None:
         """Connect, or bind. Raises Unreachable if the endpoint can't be used."""
         settings = self._settings
-        self._socket = self._context.socket(zmq.SUB, socket_class=zmq.Socket)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        self._socket = context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-        )
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        self._monitor = zmq.asyncio.Socket.from_socket(self._socket.get_monitor_socket(events))
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._subscribe_to_all(True)
         try:
