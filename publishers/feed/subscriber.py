@@ -37,7 +37,7 @@ POLL_S = 0.5
 QUEUED_MESSAGES = 10_000
 PAYLOADS_TO_RECOGNIZE = 256
 """So many of the first are looked at for the engine that wrote them."""
-BATCHES_AT_ONCE = 64
+BATCHES_AT_ONCE = 16
 """After so many batches other tasks have their turn."""
 STARTING_OVER = "dropping all known blocks and starting a new incarnation"
 
