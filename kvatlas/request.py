@@ -57,7 +57,7 @@ class Fallbacks:
 class Slo(BaseModel):
     """The caller's objective: time to the first token, and time for each further token, in milliseconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     ttft_ms: Annotated[float, Field(gt=0)] = 800
     tpot_ms: Annotated[float, Field(gt=0)] = 80
@@ -75,7 +75,7 @@ class RequestHints(BaseModel):
     cache (`skip`, `prompt_logprobs`, `logprob_start_len`).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
     request_id: Annotated[str, Field(min_length=1)]
     model_id: str | None = None

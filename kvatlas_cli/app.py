@@ -1,13 +1,11 @@
-"""The commands by name. Only the command that is run is imported, so a missing extra does not break the others."""
+"""The commands by name. Only the command that is run is imported, so a missing extra does not break the others; none for the
+list of them, which else takes as long as all of them."""
 
 import sys
-from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Annotated
 
 import typer
-
-from kvatlas.version import own_version
 
 COMMANDS = {
     "up": "kvatlas_cli.commands.up:up",
@@ -26,10 +24,30 @@ COMMANDS = {
     "overlap": "kvatlas_cli.commands.overlap:overlap",
     "route": "kvatlas_cli.commands.route:route",
 }
+SUMMARIES = {
+    "up": "Start NATS, Valkey and an indexer on loopback, print their addresses, and run until stopped.",
+    "demo": "Start simulated engines on this machine and route one workload twice: round-robin, then with kvatlas.",
+    "replay": "Replay a request trace against simulated workers in virtual time, once for each policy, and compare them.",
+    "indexer": "Apply what publishers send to the index. Any number of replicas share the partitions.",
+    "publish": "Follow one engine's KV events and publish what it holds to the index. "
+    "SIGUSR1: routers send its workers nothing new.",
+    "router": "Serve the OpenAI API and send each request to the engine on which it costs least.",
+    "simulate-engine": "Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, without a model.",
+    "export": "Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits).",
+    "workers": "List the workers: engine, state, blocks held, load, incarnation, age of the last heartbeat.",
+    "rates": "Show each worker's learned rates for the cost profile `engine`; the defaults if none are learned yet.",
+    "audit": "Compare every publisher's ledger with every block in the index; exit code 1 if they differ.",
+    "doctor": "Check servers, indexers, workers and routers; print each finding and what to do; "
+    "exit code 1 if one is an error.",
+    "auth": "Write users of NATS and of Redis, and what each may do.",
+    "overlap": "Show what each worker holds of a prompt: resident and usable blocks and tokens, by tier.",
+    "route": "Pick the worker on which a prompt costs least, and show every candidate's cost. Nothing is reserved.",
+}
+"""What the list of commands says of each; a command's own help says the same."""
 
 
-def application(commands: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The command line with these commands. A command whose extra is missing is listed, and reports it when it is run."""
+def application(named: str | None = None) -> typer.Typer:
+    """The command line with the named command, or with the list of them all."""
     app = typer.Typer(
         name="kvatlas",
         help="An atlas of a fleet's KV cache: which worker holds which blocks, and what a request would cost on each.",
@@ -38,26 +56,26 @@ def application(commands: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_kvatlas)
-    for name in commands:
-        module, _, function = COMMANDS[name].partition(":")
-        try:
-            command = getattr(import_module(module), function)
-        except ModuleNotFoundError as error:
-            accept_all = {"allow_extra_args": True, "ignore_unknown_options": True}
-            app.command(name, help="(not installed)", context_settings=accept_all)(_raise_missing(error))
-        else:
-            if isinstance(command, typer.Typer):
-                app.add_typer(command, name=name)
-            else:
-                app.command(name)(command)
+    if named is None:
+        for name, summary in SUMMARIES.items():
+            app.command(name, help=summary)(_kvatlas_command)
+        return app
+    module, _, function = COMMANDS[named].partition(":")
+    command = getattr(import_module(module), function)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=named)
+    else:
+        app.command(named)(command)
     return app
 
 
 def invoke(argv: list[str]) -> int:
     """Run a command line and return its exit code. Raises what the command raises; a usage error is one line, code 2."""
-    named = [word for word in argv[:1] if word in COMMANDS]
+    if argv[:1] == ["--"]:
+        argv = argv[1:]
+    named = argv[0] if argv and argv[0] in COMMANDS else None
     try:
-        code = application(named or COMMANDS)(argv, prog_name="kvatlas", standalone_mode=False)
+        code = application(named)(argv, prog_name="kvatlas", standalone_mode=False)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "kvatlas"
@@ -68,6 +86,8 @@ def invoke(argv: list[str]) -> int:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from kvatlas.version import own_version  # reads the distribution's files
+
         print(f"kvatlas {own_version()}")
         raise typer.Exit
 
@@ -80,8 +100,5 @@ def _kvatlas(
     """An atlas of a fleet's KV cache."""
 
 
-def _raise_missing(error: ModuleNotFoundError) -> Callable[[], None]:
-    def command() -> None:
-        raise error
-
-    return command
+def _kvatlas_command() -> None:
+    """Listed only: what is run is imported."""

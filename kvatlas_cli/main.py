@@ -6,12 +6,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from redis.exceptions import RedisClusterException, RedisError
-
 from kvatlas.errors import KvatlasError, SettingsError
-
-STORE_ERRORS = (RedisError, RedisClusterException)
-"""In redis-py the second is not a subclass of the first."""
 
 FAILED = 1
 USAGE = 2
@@ -48,6 +43,9 @@ EXTRA_OF_COMMAND = {
     "auth": "indexer",
 }
 
+_SERVICES = ("publish", "indexer")
+_MAY_NEED_WEBSOCKETS = ("ws://", "wss://", "nats-url-file", "NATS_URL_FILE")
+
 
 def main() -> NoReturn:
     """Run the command of `sys.argv` and exit the process."""
@@ -57,6 +55,7 @@ def main() -> NoReturn:
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code. Errors that a user can act on are one line on stderr."""
     command = next((word for word in argv if not word.startswith("-")), "")
+    _skip_imports(command, argv)
     for source, text in (*((f"argument {word!r}", word) for word in argv), *_variables()):
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
             return _fail(f"{source} is not UTF-8", USAGE)
@@ -73,12 +72,25 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of stdout is gone, as with `head`: there is nothing to report
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (OSError, *STORE_ERRORS) as error:
+    except OSError as error:
         return _fail(_describe(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseExceptionGroup as group:
         return _fail_group(group)
+    except Exception as error:
+        if not _is_of_store(error):
+            raise
+        return _fail(_describe(error), FAILED)
+
+
+def _skip_imports(command: str, argv: Sequence[str]) -> None:
+    """Import nothing that this process does not use, only because it is installed."""
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looks through all that is installed: 2 MiB
+    given = [*argv, *(f"{name} {text}" for name, text in _variables())]
+    if command in _SERVICES and not any(word in text for text in given for word in _MAY_NEED_WEBSOCKETS):
+        # nats-py's, for ws:// addresses alone: 10 MiB
+        sys.modules.setdefault("aiohttp", None)  # type: ignore[arg-type]  # importing it fails, as if it were absent
 
 
 def _variables() -> Iterator[tuple[str, str]]:
@@ -89,7 +101,7 @@ def _variables() -> Iterator[tuple[str, str]]:
 def _fail_group(group: BaseExceptionGroup[BaseException]) -> int:
     """Report the first error of a task group, if all of its errors are reported in one line; else raise the group."""
     leaves = list(_leaves(group))
-    if any(not isinstance(leaf, (KvatlasError, OSError, *STORE_ERRORS)) for leaf in leaves):
+    if any(not isinstance(leaf, (KvatlasError, OSError)) and not _is_of_store(leaf) for leaf in leaves):
         raise group
     return _fail(_describe(leaves[0]), USAGE if isinstance(leaves[0], SettingsError) else FAILED)
 
@@ -115,7 +127,14 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}"
-    return f"Redis: {error}" if isinstance(error, STORE_ERRORS) else str(error)
+    return f"Redis: {error}" if _is_of_store(error) else str(error)
+
+
+def _is_of_store(error: BaseException) -> bool:
+    """An error of redis-py, which is imported only by commands that use it."""
+    exceptions = sys.modules.get("redis.exceptions")
+    # the second is not a subclass of the first
+    return exceptions is not None and isinstance(error, (exceptions.RedisError, exceptions.RedisClusterException))
 
 
 def _fail(line: str, code: int, prefix: str = "kvatlas: ") -> int:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from time import monotonic, time_ns
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 from nats.aio.client import Client
@@ -39,7 +39,6 @@ from publishers.control import ControlResponder
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
 from publishers.duplicate_publisher import DuplicatePublisherWatch
-from publishers.engines.poller import EnginePoller
 from publishers.heartbeat import HeartbeatSender, time_us
 from publishers.ledger.connector_blocks import TICKS_TO_LIVE
 from publishers.ledger.ledger import Ledger
@@ -48,6 +47,9 @@ from publishers.stream.changelog import Changelog, IncarnationReason
 from publishers.stream.grants import await_grant
 from publishers.stream.message_split import block_count
 from publishers.stream.sender import Sender
+
+if TYPE_CHECKING:
+    from publishers.engines.poller import EnginePoller
 
 LINGER_S = 0.005
 CLOSE_S = 2.0
@@ -122,7 +124,9 @@ class Publisher:
             rng=self._rng,
         )
         if settings.engine_url:
-            self.poller = EnginePoller(
+            from publishers.engines import poller  # needs httpx: 6 MiB
+
+            self.poller = poller.EnginePoller(
                 settings.engine_url,
                 settings.load_context,
                 self.counters,

@@ -19,7 +19,7 @@ class PublisherSettings(BaseModel):
     """`engine_url`: where health and metrics are read; without it the engine counts as up. `partitions`: of the whole fleet.
     `events` False: the engine publishes none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
     worker_id: WorkerId
     model_id: Name

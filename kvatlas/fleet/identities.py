@@ -41,7 +41,7 @@ class Identity(BaseModel):
     advertise any, and routers send requests to private ones only.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     workers: tuple[str, ...] = Field(min_length=1)
     tenants: tuple[str, ...] = (ANY,)

@@ -35,7 +35,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class WireRecord(BaseModel):
     """A frozen border value that travels as a msgpack map; unknown fields of newer versions are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", protected_namespaces=())
     max_bytes: ClassVar[int] = 256 * 1024
     """More than the largest valid record."""
 

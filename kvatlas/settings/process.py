@@ -22,7 +22,7 @@ class ProcessSettings(BaseSettings):
     """What every process takes. Build with `load`, not with the constructor."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, protected_namespaces=()
+        defer_build=True, env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, protected_namespaces=()
     )
 
     wait: bool = Field(

@@ -13,7 +13,6 @@ as 0 to 1.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from kvatlas.errors import DATA_ERRORS, InvalidValue
@@ -159,6 +158,8 @@ class _Samples:
     """The samples of the wanted metrics; histograms, most of a page, are left out before parsing."""
 
     def __init__(self, page: str, names: _Names, dp_rank: int | None) -> None:
+        from prometheus_client.parser import text_string_to_metric_families  # brings an HTTP server: 2 MiB
+
         self._names = names
         self._by_name: dict[str, list[tuple[dict[str, str], float]]] = {}
         wanted = names.all

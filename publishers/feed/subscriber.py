@@ -27,6 +27,7 @@ from publishers.feed.connection_state import FIRST_SILENCE_S, Connection, Connec
 from publishers.feed.continuity import Continuity, Step
 from publishers.feed.dead_letters import DeadLetters
 from publishers.feed.endpoints import to_connect
+from publishers.feed.receiver import Receiver
 from publishers.feed.replay import SEQ_BYTES, Replay, request_replay
 from publishers.feed.socket_watch import SocketWatch
 from publishers.feed.undecodable import RATION_S, Distrust, UndecodableQueue, UndecodableRecorder
@@ -36,7 +37,7 @@ POLL_S = 0.5
 QUEUED_MESSAGES = 10_000
 PAYLOADS_TO_RECOGNIZE = 256
 """So many of the first are looked at for the engine that wrote them."""
-BATCHES_AT_ONCE = 64
+BATCHES_AT_ONCE = 16
 """After so many batches other tasks have their turn."""
 STARTING_OVER = "dropping all known blocks and starting a new incarnation"
 
@@ -109,15 +110,15 @@ class Feed:
     def open(self) -> None:
         """Connect, or bind. Raises Unreachable if the endpoint can't be used."""
         settings = self._settings
-        self._socket = self._context.socket(zmq.SUB)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        self._socket = context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-        )
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        self._monitor = zmq.asyncio.Socket.from_socket(self._socket.get_monitor_socket(events))
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._subscribe_to_all(True)
         try:
@@ -128,6 +129,7 @@ class Feed:
         except zmq.ZMQError as error:
             self.close()
             raise Unreachable(f"event socket {settings.endpoint}: {error.strerror or error}") from error
+        self._receiver = Receiver(self._socket)
         self._state = ConnectionState(settings.first_silence_s, monotonic())
 
     def close(self) -> None:
@@ -166,18 +168,16 @@ class Feed:
         for received in count(1):
             if received % BATCHES_AT_ONCE == 0:  # what waits already is received without a task switch
                 await anyio.lowlevel.checkpoint()
-            frames: list[bytes] | None = None
-            with anyio.move_on_after(POLL_S):
-                frames = await self._socket.recv_multipart()
+            frames = await self._receiver.receive(POLL_S)
             if frames is not None and not self._is_of_topic(frames[0]):
                 frames = None
             engine_up = frames is None and self._engine_up()
             task = self._state.next_task(monotonic(), message=frames is not None, engine_up=engine_up)
             if task is Task.RESTART:
-                await self._drop_queued()
+                self._drop_queued()
                 await self._follow(self.continuity.restart())
             elif task is Task.RECONNECT:
-                await self._drop_queued()
+                self._drop_queued()
                 await self._follow(self.continuity.reconnect())
             elif task is Task.TAKE and frames is not None:
                 await self._take_message(frames)
@@ -188,10 +188,10 @@ class Feed:
             if frames is None or self._diagnoses.current:
                 self._diagnose(engine_up)
 
-    async def _drop_queued(self) -> None:
+    def _drop_queued(self) -> None:
         """What waits in the socket may be of either engine process: replay brings it again."""
-        while await self._socket.poll(0):
-            await self._socket.recv_multipart()
+        while self._receiver.receive_queued() is not None:
+            pass
 
     async def _take_message(self, frames: list[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES:

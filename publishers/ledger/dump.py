@@ -95,12 +95,16 @@ class SavedLedger:
         for adapter, salt, packed, parents in self.namespaces:
             namespace = lineage.namespace(adapter, salt, self.block_size or 1)
             mine: list[Block] = []
-            for i, position in enumerate(parents):
-                if position > i:
-                    raise InvalidValue(f"saved block {i} comes before its parent {position - 1}")
+            first = 0
+            for end in range(1, len(parents) + 1):
+                if end < len(parents) and parents[end] == end:
+                    continue  # it follows the block before it
+                position = parents[first]
+                if position > first:
+                    raise InvalidValue(f"saved block {first} comes before its parent {position - 1}")
                 parent = mine[position - 1] if position else None
-                at = HASH_BYTES * i
-                mine += lineage.extend(namespace, parent, packed[at : at + HASH_BYTES])
+                mine += lineage.extend(namespace, parent, packed[first * HASH_BYTES : end * HASH_BYTES])
+                first = end
             blocks += mine
         for name, position in zip(self.names, self.owners, strict=True):
             lineage.add_name(name, blocks[position])
@@ -124,10 +128,12 @@ def pack(
     for namespace in lineage.namespaces.values():
         start = len(position_of)
         parents = array("I")
-        for block in namespace.blocks.values():  # made after their parents, so they are listed after them
+        hashes: list[bytes] = []
+        for block in namespace.blocks():
+            hashes.append(block.sequence_hash)
             parents.append(0 if block.parent is None else position_of[block.parent] - start + 1)
             position_of[block] = len(position_of)
-        namespaces.append([namespace.adapter, namespace.salt, b"".join(namespace.blocks), _little_endian(parents)])
+        namespaces.append([namespace.adapter, namespace.salt, b"".join(hashes), _little_endian(parents)])
     holdings = residency.holdings.by_group.values()
     order: dict[Holding, int] = {holding: i for i, holding in enumerate(holdings)}
     shared = [

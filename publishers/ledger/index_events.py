@@ -4,12 +4,13 @@ The order within a batch: added tiers, lost tiers, removals child first, stores 
 blocks whose index % g == g-1 are announced; `parent` is then the announced block before.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.events import Cleared, IndexEvent, Removed, SnapshotChunk, Stored
-from publishers.ledger.block import Block, Namespace
+from publishers.ledger.block import Block, Namespace, packed_hashes
 from publishers.ledger.prefix_closure import UsableChange
 
 CHUNK_BLOCKS = 4096
@@ -88,12 +89,12 @@ class IndexEvents:
             for namespace, _, hashes, parent, first_index in self._runs_of_moved(added):
                 self._add_stored(namespace.scope_id, tier.flag, hashes, parent, first_index, events)
         for tier in Tier:
-            lost: dict[bytes, list[bytes]] = {}
+            lost: dict[bytes, list[Block]] = {}
             for block, before in reversed(announced):
                 if before & ~block.usable & tier.flag:
-                    lost.setdefault(block.namespace.scope_id, []).append(block.sequence_hash)
-            for scope_id, lost_hashes in lost.items():
-                self._add_lost(scope_id, tier.flag, b"".join(lost_hashes), events)
+                    lost.setdefault(block.namespace.scope_id, []).append(block)
+            for scope_id, lost_blocks in lost.items():
+                self._add_lost(scope_id, tier.flag, packed_hashes(lost_blocks), events)
 
     def _add_removed(self, removed: list[_BlockWithFlags], events: list[IndexEvent]) -> None:
         """One event for each scope and set of tiers if no block of one is an ancestor of a block of another; else as the
@@ -108,56 +109,49 @@ class IndexEvents:
             removed.sort(key=_depth, reverse=True)
             self._add_removed_of_several_tiers(removed, events)
             return
-        by_scope: dict[bytes, list[bytes]] = {}
+        by_scope: dict[bytes, list[Block]] = {}
         for block, _ in removed:
-            scope_id = block.namespace.scope_id
-            hashes = by_scope.get(scope_id)
-            if hashes is None:
-                by_scope[scope_id] = [block.sequence_hash]
+            scope_id = block.stretch.namespace.scope_id
+            blocks = by_scope.get(scope_id)
+            if blocks is None:
+                by_scope[scope_id] = [block]
             else:
-                hashes.append(block.sequence_hash)
-        for scope_id, hashes in by_scope.items():
-            self._add_lost(scope_id, first_flags, b"".join(hashes), events)
+                blocks.append(block)
+        for scope_id, blocks in by_scope.items():
+            self._add_lost(scope_id, first_flags, packed_hashes(blocks), events)
 
     def _add_removed_of_several_tiers(self, removed: list[_BlockWithFlags], events: list[IndexEvent]) -> None:
         by_scope: dict[bytes, list[_BlockWithFlags]] = {}
         for block, flags in removed:
             by_scope.setdefault(block.namespace.scope_id, []).append((block, flags))
         for scope_id, blocks in by_scope.items():
-            hashes: list[bytes] = []
-            _, run_flags = blocks[0]
-            for block, flags in blocks:
-                if flags != run_flags:
-                    self._add_lost(scope_id, run_flags, b"".join(hashes), events)
-                    hashes, run_flags = [], flags
-                hashes.append(block.sequence_hash)
-            self._add_lost(scope_id, run_flags, b"".join(hashes), events)
+            for flags, same in groupby(blocks, key=_flags):
+                self._add_lost(scope_id, flags, packed_hashes(block for block, _ in same), events)
 
     # ---------------------------------------------------------------- runs of a chain
 
     def _runs(self, added: Iterable[Block]) -> Iterator[_Run]:
         """Consecutive blocks of one chain with the same tiers, every `granularity`-th of them. `added`: parents first."""
         step, last = self._step, self._last
-        hashes: list[bytes] = []
-        head: Block | None = None
+        run: list[Block] = []
         flags = 0
         previous: Block | None = None
         for block in added:
             follows = block.parent is previous and previous is not None
             previous = block
             if step > 1 and block.index % step != last:
-                if not follows and head is not None:
-                    yield self._run(head, flags, hashes)
-                    head = None
+                if not follows and run:
+                    yield self._run(run, flags)
+                    run = []
                 continue
-            if head is not None:
+            if run:
                 if follows and block.usable == flags:
-                    hashes.append(block.sequence_hash)
+                    run.append(block)
                     continue
-                yield self._run(head, flags, hashes)
-            head, flags, hashes = block, block.usable, [block.sequence_hash]
-        if head is not None:
-            yield self._run(head, flags, hashes)
+                yield self._run(run, flags)
+            flags, run = block.usable, [block]
+        if run:
+            yield self._run(run, flags)
 
     def _runs_of_moved(self, moved: dict[Block, None]) -> Iterator[_Run]:
         """Runs of announced blocks that come by depth, chains mixed: each chain is found by following parents."""
@@ -170,17 +164,16 @@ class IndexEvents:
             else:
                 heads.append(block)
         for head in heads:
-            hashes = [head.sequence_hash]
-            at = after.get(head)
-            while at is not None:
-                hashes.append(at.sequence_hash)
-                at = after.get(at)
-            yield self._run(head, 0, hashes)
+            run = [head]
+            while (at := after.get(run[-1])) is not None:
+                run.append(at)
+            yield self._run(run, 0)
 
-    def _run(self, head: Block, flags: int, hashes: list[bytes]) -> _Run:
+    def _run(self, blocks: Sequence[Block], flags: int) -> _Run:
+        head = blocks[0]
         before = self._announced_before(head)
         parent = None if before is None else before.sequence_hash
-        return head.namespace, flags, b"".join(hashes), parent, head.index
+        return head.namespace, flags, packed_hashes(blocks), parent, head.index
 
     def _announced_before(self, block: Block) -> Block | None:
         """The announced block before this announced one in its chain."""
@@ -208,7 +201,7 @@ class IndexEvents:
 
 def _usable_blocks(namespace: Namespace) -> Iterator[Block]:
     """The usable blocks of a namespace, each chain as far as it goes before the next branch."""
-    waiting = [block for block in namespace.blocks.values() if block.parent is None and block.usable > 0]
+    waiting = [block for block in namespace.roots.values() if block.usable > 0]
     while waiting:
         block = waiting.pop()
         yield block

@@ -6,13 +6,17 @@ still finds its parent's chain. A block without a name stays only while blocks w
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import EngineHash, EngineStored, ScopeUse
 from kvatlas.identity import Scope
-from publishers.ledger.block import Block, Namespace
+from publishers.ledger.block import Block, Namespace, Stretch
 from publishers.ledger.settings import LedgerSettings
 from publishers.ledger.variants import Variants
+
+LONG_STRETCH = 128
+"""Blocks from which on a stretch takes no more: engines announce what they generate block by block, and adding copies it."""
 
 
 class Lineage:
@@ -57,42 +61,72 @@ class Lineage:
 
     def extend(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
         """The blocks of packed sequence hashes that follow `parent`; blocks that don't exist yet are made."""
-        blocks = namespace.blocks
-        if not blocks:
-            self.namespaces[namespace.adapter, namespace.salt] = namespace
-            self._namespaces_of[namespace.scope_id] = self._namespaces_of.get(namespace.scope_id, 0) + 1
-        index = 0 if parent is None else parent.index + 1
         found: list[Block] = []
-        for at in range(0, len(packed), 8):
-            sequence_hash = packed[at : at + 8]
-            block = blocks.get(sequence_hash)
-            if block is None:
-                block = blocks[sequence_hash] = Block(namespace, sequence_hash, parent, index)
-                if parent is not None:
-                    if parent.children is None:
-                        parent.children = block
-                    else:
-                        parent.add_child(block)
+        known = 0
+        first = packed[:HASH_BYTES]
+        block = namespace.roots.get(first) if parent is None else parent.child(first)
+        while block is not None:
             found.append(block)
             parent = block
-            index += 1
+            known += HASH_BYTES
+            block = block.child(packed[known : known + HASH_BYTES]) if known < len(packed) else None
+        if known < len(packed):
+            found += self._make(namespace, parent, packed[known:] if known else packed)
         return found
+
+    def _make(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
+        """New blocks: the next of the parent's stretch, if it is the last of that."""
+        stretch, at = self._stretch(namespace, parent, packed)
+        made: list[Block] = []
+        for at in range(at, at + len(packed) // HASH_BYTES):
+            block = Block(stretch, at, parent)
+            if parent is None:
+                self._add_root(block)
+            elif parent.children is None:
+                parent.children = block
+            else:
+                parent.add_child(block)
+            made.append(block)
+            parent = block
+        return made
+
+    @staticmethod
+    def _stretch(namespace: Namespace, parent: Block | None, packed: bytes) -> tuple[Stretch, int]:
+        """Where new blocks are to be: a stretch that has their hashes, and the first one's position in it."""
+        if parent is None:
+            return Stretch(namespace, 0, packed), 0
+        stretch, at = parent.stretch, parent.at + 1
+        if len(stretch.hashes) == at * HASH_BYTES and at < LONG_STRETCH:
+            stretch.hashes += packed
+            return stretch, at
+        return Stretch(namespace, parent.index + 1, packed), 0
 
     def drop(self, block: Block | None) -> None:
         """Forget the block and its ancestors, up to the first that has a name or another descendant."""
         while block is not None and not block.names and block.children is None:
-            namespace = block.namespace
-            del namespace.blocks[block.sequence_hash]
-            if not namespace.blocks:
-                del self.namespaces[namespace.adapter, namespace.salt]
-                self._namespaces_of[namespace.scope_id] -= 1
-                if not self._namespaces_of[namespace.scope_id]:
-                    del self._namespaces_of[namespace.scope_id]
-                    self._maybe_unused.add(namespace.scope_id)
             parent = block.parent
             if parent is not None:
                 parent.remove_child(block)
+            else:
+                self._drop_root(block)
             block = parent
+
+    def _add_root(self, block: Block) -> None:
+        namespace = block.namespace
+        if not namespace.roots:
+            self.namespaces[namespace.adapter, namespace.salt] = namespace
+            self._namespaces_of[namespace.scope_id] = self._namespaces_of.get(namespace.scope_id, 0) + 1
+        namespace.roots[block.sequence_hash] = block
+
+    def _drop_root(self, block: Block) -> None:
+        namespace = block.namespace
+        del namespace.roots[block.sequence_hash]
+        if not namespace.roots:
+            del self.namespaces[namespace.adapter, namespace.salt]
+            self._namespaces_of[namespace.scope_id] -= 1
+            if not self._namespaces_of[namespace.scope_id]:
+                del self._namespaces_of[namespace.scope_id]
+                self._maybe_unused.add(namespace.scope_id)
 
     def forget_unused_scopes(self) -> None:
         """Drop the scopes without blocks. Called after all events that name them were published."""
@@ -114,6 +148,13 @@ class Lineage:
             block.first_name = name
         else:
             self.variants.add(name, block)
+
+    def add_first_names(self, names: Sequence[EngineHash], blocks: Sequence[Block]) -> None:
+        """The names, unknown so far, stand for these blocks, which had none."""
+        self.known.update(zip(names, blocks, strict=True))
+        for name, block in zip(names, blocks, strict=True):
+            block.names = 1
+            block.first_name = name
 
     def share_name(self, name: EngineHash, block: Block) -> None:
         """`name` stands for `block` too, besides the block that it is known for."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from kvatlas.blocks.digest import MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import Cleared, Heads, IndexEvent, Marked, Unmarked
-from publishers.ledger.block import Block
+from publishers.ledger.block import Block, packed_hashes
 from publishers.ledger.index_events import CHUNK_BLOCKS
 from publishers.ledger.marks import MarkChange, Marks
 
@@ -67,10 +67,10 @@ class MarkEvents:
 
 def _by_scope(blocks: Iterable[Block]) -> Iterable[tuple[bytes, bytes]]:
     """(scope id, packed hashes) of each scope."""
-    by_scope: dict[bytes, list[bytes]] = {}
+    by_scope: dict[bytes, list[Block]] = {}
     for block in blocks:
-        by_scope.setdefault(block.namespace.scope_id, []).append(block.sequence_hash)
-    return [(scope_id, b"".join(hashes)) for scope_id, hashes in by_scope.items()]
+        by_scope.setdefault(block.namespace.scope_id, []).append(block)
+    return [(scope_id, packed_hashes(some)) for scope_id, some in by_scope.items()]
 
 
 def _heads(heads: Mapping[Block, int]) -> list[Heads]:
@@ -80,7 +80,7 @@ def _heads(heads: Mapping[Block, int]) -> list[Heads]:
     return [
         Heads(
             scope_id,
-            b"".join(head.sequence_hash for head, _ in some),
+            packed_hashes(head for head, _ in some),
             b"".join(bits.to_bytes(_BITS_BYTES, "big") for _, bits in some),
         )
         for scope_id, some in by_scope.items()

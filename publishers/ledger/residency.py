@@ -7,6 +7,7 @@ has a copy in every indexable group of that tier.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineCleared, EngineHash, EngineRemoved, EngineStored
@@ -18,6 +19,8 @@ from publishers.ledger.lineage import Lineage
 from publishers.ledger.resolver import BlockResolver, has_keys
 from publishers.ledger.shared_hashes import SharedHashes
 from publishers.ledger.sparse_holdings import SparseHoldings, is_held_elsewhere
+
+_names_of = attrgetter("names")
 
 
 class Residency:
@@ -107,11 +110,38 @@ class Residency:
         if blocks is None:
             self._store_by_hash(event, holding)
             return
+        if self.unproven and not event.offloaded:
+            self.unproven.difference_update(hashes)
+        if not self._store_new(event, blocks, holding):
+            self._store_each(event, blocks, holding)
+        if self._lineage.variants.names:
+            self._hang(event, blocks)
+        if resolver.awaiting:
+            self._enter_awaiting(hashes)
+
+    def _store_new(self, event: EngineStored, blocks: Sequence[Block], holding: Holding) -> bool:
+        """The usual store, in one go: hashes that were neither known nor counted, each once, of blocks that no hash stood for.
+        False, and nothing is done, for any other."""
+        lineage, counts, new = self._lineage, holding.counts, dict.fromkeys(event.hashes, 1)
+        if len(self._indexed) > 1 or self.sparse or event.offloaded or lineage.variants.detached:
+            return False
+        if len(new) < len(blocks) or not (counts.keys().isdisjoint(new) and lineage.known.keys().isdisjoint(new)):
+            return False
+        if any(map(_names_of, blocks)):
+            return False
+        counts.update(new)
+        lineage.add_first_names(event.hashes, blocks)
+        for block in blocks:
+            block.copies += holding.unit
+        self._changed += blocks
+        return True
+
+    def _store_each(self, event: EngineStored, blocks: Sequence[Block], holding: Holding) -> None:
+        """The store of any hashes, one after the other."""
+        hashes = event.hashes
         counts, unit, changed, shared = holding.counts, holding.unit, self._changed, self._shared_hashes
         block_of, count_of, counting = self._block_of, counts.get, self._counting
         alone, sparse = len(self._indexed) == 1, self.sparse
-        if self.unproven and not event.offloaded:
-            self.unproven.difference_update(hashes)
         for name, block in zip(hashes, blocks, strict=True):
             count = count_of(name, 0)
             counts[name] = count + 1 if counting else 1
@@ -142,10 +172,6 @@ class Residency:
                 self._lineage.mark_held(name)
             block.copies += unit
             changed.append(block)
-        if self._lineage.variants.names:
-            self._hang(event, blocks)
-        if resolver.awaiting:
-            self._enter_awaiting(hashes)
 
     def _enter_awaiting(self, names: Sequence[EngineHash]) -> None:
         """What waited for these hashes is held as its own hashes are, behind the very hash that it named as its parent."""

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+from typer import Typer
 
 from kvatlas.settings import Settings, flag_of, variable_of
 from kvatlas.version import own_version
-from kvatlas_cli.app import COMMANDS
+from kvatlas_cli.app import COMMANDS, SUMMARIES
 from tests.kvatlas_cli.conftest import Cli, child_environment
 
 EXPECTED_COMMANDS = {
@@ -84,3 +86,19 @@ def test_a_missing_extra_is_reported_in_one_line_with_the_pip_command(
     )
     line = f"kvatlas {words[0]} needs the extra '{extra}': pip install 'kvatlas[{extra}]'\n"
     assert (done.returncode, done.stderr) == (1, line)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_says_what_a_commands_own_help_says(command: str) -> None:
+    module, _, function = COMMANDS[command].partition(":")
+    found = getattr(import_module(module), function)
+    own = found.info.help if isinstance(found, Typer) else found.__doc__
+    assert own is not None and own.partition("\n\n")[0] == SUMMARIES[command]
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = (
+        "import sys; from kvatlas_cli.main import run; run(['--help'])\n"
+        "assert not {'redis', 'pydantic', 'nats', 'asyncio', 'opentelemetry'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, timeout=60, check=True)

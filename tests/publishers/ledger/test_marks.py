@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
-from publishers.ledger.block import Block, Namespace
+from publishers.ledger.block import Block, Namespace, Stretch
 from publishers.ledger.marks import SEGMENT, MarkChange, Marks
 from tests.publishers.naive_reuse import Group, allows
 
@@ -51,9 +51,8 @@ class Tree:
         grown = []
         for _ in range(count):
             self.made += 1
-            block = Block(
-                self.namespace, self.made.to_bytes(8, "little"), parent, 0 if parent is None else parent.index + 1
-            )
+            index = 0 if parent is None else parent.index + 1
+            block = Block(Stretch(self.namespace, index, self.made.to_bytes(8, "little")), 0, parent)
             if parent is not None:
                 parent.add_child(block)
             self.blocks.append(block)

@@ -1,0 +1,89 @@
+"""Everything that `router_client` exports: that package imports this one with the first name that is asked of it."""
+
+from kvatlas.blocks.reuse import ReuseRule, ReuseRules
+from kvatlas.cost import Cost, CostProfile, CostTerm, EngineProfile, EngineRates, QuillcacheProfile, ReadRate
+from kvatlas.errors import InvalidValue, KvatlasError, LayoutMismatch, Unreachable
+from kvatlas.identity import Scope
+from kvatlas.request import Fallbacks, RequestHints, RequestShape, SelectionResult, Slo
+from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
+from kvatlas.reservations.limits import Over
+from router_client.client import RouterClient
+from router_client.counters import RouterCounters
+from router_client.decision.fail_open import Basis
+from router_client.decision.fleet_cache import FleetReader, StaticFleet
+from router_client.decision.selector import Selector
+from router_client.errors import ClientClosed, NoWorkers
+from router_client.learning.timings import AnswerClock, Timings
+from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.overlap import OverlapIndex
+from router_client.pricing.slo import Advice
+from router_client.prompt import Prompt
+from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap
+from router_client.settings import (
+    BookingSettings,
+    LearningSettings,
+    LimitSettings,
+    PairSettings,
+    Policy,
+    RoundRobin,
+    RouterSettings,
+    SloMode,
+)
+from router_client.sync import SyncChoice, SyncPairChoice, SyncRouterClient
+from router_client.tokens.usage import Usage
+
+__all__ = [
+    "Advice",
+    "AnswerClock",
+    "Basis",
+    "BookingSettings",
+    "Choice",
+    "ClientClosed",
+    "Cost",
+    "CostProfile",
+    "CostTerm",
+    "EngineProfile",
+    "EngineRates",
+    "Fallbacks",
+    "FleetReader",
+    "InvalidValue",
+    "KvatlasError",
+    "LayoutMismatch",
+    "LearningSettings",
+    "LimitSettings",
+    "MemoryReservations",
+    "NoWorkers",
+    "Over",
+    "OverlapIndex",
+    "PairChoice",
+    "PairSettings",
+    "Policy",
+    "Prompt",
+    "PromptOverlap",
+    "QuillcacheProfile",
+    "Ranking",
+    "ReadRate",
+    "RedisReservations",
+    "RequestHints",
+    "RequestShape",
+    "Reservations",
+    "ReuseRule",
+    "ReuseRules",
+    "RoundRobin",
+    "RouterClient",
+    "RouterCounters",
+    "RouterSettings",
+    "Scope",
+    "SelectionResult",
+    "Selector",
+    "Slo",
+    "SloMode",
+    "StaticFleet",
+    "SyncChoice",
+    "SyncPairChoice",
+    "SyncRouterClient",
+    "Timings",
+    "Unreachable",
+    "Usage",
+    "WorkerOverlap",
+]
