@@ -11,6 +11,7 @@ from kvatlas.runtime.http_server import listen, serve, url_of
 from simulator.cache.kv_cache import KVCache
 from simulator.engine.core import EngineCore
 from simulator.engine.loop import EngineLoop, NoEvents
+from simulator.http.kv_transfer import KvTransfers
 from simulator.http.server import EngineApi
 from simulator.settings import EngineSettings
 from simulator.zmq_events import open_feed
@@ -43,6 +44,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             model=settings.model,
             adapters=settings.adapters,
             vocab_size=settings.vocab_size,
+            transfers=KvTransfers(engine, settings.disaggregation, settings.transfer_us_per_token, settings.speed_up),
             event_source={
                 "data_parallel_rank": 0,
                 "endpoint": feed.endpoint,
