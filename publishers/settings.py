@@ -7,7 +7,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role, WorkerId
 from kvatlas.identity import DEFAULT_TENANT, rank_worker_id
 from kvatlas.settings import PublishSettings
-from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Count, Granularity, Name, Rank, Text, Url
+from kvatlas.validation import (
+    MAX_ITEMS,
+    BlockBytes,
+    BlockTokens,
+    BootstrapPort,
+    Count,
+    Granularity,
+    Name,
+    Rank,
+    Text,
+    Url,
+)
 from publishers.engines.metrics import LoadContext
 from publishers.ledger.engine_groups import ReuseOfGroups
 from publishers.ledger.ledger import LedgerSettings
@@ -42,6 +53,7 @@ class PublisherSettings(BaseModel):
     engine_url: Url | None = None
     advertise_url: Url | None = None
     role: Role = Role.BOTH
+    bootstrap_port: BootstrapPort | None = None
     labels: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
     locality_domain: Text = ""
     transfer_groups: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
@@ -78,6 +90,7 @@ class PublisherSettings(BaseModel):
             engine_url=settings.engine_url,
             advertise_url=settings.advertise_url,
             role=settings.role,
+            bootstrap_port=settings.bootstrap_port,
             labels=settings.labels,
             locality_domain=settings.locality_domain,
             transfer_groups=settings.transfer_groups,
@@ -134,6 +147,7 @@ class PublisherSettings(BaseModel):
             base_url=self.engine_url or "",
             advertised_url=self.advertise_url,
             role=self.role,
+            bootstrap_port=self.bootstrap_port,
             labels=self.labels,
             model_id=self.model_id,
             tokenizer_id=self.tokenizer_id or self.model_id,

@@ -321,6 +321,8 @@ class RouterClient:
             decision.basis,
             decision.why,
             decision.would_be,
+            endpoint.kind,
+            endpoint.bootstrap_port,
             reservation,
             self._learner.feedback(prompt.scope.pool_id, ranking.results, result) if learns else None,
             partial(self.answers.record, prompt, result, decision.basis) if learns else None,

@@ -8,9 +8,10 @@ from typing import Any, TypeVar, overload
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost
-from kvatlas.fleet.records import EngineEndpoint, Role
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Outcome
+from kvatlas.reservations.limits import Over
 from router_client.booking.reservation import Reservation
 from router_client.decision.fail_open import Basis
 from router_client.learning.rates import Feedback
@@ -198,7 +199,7 @@ class ChoiceData:
     `url` is the engine's address for routers, `headers` go with the request (the rank of a data-parallel engine).
     `source`: the worker to read `result.transferred_tokens` from, if a transfer pays. `basis`: what the worker was chosen
     by, and `why` if not by cost, in one line. `would_be`: the worker that cost would have chosen, if another policy is
-    followed.
+    followed. `kind`: its engine's; `bootstrap_port`: of an SGLang prefill server, if it tells one.
     """
 
     worker_id: str
@@ -210,6 +211,8 @@ class ChoiceData:
     basis: Basis = Basis.COST
     why: str = ""
     would_be: str | None = None
+    kind: EngineKind = EngineKind.VLLM
+    bootstrap_port: int | None = None
 
     @property
     def cost(self) -> Cost:
@@ -233,6 +236,11 @@ class ChoiceData:
     def retry_after_s(self) -> int:
         """When a refused request should come again: see `Ranking.retry_after_s`."""
         return self.ranking.retry_after_s
+
+    @property
+    def over(self) -> Over:
+        """Limits that the worker is over, and parts of the SLO that it would miss."""
+        return self.result.over
 
     @property
     def source(self) -> str | None:

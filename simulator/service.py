@@ -14,6 +14,7 @@ from simulator.cache.resident_blocks import list_resident_blocks
 from simulator.engine.core import EngineCore
 from simulator.engine.engine_cache import EngineCache
 from simulator.engine.loop import EngineLoop, NoEvents
+from simulator.http.kv_transfer import KvTransfers
 from simulator.http.server import EngineApi
 from simulator.hybrid_cache import HybridCache, Retention
 from simulator.hybrid_cache.resident_blocks import list_hybrid_blocks
@@ -53,6 +54,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             adapters=settings.adapters,
             vocab_size=settings.vocab_size,
             resident_blocks=resident_blocks,
+            transfers=KvTransfers(engine, settings.disaggregation, settings.transfer_us_per_token, settings.speed_up),
             event_source={
                 "data_parallel_rank": 0,
                 "endpoint": feed.endpoint,

@@ -10,6 +10,7 @@ from simulator.cache.block_hash import SeededBlockHasher
 from simulator.cache.eviction import BuiltInPolicy
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
+from simulator.http.kv_transfer import Disaggregation
 from simulator.hybrid_cache.groups import CacheGroup
 from simulator.zmq_events import EventEncoding, FeedSettings
 
@@ -84,6 +85,14 @@ class EngineSettings(Settings):
     )
     swap_in_us_per_block: float = Field(
         default=_RATES.swap_in_us_per_block, ge=0, description="Microseconds to swap a block in from the CPU."
+    )
+
+    disaggregation: Disaggregation = Field(
+        default=Disaggregation.NONE,
+        description="Prompts and answers apart: in vLLM's request form (either part, as each request says), or SGLang's.",
+    )
+    transfer_us_per_token: float = Field(
+        default=3.0, ge=0, description="Microseconds to fetch a prompt token's KV from another engine."
     )
 
     @field_validator("adapters")

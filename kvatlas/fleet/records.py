@@ -16,6 +16,7 @@ from kvatlas.validation import (
     AckedSeq,
     BlockBytes,
     BlockTokens,
+    BootstrapPort,
     Count,
     Granularity,
     Incarnation,
@@ -86,13 +87,14 @@ class EngineState(StrEnum):
 class EngineEndpoint(WireRecord):
     """A worker as routers need to know it.
 
-    The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups`
-    are the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use
-    to it. `granularity`: every g-th block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache
-    groups the model has; `alignment_tokens`: hits are multiples of this (0: of blocks). `marks`: residency does not say where a
-    prompt can be resumed, the worker's marks do. `upper_bound`: why what is published is only an upper bound of what the engine
-    reuses; empty if it is not. `events` False: the engine publishes no KV events, so what it holds can only be predicted from
-    the requests it gets.
+    The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups` are
+    the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use to it.
+    `bootstrap_port`: of an SGLang prefill server's bootstrap server (None: SGLang's own default). `granularity`: every g-th
+    block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache groups the model has;
+    `alignment_tokens`: hits are multiples of this (0: of blocks). `marks`: residency does not say where a prompt can be
+    resumed, the worker's marks do. `upper_bound`: why what is published is only an upper bound of what the engine reuses; empty
+    if it is not. `events` False: the engine publishes no KV events, so what it holds can only be predicted from the requests it
+    gets.
     """
 
     id: WorkerId
@@ -107,6 +109,7 @@ class EngineEndpoint(WireRecord):
     locality_domain: Text = ""
     transfer_groups: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
     dp_rank: Rank | None = None
+    bootstrap_port: BootstrapPort | None = None
     block_size: BlockTokens | None = None
     block_bytes: BlockBytes = 0
     granularity: Granularity = 1

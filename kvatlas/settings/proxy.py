@@ -100,6 +100,11 @@ class ProxySettings(RoutingSettings):
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     port: Port = Field(default=8080, description="Port to listen on; 0: any free port.")
     max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
+    disaggregate: bool = Field(
+        default=True,
+        description="Let a prefill worker (publish --role prefill) compute the prompt where that is cheaper than one worker "
+        "for both.",
+    )
     queue_requests: Count = Field(
         default=0,
         description="Requests that may wait in the router while every engine of a model is full; 0: they go to full engines.",

@@ -22,7 +22,17 @@ from kvatlas.settings.field_types import (
     ZmqEndpoint,
 )
 from kvatlas.settings.process import Settings, missing_line
-from kvatlas.validation import MAX_ITEMS, BlockBytes, BlockTokens, Count, Granularity, Positive, Rank, Text
+from kvatlas.validation import (
+    MAX_ITEMS,
+    BlockBytes,
+    BlockTokens,
+    BootstrapPort,
+    Count,
+    Granularity,
+    Positive,
+    Rank,
+    Text,
+)
 
 
 def _check_kind(value: Any) -> Any:
@@ -112,6 +122,9 @@ class PublishSettings(Settings):
     engine_url: EngineUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
     advertise_url: EngineUrl | None = Field(default=None, description="Address at which routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
+    bootstrap_port: BootstrapPort | None = Field(
+        default=None, description="Port of an SGLang prefill server's bootstrap server; default: 8998, as SGLang's."
+    )
     locality_domain: Text = Field(default="", description="Where the worker runs: rack, zone, node.")
     labels: Labels = Field(
         default_factory=dict,

@@ -37,6 +37,8 @@ _FLAG_OF_KEY = {
     "tokenizer": "tokenizer_id",
     "tenant": "tenant_id",
     "advertise": "advertise_url",
+    "role": "role",
+    "bootstrap": "bootstrap_port",
 }
 
 EngineFlag = Annotated[
@@ -45,7 +47,7 @@ EngineFlag = Annotated[
         metavar="URL[,KEY=VALUE...]",
         help="HTTP address of a running engine; may be repeated. Its kind, model and event sockets are discovered; keys "
         "override them: engine (vllm, sglang, tensorrt_llm), endpoint (its event socket), replay, worker, model, "
-        "tokenizer, tenant, advertise.",
+        "tokenizer, tenant, advertise, role (prefill, decode), bootstrap (port of an SGLang prefill server).",
     ),
 ]
 
@@ -181,7 +183,8 @@ async def _discover_sidecars(
     for note in offer.notes:
         print_notice(f"worker {flags['worker_id']}: {note}")
     shared |= {"block_size": offer.block_size, "eagle": offer.eagle}
-    shared |= {"engine": offer.kind, "model_id": offer.model_id, **flags}
+    shared |= {"engine": offer.kind, "model_id": offer.model_id, "role": offer.role}
+    shared |= {"bootstrap_port": offer.bootstrap_port, **flags}
     if "endpoint" in flags or offer.kind is EngineKind.TENSORRT_LLM:
         return [PublishSettings.load(**shared)]
     if not offer.sources:

@@ -1,7 +1,8 @@
 """Asks a running engine over HTTP for its kind, model, block size, and where its KV events are.
 
     vLLM     /v1/models, /kv_event_sources (later versions), /metrics (`vllm:cache_config_info`)
-    SGLang   /v1/models, /server_info (earlier: /get_server_info): `page_size`, `kv_events_config`, `dp_size`
+    SGLang   /v1/models, /server_info (earlier: /get_server_info): `page_size`, `kv_events_config`, `dp_size`,
+             `disaggregation_mode`, `disaggregation_bootstrap_port`
 
 If an engine does not say where its events are, the usual ports are tried: events on 5557, replay on 5558.
 """
@@ -18,7 +19,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.records import EngineKind
+from kvatlas.fleet.records import EngineKind, Role
 
 EVENTS_PORT = 5557
 REPLAY_PORT = 5558
@@ -56,6 +57,8 @@ class EngineOffer:
     notes: Sequence[str] = ()
     ranks: Sequence[int | None] = (None,)
     assumed: bool = False
+    role: Role = Role.BOTH
+    bootstrap_port: int | None = None
 
 
 async def discover(
@@ -94,6 +97,7 @@ async def discover(
 
 
 MAX_RANKS = 1_024
+_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _REMEDIES = {
     EngineKind.SGLANG: 'to be exact, start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557"}\'',
     EngineKind.VLLM: 'to be exact, start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
@@ -168,8 +172,18 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
         if info.get("disable_radix_cache")
         else ()
     )
+    role = _ROLES.get(str(info.get("disaggregation_mode")), Role.BOTH)
+    port = info.get("disaggregation_bootstrap_port")
     return EngineOffer(
-        EngineKind.SGLANG, model_id, sources, size if isinstance(size, int) else None, eagle, notes, ranks
+        EngineKind.SGLANG,
+        model_id,
+        sources,
+        size if isinstance(size, int) else None,
+        eagle,
+        notes,
+        ranks,
+        role=role,
+        bootstrap_port=port if role is Role.PREFILL and isinstance(port, int) and 0 < port < 65_536 else None,
     )
 
 

@@ -1,9 +1,10 @@
 """Prefill and decode apart: one worker computes a request's prompt, another one its answer; or one both, if that is cheaper.
 
-A pair costs the prompt on a prefill worker (its queue, its cache), the transfer of the KV that the decode worker does not
-hold, and decoding there. KV can go from one worker to another if both name a common transfer group and have the same block
-size; workers that name no group at all are assumed to reach each other, because a prefill worker has no other use. Below
-a number of new tokens a worker computes the prompt itself, if it can.
+A pair costs the prompt on a prefill worker (its queue, its cache), the transfer of the KV that the decode worker does
+not hold, and decoding there. KV can go from one worker to another if both name a common transfer group, have the same
+block size and speak the same protocol (vLLM's, SGLang's); workers that name no group at all are assumed to reach each
+other, because a prefill worker has no other use. Below a number of new tokens a worker computes the prompt itself, if
+it can.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Evaluation, Offer, OfferEvaluation, PairLayout
 from kvatlas.reservations.limits import Limit
+from router_client.disaggregation.protocol import TransferProtocol
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Candidate, Pool, serves_whole
 from router_client.pricing.quotes import Quote, quote_candidates
@@ -30,11 +32,13 @@ class _KvSource(NamedTuple):
     transfer_groups: frozenset[str]
     block_size: int
     locality_domain: str
+    protocol: TransferProtocol | None
 
     @classmethod
     def of(cls, candidate: Candidate) -> "_KvSource":
         endpoint = candidate.endpoint
-        return cls(_transfer_groups(endpoint), candidate.block_size, endpoint.locality_domain)
+        protocol = TransferProtocol.of(endpoint.kind)
+        return cls(_transfer_groups(endpoint), candidate.block_size, endpoint.locality_domain, protocol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,8 @@ def _transfer_groups(worker: EngineEndpoint) -> frozenset[str]:
 def _is_near(reader: Candidate, source: _KvSource) -> bool | None:
     """Is the source in the reader's locality domain? None: its KV can't be read."""
     if source.block_size != reader.block_size or not source.transfer_groups & _transfer_groups(reader.endpoint):
+        return None
+    if source.protocol is not TransferProtocol.of(reader.endpoint.kind):
         return None
     return source.locality_domain == reader.endpoint.locality_domain
 

@@ -4,11 +4,18 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import httpx
 
 from kvatlas.errors import Unreachable
-from router_client.proxy.answer_usage import body_with_usage, timings_of, usage_of_body, usage_of_one_prompt
+from router_client.disaggregation.pair_booking import Booked
+from router_client.disaggregation.pair_sender import send_to_pair
+from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
+from router_client.prefill_decode_result import PairChoice
+from router_client.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_prompt
 from router_client.proxy.client_request import ClientRequest, ErrorKind, send_answer
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
@@ -50,21 +57,38 @@ class AnswerRelay:
         self._ask_usage = ask_usage
 
     @asynccontextmanager
-    async def send(self, request: ClientRequest, choice: Choice) -> AsyncIterator[Answer]:
-        """Send a request to the chosen engine; see `send_to_engine`."""
-        to_engine = request.for_engine
-        if request.text is not None and self._hides_usage(request):
-            body = body_with_usage(request.text, to_engine.body)
-            to_engine = EngineRequest(to_engine.method, to_engine.path, to_engine.query, body)
+    async def send(self, request: ClientRequest, choice: Booked) -> AsyncIterator[Answer]:
+        """Send a request to the chosen engine, or to both of a pair; see `send_to_engine` and `send_to_pair`."""
+        to_engine, text = request.for_engine, request.text
+        self._counters.wait_us += (time.perf_counter_ns() - request.began_ns) // 1_000
+        self._counters.sent += 1
+        fields: dict[str, Any] = {}
+        if text is not None:
+            fields = {
+                **withdraw_transfer_fields(text.body),
+                **(usage_fields(text) if self._hides_usage(request) else {}),
+            }
+        if isinstance(choice, PairChoice):
+            assert text is not None
+            self._counters.apart += 1
+            send = partial(self._send, request)
+            async with send_to_pair(choice, text.body, to_engine, fields, send) as answer:
+                yield answer
+            return
+        if text is not None:
+            to_engine = replace(to_engine, body=replace_fields(text.body, to_engine.body, fields))
+        async with self._send(request, choice, to_engine) as answer:
+            yield answer
+
+    @asynccontextmanager
+    async def _send(self, request: ClientRequest, choice: Choice, to_engine: EngineRequest) -> AsyncIterator[Answer]:
         credentials = self._addresses.sends_credentials(choice.url)
         headers = for_engine(request.headers, {**trace_headers(), **choice.headers}, credentials=credentials)
-        self._counters.sent += 1
-        self._counters.wait_us += (time.perf_counter_ns() - request.began_ns) // 1_000
         async with send_to_engine(self._engines, self._watch, choice.url, to_engine, headers) as answer:
             yield answer
 
     async def pass_on(
-        self, request: ClientRequest, choice: Choice, header: tuple[bytes, bytes], answer: Answer
+        self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], answer: Answer
     ) -> None:
         """Send a good answer to the client. Raises EngineLost if the engine goes away in mid-answer."""
         await _report(choice.first_token())
@@ -83,13 +107,13 @@ class AnswerRelay:
             await request.send({"type": "http.response.body", "body": b""})
         await _report(self._finish(request, choice, answer, usage))
 
-    async def break_off(self, request: ClientRequest, choice: Choice, error: EngineLost) -> None:
+    async def break_off(self, request: ClientRequest, choice: Booked, error: EngineLost) -> None:
         """The engine went away in mid-answer: tell the client."""
         self._counters.broken += 1
         _log.warning("worker %s: %s; telling the client in an error event", choice.worker_id, error)
         await request.break_off(ErrorKind.BAD_GATEWAY, str(error))
 
-    async def _finish(self, request: ClientRequest, choice: Choice, answer: Answer, usage: Usage | None) -> None:
+    async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
         text = request.text
         if text is None:  # its prompt was not read: nothing can be compared or learned
             await choice.finish()

@@ -1,25 +1,20 @@
 """The usage that an answer tells, and the times that were measured of it: for whoever passes a request's answer on."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from router_client.learning.timings import AnswerClock, Timings
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.usage import Usage
 
-_ASK_USAGE = b'{"stream_options":{"include_usage":true},'
 
-
-def body_with_usage(text: TextRequest, body: bytes) -> bytes:
-    """The body of a streamed request, with the wish for usage at the stream's end."""
+def usage_fields(text: TextRequest) -> Mapping[str, Any]:
+    """What a streamed request's body needs, so that the stream ends with its usage."""
     options = text.body.get("stream_options")
-    if options is None and "stream_options" not in text.body:
-        at = body.index(b"{") + 1  # a long body is not serialized again for this
-        return _ASK_USAGE + body[at:]
     if options is not None and not isinstance(options, dict):
-        return body  # the engine refuses it
-    changed: dict[str, Any] = {**text.body, "stream_options": {**(options or {}), "include_usage": True}}
-    return json.dumps(changed).encode()
+        return {}  # the engine refuses it
+    return {"stream_options": {**(options or {}), "include_usage": True}}
 
 
 def usage_of_body(body: bytes) -> Usage | None:

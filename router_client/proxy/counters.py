@@ -12,7 +12,8 @@ class ProxyCounters:
     (still running when the proxy stopped). `refused` and `unreachable`: tries that failed because the engine answered that it
     can't, or not at all. `retried`: further tries; `retries_denied`: those that the budget did not allow. `untokenized`: routed
     by load alone. `shed`: refused because every engine would miss the SLO by far. `queued`: waited for a worker with room;
-    `queue_full`: refused because too many did, or it waited too long. `sent`: tries sent to an engine; `wait_us`: from a
+    `queue_full`: refused because too many did, or it waited too long. `apart`: tries with a prefill worker of
+    their own; `apart_failed`: those that it failed. `sent`: tries sent; `wait_us`: from a
     request's arrival to that, summed over tries. `held`, `held_done`, `held_expired`: see
     `router_client.held_bookings.HeldCounters`; `done_elsewhere`: ends reported here of bookings that another router made.
     """
@@ -32,6 +33,8 @@ class ProxyCounters:
     shed: int = 0
     queued: int = 0
     queue_full: int = 0
+    apart: int = 0
+    apart_failed: int = 0
     sent: int = 0
     wait_us: int = 0
     held: int = 0

@@ -6,20 +6,21 @@ The booking of each try ends with the try: finished by a good answer, failed by 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 from opentelemetry.trace import Span
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.reservations.limits import NO_ROOM
-from router_client.client import RouterClient
+from router_client.disaggregation.pair_booking import Booked, PairBooking
+from router_client.disaggregation.pair_sender import PrefillFailed
 from router_client.errors import NoWorkers
 from router_client.outliers.avoidance import Avoidance, EnginesRest
 from router_client.outliers.monitor import OutlierMonitor
 from router_client.outliers.retry_budget import RetryBudget
+from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
 from router_client.proxy.access_log import log_access
@@ -31,7 +32,6 @@ from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.headers import decision_header
 from router_client.proxy.request_reader import RequestReader, UnknownModel
 from router_client.proxy.tracing import describe_answer, describe_try, request_span
-from router_client.results import Choice
 from router_client.tokens.prompt_reader import RequestPrompt
 from router_client.upstream.engine_answer import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
 from router_client.upstream.status import Verdict, judge, retry_after_s
@@ -62,7 +62,8 @@ class ExchangeSettings:
 @dataclass(slots=True)
 class _Attempts:
     """What became of one request's tries so far. `refused`: the last engine's answer that was no good one, with its header.
-    `doubted`: a worker whose refusal may be the request's own fault, and its status."""
+    `doubted`: a worker whose refusal may be the request's own fault, and its status. `free`: the next try reached no engine
+    before. `apart`: prompt and answer may be computed by two workers."""
 
     number: int = 0
     tried: frozenset[str] = frozenset()
@@ -70,6 +71,7 @@ class _Attempts:
     refused: tuple[WholeAnswer, tuple[bytes, bytes]] | None = None
     doubted: tuple[str, int] | None = None
     free: bool = False
+    apart: bool = True
 
 
 class Exchange:
@@ -77,7 +79,7 @@ class Exchange:
 
     def __init__(
         self,
-        client: RouterClient,
+        pairs: PairBooking,
         reader: RequestReader,
         catalogue: Catalogue,
         relay: AnswerRelay,
@@ -87,7 +89,7 @@ class Exchange:
         settings: ExchangeSettings | None = None,
         budget: RetryBudget | None = None,
     ) -> None:
-        self._client = client
+        self._pairs = pairs
         self._reader = reader
         self._catalogue = catalogue
         self._relay = relay
@@ -210,50 +212,57 @@ class Exchange:
         """One try; True if the client has its answer. Raises what booking raises."""
         async with self._book(request, read, attempts) as choice:
             worker_id, pool_id = choice.worker_id, read.prompt.scope.pool_id
-            attempts.tried |= {worker_id}
             attempts.free = False
             header = decision_header(choice, read, attempt=attempts.number)
             request.decision = header[1].decode()
-            self._outliers.record_sent(pool_id, worker_id)
-            judged = False
+            unjudged = _workers_of(choice)
+            for one in unjudged:
+                self._outliers.record_sent(pool_id, one)
             try:
                 async with self._relay.send(request, choice) as answer:
                     describe_try(span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
                     if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
-                    judged = True
-                    self._outliers.record_good(pool_id, worker_id)
+                    while unjudged:
+                        self._outliers.record_good(pool_id, unjudged.pop())
                     await self._blame_doubted(request, pool_id, worker_id, attempts)
                     self._counters.answered += 1
                     describe_answer(span, answer.status, worker_id)
                     await self._relay.pass_on(request, choice, header, answer)
-            except EngineRefused as error:
-                judged = True
-                attempts.refused, attempts.line = (error.answer, header), str(error)
+            except (EngineRefused, EngineUnreachable, PrefillFailed) as error:
+                if isinstance(error, PrefillFailed):
+                    self._counters.apart_failed += 1
+                    by, cause, own_form = error.worker_id, error.error, error.own_form
+                else:
+                    by, cause, own_form = worker_id, error, False
+                unjudged.discard(by)
+                attempts.tried |= {by}
+                attempts.apart = False
+                attempts.line = str(cause)
                 await choice.fail()
-                return await self._judge_refusal(request, pool_id, worker_id, attempts, span)
-            except EngineUnreachable as error:
-                judged = True
+                if isinstance(cause, EngineRefused):
+                    attempts.refused = (cause.answer, header)
+                    return await self._judge_refusal(request, pool_id, by, attempts, span, own_form=own_form)
                 self._counters.unreachable += 1
-                attempts.line, attempts.free = str(error), not error.connected
-                self._outliers.record_bad(pool_id, worker_id, str(error), unreachable=True)
-                _log.warning("worker %s: %s; trying another", worker_id, error)
-                describe_try(span, worker_id=worker_id, attempt=attempts.number, status=None, note=str(error))
-                await choice.fail()
+                attempts.free = not cause.connected
+                self._outliers.record_bad(pool_id, by, str(cause), unreachable=True)
+                _log.warning("worker %s: %s; trying another", by, cause)
+                describe_try(span, worker_id=by, attempt=attempts.number, status=None, note=str(cause))
                 return False
             except EngineLost as error:
                 self._outliers.record_bad(pool_id, worker_id, str(error))
                 await choice.fail()
                 await self._relay.break_off(request, choice, error)
             finally:
-                if not judged:
-                    self._outliers.record_unknown(pool_id, worker_id)
+                for one in unjudged:
+                    self._outliers.record_unknown(pool_id, one)
         return True
 
     async def _judge_refusal(
-        self, request: ClientRequest, pool_id: str, worker_id: str, attempts: _Attempts, span: Span
+        self, request: ClientRequest, pool_id: str, worker_id: str, attempts: _Attempts, span: Span, *, own_form: bool
     ) -> bool:
-        """False to try another worker; True if the client was given the refusal."""
+        """False to try another worker; True if the client was given the refusal. `own_form`: what was refused is not what the
+        client sent."""
         assert attempts.refused is not None
         answer, header = attempts.refused
         verdict, status = judge(answer.status), answer.status
@@ -266,6 +275,8 @@ class Exchange:
                 self._outliers.record_bad(pool_id, worker_id, f"status {status}")
             return False
         self._outliers.record_unknown(pool_id, worker_id)
+        if own_form:
+            return False
         if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
             attempts.doubted = worker_id, status
             return False
@@ -298,13 +309,13 @@ class Exchange:
     # ------------------------------------------------------------ booking
 
     @asynccontextmanager
-    async def _book(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Choice]:
+    async def _book(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
         """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
         prompt = read.prompt
         if attempts.number == 1 and self._queue.settings.requests:
             choice = await self._book_in_turn(request, prompt)
         else:
-            choice = await self._book_now(prompt, attempts.tried)
+            choice = await self._book_now(request, prompt, attempts)
         try:
             if self._settings.shed and attempts.number == 1 and choice.advice is Advice.SHED:
                 raise RequestShed(choice.retry_after_s)
@@ -313,28 +324,36 @@ class Exchange:
             await _end(choice)
             self._queue.record_end(prompt.scope.pool_id)
 
-    async def _book_now(self, prompt: Prompt, tried: frozenset[str]) -> Choice:
-        return await self._avoidance.choose(prompt, tried, lambda avoid: self._client.book(prompt, avoid=avoid))
+    async def _book_now(self, request: ClientRequest, prompt: Prompt, attempts: _Attempts) -> Booked:
+        def book(avoid: frozenset[str]) -> Awaitable[Booked]:
+            return self._pairs.book(prompt, request.text, avoid, apart=attempts.apart)
 
-    async def _book_in_turn(self, request: ClientRequest, prompt: Prompt) -> Choice:
+        return await self._avoidance.choose(prompt, attempts.tried, book)
+
+    async def _book_in_turn(self, request: ClientRequest, prompt: Prompt) -> Booked:
         waited = False
 
-        async def book() -> Choice | None:
+        async def book() -> Booked | None:
             nonlocal waited
             try:
-                choice = await self._book_now(prompt, frozenset())
+                choice = await self._book_now(request, prompt, _Attempts())
             except EnginesRest:
                 waited = True
                 return None
-            if not choice.result.over & NO_ROOM:
+            if not choice.over & NO_ROOM:
                 return choice
             waited = True
             await choice.fail()
             return None
 
         tenant = request.header(self._settings.tenant_header.encode()) if self._settings.tenant_header else None
-        admit = partial(self._queue.admit, prompt.scope.pool_id, book, tokens=prompt.input_tokens)
-        choice: Choice = await admit(priority=self._priority(request), tenant=tenant or prompt.scope.tenant_id)
+        choice: Booked = await self._queue.admit(
+            prompt.scope.pool_id,
+            book,
+            priority=self._priority(request),
+            tenant=tenant or prompt.scope.tenant_id,
+            tokens=prompt.input_tokens,
+        )
         self._counters.queued += waited
         return choice
 
@@ -347,7 +366,12 @@ class Exchange:
             return 0
 
 
-async def _end(choice: Choice) -> None:
+def _workers_of(choice: Booked) -> set[str]:
+    prefill = choice.prefill if isinstance(choice, PairChoice) else None
+    return {choice.worker_id} if prefill is None else {choice.worker_id, prefill.worker_id}
+
+
+async def _end(choice: Booked) -> None:
     """As failed; a choice that was finished stays finished."""
     try:
         await choice.fail()

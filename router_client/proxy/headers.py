@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from router_client.disaggregation.pair_booking import Booked
+from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
-from router_client.results import RANK_HEADER, Choice, fell_open_for_want_of
+from router_client.results import RANK_HEADER, fell_open_for_want_of
 from router_client.tokens.prompt_reader import RequestPrompt
 
 DECISION_HEADER = "X-KVAtlas-Decision"
@@ -48,22 +50,26 @@ def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
     return [(name.lower(), value) for name, value in listed if name.lower() not in left_out]
 
 
-def decision_header(choice: Choice, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:
+def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:
     """The decision as one header: a structured field (RFC 9651), the worker with parameters.
 
-    `cached`: tokens that its engine should find cached; `unconfirmed`: those of them that no event has confirmed, absent if
-    there are none; `prompt`: the prompt's tokens; if they are not known, `untokenized` says why instead; `attempt`: 1 for
-    the first worker tried; `by`: what the choice was made by, `open`: what did not answer in time for it, absent if all did;
-    `cost-us`: the expected cost; `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
+    `prefill`: the worker that computes the prompt, if that is another one; `cached`: tokens that the engine that computes it
+    should find cached; `unconfirmed`: those of them that no event has confirmed, absent if there are none; `prompt`: the
+    prompt's tokens; if they are not known, `untokenized` says why instead; `attempt`: 1 for the first worker tried; `by`: what
+    the choice was made by, `open`: what did not answer in time for it, absent if all did; `cost-us`: the expected cost;
+    `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
     """
+    prefill, decider = (choice.prefill, choice.decode) if isinstance(choice, PairChoice) else (None, choice)
     parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]
+    if prefill is not None:
+        parts.append(f'prefill="{prefill.worker_id}"')
     if choice.unconfirmed_tokens:
         parts.append(f"unconfirmed={choice.unconfirmed_tokens}")
     parts.append(f"untokenized={read.untokenized}" if read.prompt_tokens is None else f"prompt={read.prompt_tokens}")
     parts += [
         f"attempt={attempt}",
         f"by={choice.mode}",
-        *([f"open={lacked}"] if (lacked := fell_open_for_want_of(choice)) else []),
+        *([f"open={lacked}"] if (lacked := fell_open_for_want_of(decider)) else []),
         f"cost-us={choice.score_us}",
     ]
     if choice.advice is not Advice.GO:

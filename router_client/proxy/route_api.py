@@ -8,6 +8,8 @@ from typing import Any
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints
+from router_client.disaggregation.bootstrap import DEFAULT_PORT
+from router_client.disaggregation.protocol import TransferProtocol
 from router_client.held_bookings import BookingId, HeldBookings
 from router_client.learning.timings import Timings
 from router_client.outliers.avoidance import Avoidance
@@ -153,4 +155,12 @@ def _prefill_json(pair: PairChoice) -> dict[str, Any] | None:
     prefill = pair.prefill
     if prefill is None:
         return None
-    return {"worker": prefill.worker_id, "url": prefill.url, "headers": dict(prefill.headers)}
+    protocol = TransferProtocol.of(prefill.kind)
+    meets = protocol is TransferProtocol.BOOTSTRAP
+    return {
+        "worker": prefill.worker_id,
+        "url": prefill.url,
+        "headers": dict(prefill.headers),
+        "protocol": None if protocol is None else protocol.value,
+        "bootstrap_port": (prefill.bootstrap_port or DEFAULT_PORT) if meets else None,
+    }

@@ -96,6 +96,10 @@ class EngineCore:
         for sequence in self._scheduler.sequences_of(request_id):
             self._scheduler.end(sequence)
 
+    def release(self, request_id: str) -> bool:
+        """Free what an ended request holds; False if it holds nothing (any more)."""
+        return self._scheduler.release(request_id)
+
     def reset_prefix_cache(self, *, preempt_running: bool = False, include_cpu: bool = False) -> bool:
         """Drop every cached block. False, and nothing changed, if sequences hold blocks and may not be preempted.
 

@@ -20,13 +20,19 @@ class RequestTooLarge(InvalidValue):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt with `choices` answers of `max_tokens` tokens each."""
+    """One prompt with `choices` answers of `max_tokens` tokens each.
+
+    `received_tokens`: of the prompt, whose KV came from another engine; the last token is computed anyway. `holds`: its blocks
+    are held when it ends, until `release`.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     max_tokens: int
     namespace: Namespace = field(default_factory=Namespace)
     choices: int = 1
+    received_tokens: int = 0
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class EngineSequence:
         "forks_due",
         "match",
         "prefilling",
+        "received_tokens",
         "request",
         "sequence_id",
         "tokens",
@@ -52,6 +53,8 @@ class EngineSequence:
         self.sequence_id = f"{request.request_id}/{choice}"
         self.tokens = list(request.prompt)
         self.computed = 0
+        self.received_tokens = min(request.received_tokens, len(request.prompt) - 1)
+        """Those that were received and are not lost by a preemption."""
         self.cached_tokens: int | None = None
         self.forks_due = 0
         """Sequences that begin from this one when its prompt is computed."""
@@ -105,6 +108,7 @@ class Scheduler:
         self._limits = limits
         self._waiting: deque[EngineSequence] = deque()
         self._running: list[EngineSequence] = []
+        self._held: dict[str, str] = {}
         self.queried_tokens = 0
         self.hit_tokens = 0
         self.preemptions = 0
@@ -151,9 +155,19 @@ class Scheduler:
         sequence.ended = True
         if sequence in self._running:
             self._running.remove(sequence)
-            self._cache.free(sequence.sequence_id)
+            if sequence.request.holds and sequence.generated:
+                self._held[sequence.request.request_id] = sequence.sequence_id
+            else:
+                self._cache.free(sequence.sequence_id)
         else:
             self._waiting.remove(sequence)
+
+    def release(self, request_id: str) -> bool:
+        """Free the blocks of an ended request that holds them; False for any other request."""
+        sequence_id = self._held.pop(request_id, None)
+        if sequence_id is not None:
+            self._cache.free(sequence_id)
+        return sequence_id is not None
 
     def preempt_all(self) -> None:
         """Preempt every running sequence."""
@@ -165,6 +179,9 @@ class Scheduler:
         batch = Batch()
         budget = self._continue_running(batch, self._limits.max_num_batched_tokens)
         if not batch.preempted:
+            self._admit_waiting(batch, budget)
+        while not batch.sequences and self._held:  # what other engines have not fetched makes room
+            self.release(next(iter(self._held)))
             self._admit_waiting(batch, budget)
         if not batch.sequences:
             raise RuntimeError(f"nothing to schedule with {len(self._running)} running, {len(self._waiting)} waiting")
@@ -199,7 +216,8 @@ class Scheduler:
             if self._running and self._cache.pressure is MemoryPressure.CRITICAL:
                 return
             match = self._cache.match(sequence.tokens, sequence.request.namespace, sequence.match)
-            count = min(len(sequence.tokens) - match.hit_tokens, budget)
+            received = max(0, sequence.received_tokens - match.hit_tokens)
+            count = received + min(len(sequence.tokens) - match.hit_tokens - received, budget)
             request = AllocationRequest(
                 sequence.sequence_id, sequence.tokens, sequence.request.namespace, first_chunk=count
             )
@@ -212,18 +230,20 @@ class Scheduler:
             first_time = sequence.cached_tokens is None
             self._cache.allocate(request, match, count_lookup=first_time)
             if first_time:
-                sequence.cached_tokens = match.hit_tokens
+                sequence.cached_tokens = match.hit_tokens + received
                 self.queried_tokens += match.prompt_tokens
                 self.hit_tokens += match.hit_tokens
             sequence.computed = match.hit_tokens
             self._running.append(sequence)
             batch.add(sequence, count)
-            budget -= count
+            batch.prefill_tokens -= received
+            budget -= count - received
 
     def _preempt(self, sequence: EngineSequence) -> None:
         """Release a sequence's blocks. It is first in the queue, and computes again what the cache has lost by then."""
         self._cache.free(sequence.sequence_id)
         sequence.computed = 0
+        sequence.received_tokens = 0
         sequence.prefilling = True
         self.preemptions += 1
         self._waiting.appendleft(sequence)

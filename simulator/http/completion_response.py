@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -13,10 +13,12 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from kvatlas.errors import InvalidValue
 from simulator.cache.block_hash import Namespace
-from simulator.engine.generation_request import GeneratedToken, GenerationRequest, QueueFull, RequestTooLarge
+from simulator.engine.generation_request import GeneratedToken, GenerationRequest, QueueFull
 from simulator.engine.loop import EngineLoop
 from simulator.engine.tokenizer import decode
+from simulator.http.kv_transfer import KvTransfers, Transfer, TransferFailed
 from simulator.http.request_bodies import ChatRequest, CompletionRequest
 
 _STOPPING = "the engine is stopping"
@@ -36,9 +38,18 @@ class CompletionResponse(Response):
     chunk_object_name = "text_completion"
 
     def __init__(
-        self, engine: EngineLoop, body: CompletionRequest | ChatRequest, *, model: str, adapter: str | None
+        self,
+        engine: EngineLoop,
+        body: CompletionRequest | ChatRequest,
+        *,
+        model: str,
+        adapter: str | None,
+        transfers: KvTransfers,
     ) -> None:
         super().__init__()
+        self._transfers = transfers
+        self._transfer = Transfer()
+        self._address = "", 0
         self._engine = engine
         self._body = body
         self._completion_id = f"{self.id_prefix}-{uuid4().hex}"
@@ -53,14 +64,26 @@ class CompletionResponse(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server = scope.get("server") or ("127.0.0.1", 0)
+        self._address = server[0], server[1] or 0
         with ExitStack() as generation:
             response: Response | None
             try:
+                self._transfer = await self._transfers.receive(self._body)
+                generation.callback(self._transfers.end, self._transfer)
+                self._request = replace(
+                    self._request,
+                    received_tokens=self._transfer.received_tokens,
+                    holds=self._transfer.holds,
+                    max_tokens=1 if self._transfer.holds else self._request.max_tokens,
+                )
                 tokens = generation.enter_context(self._engine.generate(self._request))
             except QueueFull as error:
                 response = error_response(503, str(error))
-            except RequestTooLarge as error:
+            except InvalidValue as error:  # RequestTooLarge is one
                 response = error_response(400, str(error))
+            except TransferFailed as error:
+                response = error_response(500, str(error))
             else:
                 if self._body.stream:
                     response = StreamingResponse(self._stream(tokens), media_type="text/event-stream")
@@ -94,7 +117,15 @@ class CompletionResponse(Response):
         if self._body.return_token_ids:
             for each in choices:
                 each["prompt_token_ids"] = list(self._request.prompt)
-        return JSONResponse(self._response_body(choices, answer.usage(), self.object_name))
+        try:
+            told = await self._hand_over()
+        except TransferFailed as error:
+            return error_response(500, str(error))
+        return JSONResponse({**self._response_body(choices, answer.usage(), self.object_name), **told})
+
+    async def _hand_over(self) -> dict[str, Any]:
+        request = self._request
+        return await self._transfers.hand_over(self._transfer, request.request_id, len(request.prompt), self._address)
 
     async def _stream(self, tokens: MemoryObjectReceiveStream[GeneratedToken]) -> AsyncIterator[bytes]:
         answer = _Answer.of(self._request)
@@ -106,6 +137,12 @@ class CompletionResponse(Response):
             yield _server_sent_event(self._response_body([choice], None, self.chunk_object_name))
             if answer.complete:
                 break
+        try:
+            if answer.complete:
+                await self._hand_over()
+        except TransferFailed as error:
+            yield _server_sent_event({"error": _error_body(500, str(error))})
+            return
         if not answer.complete:
             yield _server_sent_event({"error": _error_body(503, _STOPPING)})
         elif self._body.include_usage:

@@ -96,6 +96,10 @@ class _Generation(_Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     cache_salt: str | None = Field(default=None, min_length=1)
+    kv_transfer_params: dict[str, Any] | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = Field(default=None, ge=0, lt=2**63)
 
     @property
     def include_usage(self) -> bool:

@@ -1,5 +1,5 @@
 """The engine's HTTP API, as vLLM's API server: health, version, metrics, models, completions, chats, tokens, event sources,
-cache reset and sleep. `/kv_blocks` is the simulator's own.
+cache reset and sleep. `/kv_blocks` and `/kv_transfer` are the simulator's own.
 """
 
 import time
@@ -15,6 +15,7 @@ from starlette.routing import Route
 from kvatlas.errors import InvalidValue
 from simulator.engine.loop import EngineLoop
 from simulator.http.completion_response import ChatResponse, CompletionResponse, error_response
+from simulator.http.kv_transfer import Disaggregation, KvTransfers
 from simulator.http.metrics import CONTENT_TYPE, EngineMetrics
 from simulator.http.request_bodies import ChatRequest, CompletionRequest, parse_tokenize
 
@@ -38,15 +39,17 @@ class EngineApi:
         vocab_size: int,
         resident_blocks: Callable[[], list[dict[str, Any]]],
         event_source: Mapping[str, Any] | None = None,
+        transfers: KvTransfers | None = None,
     ) -> None:
         """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
-        `/kv_event_sources` describes them; None without events."""
+        `/kv_event_sources` describes them; None without events. `transfers`: to and from other engines; None: it has none."""
         self._engine = engine
         self._model = model
         self._adapters = tuple(adapters)
         self._vocab_size = vocab_size
         self._resident_blocks = resident_blocks
         self._event_source = event_source
+        self._transfers = transfers or KvTransfers(engine, Disaggregation.NONE, 0, 1)
         self._started_at = time.time()
         self._metrics = EngineMetrics(engine, model=model, started_at=self._started_at)
 
@@ -66,6 +69,7 @@ class EngineApi:
                 Route("/wake_up", self._wake_up, methods=["POST"]),
                 Route("/is_sleeping", self._is_sleeping),
                 Route("/kv_blocks", self._kv_blocks),
+                Route("/kv_transfer", self._transfers.serve, methods=["POST"]),
             ],
             exception_handlers={HTTPException: _http_error},
         )
@@ -122,7 +126,7 @@ class EngineApi:
             model, adapter = self._resolve_model(body.model)
         except InvalidValue as error:
             return _invalid(error)
-        return response_type(self._engine, body, model=model, adapter=adapter)
+        return response_type(self._engine, body, model=model, adapter=adapter, transfers=self._transfers)
 
     async def _tokenize(self, request: Request) -> Response:
         try:

@@ -5,6 +5,7 @@ For CHAOS_SECONDS (300), by CHAOS_SEED (random).
     python -m tests.chaos                   random faults
     python -m tests.chaos all               every scenario once
     python -m tests.chaos NAME...           these scenarios
+    python -m tests.chaos requests          requests while engines fail and routers are replaced: what is lost
 
 Exit code 0 only if the index became exact after every round or scenario. A seed gives the same faults in the same order;
 their timing depends on the machine.
@@ -24,6 +25,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.nats_cluster import nats_leader_changes
 from tests.chaos.random_faults import run_random_faults
 from tests.chaos.report import Outcome, as_text
+from tests.chaos.request_figures import print_request_figures
 from tests.chaos.runner import INDEXER_ARGUMENTS, SCRUB_ARGUMENTS, run_scenario
 from tests.chaos.scenarios import SCENARIOS
 from tests.end_to_end.processes import query
@@ -100,10 +102,13 @@ def log(line: str) -> None:
 def main() -> None:
     """Exits with 0, 1 if something was not exact, 2 for wrong usage."""
     names = sys.argv[1:]
+    if names == ["requests"]:
+        with tempfile.TemporaryDirectory(prefix="kvatlas-chaos-") as logs:
+            sys.exit(0 if anyio.run(print_request_figures, Path(logs), log) else 1)
     if names == ["all"]:
         names = [*SCENARIOS, CLUSTER]
     if unknown := [name for name in names if name not in (*SCENARIOS, CLUSTER)]:
-        log(f"no scenario {', '.join(unknown)}; expected all, or some of {', '.join((*SCENARIOS, CLUSTER))}")
+        log(f"no scenario {', '.join(unknown)}; expected all, requests, or some of {', '.join((*SCENARIOS, CLUSTER))}")
         sys.exit(2)
     try:
         seed = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))

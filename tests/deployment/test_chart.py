@@ -78,6 +78,16 @@ def test_a_wrong_value_is_refused_by_name(value: str, names: str) -> None:
         rendered("--set", value)
 
 
+def test_a_router_of_longer_answers_gets_a_longer_end() -> None:
+    (router,) = [
+        one
+        for one in rendered("--set", "router.graceSeconds=600")
+        if one["kind"] == "Deployment" and one["metadata"]["name"] == "kvatlas-router"
+    ]
+    pod = router["spec"]["template"]["spec"]
+    assert "--grace-s=600" in pod["containers"][0]["args"] and pod["terminationGracePeriodSeconds"] == 630
+
+
 def test_images_come_from_the_registry_that_is_named() -> None:
     found = rendered("--set", "image.registry=registry.example.com/team/,image.tag=1.2.3")
     text = str(found)

@@ -92,6 +92,24 @@ def no_settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+ROUTERS = [one for one in DEPLOYED if one.words[0] == "router"]
+
+
+@pytest.mark.parametrize("one", ROUTERS, ids=str)
+def test_a_router_that_stops_has_the_time_that_it_gives_to_what_runs(
+    one: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(one, monkeypatch)
+    assert isinstance(settings, ProxySettings)
+    if one.pod:
+        (container,) = one.pod["containers"]
+        given, before = one.pod["terminationGracePeriodSeconds"], container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    else:
+        given, before = int(compose()["services"][str(one).split()[-1]]["stop_grace_period"].removesuffix("s")), 0
+    assert settings.grace_s >= 180
+    assert given >= before + settings.drain_s + settings.grace_s + 10
+
+
 def test_all_parts_are_deployed_everywhere() -> None:
     for place in ("compose", "k8s/development"):
         started = {one.words[0] for one in DEPLOYED if one.where.startswith(place)}

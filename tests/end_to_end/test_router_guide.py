@@ -1,4 +1,5 @@
-"""The commands of docs/router.md's first section, one after another, on free ports."""
+"""The commands of docs/router.md and docs/disaggregation.md, one after another, on free ports; those of the reference beside
+them."""
 
 import json
 import re
@@ -7,34 +8,39 @@ import tomllib
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import anyio
 import httpx
 import pytest
 
 from kvatlas.embedded.free_port import free_port
-from tests.end_to_end.processes import ROOT, service
+from tests.end_to_end.processes import ROOT, query, service
 from tests.eventually import until
 
 pytestmark = pytest.mark.anyio
 
-TITLE = "## From nothing to a router in ten minutes\n"
 PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=port )\d+")
 READY = {"simulate-engine": "at http://", "up": "stop with Ctrl-C", "router": "router at"}
+QUESTIONS = re.findall(r"(?m)^\$ (kvatlas .*)$", (ROOT / "docs/router-reference.md").read_text())
 
 
-def commands() -> list[list[str]]:
-    section = (ROOT / "docs/router.md").read_text().partition(TITLE)[2].partition("\n## ")[0]
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
+def commands(document: str) -> list[list[str]]:
+    """Of all its blocks, with the same free port for the same port."""
+    text = (ROOT / document).read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     ports: dict[str, str] = {}
     free = [PORT.sub(lambda found: ports.setdefault(found[0], str(free_port())), line) for line in lines]
     return [shlex.split(line) for line in free]
 
 
-async def test_the_first_commands_lead_to_answers(tmp_path: Path) -> None:
-    asked: list[str] = []
-    redis_url = ""
+@pytest.mark.parametrize("document", ["docs/router.md", "docs/disaggregation.md"])
+async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str) -> None:
+    done: list[str] = []
+    redis_url = router_url = ""
+    ids: list[str] = []
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=20))
-        for words in commands():
+        for words in commands(document):
+            done.append(words[1])
             match words:
                 case ["python3", "-m", "venv", *_]:
                     pass  # this environment is one
@@ -43,22 +49,59 @@ async def test_the_first_commands_lead_to_answers(tmp_path: Path) -> None:
                     assert what.removeprefix(".[").removesuffix("]") in project["optional-dependencies"]
                 case ["kvatlas", command, *flags]:
                     if command == "router":
+                        router_url = f"http://127.0.0.1:{flags[flags.index('--port') + 1]}"
                         flags += ["--redis-url", redis_url, "--drain-s", "0"]  # what `up` prints to export
                     if command == "up":
                         redis_url = f"redis://127.0.0.1:{flags[flags.index('--redis-port') + 1]}/0"
                         flags += ["--state-dir", str(tmp_path / "state")]
                     await stack.enter_async_context(service(command, *flags, ready=READY[command], cwd=tmp_path))
+                case ["curl", _, url, "-d", body] if url.endswith("/kvatlas/done"):
+                    answer = await client.post(url, content=body.replace("ID", ids[-1]))
+                    assert answer.json() == {"known": True}
                 case ["curl", _, url, "-d", body]:
 
-                    async def is_routed(url: str = url, body: str = body) -> bool:
+                    async def is_answered(url: str = url, body: str = body) -> bool:
                         answer = await client.post(url, content=body)
+                        if answer.status_code == 200 and "/kvatlas/" in url:
+                            ids.append(answer.json()["id"])
+                            return True
                         return answer.status_code == 200 and "x-kvatlas-decision" in answer.headers
 
-                    await until(is_routed, deadline_s=30, what=f"{url} answers")
-                    asked.append(url)
+                    await until(is_answered, deadline_s=30, what=f"{url} answers")
                 case ["curl", "-s", url]:
                     assert json.loads((await client.get(url)).text)
-                    asked.append(url)
                 case _:
                     raise AssertionError(f"nothing checks {words}")
-    assert len(asked) == 4
+        if document == "docs/router.md":
+            assert len(done) == 13 and QUESTIONS
+            for question in QUESTIONS:
+                assert await query(*shlex.split(question)[1:], "--redis-url", redis_url)
+        else:
+            await _goes_apart(client, router_url)
+
+
+async def _goes_apart(client: httpx.AsyncClient, router_url: str) -> None:
+    """With enough of them, some request meets a decode worker that has work: that one gets its prompt from the other."""
+    number = 0
+
+    async def is_pair() -> bool:
+        nonlocal number
+        number += 1
+        prompts = [[number, n, *([7] * 2_000)] for n in range(8)]
+        asked = [
+            client.build_request(
+                "POST", f"{router_url}/v1/completions", json={"model": "my-model", "prompt": prompt, "max_tokens": 16}
+            )
+            for prompt in prompts
+        ]
+        found = []
+        async with anyio.create_task_group() as tasks:
+
+            async def ask(request: httpx.Request) -> None:
+                found.append(await client.send(request))
+
+            for request in asked:
+                tasks.start_soon(ask, request)
+        return any('prefill="' in answer.headers.get("x-kvatlas-decision", "") for answer in found)
+
+    await until(is_pair, deadline_s=40, what="a request goes apart")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.records import EngineKind
+from kvatlas.fleet.records import EngineKind, Role
 from publishers.engines.discovery import EventSource, discover, resolve_endpoint, sglang_offer, shift_port, vllm_offer
 from tests.simulator.running_engine import running_engine
 
@@ -95,6 +95,23 @@ def test_sglang_sources_come_from_its_server_arguments() -> None:
     assert sglang_offer({}, "m", "h").sources == sglang_offer({"kv_events_config": None}, "m", "h").sources == []
     (note,) = sglang_offer({"disable_radix_cache": True}, "m", "h").notes
     assert "radix cache is off" in note
+
+
+@pytest.mark.parametrize(
+    ("mode", "port", "expected"),
+    [
+        ("prefill", 9001, (Role.PREFILL, 9001)),
+        ("prefill", "?", (Role.PREFILL, None)),
+        ("decode", 9001, (Role.DECODE, None)),
+        ("null", 9001, (Role.BOTH, None)),
+        (None, None, (Role.BOTH, None)),
+    ],
+)
+def test_an_sglang_server_says_its_part_of_a_disaggregated_fleet(
+    mode: object, port: object, expected: tuple[Role, int | None]
+) -> None:
+    offer = sglang_offer({"disaggregation_mode": mode, "disaggregation_bootstrap_port": port}, "m", "h")
+    assert (offer.role, offer.bootstrap_port) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a request costs on each worker, written down from docs/router.md only: token by token, with its numbers, every
+"""What a request costs on each worker, written down from docs/router-reference.md only: token by token, with its numbers, every
 worker tried as a source. Nothing of `kvatlas.cost`, `kvatlas.blocks.reuse` or the ranking is used."""
 
 from collections.abc import Mapping, Sequence

@@ -216,7 +216,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
             it = theirs.endpoint
             if it.role is not Role.PREFILL or it.block_size != me.block_size:
                 continue
-            if not set(it.transfer_groups or ("",)) & set(me.transfer_groups or ("",)):
+            if me.kind is not it.kind or not set(it.transfer_groups or ("",)) & set(me.transfer_groups or ("",)):
                 continue
             pieces = [*own(id), *piece(id, tokens - usable(id), own=False, same_domain=near(id, other))]
             answer = profile.price(Plan(id, tokens, 100, pieces, reported_load(id)._replace(queued_prefill_tokens=0)))

@@ -80,7 +80,8 @@ async def test_route_returns_both_workers_of_a_pair(store: Store, valkey_url: st
             assert (await client.post("/v1/route", json={"token_ids": [1] * 99})).status_code == 503
             answer = (await client.post("/v1/route", json={"token_ids": [1] * 99, "pd": True})).json()
             assert (answer["worker"], answer["url"], answer["headers"]) == ("d", "http://d", {})
-            assert answer["prefill"] == {"worker": "p", "url": "http://p", "headers": {"X-Data-Parallel-Rank": "2"}}
+            prefill = {"worker": "p", "url": "http://p", "headers": {"X-Data-Parallel-Rank": "2"}}
+            assert answer["prefill"] == {**prefill, "protocol": "bootstrap", "bootstrap_port": 8998}
             for phase in ("first_token", "done"):
                 done = await client.post("/v1/done", json={"id": answer["id"], "phase": phase})
                 assert done.json() == {"known": True}

@@ -1,0 +1,37 @@
+"""vLLM's request forms: the prompt's request asks for one token and for KV to be kept; its answer's `kv_transfer_params` go
+into the other request, whose engine fetches the KV.
+
+Source: vLLM 0.33, `NixlConnectorScheduler` (`request_finished`, `get_num_new_matched_tokens`) and the proxy of its own tests
+(`tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+_ONLY_FOR_ANSWERS = ("stream_options", "min_tokens", "min_completion_tokens")
+
+
+def prefill_body(body: Mapping[str, Any]) -> bytes:
+    """The request for the prompt alone: one token, not streamed."""
+    kept = {name: value for name, value in body.items() if name not in _ONLY_FOR_ANSWERS}
+    one = {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
+    return json.dumps({**kept, **one, "max_tokens": 1, "stream": False, "kv_transfer_params": ASK}).encode()
+
+
+def read_params(answer: bytes) -> Mapping[str, Any] | None:
+    """Where the KV is, as the prefill engine says it; None if it says nothing: it has no connector, or nothing to fetch."""
+    try:
+        params = json.loads(answer).get("kv_transfer_params")
+    except (ValueError, AttributeError):
+        return None
+    return params if isinstance(params, dict) and params.get("do_remote_prefill") else None

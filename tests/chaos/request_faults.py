@@ -1,0 +1,131 @@
+"""Requests through two routers while one engine of four fails as engines do: what is lost, and who got the traffic."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import median
+from time import monotonic
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvatlas.store.connection import Store
+from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
+from tests.router_client.proxy.faulty_engine import Answer, faulty_engine, in_turn, status, well
+
+REQUESTS = 120
+AT_ONCE = 8
+
+
+async def lie(_: Request) -> Response:
+    """Usage that no engine could mean."""
+    usage = {"prompt_tokens": -5, "completion_tokens": 1 << 62, "prompt_tokens_details": {"cached_tokens": "many"}}
+    return JSONResponse({"choices": [{"index": 0, "text": "a"}], "usage": usage})
+
+
+async def die(_: Request) -> Response:
+    """A stream that breaks off in the middle of an event."""
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b'data: {"choices": [{"index": 0, "text": "a"}]}\n\ndata: {"cho'
+        raise ConnectionResetError("this engine dies here")
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+FAULTS: dict[str, Answer] = {
+    "500": status(500),
+    "429": status(429),
+    "401": status(401),
+    "flaky": in_turn(status(500), well),
+    "lies": lie,
+    "dies": die,
+}
+
+
+@dataclass(slots=True)
+class Figures:
+    """`lost`: requests without an answer. `broken`: streams that ended with an error event. `times_s`: of each request.
+    `tries`: how many requests the bad worker had got, at the beginning and after each request."""
+
+    lost: list[str] = field(default_factory=list)
+    broken: int = 0
+    answered: int = 0
+    times_s: list[float] = field(default_factory=list)
+    tries: list[int] = field(default_factory=list)
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.times_s)
+
+    @property
+    def median_s(self) -> float:
+        return median(self.times_s)
+
+    @property
+    def share_before(self) -> float:
+        """The bad worker's requests for each of the first third: mostly before it was ejected."""
+        return self._share(0, REQUESTS // 3)
+
+    @property
+    def share_after(self) -> float:
+        """The same of the last third: it is ejected, and only probed."""
+        return self._share(2 * REQUESTS // 3, REQUESTS)
+
+    def _share(self, first: int, last: int) -> float:
+        return (self.tries[last] - self.tries[first]) / max(1, last - first)
+
+
+async def drive(clients: Sequence[httpx.AsyncClient], asked: "Counter[str]", bad: str, *, streamed: bool) -> Figures:
+    """REQUESTS requests, AT_ONCE at a time, over the routers in turn."""
+    figures, numbers = Figures(), count()
+    figures.tries.append(asked[bad])
+
+    async def ask() -> None:
+        while (number := next(numbers)) < REQUESTS:
+            body = {"model": MODEL, "prompt": [number, 7, *range(40)], "max_tokens": 1, "stream": streamed}
+            began = monotonic()
+            try:
+                answer = await clients[number % len(clients)].post("/v1/completions", json=body)
+            except httpx.HTTPError as error:
+                figures.lost.append(f"{type(error).__name__}: {error}")
+                continue
+            finally:
+                figures.times_s.append(monotonic() - began)
+                figures.tries.append(asked[bad])
+            if answer.status_code != 200:
+                figures.lost.append(f"{answer.status_code}: {answer.text[:200]}")
+            elif streamed and not answer.text.endswith("data: [DONE]\n\n"):
+                last = json.loads(answer.text.strip().rpartition("\n\n")[2].removeprefix("data: "))
+                assert "error" in last
+                figures.broken += 1
+            else:
+                figures.answered += 1
+
+    await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
+    return figures
+
+
+async def run(store: Store, redis_url: str, bad: Answer, *, streamed: bool) -> Figures:
+    """With four engines, of which the first is the bad one."""
+    asked: Counter[str] = Counter()
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(store, {}))
+        for number in range(4):
+            worker_id = f"w{number}"
+
+            async def answer(request: Request, worker_id: str = worker_id, number: int = number) -> Response:
+                asked[worker_id] += 1
+                return await (bad if number == 0 else well)(request)
+
+            engine = await stack.enter_async_context(faulty_engine(answer))
+            await fleet.report(worker_id, engine.url)
+        clients = [
+            await stack.enter_async_context(running_proxy(redis_url, learn=False, access_log=False)) for _ in range(2)
+        ]
+        return await drive(clients, asked, "w0", streamed=streamed)

@@ -1,0 +1,47 @@
+"""What is lost while engines fail and routers are replaced: `python -m tests.chaos requests` prints it."""
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from kvatlas.embedded import valkey_server
+from kvatlas.store.connection import open_store
+from tests.chaos.request_faults import FAULTS, REQUESTS, run
+from tests.chaos.rolled_routers import ROUTERS, RouterProcess, roll
+from tests.router_client.proxy.faulty_engine import well
+
+STREAMS = 200
+
+
+async def print_request_figures(folder: Path, log: Callable[[str], None]) -> bool:
+    """Run everything once. Was no request lost?"""
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(valkey_server())
+        store = await open_store(server.url, wait=False)
+        stack.push_async_callback(store.close)
+        usual = (await run(store, server.url, well, streamed=False)).median_s
+        log(
+            f"{REQUESTS} requests over two routers and four engines, one of them bad; usually {usual * 1_000:.0f} ms each"
+        )
+        log("| the bad engine | lost | broken | longest added latency | tries there: first third | last third |")
+        log("|---|---|---|---|---|---|")
+        lost = 0
+        for name, fault in FAULTS.items():
+            await store.client.flushall()
+            figures = await run(store, server.url, fault, streamed=name == "dies")
+            lost += len(figures.lost)
+            added_ms = (figures.longest_s - usual) * 1_000
+            shares = f"{figures.share_before:.0%} | {figures.share_after:.0%}"
+            log(f"| {name} | {len(figures.lost)} | {figures.broken} | {added_ms:.0f} ms | {shares} |")
+        await store.client.flushall()
+        rolled = await roll(store, partial(RouterProcess.start, server.url, folder, stack), streams=STREAMS, gap_s=1.0)
+        lost += len(rolled.lost)
+        log(
+            f"{ROUTERS} routers replaced one by one under {STREAMS} streams: {rolled.complete} streams complete, "
+            f"{rolled.across} of them ran at a router that was told to stop, {len(rolled.lost)} lost; "
+            f"longest added time to a first byte {rolled.added_s * 1_000:.0f} ms"
+        )
+        for line in rolled.lost[:5]:
+            log(f"LOST: {line}")
+    return not lost

@@ -1,0 +1,236 @@
+"""Three routers behind a balancer are replaced one by one while clients read streams through them."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Protocol
+
+import anyio
+import httpx
+from anyio.abc import TaskGroup
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from kvatlas.settings import ProxySettings
+from kvatlas.store.connection import Store
+from router_client.proxy.service import run_proxy
+from tests.chaos.child_process import ChildProcess
+from tests.eventually import until
+from tests.router_client.proxy.engines import MODEL, running_fleet
+from tests.router_client.proxy.faulty_engine import Answer, faulty_engine
+
+ROUTERS = 3
+ENGINES = 4
+EVENTS = 4
+LOOK_S = 0.1
+"""How often the balancer asks each router if it is ready."""
+DRAIN_S = 0.5
+GRACE_S = 60
+
+EVENT = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def slow_stream(gap_s: float) -> Answer:
+    """Some events with a pause after each."""
+
+    async def answer(_: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(EVENTS):
+                yield EVENT
+                await asyncio.sleep(gap_s)
+            yield DONE
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    return answer
+
+
+class RouterLife(Protocol):
+    """A router from its start to its end."""
+
+    url: str
+
+    async def stop(self) -> None:
+        """Tell it to end, and wait until it has."""
+
+
+StartRouter = Callable[[], Awaitable[RouterLife]]
+
+
+@dataclass(slots=True)
+class RouterTask:
+    """A router in this process."""
+
+    url: str
+    scope: anyio.CancelScope
+    ended: anyio.Event
+
+    async def stop(self) -> None:
+        self.scope.cancel()
+        await self.ended.wait()
+
+    @classmethod
+    async def start(cls, redis_url: str, tasks: TaskGroup) -> RouterLife:
+        given = {"port": 0, "wait": False, "tokenizer": "none", "learn": False, "access_log": False}
+        settings = ProxySettings.load(
+            redis_url=redis_url, decision_deadline_ms=5_000, drain_s=DRAIN_S, grace_s=GRACE_S, **given
+        )
+        urls: list[str] = []
+        scope, ended = anyio.CancelScope(), anyio.Event()
+
+        async def live() -> None:
+            with scope:
+                await run_proxy(settings, urls.append)
+            ended.set()
+
+        tasks.start_soon(live)
+        await until(lambda: urls, deadline_s=30, what="the new router listens")
+        return cls(urls[0], scope, ended)
+
+
+class RouterProcess:
+    """A process, ended by SIGTERM."""
+
+    def __init__(self, child: ChildProcess) -> None:
+        self._child = child
+        self.url = next(word for word in child.log_text().split() if word.startswith("http://")).rstrip(";")
+
+    async def stop(self) -> None:
+        await self._child.stop()
+
+    @classmethod
+    async def start(cls, redis_url: str, folder: Path, stack: AsyncExitStack) -> RouterLife:
+        flags = ["--redis-url", redis_url, "--port", "0", "--tokenizer", "none", "--no-access-log", "--no-learn"]
+        flags += ["--drain-s", str(DRAIN_S), "--grace-s", str(GRACE_S)]
+        child = ChildProcess(f"router-{secrets.token_hex(3)}", ["router", *flags], "router at", folder)
+        child.start()
+        stack.callback(child.close)
+        await child.ready()
+        return cls(child)
+
+
+@dataclass(slots=True)
+class Member:
+    """A router that the balancer knows. `stopping`: it was told to end."""
+
+    life: RouterLife
+    stopping: bool = False
+    ready: bool = True
+    streams: int = 0
+
+
+@dataclass(slots=True)
+class Rolled:
+    """`across`: streams that ran when their router was told to stop. `first_s`: time to each stream's first byte, in calm and
+    while a router was stopping."""
+
+    complete: int = 0
+    across: int = 0
+    replaced: int = 0
+    lost: list[str] = field(default_factory=list)
+    first_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+
+    @property
+    def added_s(self) -> float:
+        """The longest first byte while routers were replaced, less the usual one."""
+        return max(self.first_s[True]) - median(self.first_s[False])
+
+
+class Balancer:
+    """Round robin over the routers that say that they are ready, as a Service does."""
+
+    def __init__(self, start: StartRouter) -> None:
+        self._start = start
+        self._turn = count()
+        self.routers: list[Member] = []
+
+    async def add(self) -> None:
+        """A new router, taken into the rotation when it is ready."""
+        self.routers.append(Member(await self._start()))
+
+    async def replace_oldest(self) -> int:
+        """Start a router, stop the oldest, and wait until it has ended; how many streams it had when it was told."""
+        await self.add()
+        oldest = self.routers[0]
+        running = oldest.streams
+        oldest.stopping = True
+        await oldest.life.stop()
+        self.routers.remove(oldest)
+        return running
+
+    def pick(self) -> Member:
+        ready = [router for router in self.routers if router.ready]
+        return ready[next(self._turn) % len(ready)]
+
+    async def look(self) -> None:
+        """Ask all routers if they are ready, again and again."""
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            while True:
+                for router in list(self.routers):
+                    try:
+                        router.ready = (await client.get(f"{router.life.url}/ready")).status_code == 200
+                    except httpx.HTTPError:
+                        router.ready = False
+                await asyncio.sleep(LOOK_S)
+
+
+async def roll(store: Store, start: StartRouter, *, streams: int, gap_s: float) -> Rolled:
+    """Replace each of ROUTERS routers while this many streams run, each of EVENTS events with a pause of `gap_s`."""
+    rolled = Rolled()
+    over = False
+
+    async def read(balancer: Balancer, client: httpx.AsyncClient, number: int) -> None:
+        await asyncio.sleep(gap_s * EVENTS * number / streams)  # they don't all begin at once
+        while not over:
+            router = balancer.pick()
+            router.streams += 1
+            body = {"model": MODEL, "prompt": [number, *range(40)], "stream": True}
+            began, text = monotonic(), b""
+            try:
+                async with client.stream("POST", f"{router.life.url}/v1/completions", json=body) as answer:
+                    async for part in answer.aiter_raw():
+                        if not text:
+                            stopping = any(one.stopping for one in balancer.routers)
+                            rolled.first_s[stopping].append(monotonic() - began)
+                        text += part
+            except httpx.HTTPError as error:
+                rolled.lost.append(f"{type(error).__name__}: {error}")
+                continue
+            finally:
+                router.streams -= 1
+            if text == EVENT * EVENTS + DONE:
+                rolled.complete += 1
+            else:
+                rolled.lost.append(text.decode()[-200:])
+
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(store, {}))
+        for number in range(ENGINES):
+            engine = await stack.enter_async_context(faulty_engine(slow_stream(gap_s)))
+            await fleet.report(f"w{number}", engine.url)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30, limits=limits))
+        balancer = Balancer(start)
+        for _ in range(ROUTERS):
+            await balancer.add()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(balancer.look)
+            async with anyio.create_task_group() as readers:
+                for number in range(streams):
+                    readers.start_soon(read, balancer, client, number)
+                await until(lambda: rolled.complete >= streams // 2 or rolled.lost, deadline_s=60, what="streams run")
+                for _ in range(ROUTERS):
+                    rolled.across += await balancer.replace_oldest()
+                    rolled.replaced += 1
+                over = True
+            tasks.cancel_scope.cancel()
+        for router in balancer.routers:
+            await router.life.stop()
+    return rolled
