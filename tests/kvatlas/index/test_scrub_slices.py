@@ -19,7 +19,7 @@ from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
 pytestmark = pytest.mark.anyio
 
-SCOPE, OTHER = Scope("m", "t"), Scope("m", "t", "lora")
+SCOPE = Scope("m", "t")
 K = ShardKeys(0)
 BLOCKS = 1_000
 
