@@ -7,7 +7,7 @@ from functools import partial
 
 import anyio
 
-from kvatlas.runtime.http_server import listen, serve, url_of
+from kvatlas.runtime.http_server import listen, serve
 from simulator.cache.kv_cache import KVCache
 from simulator.engine.core import EngineCore
 from simulator.engine.loop import EngineLoop, NoEvents
@@ -35,7 +35,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
     """
     async with open_feed(settings.encoding, settings.feed) as feed:
         listener = listen(settings.host, settings.port, "the engine's HTTP server")
-        addresses = EngineAddresses(url_of(listener), feed.endpoint, feed.replay_endpoint)
+        addresses = EngineAddresses(listener.url, feed.endpoint, feed.replay_endpoint)
         sink = feed if settings.events else NoEvents()
         engine = EngineLoop(_build_core(settings), sink, speed_up=settings.speed_up)
         api = EngineApi(
