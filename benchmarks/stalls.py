@@ -1,21 +1,24 @@
 """The longest call to the store at extreme shapes of the index: large snapshots, values of many holders, many scopes, many
 workers. `python -m benchmarks.stalls` measures them on Valkey and, with `--binary PROGRAM`, on another server.
 
-A call of the store holds up every other client, so this bounds the wait of a router's choice.
+A call of the store holds up every other client, so this bounds the wait of a router's choice. The slow log has the time by
+the clock, which other programs on the machine, and other machines on its host, prolong at will; so the processor time of
+the store's main thread is measured beside it.
 """
 
 import argparse
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvloop
 from rich.console import Console
 
 from benchmarks.result import Result, tabulate
-from benchmarks.store_calls import store_calls
+from benchmarks.store_calls import LONGEST_MS, store_calls
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
@@ -25,13 +28,47 @@ from kvatlas.events import IndexEvent, Message, Removed, ScopeUse, SnapshotChunk
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from publishers.stream.outbox import Outbox
+
+T = TypeVar("T")
+
+
+class TimedStore(Store):
+    """Measures the processor time that the server's main thread takes for each call; one call at a time."""
+
+    def __init__(self, store: Store, server_pid: int) -> None:
+        super().__init__(store.client, RedisAccess(store.url))
+        self._times = Path(f"/proc/{server_pid}/schedstat")
+        self.longest: tuple[float, str] = (0.0, "none")
+        """Processor time, ms; command."""
+
+    async def _call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
+        before = self._ms()
+        answers = await super()._call(commands, retry=retry)
+        self._note(before, " ".join(map(str, commands[0][:2])))
+        return answers
+
+    async def ask(self, command: Awaitable[T]) -> T:
+        before = self._ms()
+        answer = await super().ask(command)
+        self._note(before, "a command")
+        return answer
+
+    def _note(self, before: float, command: str) -> None:
+        self.longest = max(self.longest, (self._ms() - before, command))
+
+    def _ms(self) -> float:
+        return int(self._times.read_text().split()[0]) / 1e6
+
 
 BLOCK_SIZE = 16
 CALL_MESSAGES = 64
 SWEEP_BLOCKS, SCRUB_BLOCKS = 2_000, 500
 """As indexers sweep and scrub."""
+
+HAS_TIMES = Path("/proc/self/schedstat").exists()
 
 Contents = dict[Scope, bytes]
 """Packed hashes by scope."""
@@ -219,6 +256,10 @@ async def measure(
         async with store_calls(store) as calls:
             async for step in shape(index):
                 results.append(await calls.result(step))
+                if isinstance(store, TimedStore):
+                    ms, command = store.longest
+                    results.append(Result(f"  by processor time: {command}", ms, "ms", LONGEST_MS))
+                    store.longest = (0.0, "none")
                 await store.client.slowlog_reset()
     return results
 
@@ -231,7 +272,7 @@ async def _store(binary: Path | None) -> AsyncIterator[Store]:
             os.setpriority(os.PRIO_PROCESS, server.pid, -20)
         except PermissionError:
             Console(stderr=True).print("the server runs at the usual priority: other programs' work is measured too")
-        yield store
+        yield TimedStore(store, server.pid) if HAS_TIMES else store
 
 
 async def _main(binary: Path | None, names: Sequence[str]) -> None:

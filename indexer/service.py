@@ -18,7 +18,7 @@ from kvatlas.fleet.store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
-from kvatlas.runtime.http_server import listen, serve, url_of
+from kvatlas.runtime.http_server import listen, serve
 from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.settings import IndexerSettings
 from kvatlas.store.connection import open_store
@@ -42,7 +42,9 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
     async with AsyncExitStack() as stack:
         listener = None
         if settings.status_port is not None:
-            listener = stack.enter_context(closing(listen(settings.status_host, settings.status_port, "status page")))
+            listener = stack.enter_context(
+                closing(listen(settings.status_host, settings.status_port, "status page", settings.http))
+            )
         store = await open_store(settings.redis, wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, store.close)
         index = await open_redis_index(
@@ -64,7 +66,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         with export_metrics("indexer", replica.counters), _rare_collections():
             async with anyio.create_task_group() as group:
                 if listener is not None:
-                    replica.status_url = url_of(listener)
+                    replica.status_url = listener.url
                     group.start_soon(serve, application(replica), listener)
                 group.start_soon(gauges.sample, replica, index)
                 libraries = [INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY]

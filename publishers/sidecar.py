@@ -86,13 +86,13 @@ async def _status_page(settings: PublishSettings, published: Sequence[Publisher]
     if settings.status_port is None:
         yield
         return
-    from kvatlas.runtime.http_server import listen, serve, url_of  # most sidecars of one machine serve no page
+    from kvatlas.runtime.http_server import listen, serve  # most sidecars of one machine serve no page
     from publishers.status import application
 
-    listener = listen(settings.status_host, settings.status_port, "status page")
+    listener = listen(settings.status_host, settings.status_port, "status page", settings.http)
     async with anyio.create_task_group() as tasks:
         await tasks.start(serve, application(published, workers), listener)
-        log.info("status page %s", url_of(listener))
+        log.info("status page %s", listener.url)
         yield
         tasks.cancel_scope.cancel()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 
-from kvatlas.runtime.http_server import listen, serve, url_of
+from kvatlas.runtime.http_server import listen, serve
 from simulator.cache.kv_cache import KVCache
 from simulator.cache.resident_blocks import list_resident_blocks
 from simulator.engine.core import EngineCore
@@ -41,7 +41,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
     """
     async with open_feed(settings.encoding, settings.feed) as feed:
         listener = listen(settings.host, settings.port, "the engine's HTTP server")
-        addresses = EngineAddresses(url_of(listener), feed.endpoint, feed.replay_endpoint)
+        addresses = EngineAddresses(listener.url, feed.endpoint, feed.replay_endpoint)
         sink = feed if settings.events else NoEvents()
         cache, resident_blocks = _build_cache(settings)
         core = EngineCore(

@@ -1,8 +1,12 @@
 """An HTTP server inside a process that does other work too: a bound socket, and uvicorn without signal handlers."""
 
 import contextlib
+import logging
 import socket
+import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import uvicorn
@@ -10,31 +14,54 @@ from anyio.abc import TaskStatus
 from starlette.applications import Starlette
 
 from kvatlas.errors import SettingsError
+from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.runtime.http_border import BoundedProtocol, HttpBorder, HttpCounters
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.telemetry import export_metrics
+
+_log = logging.getLogger("kvatlas.http")
 
 
-def listen(host: str, port: int, what: str) -> socket.socket:
-    """Bind a socket; port 0 takes a free port. Raises SettingsError, naming `what`, if the address can't be used."""
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A bound socket, and who may use what is served on it."""
+
+    socket: socket.socket
+    access: HttpAccess
+    tls: ssl.SSLContext | None
+
+    @property
+    def url(self) -> str:
+        """Its base URL."""
+        host, port = self.socket.getsockname()[:2]
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"{'https' if self.tls else 'http'}://{place}"
+
+    def close(self) -> None:
+        """Closing twice is fine."""
+        self.socket.close()
+
+
+def listen(host: str, port: int, what: str, access: HttpAccess | None = None) -> Listener:
+    """Bind a socket; port 0 takes a free port. Raises SettingsError, naming `what`, if the address can't be used, and for a
+    certificate that can't be."""
+    access = access or HttpAccess()
+    tls = access.tls_context()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
     except OSError as error:
-        listener.close()
+        bound.close()
         raise SettingsError(f"{what} can't listen on {host}:{port}: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """The base URL of a bound socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    bound.setblocking(False)
+    return Listener(bound, access, tls)
 
 
 async def serve(
     application: Starlette,
-    listener: socket.socket,
+    listener: Listener,
     *,
     grace_s: int = 1,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
@@ -43,9 +70,18 @@ async def serve(
 
     With a grace of 0 uvicorn logs that it cancelled tasks even if there were none.
     """
+    access, counters, refusals = listener.access, HttpCounters(), RateLimitedLog(_log)
     config = uvicorn.Config(
-        application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
+        HttpBorder(application, access, counters, refusals),
+        http=partial(BoundedProtocol, access=access, counters=counters, refusals=refusals),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=grace_s,
     )
+    config.load()
+    config.ssl = listener.tls
     server = _Server(config, task_status)
 
     async def stop_when_cancelled() -> None:
@@ -55,11 +91,12 @@ async def serve(
             server.should_exit = True
 
     try:
-        async with anyio.create_task_group() as running:
-            running.start_soon(stop_when_cancelled)
-            with anyio.CancelScope(shield=True):
-                await server.serve(sockets=[listener])
-            running.cancel_scope.cancel()
+        with export_metrics("http", counters):
+            async with anyio.create_task_group() as running:
+                running.start_soon(stop_when_cancelled)
+                with anyio.CancelScope(shield=True):
+                    await server.serve(sockets=[listener.socket])
+                running.cancel_scope.cancel()
     finally:
         listener.close()
 

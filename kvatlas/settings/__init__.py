@@ -5,6 +5,7 @@
     process.py      what every process takes; flags and variables to settings; a mistake as one line (`SettingsError`)
     field_types.py  types of fields: URLs, ports, names, lists
     commands.py     up, doctor, and questions about one prompt
+    http.py         limits, certificate and tokens of an HTTP server
     indexer.py, publisher.py, proxy.py
 
 The command line makes its flags from these classes (`kvatlas_cli.flags`), so the three spellings can't drift apart.
@@ -22,6 +23,7 @@ from kvatlas.settings.field_types import (
     WorkerId,
     ZmqEndpoint,
 )
+from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.indexer import IndexerSettings
 from kvatlas.settings.process import ENV_PREFIX, ProcessSettings, ServerSettings, Settings, flag_of, variable_of
 from kvatlas.settings.proxy import ProxySettings, RoutingSettings
@@ -31,6 +33,7 @@ __all__ = [
     "ENV_PREFIX",
     "CommaList",
     "DoctorSettings",
+    "HttpSettings",
     "HttpUrl",
     "IndexerSettings",
     "Labels",

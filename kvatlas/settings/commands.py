@@ -10,11 +10,12 @@ from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.redaction import redact_url
 from kvatlas.request import DEFAULT_DECODE_TOKENS
 from kvatlas.settings.field_types import Name, NatsUrl, Port, RedisUrl
+from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import ServerSettings, Settings, flag_of, variable_of
 from kvatlas.validation import OutputTokens
 
 
-class UpSettings(ServerSettings):
+class UpSettings(ServerSettings, HttpSettings):
     """Everything on one machine."""
 
     nats_url: NatsUrl | None = Field(

@@ -7,11 +7,12 @@ from pydantic import Field
 
 from kvatlas.errors import SettingsError
 from kvatlas.settings.field_types import Name, PartitionCount, Port, Seconds, WorkerId
+from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import Settings
 from kvatlas.validation import Positive
 
 
-class IndexerSettings(Settings):
+class IndexerSettings(Settings, HttpSettings):
     """One indexer replica."""
 
     member_id: WorkerId | None = Field(default=None, description="Name of this replica; default: host name and pid.")

@@ -7,6 +7,7 @@ from pydantic import Field
 from kvatlas.identity import DEFAULT_TENANT
 from kvatlas.request import DEFAULT_DECODE_TOKENS
 from kvatlas.settings.field_types import CommaList, Labels, Name, Port
+from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import Settings
 from kvatlas.validation import Count, OutputTokens, Positive
 
@@ -94,7 +95,7 @@ class RoutingSettings(Settings):
     )
 
 
-class ProxySettings(RoutingSettings):
+class ProxySettings(RoutingSettings, HttpSettings):
     """One proxy process."""
 
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")

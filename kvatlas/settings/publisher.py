@@ -21,6 +21,7 @@ from kvatlas.settings.field_types import (
     WorkerId,
     ZmqEndpoint,
 )
+from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import Settings, missing_line
 from kvatlas.validation import (
     MAX_ITEMS,
@@ -45,7 +46,7 @@ _Kinds = Literal[EngineKind.VLLM, EngineKind.SGLANG, EngineKind.TENSORRT_LLM, En
 PublishedKind = Annotated[_Kinds, BeforeValidator(_check_kind)]
 
 
-class PublishSettings(Settings):
+class PublishSettings(Settings, HttpSettings):
     """One publisher process: for one engine, or for all ranks of one."""
 
     engine: PublishedKind = Field(description="Kind of engine; mock: a simulated one.")

@@ -488,6 +488,20 @@ ANSWERS = {
     **_single(CACHED_TOKENS, "cached_tokens"),
 }
 
+# ---------------------------------------------------------------- http: kvatlas.runtime.http_border.HttpCounters
+
+HTTP_REFUSED = _counter("http.refused", "{request}", "HTTP requests and connections refused at the border, by reason")
+
+HTTP = _by(
+    HTTP_REFUSED,
+    "reason",
+    framing="framing",
+    too_long="too_long",
+    too_late="too_late",
+    too_many="too_many",
+    denied="denied",
+)
+
 INSTRUMENTS: dict[str, dict[str, Series]] = {
     "publisher": PUBLISHER,
     "ledger": LEDGER,
@@ -500,6 +514,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "outliers": OUTLIERS,
     "tokens": TOKENS,
     "answers": ANSWERS,
+    "http": HTTP,
 }
 """Group -> field of the group's counters (a dot leads into a field) -> its series."""
 

@@ -17,7 +17,15 @@ from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import rank_worker_id
 from kvatlas.redaction import redact_url
-from kvatlas.settings import IndexerSettings, PublishSettings, ServerSettings, UpSettings, flag_of, variable_of
+from kvatlas.settings import (
+    HttpSettings,
+    IndexerSettings,
+    PublishSettings,
+    ServerSettings,
+    UpSettings,
+    flag_of,
+    variable_of,
+)
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json_line, print_notice
 from kvatlas_cli.runner import run_service
@@ -120,7 +128,8 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
         }
         servers = {**access, "nats_url": nats_url, "redis_url": redis_url}
         sidecars = [one for flags in engines for one in await _discover_sidecars(flags, servers, state_dir)]
-        indexer_settings = IndexerSettings.load(**servers, status_port=settings.status_port)
+        page = {name: getattr(settings, name) for name in HttpSettings.model_fields}
+        indexer_settings = IndexerSettings.load(**{**servers, **page}, status_port=settings.status_port)
         ready = anyio.Event()
 
         def on_ready(_: "Replica") -> None:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
+from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.version import own_version
 from router_client.errors import NoWorkers
 from router_client.held_bookings import HeldBookings, TooManyHeld
@@ -38,11 +38,7 @@ from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import parse_object
 from router_client.upstream.engine_answer import EngineRequest
 
-MOST_BODY_BYTES = 64 << 20
-
-
-class BodyTooLong(KvatlasError):
-    """A request's body has more than MOST_BODY_BYTES."""
+_HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 
 
 class ProxyApplication:
@@ -153,11 +149,8 @@ class _ForEngines:
         request = Request(scope, receive)
         path, query = scope["path"], scope["query_string"]
         try:
-            body = await _read_body(request)
-            call = read_call(scope["method"], path, query, request.headers.get("content-type", ""), body)
-        except BodyTooLong as error:
-            await send_error(send, ErrorKind.TOO_LONG, str(error))
-            return
+            body = await request.body()
+            call = await read_call(scope["method"], path, query, request.headers.get("content-type", ""), body)
         except NotForEngines as error:
             await send_error(send, ErrorKind.NO_PATH, str(error))
             return
@@ -172,18 +165,6 @@ class _ForEngines:
         )
 
 
-async def _read_body(request: Request) -> bytes:
-    """Raises BodyTooLong, and ClientDisconnect if the client goes away."""
-    parts: list[bytes] = []
-    length = 0
-    async for part in request.stream():
-        length += len(part)
-        if length > MOST_BODY_BYTES:
-            raise BodyTooLong(f"the body has more than {MOST_BODY_BYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
 def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
     """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object, and gives one back."""
 
@@ -191,13 +172,11 @@ def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Requ
         retry_after_s = 1
         try:
             if request.method == "POST":
-                return JSONResponse(await handle(parse_object(await _read_body(request))))
+                return JSONResponse(await handle(parse_object(await request.body())))
             response: Response = await handle(request)
             return response
         except InvalidValue as error:
             kind, line = ErrorKind.INVALID, str(error)
-        except BodyTooLong as error:
-            kind, line = ErrorKind.TOO_LONG, str(error)
         except UnknownModel as error:
             kind, line = ErrorKind.NO_MODEL, str(error)
         except EnginesRest as error:
@@ -213,8 +192,8 @@ def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Requ
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own errors in OpenAI's form: a method that a path does not have."""
+    """The server's own errors in OpenAI's form: a method that a path does not have, a body that is too long."""
     assert isinstance(error, HTTPException)
-    kind = ErrorKind.METHOD if error.status_code == 405 else ErrorKind.NO_PATH
+    kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
     line = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return JSONResponse(error_body(kind, line), error.status_code, dict(error.headers or {}))

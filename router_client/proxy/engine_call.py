@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from kvatlas.errors import InvalidValue
-from router_client.tokens.text_request import Api, TextRequest, parse_object
+from router_client.proxy.large_body import find_model
+from router_client.tokens.text_request import Api, TextRequest, is_large, parse_object
 
 MOST_LETTERS = 1 << 20
 """A longer body counts as this long: most of it is no text."""
+
+MAX_FORM_FIELDS = 1_000
+MAX_FORM_TEXT = 1_024
 
 INFERENCE = frozenset(
     {
@@ -61,27 +65,32 @@ class EngineCall:
     text: TextRequest | None = None
 
 
-def read_call(method: str, path: str, query: bytes, content_type: str, body: bytes) -> EngineCall:
-    """Raises InvalidValue for a chat or a completion without a prompt, and NotForEngines for a path that is not passed on."""
+async def read_call(method: str, path: str, query: bytes, content_type: str, body: bytes) -> EngineCall:
+    """Raises InvalidValue for a chat or a completion without a prompt, and NotForEngines for a path that is not passed on.
+
+    The prompt of a large chat or completion is not read.
+    """
     if method == "POST":
         for api in Api:
-            if path == api.value:
+            if path == api.value and not is_large(body):
                 text = TextRequest.parse(api, body)
                 return EngineCall(text.model, text=text)
     if _ADMINISTRATION.fullmatch(path) or "//" in path or "/.." in path or "/./" in path:
         raise NotForEngines(f"{path[:200]} is not passed on to engines")
-    named = _named_model(query, content_type, body)
+    named = await _named_model(query, content_type, body)
     if named is None and path not in INFERENCE:
         raise NotForEngines(f"{path[:200]} is no path of this router, and the request names no model")
     letters = min(len(body), MOST_LETTERS) if "json" in content_type else 0
     return EngineCall(named, letters)
 
 
-def _named_model(query: bytes, content_type: str, body: bytes) -> str | None:
+async def _named_model(query: bytes, content_type: str, body: bytes) -> str | None:
     found: object = None
     if content_type.startswith("multipart/form-data"):
         found = _form_field(content_type, body, b"model")
-    elif body and ("json" in content_type or body.lstrip()[:1] == b"{"):
+    elif body and ("json" in content_type or body[:64].lstrip()[:1] == b"{"):
+        if is_large(body):
+            return await find_model(body)
         try:
             found = parse_object(body).get("model")
         except InvalidValue:  # for the engine to judge
@@ -99,8 +108,14 @@ def _form_field(content_type: str, body: bytes, name: bytes) -> str | None:
     wanted = re.compile(
         rb'content-disposition:[^\r\n]*;\s*name="?' + re.escape(name) + rb'"?\s*(?:[;\r]|$)', re.IGNORECASE
     )
-    for part in body.split(b"--" + found[1].encode("latin-1")):
+    border, at = b"--" + found[1].encode("latin-1"), 0
+    for _ in range(MAX_FORM_FIELDS):
+        start = body.find(border, at)
+        if start < 0:
+            return None
+        at = start + len(border)
+        part = body[at : at + 3 * MAX_FORM_TEXT].split(border, 1)[0]
         head, _, value = part.partition(b"\r\n\r\n")
-        if len(head) < 1_024 and wanted.search(head):
-            return value.removesuffix(b"\r\n")[:1_024].decode("utf-8", "replace")
+        if len(head) < MAX_FORM_TEXT and wanted.search(head):
+            return value.removesuffix(b"\r\n")[:MAX_FORM_TEXT].decode("utf-8", "replace")
     return None

@@ -12,7 +12,7 @@ from math import ceil
 import anyio
 from anyio.abc import TaskStatus
 
-from kvatlas.runtime.http_server import listen, serve, url_of
+from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
 from router_client.disaggregation.pair_booking import PairBooking
@@ -39,7 +39,7 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
     Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
     """
-    listener = listen(settings.host, settings.port, "the router")
+    listener = listen(settings.host, settings.port, "the router", settings.http)
     try:
         async with open_proxy(settings) as application, anyio.create_task_group() as tasks:
             serving = anyio.CancelScope(shield=True)  # whoever cancels this process: the server ends when it is drained
@@ -51,7 +51,7 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
 
             await tasks.start(serve_until_drained)
             if ready is not None:
-                ready(url_of(listener))
+                ready(listener.url)
             try:
                 await anyio.sleep_forever()
             finally:

@@ -9,6 +9,10 @@ from typing import Any, Self
 from kvatlas.blocks.reuse import CacheReading
 from kvatlas.errors import InvalidValue
 
+MAX_PARSED_BYTES = 8 << 20
+"""A million token ids with their commas; decoded in some 30 ms."""
+MAX_PARSED_CONTAINERS = 1 << 17
+
 
 class Api(StrEnum):
     """OpenAI's calls; the value is the path."""
@@ -141,8 +145,18 @@ class TextRequest:
 _EXPECTED = {Api.CHAT: "a list of messages", Api.COMPLETIONS: "a text or a list of token ids"}
 
 
+def is_large(body: bytes) -> bool:
+    """Would decoding it take long, or much memory? An array takes some 30 times its own bytes."""
+    if len(body) <= MAX_PARSED_CONTAINERS:
+        return False
+    return len(body) > MAX_PARSED_BYTES or body.count(b"[") + body.count(b"{") > MAX_PARSED_CONTAINERS
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Decode a body that must be a JSON object. Raises InvalidValue."""
+    """Decode a body that must be a JSON object. Raises InvalidValue, also for a large one."""
+    if is_large(body):
+        expected = f"expected at most {MAX_PARSED_BYTES}, and {MAX_PARSED_CONTAINERS} arrays and objects"
+        raise InvalidValue(f"the body has {len(body)} bytes of JSON; {expected}")
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
 from kvatlas.embedded.free_port import free_port
 from kvatlas.store.connection import Store, open_store
 from tests.chaos.child_process import ChildProcess
+from tests.chaos.credentials import identities_file, nats_config
 from tests.chaos.exactness import Checker, Residence, residences_of_export
 from tests.chaos.load import BLOCK, Load
 from tests.chaos.proxy import LOOPBACK, TcpProxy
@@ -230,7 +231,7 @@ async def running_fleet(
     its own."""
     async with AsyncExitStack() as stack:
         if nats is None:
-            config = f"max_pending: {NATS_PENDING_BYTES}"
+            config = f"max_pending: {NATS_PENDING_BYTES}\n{nats_config()}"
             nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats", config=config))
         valkey = await stack.enter_async_context(
             valkey_server(data_dir=folder / "valkey", appendonly=True, settings=SLOW_LOG)
@@ -242,6 +243,8 @@ async def running_fleet(
         stack.push_async_callback(client.close)
         store = await open_store(valkey.url)
         load = Load(urls, (None, None, ADAPTER), seed)
+        identities = folder / "identities.json"
+        identities.write_text(identities_file())
         checker = Checker(MODEL, urls, client, store)
         fleet = Fleet(
             folder=folder,
@@ -256,7 +259,7 @@ async def running_fleet(
             stack=stack,
             initial_indexers=indexers,
             large=large,
-            indexer_arguments=list(indexer_arguments),
+            indexer_arguments=["--identities", str(identities), *indexer_arguments],
         )
         stack.push_async_callback(fleet.close_store)
         for _ in range(indexers):

@@ -16,6 +16,7 @@ from kvatlas.bus.subjects import STREAM, events_subject
 from kvatlas.embedded.async_servers import EmbeddedServer
 from tests.chaos.fleet import PARTITIONS, Fleet
 from tests.chaos.report import Outcome
+from tests.chaos.rogue import rogue_publisher
 from tests.chaos.scenario_run import ScenarioRun
 from tests.chaos.scenarios.bus import deliver_again
 from tests.chaos.scenarios.store import LITTLE_BYTES, damage_by_hand, limit_memory
@@ -189,6 +190,17 @@ async def poison_stream(fleet: Fleet, rng: random.Random) -> str:
     return f"poison in the stream of {worker.worker_id}"
 
 
+async def attack_as_a_rogue(fleet: Fleet, rng: random.Random) -> str:
+    """A publisher with a user of its own speaks for others, floods, and sends extreme values."""
+    try:
+        async with rogue_publisher(fleet, rng) as rogue:
+            for _ in range(rng.randint(5, 30)):
+                await rogue.attack()
+    except (NatsError, TimeoutError, OSError):
+        return ""
+    return f"rogue publisher, {rogue.rounds} rounds"
+
+
 async def damage_state(fleet: Fleet, rng: random.Random) -> str:
     """Damage a sidecar's saved state, which it reads at its next start."""
     worker = rng.choice(fleet.workers)
@@ -223,6 +235,7 @@ FAULTS: dict[Fault, float] = {
     damage_stream: 1.5,
     deliver_messages_again: 0.7,
     poison_stream: 0.7,
+    attack_as_a_rogue: 1,
     damage_state: 1,
 }
 """Relative frequency of each."""

@@ -27,6 +27,7 @@ SHORT = (
     "stream_purged",
     "consumers_deleted",
     "poison_in_the_stream",
+    "rogue_publisher_attacks",
     "engine_asleep_behind_a_living_sidecar",
 )
 

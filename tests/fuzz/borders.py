@@ -74,7 +74,7 @@ async def metrics_pages(targets: Targets, rng: Random) -> int:
     return 1
 
 
-def _heartbeat(worker_id: str) -> dict[str, Any]:
+def heartbeat_of(worker_id: str) -> dict[str, Any]:
     endpoint = EngineEndpoint(
         id=worker_id,
         kind=EngineKind.VLLM,
@@ -99,14 +99,14 @@ async def heartbeats(targets: Targets, rng: Random) -> int:
     client = targets.fleet.nats_client
     for _ in range(20):
         worker_id = rng.choice(STRANGERS)
-        await client.publish(alive_subject(worker_id), packed(rng, _heartbeat(worker_id)))
+        await client.publish(alive_subject(worker_id), packed(rng, heartbeat_of(worker_id)))
     for worker in targets.fleet.workers:  # in the name of a worker that is there, and impossible
-        beat = {**_heartbeat(worker.worker_id), "incarnation": (1 << 64) - 1 - rng.randrange(1 << 50)}
+        beat = {**heartbeat_of(worker.worker_id), "incarnation": (1 << 64) - 1 - rng.randrange(1 << 50)}
         await client.publish(alive_subject(worker.worker_id), pack(beat))
     return 20 + len(targets.fleet.workers)
 
 
-def _message(rng: Random, worker_id: str) -> list[Any]:
+def message_of(rng: Random, worker_id: str) -> list[Any]:
     scopes = {SCOPE.scope_id: [MODEL, MODEL, None, "default", 16, 0]}
     hashes = rng.randbytes(8 * rng.choice([1, 16]))
     digest = [0] * 15
@@ -128,10 +128,10 @@ async def messages(targets: Targets, rng: Random) -> int:
     client = targets.fleet.nats_client
     for _ in range(20):
         worker_id = rng.choice(STRANGERS)
-        payload = packed(rng, _message(rng, worker_id)) if rng.random() < 0.8 else pack(_message(rng, worker_id))
+        payload = packed(rng, message_of(rng, worker_id)) if rng.random() < 0.8 else pack(message_of(rng, worker_id))
         await client.publish(events_subject(worker_id, PARTITIONS), payload)
     for worker in targets.fleet.workers:  # on the subject of a worker that is there, and impossible
-        raw = _message(rng, worker.worker_id)
+        raw = message_of(rng, worker.worker_id)
         raw[2] = (1 << 64) - 1 - rng.randrange(1 << 50)
         await client.publish(events_subject(worker.worker_id, PARTITIONS), pack(raw))
     return 20 + len(targets.fleet.workers)
@@ -207,7 +207,7 @@ async def redis_contents(targets: Targets, rng: Random) -> int:
     """Records of strangers, in the places where the processes read them."""
     client = targets.fleet.store.client
     worker_id = rng.choice(STRANGERS)
-    beat = Heartbeat.model_validate(_heartbeat(worker_id))
+    beat = Heartbeat.model_validate(heartbeat_of(worker_id))
     record = FleetRecord(endpoint=beat.endpoint, state=EngineState.DOWN, liveness=Liveness.LOST).model_dump(mode="json")
     await client.hset(pool_workers_key(SCOPE.pool_id), worker_id, packed(rng, record))
     shard = shard_of(partition_of(worker_id, PARTITIONS), SHARDS)

@@ -143,6 +143,18 @@ async def test_another_process_goes_on_after_any_part(store: Store, monkeypatch:
         pytest.fail("it was never through")
 
 
+async def test_a_forgotten_worker_leaves_no_steps(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_plan, "CALL_COST", 130)
+    index = await open_redis_index(store, writer=True)
+    with monkeypatch.context() as patch:
+        interrupt(index, patch, 2)
+        with pytest.raises(Interrupted):
+            await apply_messages(index, *large_messages())
+    assert await store.client.exists(K.steps)
+    assert await index.retire("w", 1) and await index.forget("w", 1)
+    assert not await store.client.exists(K.steps)
+
+
 async def test_a_part_that_is_missing_is_a_gap(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if another server had taken over that has not got it."""
     monkeypatch.setattr(call_plan, "CALL_COST", 130)

@@ -19,7 +19,7 @@ from tests.kvatlas.index.message_source import MessageSource, apply_messages
 
 pytestmark = pytest.mark.anyio
 
-SCOPE, OTHER = Scope("m", "t"), Scope("m", "t", "lora")
+SCOPE = Scope("m", "t")
 K = ShardKeys(0)
 BLOCKS = 1_000
 
@@ -112,26 +112,26 @@ async def test_a_part_of_a_message_is_followed(
     assert await rest_of_round(index) == ScrubResult(1, [], 0, 0, True)
 
 
+@pytest.mark.parametrize("again", [True, False])
 async def test_a_scope_that_comes_into_use_while_others_are_forgotten_stays_in_the_list(
-    index: RedisIndex, stores: list[Store], source: MessageSource, monkeypatch: pytest.MonkeyPatch
+    index: RedisIndex, stores: list[Store], source: MessageSource, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
+    """One that the list has already, or a new one."""
     block = pack_hashes([1])
-    unused, used_again, new = (Scope("m", "t", None, tenant) for tenant in ("unused", "used-again", "new"))
-    for scope in (unused, used_again):
-        await apply_messages(index, source.store(scope, block), source.remove(scope, block))
+    idle, new = Scope("m", "t", None, "idle"), Scope("m", "t", None, "new")
+    await apply_messages(index, source.store(idle, block), source.remove(idle, block))
     writer = await open_redis_index(stores[0], writer=True)
-    call, between = index._functions.call, 0
+    used, call, between = idle if again else new, index._functions.call, 0
 
     async def used_between(function: str, *what: Any) -> Any:
         nonlocal between
         if function == "kvatlas_untouch" and not between:
             between += 1
-            await apply_messages(writer, source.store(used_again, block), source.store(new, block))
+            await apply_messages(writer, source.store(used, block))
         return await call(function, *what)
 
     monkeypatch.setattr(index._functions, "call", used_between)
     await index.forget_scopes(0)
     assert between
     [touched] = [value for value in (await stores[0].client.hgetall(K.touched)).values() if value]
-    listed = {touched[at : at + 8] for at in range(0, len(touched), 16)}
-    assert {SCOPE.scope_id, used_again.scope_id, new.scope_id} <= listed
+    assert {SCOPE.scope_id, used.scope_id} <= {touched[at : at + 8] for at in range(0, len(touched), 16)}

@@ -12,6 +12,7 @@ from kvatlas.blocks.residency import IndexMetrics
 from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.predictions.accuracy import AnswerCounts
+from kvatlas.runtime.http_border import HttpCounters
 from kvatlas.telemetry import INSTRUMENTS, export_metrics
 from kvatlas.telemetry.instruments import TOTALS, Instrument
 from publishers.counters import PublisherCounters
@@ -42,6 +43,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("router", RouterCounters()),
         ("rates", LearnedRates(1, EngineRates(), 2.0, 0.1, 0.2)),
         ("proxy", ProxyCounters()),
+        ("http", HttpCounters()),
         ("tokens", TokenCounters()),
         ("answers", AnswerCounts()),
         ("publisher", PublisherCounters()),

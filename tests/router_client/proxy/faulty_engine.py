@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvatlas.runtime.http_server import listen, serve, url_of
+from kvatlas.runtime.http_server import listen, serve
 from tests.router_client.proxy.engines import MODEL
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -62,7 +62,7 @@ async def faulty_engine(answer: Answer) -> AsyncIterator[FaultyEngine]:
         ]
     )
     listener = listen("127.0.0.1", 0, "the engine")
-    engine.url = url_of(listener)
+    engine.url = listener.url
     async with anyio.create_task_group() as tasks:
         await tasks.start(partial(serve, grace_s=0), application, listener)
         yield engine

@@ -1,0 +1,69 @@
+"""Settings of every process with an HTTP server: a router, a status page."""
+
+import re
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+
+from kvatlas.errors import SettingsError
+from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.settings.process import ProcessSettings, read_secret
+from kvatlas.validation import Positive
+
+_DEFAULT = HttpAccess()
+
+
+class HttpSettings(ProcessSettings):
+    """Limits, certificate and tokens of the HTTP server."""
+
+    http_body_bytes: Positive = Field(
+        default=_DEFAULT.body_bytes, description="Largest body of a request in bytes; a longer one gets a 413."
+    )
+    http_header_s: float = Field(
+        default=_DEFAULT.header_s,
+        gt=0,
+        le=3_600,
+        description="Seconds that a client has to send a request's headers; after that its connection is closed.",
+    )
+    http_connections: Positive = Field(
+        default=_DEFAULT.connections, description="Connections at a time; a further one gets a 503."
+    )
+    http_cert_file: Path | None = Field(default=None, description="Certificate of the HTTP server; default: no TLS.")
+    http_key_file: Path | None = Field(default=None, description="Key of that certificate.")
+    http_token_file: Path | None = Field(
+        default=None,
+        description="File with the bearer tokens that requests may have, one a line; probes need none. Default: no "
+        "request needs any.",
+    )
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """See `ProcessSettings.load`. Certificate and key belong together, and a file of tokens must be readable."""
+        settings = super().load(**flags)
+        if (settings.http_cert_file is None) != (settings.http_key_file is None):
+            raise SettingsError("--http-cert-file and --http-key-file belong together; expected both")
+        _ = settings.http  # raises
+        return settings
+
+    @property
+    def http(self) -> HttpAccess:
+        """Who may use the server, and how much of it. Raises SettingsError for a file of tokens that can't be used."""
+        return HttpAccess(
+            self.http_body_bytes,
+            self.http_header_s,
+            self.http_connections,
+            self.http_cert_file,
+            self.http_key_file,
+            _read_tokens(self.http_token_file) if self.http_token_file is not None else (),
+        )
+
+
+def _read_tokens(file: Path) -> tuple[bytes, ...]:
+    tokens = read_secret(file, "--http-token-file").split("\n")
+    for number, token in enumerate(tokens, 1):
+        if not re.fullmatch(r"[!-~]+", token.strip()):
+            raise SettingsError(
+                f"--http-token-file is {str(file)!r}, whose line {number} is no token; expected printable ASCII without spaces"
+            )
+    return tuple(token.strip().encode() for token in tokens)
