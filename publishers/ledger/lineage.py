@@ -76,9 +76,9 @@ class Lineage:
 
     def _make(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
         """New blocks: the next of the parent's stretch, if it is the last of that."""
-        stretch, at = self._stretch(namespace, parent, packed)
+        stretch, first = self._stretch(namespace, parent, packed)
         made: list[Block] = []
-        for at in range(at, at + len(packed) // HASH_BYTES):
+        for at in range(first, first + len(packed) // HASH_BYTES):
             block = Block(stretch, at, parent)
             if parent is None:
                 self._add_root(block)
