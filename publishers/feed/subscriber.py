@@ -118,7 +118,10 @@ class Feed:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.IPV6, 1)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-        self._monitor = zmq.asyncio.Socket.from_socket(self._socket.get_monitor_socket(events))
+        address = f"inproc://monitor-{id(self)}"
+        self._socket.monitor(address, events)
+        self._monitor = self._context.socket(zmq.PAIR)  # outlives the monitoring: what is told to nobody blocks
+        self._monitor.connect(address)
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._subscribe_to_all(True)
         try:
