@@ -35,8 +35,9 @@ from publishers.feed.undecodable import RATION_S, Distrust, UndecodableQueue, Un
 POLL_S = 0.5
 """Longest wait for a message before the connection is looked at."""
 QUEUED_MESSAGES = 10_000
-PAYLOADS_TO_RECOGNIZE = 256
-"""So many of the first are looked at for the engine that wrote them."""
+PAYLOADS_TO_RECOGNIZE = 64
+"""So many are looked at for the engine that wrote them: of an engine's first ones each, then one in RECOGNITION_STRIDE."""
+RECOGNITION_STRIDE = 16
 BATCHES_AT_ONCE = 16
 """After so many batches other tasks have their turn."""
 STARTING_OVER = "dropping all known blocks and starting a new incarnation"
@@ -210,7 +211,7 @@ class Feed:
             return
         if self._socket_watch.record_message():
             log.info("worker %s: receiving events from %s, from seq %d", self._worker_id, self._settings.endpoint, seq)
-        if self._payloads_to_recognize:
+        if self._payloads_to_recognize and (seq < RECOGNITION_STRIDE or seq % RECOGNITION_STRIDE == 0):
             self._recognize_engine(payload)
         for earlier_seq, earlier in self._aside.take_before(seq):
             await self._follow(self.continuity.offer(earlier_seq, earlier))
