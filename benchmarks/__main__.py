@@ -9,7 +9,7 @@ import uvloop
 from rich.console import Console
 
 from benchmarks import hashing, stalls
-from benchmarks.index import digests, memory, overlap
+from benchmarks.index import digests, marks, memory, overlap
 from benchmarks.peer.comparison import Subject
 from benchmarks.peer.parts import PARTS
 from benchmarks.rebuild import recovery
@@ -17,7 +17,7 @@ from benchmarks.result import Result, tabulate
 from benchmarks.route import latency, throughput
 from benchmarks.store_calls import store_calls
 from benchmarks.stores import valkey_store
-from benchmarks.stream import ingest
+from benchmarks.stream import hybrids, ingest
 from kvatlas.embedded import nats_server
 
 
@@ -28,8 +28,10 @@ async def _measure() -> list[Result]:
             results += await overlap.measure(store, 1)
             results += await overlap.measure(store, 4)
             results.append(await calls.result("overlap"))
+        results += await marks.measure(store)
         results += await memory.measure(store)
         results += await digests.measure(store)
+        results += await hybrids.measure(store)
         async with store_calls(store) as calls:
             results += await ingest.measure(store, nats.url)
             results.append(await calls.result("ingest"))

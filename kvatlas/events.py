@@ -26,10 +26,10 @@ class EngineStored:
     `token_ids` holds `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks already known
     by their hash. `extra_keys` has one entry a block, or is None; it contains neither the adapter nor the salt (canonical
     form: `kvatlas.blocks.hashing`). `kind` and `window_tokens` describe the group's attention, None if the event does not tell
-    them. `lookahead_tokens`: how many tokens behind a block its hash covers. `salt_inherited`: an event with a parent and
-    without a salt has its parent's salt (vLLM sends the salt with the first block only; SGLang with every event of a chain).
-    `adapter_named` False: `adapter` is an id of the engine's own, not the name that requests have.
-    `removal_told` False: nobody says when these copies are gone (a store that others evict from, too).
+    them. `lookahead_tokens`: how many tokens behind a block its hash covers; `lookahead`: those behind the last block.
+    `salt_inherited`: an event with a parent and without a salt has its parent's salt (vLLM sends the salt with the first block
+    only; SGLang with every event of a chain). `adapter_named` False: `adapter` is an id of the engine's own, not the name that
+    requests have. `removal_told` False: nobody says when these copies are gone (a store that others evict from, too).
     `offloaded`: told by a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event may leave
     them out: a hash that is known keeps its block.
     """
@@ -46,6 +46,7 @@ class EngineStored:
     kind: AttentionKind | None = None
     window_tokens: int | None = None
     lookahead_tokens: int = 0
+    lookahead: Sequence[int] = ()
     salt_inherited: bool = True
     offloaded: bool = False
     removal_told: bool = True

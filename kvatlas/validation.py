@@ -20,6 +20,8 @@ MAX_BLOCK_BYTES = (1 << 32) - 1
 MAX_KV_BLOCKS = (1 << 32) - 1
 """Blocks of an engine's cache: with the largest blocks its tokens stay below MAX_NUMBER."""
 MAX_GRANULARITY = 1 << 16
+MAX_LOOKAHEAD = 64
+"""Tokens behind a block that its hash covers."""
 MAX_ITEMS = 64
 """Labels or groups of one worker."""
 
@@ -30,6 +32,7 @@ AckedSeq = Annotated[int, Field(ge=-1, le=MAX_NUMBER)]
 BlockTokens = Annotated[int, Field(ge=1, le=MAX_BLOCK_TOKENS)]
 BlockBytes = Annotated[int, Field(ge=0, le=MAX_BLOCK_BYTES)]
 KvBlocks = Annotated[int, Field(ge=0, le=MAX_KV_BLOCKS)]
+Lookahead = Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)]
 Granularity = Annotated[int, Field(ge=1, le=MAX_GRANULARITY)]
 Rank = Annotated[int, Field(ge=0, le=65_535)]
 BootstrapPort = Annotated[int, Field(ge=1, le=65_535)]

@@ -161,6 +161,7 @@ class PublisherSettings(BaseModel):
             eagle=reuse.eagle,
             groups=reuse.groups,
             alignment_tokens=reuse.alignment_tokens,
+            lookahead_tokens=reuse.lookahead_tokens,
             marks=reuse.rule is not None,
             upper_bound=reuse.upper_bound,
             events=self.events,

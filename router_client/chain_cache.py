@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from xxhash import xxh3_128
 
-from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, pack_tokens
+from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, lookahead_chain, pack_tokens
 
 PIECE_BLOCKS = 32
 """A conversation that continues hashes at most this many of its old blocks again."""
@@ -27,27 +27,29 @@ class ChainCache:
         self.hashed_blocks = 0
         self.reused_blocks = 0
         self._most_pieces = max(1, most_blocks // PIECE_BLOCKS)
-        self._pieces: OrderedDict[tuple[int, bytes], bytes] = OrderedDict()
+        self._pieces: OrderedDict[tuple[int, int, bytes], bytes] = OrderedDict()
 
     def __len__(self) -> int:
         """Blocks in the cache."""
         return len(self._pieces) * PIECE_BLOCKS
 
-    def chain(self, tokens: Sequence[int], block_size: int, chunk_blocks: int) -> Iterator[bytes]:
+    def chain(
+        self, tokens: Sequence[int], block_size: int, chunk_blocks: int, lookahead_tokens: int = 0
+    ) -> Iterator[bytes]:
         """The chain of a prompt in packed chunks of up to `chunk_blocks`, equal to `kvatlas.blocks.hashing.lazy_chain`.
 
         `chunk_blocks` must be a multiple of PIECE_BLOCKS. Raises InvalidValue for a token id that is out of range.
         """
+        digest = xxh3_128(pack_tokens(tokens[:lookahead_tokens]))
+        parent, tokens = lookahead_chain(tokens, lookahead_tokens)
         whole = len(tokens) // block_size
         packed = memoryview(pack_tokens(tokens))
-        digest = xxh3_128()
-        parent: int | None = None
         chunk: list[bytes] = []
         for first in range(0, whole, PIECE_BLOCKS):
             blocks = min(PIECE_BLOCKS, whole - first)
             part = packed[first * block_size * _TOKEN_BYTES : (first + blocks) * block_size * _TOKEN_BYTES]
             digest.update(part)
-            hashes = self._hash_piece(part, block_size, parent, digest.digest())
+            hashes = self._hash_piece(part, block_size, parent, digest.digest(), lookahead_tokens)
             parent = int.from_bytes(hashes[-HASH_BYTES:], "little")
             chunk.append(hashes)
             if len(chunk) * PIECE_BLOCKS >= chunk_blocks:
@@ -56,8 +58,10 @@ class ChainCache:
         if chunk:
             yield b"".join(chunk)
 
-    def _hash_piece(self, part: memoryview, block_size: int, parent: int | None, digest: bytes) -> bytes:
-        key = (block_size, digest)
+    def _hash_piece(
+        self, part: memoryview, block_size: int, parent: int | None, digest: bytes, lookahead: int
+    ) -> bytes:
+        key = (block_size, lookahead, digest)
         blocks = len(part) // (block_size * _TOKEN_BYTES)
         if (hashes := self._pieces.get(key)) is not None:
             self._pieces.move_to_end(key)

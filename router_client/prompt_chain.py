@@ -20,16 +20,17 @@ class PromptChain:
 
     __slots__ = ("_chunks", "_pieces", "_ready", "_tokens")
 
-    def __init__(self, prompt: Prompt, block_size: int) -> None:
+    def __init__(self, prompt: Prompt, block_size: int, lookahead_tokens: int = 0) -> None:
+        """`lookahead_tokens`: covered behind a block (`kvatlas.blocks.hashing`); hashes that are ready cover none."""
         self._chunks: list[bytes] = []
         self._pieces: Iterator[bytes] | None = None
         self._ready: bytes | None = None
         self._tokens: Sequence[int] = () if prompt.tokens is None else prompt.tokens
         if prompt.tokens is not None and prompt.memory is not None and not prompt.extra_keys:
-            self._pieces = prompt.memory.chain(prompt.tokens, block_size, FIRST_BLOCKS)
+            self._pieces = prompt.memory.chain(prompt.tokens, block_size, FIRST_BLOCKS, lookahead_tokens)
         elif prompt.tokens is not None:
-            self._pieces = lazy_chain(prompt.tokens, block_size, FIRST_BLOCKS, prompt.extra_keys)
-        elif prompt.block_size == block_size:
+            self._pieces = lazy_chain(prompt.tokens, block_size, FIRST_BLOCKS, prompt.extra_keys, lookahead_tokens)
+        elif prompt.block_size == block_size and not lookahead_tokens:
             self._ready = prompt.hashes
 
     def chunk(self, number: int) -> bytes:

@@ -43,7 +43,7 @@ async def measure(store: Store) -> list[Result]:
             name = f"overlap {blocks:,} blocks, {holders} holders of different depth"
             times = {}
             for shape in ("none", "sparse", "polluted"):
-                await _write(store, chain, holders, shape)
+                await write_holders(store, chain, holders, shape)
                 calls = [partial(index.overlap, SCOPE, chain, limit=blocks - 1)] * CALLS
                 times[shape] = sorted(await time_async_calls(calls))
             ratio = quantile(times["sparse"], 0.5) / quantile(times["none"], 0.5)
@@ -92,7 +92,7 @@ async def _store_cpu_s(store: Store) -> float:
     return float(info["used_cpu_user_main_thread"] + info["used_cpu_sys_main_thread"])
 
 
-async def _write(store: Store, chain: bytes, holders: int, shape: str) -> None:
+async def write_holders(store: Store, chain: bytes, holders: int, shape: str) -> None:
     """What `holders` holders have of the chain, each to another depth."""
     draw = random.Random(holders)
     hashes = [chain[at : at + 8] for at in range(0, len(chain), 8)]

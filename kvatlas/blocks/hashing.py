@@ -14,6 +14,10 @@ The extra keys of a block are a list, in this order; a block without any is plai
 2. in the first block of a prompt, the cache salt, as text, unless salts are mapped to tenants.
 3. the digest of the block's prompt embeddings, as bytes.
 
+An engine whose hashes cover the L tokens behind a block too (vLLM 0.33 with EAGLE: lookahead) has a chain of its own: that of
+the tokens from the L-th on, where the first block's parent is the local hash of the first L tokens. So a block's hash covers
+what the engine's does, and a prompt has no hash for a block that fewer tokens follow.
+
 The LoRA adapter is never among them: it is in the scope. A router that knows a prompt's salt and items computes the same.
 """
 
@@ -103,14 +107,25 @@ def extend_chain(
     return pack_hashes(hashes)
 
 
+def lookahead_chain(tokens: TokenIds, lookahead_tokens: int) -> tuple[int | None, TokenIds]:
+    """(parent of the first block, tokens of the blocks) of a chain whose hashes cover that many tokens behind a block."""
+    if not lookahead_tokens:
+        return None, tokens
+    return local_hash(tokens[:lookahead_tokens]), tokens[lookahead_tokens:]
+
+
 def lazy_chain(
-    tokens: TokenIds, block_size: int, chunk_blocks: int, extra_keys: Sequence[ExtraKeys] | None = None
+    tokens: TokenIds,
+    block_size: int,
+    chunk_blocks: int,
+    extra_keys: Sequence[ExtraKeys] | None = None,
+    lookahead_tokens: int = 0,
 ) -> Iterator[bytes]:
     """The whole chain of a prompt in packed chunks of up to `chunk_blocks`, each computed only when it is requested.
 
     A router stops as soon as no worker holds the chunk it has: a long cold prompt is hashed only as far as it matches.
     """
-    parent: int | None = None
+    parent, tokens = lookahead_chain(tokens, lookahead_tokens)
     for first in range(0, len(tokens) // block_size, chunk_blocks):
         part = tokens[first * block_size : (first + chunk_blocks) * block_size]
         chunk = extend_chain(part, block_size, parent, extra_keys[first:] if extra_keys else None)

@@ -21,6 +21,7 @@ from kvatlas.validation import (
     Granularity,
     Incarnation,
     KvBlocks,
+    Lookahead,
     Name,
     Rank,
     Text,
@@ -91,10 +92,10 @@ class EngineEndpoint(WireRecord):
     the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use to it.
     `bootstrap_port`: of an SGLang prefill server's bootstrap server (None: SGLang's own default). `granularity`: every g-th
     block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache groups the model has;
-    `alignment_tokens`: hits are multiples of this (0: of blocks). `marks`: residency does not say where a prompt can be
-    resumed, the worker's marks do. `upper_bound`: why what is published is only an upper bound of what the engine reuses; empty
-    if it is not. `events` False: the engine publishes no KV events, so what it holds can only be predicted from the requests it
-    gets.
+    `alignment_tokens`: hits are multiples of this (0: of blocks). `lookahead_tokens`: how many tokens behind a block its hash
+    covers (`kvatlas.blocks.hashing`). `marks`: residency does not say where a prompt can be resumed, the worker's marks do.
+    `upper_bound`: why what is published is only an upper bound of what the engine reuses; empty if it is not. `events` False:
+    the engine publishes no KV events, so what it holds can only be predicted from the requests it gets.
     """
 
     id: WorkerId
@@ -116,6 +117,7 @@ class EngineEndpoint(WireRecord):
     eagle: bool = False
     groups: Count = 1
     alignment_tokens: Count = 0
+    lookahead_tokens: Lookahead = 0
     marks: bool = False
     upper_bound: Text = ""
     events: bool = True

@@ -24,6 +24,7 @@ from kvatlas.blocks.hashing import ExtraKeys
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.errors import EngineEventError, UnknownTier
 from kvatlas.events import EngineBatch, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvatlas.validation import MAX_LOOKAHEAD
 from publishers.engines import payload as wire
 
 MAX_GROUPS = 1_024
@@ -91,6 +92,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         ids_have_offsets = "type" in fields  # a map: 0.24 and later
         keys, salt = _split_extra_keys(keys, lora_name, parent is None, ids_have_offsets) if any(keys) else (None, None)
     kind = wire.text_of(tag, fields, "kv_cache_spec_kind")
+    ahead = _lookahead(tag, fields)
     return EngineStored(
         hashes=hashes,
         parent=parent,
@@ -104,7 +106,8 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         extra_keys=keys,
         kind=None if kind is None else AttentionKind.of(kind),
         window_tokens=_window(tag, fields),
-        lookahead_tokens=_lookahead(tag, fields),
+        lookahead_tokens=len(ahead),
+        lookahead=ahead,
         offloaded=tier is not Tier.HBM,
         removal_told=removal_told,
     )
@@ -151,14 +154,21 @@ def _window(tag: str, fields: wire.Fields) -> int | None:
     return window
 
 
-def _lookahead(tag: str, fields: wire.Fields) -> int:
-    """How many tokens behind a block its hash covers, from `lookahead_token_ids`: an array of them for each block."""
+def _lookahead(tag: str, fields: wire.Fields) -> Sequence[int]:
+    """The tokens behind the last block that its hash covers, from `lookahead_token_ids`: an array of them for each block."""
     ahead = fields.get("lookahead_token_ids")
-    if ahead is None:
-        return 0
-    if not isinstance(ahead, list) or any(not isinstance(tokens, (list, tuple)) for tokens in ahead if tokens):
-        raise EngineEventError(f"{tag} with lookahead_token_ids {ahead!r:.60}; expected an array of arrays or nil")
-    return max((len(tokens) for tokens in ahead if tokens), default=0)
+    if not ahead and (ahead is None or isinstance(ahead, list)):
+        return ()
+    if (
+        not isinstance(ahead, list)
+        or any(not isinstance(tokens, (list, tuple)) for tokens in ahead)
+        or len({len(tokens) for tokens in ahead}) > 1
+        or len(ahead[-1]) > MAX_LOOKAHEAD
+    ):
+        raise EngineEventError(
+            f"{tag} with lookahead_token_ids {ahead!r:.60}; expected arrays of one length, at most {MAX_LOOKAHEAD}"
+        )
+    return tuple(ahead[-1])
 
 
 def _untagged(key: Any) -> Sequence[Any]:

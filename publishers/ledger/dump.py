@@ -32,8 +32,8 @@ from publishers.ledger.lineage import Lineage
 from publishers.ledger.residency import Residency
 from publishers.ledger.shared_hashes import CertainCopies
 
-VERSION = 4
-WITHOUT_VARIANTS, WITHOUT_GROUPS = 2, 3
+VERSION = 5
+WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD = 2, 3, 4
 """The versions before."""
 
 
@@ -164,7 +164,15 @@ def pack(
                 ],
                 shared,
                 [
-                    [list(one.hashes), one.parent, pack_tokens(one.token_ids), one.adapter, one.salt, one.extra_keys]
+                    [
+                        list(one.hashes),
+                        one.parent,
+                        pack_tokens(one.token_ids),
+                        one.adapter,
+                        one.salt,
+                        one.extra_keys,
+                        list(one.lookahead),
+                    ]
                     for one in awaiting
                 ],
                 list(lineage.variants.parent_of.items()),
@@ -184,11 +192,15 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             raw.append([])
         if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS):
             raw += [[], 0]
-        elif version != VERSION:
+        elif version not in (VERSION, WITHOUT_LOOKAHEAD):
             raise InvalidValue(f"saved ledger of version {version!r:.40}")
         _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
         variants, told, ahead = engine
-        if version != VERSION and not all(indexable for _, _, indexable, _, _ in holdings):
+        if version != VERSION and ahead:
+            raise InvalidValue(
+                "saved ledger with lookahead hashes, of a version that left their tokens out of its hashes"
+            )
+        if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS) and not all(indexable for _, _, indexable, _, _ in holdings):
             raise InvalidValue("saved ledger of a hybrid model, of a version that did not know its groups")
         if saved_identity != identity:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
@@ -207,8 +219,18 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
                 for name, by_block in shared
             ],
             awaiting=[
-                EngineStored(hashes, parent, _integers(tokens), block_size, adapter=adapter, salt=salt, extra_keys=keys)
-                for hashes, parent, tokens, adapter, salt, keys in awaiting
+                EngineStored(
+                    hashes,
+                    parent,
+                    _integers(tokens),
+                    block_size,
+                    adapter=adapter,
+                    salt=salt,
+                    extra_keys=keys,
+                    lookahead_tokens=len(lookahead[0]) if lookahead else 0,
+                    lookahead=lookahead[0] if lookahead else (),
+                )
+                for hashes, parent, tokens, adapter, salt, keys, *lookahead in awaiting
             ],
             variants=[(name, parent_name) for name, parent_name in variants],
             groups={index: ToldGroup(AttentionKind(kind), window, size) for index, kind, window, size in told},

@@ -6,7 +6,7 @@ chunked attention, the scheduler's block size, EAGLE and its groups.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
 from kvatlas.errors import InvalidValue
@@ -30,6 +30,7 @@ class ReuseOfGroups:
     `rule`: needed where residency is not enough, with the bit of each sparse group in `Block.held_by`; else None.
     `upper_bound`: why what is told is only an upper bound of what is reused; empty if it is exact, or less. `eagle`: a hit
     drops a block. `groups`: how many KV cache groups there are. `alignment_tokens`: hits are multiples of this; 0: of blocks.
+    `lookahead_tokens`: how many tokens behind a block its hash covers.
     """
 
     rule: ResumptionRule | None = None
@@ -38,6 +39,7 @@ class ReuseOfGroups:
     eagle: bool = False
     groups: int = 1
     alignment_tokens: int = 0
+    lookahead_tokens: int = 0
 
 
 class EngineGroups:
@@ -83,6 +85,9 @@ class EngineGroups:
 
     def reuse(self, block_size: int | None) -> ReuseOfGroups:
         """What the groups mean for reuse, in blocks of this many tokens, those that are announced."""
+        return replace(self._reuse(block_size), lookahead_tokens=self.lookahead_tokens)
+
+    def _reuse(self, block_size: int | None) -> ReuseOfGroups:
         settings = self._settings
         eagle = settings.eagle and not self.lookahead_tokens
         told = sorted(self.told.items())

@@ -83,6 +83,7 @@ class Ledger:
         settings = self.settings
         self.lineage = Lineage(settings)
         self._resolver = BlockResolver(self.lineage, self.counters, block_size)
+        self._resolver.lookahead_tokens = self.groups.lookahead_tokens
         self._residency = Residency(
             self.lineage,
             self._resolver,
@@ -241,6 +242,9 @@ class Ledger:
                 if event.block_size != self.block_size and self._learn_block_size(event):
                     forgot_all = self._forget_blocks() or forgot_all
                     learned = True
+        if self._resolver.lookahead_tokens != self.groups.lookahead_tokens:
+            self._resolver.lookahead_tokens = self.groups.lookahead_tokens
+            forgot_all = (self.block_size is not None and self._forget_blocks()) or forgot_all
         if learned:
             self._regroup()
         return forgot_all

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvatlas.blocks.hashing import ExtraKeys, extend_chain
+from kvatlas.blocks.hashing import ExtraKeys, extend_chain, lookahead_chain
 from kvatlas.errors import InvalidValue
 from kvatlas.events import EngineHash, EngineStored
 from publishers.ledger.awaiting_parent import AwaitingParent
@@ -19,6 +19,8 @@ class BlockResolver:
 
     def __init__(self, lineage: Lineage, counters: LedgerCounters, block_size: int | None) -> None:
         self.block_size = block_size
+        self.lookahead_tokens = 0
+        """How many tokens behind a block the engine's hashes cover."""
         self.awaiting = AwaitingParent()
         self.uses_keys = False
         """Has the engine told an adapter, a salt or extra keys? Then tokens alone don't say which block an offloaded one is."""
@@ -37,9 +39,16 @@ class BlockResolver:
         if len(event.token_ids) != len(hashes) * event.block_size:
             counters.unindexable += len(hashes)
             return None
-        keys = event.extra_keys
+        if not len(event.lookahead) == event.lookahead_tokens == self.lookahead_tokens:
+            # which of the blocks with these tokens it is, is not told
+            counters.unindexable += len(hashes)
+            return None
+        keys, tokens = event.extra_keys, event.token_ids
+        above: int | None = None
         parent: Block | None = None
         try:
+            if event.lookahead_tokens:
+                above, tokens = lookahead_chain([*tokens, *event.lookahead], event.lookahead_tokens)
             if event.parent is None:
                 namespace = lineage.namespace(event.adapter, event.salt, event.block_size)
                 if namespace.root_salt is not None:
@@ -53,8 +62,8 @@ class BlockResolver:
                     counters.unknown_parent += len(hashes)
                     return None
                 namespace = parent.namespace
-            above = None if parent is None else int.from_bytes(parent.sequence_hash, "little")
-            packed = extend_chain(event.token_ids, event.block_size, above, keys)
+                above = int.from_bytes(parent.sequence_hash, "little")
+            packed = extend_chain(tokens, event.block_size, above, keys)
         except InvalidValue:
             counters.unindexable += len(hashes)
             return None

@@ -116,13 +116,23 @@ async def look_up_overlap(
     """Look a prompt up for a pool's workers, by block shape (`Pool.block_shapes`). Raises Unreachable."""
     chains = {shape.block_size: PromptChain(prompt, shape.block_size) for shape in block_shapes}
     results = await _gather(
-        [_look_up_shape(index, prompt, chains[shape.block_size], shape, ids) for shape, ids in block_shapes.items()]
+        [
+            _look_up_shape(index, prompt, _chain_for(prompt, shape, chains), shape, ids)
+            for shape, ids in block_shapes.items()
+        ]
     )
     held: dict[str, HeldPrefix] = {}
     for result in results:
         held.update(result.held)
     round_trips = max((result.round_trips for result in results), default=0)
     return PromptLookup(held, _fingerprint(prompt, chains), round_trips, chains)
+
+
+def _chain_for(prompt: Prompt, shape: BlockShape, plain: Mapping[int, PromptChain]) -> PromptChain:
+    """Bookings and fingerprints are of the plain chain, which all workers of a block size share."""
+    if shape.lookahead_tokens:
+        return PromptChain(prompt, shape.block_size, shape.lookahead_tokens)
+    return plain[shape.block_size]
 
 
 def _fingerprint(prompt: Prompt, chains: Mapping[int, PromptChain]) -> bytes:

@@ -29,6 +29,7 @@ class BlockShape(NamedTuple):
 
     block_size: int
     granularity: int
+    lookahead_tokens: int = 0
 
 
 def why_unable(record: FleetRecord) -> str | None:
@@ -117,7 +118,8 @@ class Pool:
         for id, record in sorted(records.items()):
             endpoint = record.endpoint
             if endpoint.block_size is not None:
-                block_shapes.setdefault(BlockShape(endpoint.block_size, endpoint.granularity), set()).add(id)
+                shape = BlockShape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
+                block_shapes.setdefault(shape, set()).add(id)
                 if endpoint.transfer_groups and is_readable(record):
                     sources.append(endpoint)
             if (why := why_unable(record)) is None:

@@ -84,6 +84,9 @@ def _configs(
         }
 
 
+UNDER_REPORTED = ("eagle-two-full",)
+"""Models for which a router finds less than the engine: see docs/engines.md."""
+
 CONFIGS = {config["name"]: config for config in grid()}
 
 
@@ -145,7 +148,8 @@ async def test_every_prediction_equals_the_managers_hit(recordings: Path, name: 
             naive = model.reusable(step.tokens, lookahead=recording.lookahead)
             routed = await worker.usable_tokens(Prompt.of_tokens(Scope("hybrid", "hybrid"), step.tokens))
             hits += step.hit > 0
-            if (naive, routed) != (step.hit, step.hit):
+            safe = routed < step.hit and name.startswith(UNDER_REPORTED)
+            if naive != step.hit or not (routed == step.hit or safe):
                 wrong.append((len(step.tokens), naive, routed, step.hit))
     await worker.check()
     assert not wrong, f"{len(wrong)} of {ASKS} wrong (prompt, naive, routed, real): {wrong[:5]}"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.hashing import extend_chain, lazy_chain
 from kvatlas.identity import Scope
 from router_client.chain_cache import PIECE_BLOCKS, ChainCache
 from router_client.prompt import Prompt
@@ -25,6 +25,18 @@ def test_chains_are_equal_to_computed_ones(prompts: list[tuple[int, int, int, in
         assert b"".join(chunks) == extend_chain(tokens, block_size)
         assert all(len(chunk) == 2 * PIECE_BLOCKS * 8 for chunk in chunks[:-1])
         assert len(memory) <= 6 * PIECE_BLOCKS
+
+
+@given(PROMPTS, st.integers(1, 3))
+def test_chains_that_cover_tokens_behind_a_block_are_equal_to_computed_ones(
+    prompts: list[tuple[int, int, int, int]], lookahead: int
+) -> None:
+    memory = ChainCache(most_blocks=6 * PIECE_BLOCKS)
+    for seed, length, last, block_size in prompts:
+        tokens = [*(seed * 1000 + i for i in range(length)), *[7] * last]
+        for ahead in (lookahead, 0):
+            chunks = list(memory.chain(tokens, block_size, 2 * PIECE_BLOCKS, ahead))
+            assert chunks == list(lazy_chain(tokens, block_size, 2 * PIECE_BLOCKS, lookahead_tokens=ahead))
 
 
 def test_a_growing_conversation_hashes_only_what_is_new() -> None:

@@ -30,6 +30,21 @@ prompts = st.lists(token_ids, max_size=80)
 sizes = st.integers(1, 17)
 
 
+@given(prompts, sizes, st.integers(1, 4))
+def test_with_lookahead_a_hash_covers_the_tokens_behind_its_block_and_no_others(
+    tokens: list[int], size: int, lookahead: int
+) -> None:
+    def chain(prompt: list[int]) -> list[int]:
+        return unpack_hashes(b"".join(lazy_chain(prompt, size, 3, lookahead_tokens=lookahead)))
+
+    known = chain(tokens)
+    assert len(known) == max(0, len(tokens) - lookahead) // size
+    for at in range(len(tokens)):
+        changed = chain([*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]])
+        same = [before == after for before, after in zip(known, changed, strict=True)]
+        assert same == [(index + 1) * size + lookahead <= at for index in range(len(known))]
+
+
 def chain_by_definition(tokens: Sequence[int], size: int, extra: Sequence[Sequence[object] | None] = ()) -> list[int]:
     """The chain as it is defined, one block at a time."""
     chain: list[int] = []

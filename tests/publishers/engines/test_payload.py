@@ -100,8 +100,8 @@ def test_an_array_event_of_vllm_0_23_has_all_its_fields() -> None:
 
 
 def test_a_map_event_leaves_defaults_out_and_may_have_more_fields() -> None:
-    event = only(stored(session_id="s", lookahead_token_ids=[[5]], ownership="x"))
-    assert event == EngineStored([1, 2], None, [1, 2, 3, 4], 2, lookahead_tokens=1)
+    event = only(stored(session_id="s", lookahead_token_ids=[[3], [5]], ownership="x"))
+    assert event == EngineStored([1, 2], None, [1, 2, 3, 4], 2, lookahead_tokens=1, lookahead=(5,))
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,9 @@ def test_an_event_tells_its_groups_kind(spec_kind: str | None, group: int | None
 
 
 def test_an_event_tells_how_far_a_hash_looks_ahead() -> None:
-    assert only(stored(lookahead_token_ids=[[5], []])).lookahead_tokens == 1
+    assert only(stored(lookahead_token_ids=[[3], [5]])).lookahead == (5,)
     assert only(stored(lookahead_token_ids=None)).lookahead_tokens == 0
+    assert "of one length" in batch(stored(lookahead_token_ids=[[5], []])).skipped[0]
     decoded = batch(stored(lookahead_token_ids=5), stored(kv_cache_spec_sliding_window="wide"))
     assert ["lookahead_token_ids 5" in decoded.skipped[0], "sliding_window 'wide'" in decoded.skipped[1]] == [True] * 2
 

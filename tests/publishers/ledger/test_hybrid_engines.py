@@ -83,10 +83,24 @@ def test_a_kind_told_late_withdraws_what_was_taken_for_full_attention() -> None:
 def test_with_lookahead_hashes_eagle_drops_nothing() -> None:
     one = ledger(eagle=True)
     assert one.reuse.eagle
-    fold(one, store([1, 2], kind=FULL))
-    assert one.reuse.eagle
-    fold(one, store([3], 2, 2, kind=FULL, lookahead_tokens=1))
-    assert not one.reuse.eagle and not one.take_regrouped()
+    fold(one, store([1, 2], kind=FULL, lookahead_tokens=1, lookahead=(7,)))
+    assert not one.reuse.eagle and one.reuse.lookahead_tokens == 1 and one.announced_blocks == 2
+
+
+def test_blocks_with_other_tokens_behind_them_are_other_blocks() -> None:
+    """A prompt that forks at a block's end finds only what the engine has with the prompt's next token."""
+    one = ledger(eagle=True)
+    [stored] = fold(one, store([1], kind=FULL, lookahead_tokens=1, lookahead=(7,)))
+    fold(one, store([2], kind=FULL, lookahead_tokens=1, lookahead=(8,)))
+    assert isinstance(stored, Stored) and one.announced_blocks == 2
+    [removed] = fold(one, EngineRemoved([1]))
+    assert isinstance(removed, Removed) and removed.hashes == stored.hashes and one.announced_blocks == 1
+
+
+def test_an_event_without_the_tokens_that_its_hashes_cover_tells_nothing_new() -> None:
+    one = ledger(eagle=True)
+    fold(one, store([1], kind=FULL, lookahead_tokens=1, lookahead=(7,)), store([2], 1, 1, kind=FULL))
+    assert one.announced_blocks == 1 and one.counters.unindexable == 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +138,7 @@ def test_an_adapter_loaded_from_elsewhere_loses_its_blocks_and_only_these() -> N
 
 def test_a_saved_hybrid_has_its_groups_and_marks_again() -> None:
     one = ledger(eagle=True)
-    fold(one, store([1, 2, 3], kind=FULL, lookahead_tokens=1), store([2], 1, 1, kind=MAMBA, group=1))
+    fold(one, store([1, 2, 3], kind=FULL, lookahead_tokens=1, lookahead=(9,)), store([2], 1, 1, kind=MAMBA, group=1))
     again = Ledger.load(one.dump(), one.settings)
     assert (again.reuse, again.digest_words) == (one.reuse, one.digest_words)
     assert marked(again) == 1 and not again.take_regrouped()
