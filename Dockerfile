@@ -8,10 +8,10 @@ ARG BASE=docker.io/library/python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555c
 
 FROM ${BASE} AS build
 WORKDIR /source
-COPY constraints.txt ./
+COPY locks ./locks
 # pip and what lists the packages stay here: neither is in the environment that is copied
 RUN python3 -m venv /opt/tools \
-    && /opt/tools/bin/pip install --no-cache-dir --constraint constraints.txt cyclonedx-bom
+    && /opt/tools/bin/pip install --no-cache-dir --require-hashes --requirement locks/tools.txt
 COPY pyproject.toml ./
 COPY kvatlas ./kvatlas
 COPY kvatlas_cli ./kvatlas_cli
@@ -21,7 +21,10 @@ COPY router_client ./router_client
 COPY simulator ./simulator
 ARG EXTRAS
 RUN python3 -m venv --without-pip /opt/kvatlas \
-    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]" \
+    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --require-hashes \
+        --requirement "locks/$(echo "${EXTRAS}" | tr , -).txt" \
+    && /opt/tools/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheels . \
+    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --no-deps /opt/wheels/*.whl \
     && /opt/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
         --output-file /opt/kvatlas/sbom.cdx.json /opt/kvatlas/bin/python3
 

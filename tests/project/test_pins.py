@@ -12,24 +12,30 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, BUILD = PYPROJECT["project"], PYPROJECT["build-system"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[0-9][A-Za-z0-9.+!]*)")
-SET_UP_FILES = ["pyproject.toml", "constraints.txt", "Makefile", ".ci/run", ".gitignore", "Dockerfile"]
+LOCKS = ROOT / "locks"
+PIN = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*)==(?P<version>[0-9][A-Za-z0-9.+!]*)(?: ; (?P<marker>[^\\]+))?")
+SET_UP_FILES = ["pyproject.toml", "Makefile", ".ci/run", ".gitignore", "Dockerfile"]
 # Assembled, so that this file does not contain them itself.
 ADDRESS_OPTIONS = [f"{kind}-{what}" for kind, what in (("index", "url"), ("find", "links"), ("trusted", "host"))]
 HEAVY = {"nats-py", "pyzmq", "httpx", "starlette", "uvicorn", "matplotlib", "typer", "rich", "anyio", "uvloop"}
 
 
-def pins() -> dict[str, str]:
+def pins(file: str = "development.txt") -> dict[str, str]:
+    """The versions in a lock. Raises AssertionError for a line that is no pin with hashes."""
     found: dict[str, str] = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            pin = PIN.fullmatch(line)
-            assert pin, f"constraints.txt: {line!r} is not name==version"
-            name = canonicalize_name(pin["name"])
-            assert name not in found, f"constraints.txt: {name} is pinned twice"
-            found[name] = pin["version"]
+    text = (LOCKS / file).read_text().replace(" \\\n", "\n")
+    for entry in re.split(r"\n(?=\S)", text.strip()):
+        if entry.startswith("#"):
+            continue
+        line, *hashes = entry.split("\n")
+        pin = PIN.fullmatch(line)
+        assert pin and hashes, f"{file}: {line!r} is not name==version with hashes"
+        assert all(re.fullmatch(r" {4}--hash=sha256:[0-9a-f]{64}", one) for one in hashes), f"{file}: {line}"
+        assert pin["name"] not in found, f"{file}: {pin['name']} is pinned twice"
+        found[pin["name"]] = pin["version"]
     return found
 
 
@@ -63,7 +69,7 @@ def test_every_dependency_is_pinned_at_an_allowed_version(extra: str | None) -> 
     pinned = pins()
     for requirement in required_by(PROJECT["dependencies"] if extra is None else EXTRAS[extra]):
         name = canonicalize_name(requirement.name)
-        assert name in pinned, f"{requirement} is not in constraints.txt"
+        assert name in pinned, f"{requirement} is in no lock; run make lock"
         assert requirement.specifier.contains(Version(pinned[name]), prereleases=True), f"{requirement}: {pinned[name]}"
 
 
@@ -75,6 +81,25 @@ def test_this_environment_has_the_pinned_versions() -> None:
         if version(name) != pinned[name]
     }
     assert not differing, f"installed and pinned versions differ: {differing}; run make clean"
+
+
+@pytest.mark.parametrize("file", sorted(file.name for file in LOCKS.glob("*.txt")))
+def test_all_locks_have_the_same_versions(file: str) -> None:
+    pinned = pins()
+    for name, its_version in pins(file).items():
+        assert pinned.get(name, its_version) == its_version
+
+
+def test_each_image_has_a_lock_of_its_extras() -> None:
+    for extras in re.findall(r"^EXTRAS_.* := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE):
+        pinned = pins(f"{extras.replace(',', '-')}.txt")
+        assert names(required_by([*PROJECT["dependencies"], f"kvatlas[{extras}]"])) <= pinned.keys()
+
+
+def test_the_package_is_built_with_what_a_lock_has() -> None:
+    (required,) = BUILD["requires"]
+    for file in ("development.txt", "tools.txt"):
+        assert required == f"setuptools=={pins(file)['setuptools']}"
 
 
 def test_the_plain_install_is_light() -> None:
