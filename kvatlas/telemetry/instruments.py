@@ -404,6 +404,9 @@ PROXY_SENT = _counter("proxy.sent", "{try}", "Requests sent to engines, each att
 PROXY_WAIT = _counter("proxy.wait.time", "us", "Time from a request's arrival until it is sent, summed over attempts")
 PROXY_HELD = _counter("proxy.held", "{booking}", "Bookings made over HTTP, by change")
 
+PROXY_APART = _counter(
+    "proxy.apart", "{try}", "Tries with a prefill worker of their own: sent, and failed by that worker"
+)
 PROXY_BUDGET = _counter("proxy.retries.budget", "{try}", "Further tries, by whether the retry budget allowed them")
 PROXY_QUEUED = _counter("proxy.queued", "{request}", "Requests for which every engine was full, by outcome")
 
@@ -422,6 +425,7 @@ PROXY = {
         shed="shed",
     ),
     **_by(PROXY_RETRIES, "reason", refused="refused", unreachable="unreachable"),
+    **_by(PROXY_APART, "event", apart="sent", apart_failed="failed"),
     **_by(PROXY_BUDGET, "outcome", retried="allowed", retries_denied="denied"),
     **_single(PROXY_SENT, "sent"),
     **_single(PROXY_WAIT, "wait_us"),

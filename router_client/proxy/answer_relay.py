@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from kvatlas.errors import Unreachable
-from router_client.disaggregation.pair_booking import Booked
+from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.pair_sender import send_to_pair
 from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
 from router_client.prefill_decode_result import PairChoice

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.reservations.limits import NO_ROOM
-from router_client.disaggregation.pair_booking import Booked, PairBooking
+from router_client.disaggregation.pair_booker import Booked, PairBooker
 from router_client.disaggregation.pair_sender import PrefillFailed
 from router_client.errors import NoWorkers
 from router_client.outliers.avoidance import Avoidance, EnginesRest
@@ -79,7 +79,7 @@ class Exchange:
 
     def __init__(
         self,
-        pairs: PairBooking,
+        pairs: PairBooker,
         reader: RequestReader,
         catalogue: Catalogue,
         relay: AnswerRelay,

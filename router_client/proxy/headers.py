@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from router_client.disaggregation.pair_booking import Booked
+from router_client.disaggregation.pair_booker import Booked
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
 from router_client.results import RANK_HEADER, fell_open_for_want_of

@@ -15,7 +15,7 @@ from anyio.abc import TaskStatus
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
-from router_client.disaggregation.pair_booking import PairBooking
+from router_client.disaggregation.pair_booker import PairBooker
 from router_client.held_bookings import HeldBookings
 from router_client.proxy.admission_queue import AdmissionQueue, QueueSettings
 from router_client.proxy.answer_relay import AnswerRelay
@@ -88,7 +88,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         relay = AnswerRelay(engines, watch, counters, parts.addresses, ask_usage=settings.ask_usage)
         queue = AdmissionQueue(QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s))
         exchange = Exchange(
-            PairBooking(parts.client, parts.catalogue.records, apart=settings.disaggregate),
+            PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate),
             parts.reader,
             parts.catalogue,
             relay,

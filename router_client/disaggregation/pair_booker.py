@@ -23,7 +23,7 @@ class _Prefillers(NamedTuple):
     meet: bool
 
 
-class PairBooking:
+class PairBooker:
     """Books for the proxy; a pool without prefill workers costs one look-up in a dictionary."""
 
     def __init__(
