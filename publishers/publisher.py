@@ -81,12 +81,14 @@ class Publisher:
         feed_alive: Callable[[], bool] | None = None,
         on_engine_change: Callable[[EngineState], None] = lambda _: None,
         on_engine_restart: Callable[[], None] = lambda: None,
+        on_start_over: Callable[[], None] = lambda: None,
     ) -> None:
         """`nats`: a connection, or where to connect to (with back-off, for ever). `ledger`: one that was saved.
 
         `begin` False: nothing is published before `begin_publishing`. `feed_alive`: is the engine's feed connected? Used
         without an engine URL. `on_engine_change` and `on_engine_restart`, with an engine URL: its state has changed, its
-        process is another one. Raises InvalidValue for impossible settings.
+        process is another one. `on_start_over`: all that was known of the cache is forgotten. Raises InvalidValue for
+        impossible settings.
         """
         self.settings = settings
         self.worker_id = settings.worker_id
@@ -101,6 +103,7 @@ class Publisher:
         self._begin = begin
         self._feed_alive = feed_alive
         self._on_engine_change = on_engine_change
+        self._on_start_over = on_start_over
         self._fold_wakeup = Wakeup()
         self._incarnation_wakeup = Wakeup()
         self._heartbeat_wakeup = Wakeup()
@@ -313,6 +316,7 @@ class Publisher:
     def start_over(self) -> None:
         """What the engine holds is not known any more: drop everything, and begin an empty incarnation."""
         self.changelog.start_over(time_us())
+        self._on_start_over()
         self._sender.wake()
         self._incarnation_wakeup.wake()
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -14,16 +15,19 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.settings import PublishSettings
-from publishers.drained_engine import DrainedEngine
 from publishers.eventless_engine import EventlessEngine
 from publishers.feed.continuity import Continuity
 from publishers.feed.dead_letters import DeadLetters
 from publishers.feed.endpoints import endpoint_of_rank
+from publishers.feed.lmcache_subscription import LMCacheSubscription
 from publishers.feed.subscriber import Feed, FeedSettings
 from publishers.ledger.ledger import Ledger
 from publishers.publisher import Publisher
 from publishers.saved_state import SavedState, StateFile
 from publishers.settings import PublisherSettings
+
+if TYPE_CHECKING:
+    from publishers.drained_engine import DrainedEngine
 
 SAVE_EVERY_S = 60.0
 SAVE_SHARE = 200
@@ -100,7 +104,11 @@ async def _status_page(settings: PublishSettings, published: Sequence[Publisher]
 def _sidecar(settings: PublishSettings) -> "EngineSidecar | DrainedEngine | EventlessEngine":
     if not settings.events:
         return EventlessEngine(settings)
-    return DrainedEngine(settings) if settings.engine is EngineKind.TENSORRT_LLM else EngineSidecar(settings)
+    if settings.engine is not EngineKind.TENSORRT_LLM:
+        return EngineSidecar(settings)
+    from publishers.drained_engine import DrainedEngine  # needs httpx: 6 MiB
+
+    return DrainedEngine(settings)
 
 
 class EngineSidecar:
@@ -130,6 +138,9 @@ class EngineSidecar:
         self._saved_at = 0
         self._saved: SavedState | None = None
         self._feed: Feed | None = None
+        self._lmcache_endpoint = settings.lmcache_endpoint
+        self._lmcache_model = settings.lmcache_model or settings.model_id
+        self._lmcache: LMCacheSubscription | None = None
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
         """Load what was saved and open the feed. Raises Unreachable if its endpoint can't be used."""
@@ -143,7 +154,17 @@ class EngineSidecar:
             begin=False,
             feed_alive=self._feed_alive,
             on_engine_restart=self._on_engine_restart,
+            on_start_over=self._on_start_over,
         )
+        if self._lmcache_endpoint is not None:
+            self._lmcache = LMCacheSubscription(
+                self._lmcache_endpoint,
+                self._lmcache_model,
+                self.worker_id,
+                lambda: publisher.ledger,
+                on_batch=publisher.record,
+            )
+        self._context = context
         feed = Feed(
             self._feed_settings,
             self.worker_id,
@@ -178,6 +199,8 @@ class EngineSidecar:
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(feed.run)
+                    if self._lmcache is not None:
+                        tasks.start_soon(self._lmcache.run, self._context)
                     if self._state_file is not None:
                         tasks.start_soon(self._save_regularly, publisher, feed)
                     ready(publisher)
@@ -187,6 +210,10 @@ class EngineSidecar:
 
     def _feed_alive(self) -> bool:
         return self._feed is not None and self._feed.alive
+
+    def _on_start_over(self) -> None:
+        if self._lmcache is not None:
+            self._lmcache.restart()
 
     def _on_engine_restart(self) -> None:
         if self._feed is not None:

@@ -120,6 +120,14 @@ class PublishSettings(Settings, HttpSettings):
         description="Seconds for which a block is published that a connector stored where nobody tells its removal (Mooncake, "
         "files, object stores). 0: it is left out.",
     )
+    lmcache_endpoint: ZmqEndpoint | None = Field(
+        default=None,
+        description="Socket of the LMCache multiprocess server that the engine is attached to, e.g. tcp://127.0.0.1:5555: what "
+        "its CPU memory holds is published too.",
+    )
+    lmcache_model: Name | None = Field(
+        default=None, description="The model as the engine names it to LMCache; default: the model id."
+    )
     engine_url: EngineUrl | None = Field(default=None, description="The engine's HTTP address, for health and metrics.")
     advertise_url: EngineUrl | None = Field(default=None, description="Address at which routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")

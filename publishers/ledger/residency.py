@@ -358,7 +358,9 @@ class Residency:
 
     def drop_unnamed(self) -> None:
         """Drop the blocks of forgotten hashes; called after their change was published."""
-        for block in self._unnamed:
+        for block in sorted(
+            dict.fromkeys(self._unnamed), key=lambda block: block.index
+        ):  # a leaf takes its ancestors along
             self._lineage.drop(block)
         self._unnamed.clear()
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgpack
+import pytest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineRemoved, EngineStored, Removed, Stored
@@ -42,6 +43,16 @@ def test_an_engine_without_keys_is_believed_and_no_longer_once_it_uses_one() -> 
     assert held(one) == {("hbm", 1), ("cpu_dram", 1), ("hbm", 9)}
     fold(one, EngineRemoved([1, 2], Tier.CPU_DRAM), EngineRemoved([1, 9]))
     assert not one.announced_blocks and not set(one.resident())
+
+
+@pytest.mark.parametrize("names", [[0, 7], [7, 0]], ids=["parent's hash first", "child's hash first"])
+def test_a_chain_that_is_no_longer_believed_is_forgotten_once(names: list[int]) -> None:
+    one = ledger(block_size=2)
+    fold(one, offloaded(names))
+    fold(one, store([50], salt="acme"))
+    assert one.announced_blocks == 1
+    fold(one, EngineRemoved([50]))
+    assert not one.announced_blocks and not one.lineage.known.keys() & set(names)
 
 
 def test_offloaded_blocks_do_not_teach_the_block_size() -> None:

@@ -1,0 +1,134 @@
+"""Follows the events of LMCache's multiprocess server, over the ZMQ transport of its requests (0.5.6).
+
+A DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation, answer]`.
+`subscribe_kv_events(instance_id, model_name, cursor, max_events)` is answered again and again: each batch after the one before
+was acknowledged by `[request id, b"", b"ack"]`, the end by an answer without its last frame. A subscription lapses if its
+instance sends no `ping`.
+
+Whatever ends it, all of the server's chunks are withdrawn, and it is subscribed to again from the beginning of its log.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from time import monotonic
+
+import anyio
+import msgpack
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from kvatlas.errors import EngineEventError
+from kvatlas.events import EngineBatch
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from publishers.engines.lmcache import MAX_EVENTS, ChunkEvents
+from publishers.ledger.ledger import Ledger
+
+SUBSCRIBE = "subscribe_kv_events"
+PING = 22
+"""Its operation has a number; later ones have their names."""
+LOOK_S = 0.5
+PING_S = 5.0
+SILENT_S = 15.0
+RETRY_S = 1.0
+
+log = logging.getLogger("kvatlas.publisher")
+
+
+class LMCacheSubscription:
+    """`run` until cancelled. Gives what the server's CPU memory holds to `on_batch`, once the engine's block size is known."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        model_name: str,
+        worker_id: str,
+        ledger: Callable[[], Ledger],
+        *,
+        on_batch: Callable[[EngineBatch], object],
+    ) -> None:
+        """`model_name`: as the engine names its model to LMCache. `ledger`: the one that is folded into now."""
+        self._endpoint = endpoint
+        self._model_name = model_name
+        self._ledger = ledger
+        self._on_batch = on_batch
+        self._log = RateLimitedLog(log, f"worker {worker_id}: ")
+        self._worker_id = worker_id
+        self._instance_id = secrets.randbits(62)  # one subscription for each; engines have their own
+        self._chunks = ChunkEvents()
+        self._again = False
+
+    def restart(self) -> None:
+        """The ledger was emptied: all is to be told again."""
+        self._chunks = ChunkEvents()
+        self._again = True
+
+    async def run(self, context: zmq.asyncio.Context) -> None:
+        while self._ledger().block_size is None:  # chunks are cut by it
+            await anyio.sleep(LOOK_S)
+        self._chunks = ChunkEvents([name for _, _, name in self._ledger().resident()])  # of a saved ledger
+        self._withdraw()
+        while True:
+            self._again = False
+            try:
+                await self._follow(context)
+            except (EngineEventError, zmq.ZMQError) as error:
+                held = len(self._chunks.held)
+                self._log.report(
+                    "lmcache", f"LMCache at {self._endpoint}: {error}; withdrawing {held} chunks of its cache"
+                )
+            self._withdraw()
+            await anyio.sleep(RETRY_S)
+
+    def _withdraw(self) -> None:
+        if events := self._chunks.withdraw():
+            self._on_batch(EngineBatch(events))
+
+    async def _follow(self, context: zmq.asyncio.Context) -> None:
+        """One subscription, until it ends. Raises EngineEventError saying why, nothing if all is to be told again."""
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            try:
+                socket.connect(self._endpoint)
+                asked = [self._instance_id, self._model_name, 0, MAX_EVENTS]
+                await socket.send_multipart([_pack(0), _pack(SUBSCRIBE), *map(_pack, asked)])
+                await self._receive(socket, monitor)
+            finally:
+                socket.disable_monitor()
+                monitor.close()
+
+    async def _receive(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+        heard_s = pinged_s = monotonic()
+        pings, subscribed = 0, False
+        while not self._again:
+            now_s = monotonic()
+            if now_s - heard_s > SILENT_S:
+                raise EngineEventError(f"no answer in {SILENT_S:g} s")
+            if await monitor.poll(0):
+                await recv_monitor_message(monitor)
+                raise EngineEventError("the connection was lost")
+            if now_s - pinged_s > PING_S:
+                pinged_s, pings = now_s, pings + 1
+                await socket.send_multipart([_pack(pings), _pack(PING), _pack(self._instance_id)])
+            if not await socket.poll(LOOK_S * 1000):
+                continue
+            frames = await socket.recv_multipart()
+            heard_s = monotonic()
+            if frames[0] != _pack(0):
+                continue  # the answer to a ping
+            if len(frames) != 3:
+                raise EngineEventError("the server ended the subscription")
+            events = self._chunks.decode(frames[2])
+            if events:
+                self._on_batch(EngineBatch(events))
+            await socket.send_multipart([_pack(0), b"", b"ack"])
+            if not subscribed:
+                subscribed = True
+                log.info("worker %s: reading LMCache's events at %s", self._worker_id, self._endpoint)
+
+
+def _pack(value: object) -> bytes:
+    return bytes(msgpack.packb(value))
