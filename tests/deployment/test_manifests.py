@@ -3,20 +3,18 @@
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import typer.main
 
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.settings import ENV_PREFIX, IndexerSettings, ProcessSettings, ProxySettings, PublishSettings
-from kvatlas_cli.app import application
+from kvatlas_cli.app import COMMANDS
 from simulator.settings import EngineSettings
 from tests.deployment.manifests import (
     ENGINES,
@@ -34,11 +32,10 @@ from tests.deployment.production_servers import FILES
 from tests.deployment.test_kubernetes import FLEETS, selected
 from tests.deployment.tools import ROOT, kustomized
 from tests.eventually import until_sync
+from tests.kvatlas_cli.command_line import callback, command
 from tests.kvatlas_cli.conftest import start_command
 
 DEPLOYED = deployed()
-APP = application()
-GROUP: Any = typer.main.get_command(APP)
 OPENTELEMETRY = {
     "OTEL_METRICS_EXPORTER",
     "OTEL_TRACES_EXPORTER",
@@ -54,14 +51,10 @@ OTHERS = {"SSL_CERT_FILE", "POD_IP"}
 
 def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettings:
     """The settings that the container's process would run with; raises what the process would report."""
-    command = GROUP.commands[one.words[0]]
-    context = command.make_context(one.words[0], list(one.words[1:]))
+    context = command(one.words[0]).make_context(one.words[0], list(one.words[1:]))
     for name, value in one.variables.items():
         monkeypatch.setenv(name, value)
-    callback: Callable[..., None] = next(
-        registered.callback for registered in APP.registered_commands if registered.name == one.words[0]
-    )  # type: ignore[assignment]
-    settings_class: type[ProcessSettings] = callback.settings_class  # type: ignore[attr-defined]
+    settings_class: type[ProcessSettings] = callback(one.words[0]).settings_class  # type: ignore[attr-defined]
     flags = {name: value for name, value in context.params.items() if name in settings_class.model_fields}
     return settings_class.load(**flags)
 
@@ -118,7 +111,7 @@ def test_all_parts_are_deployed_everywhere() -> None:
 
 @pytest.mark.parametrize("one", DEPLOYED, ids=str)
 def test_the_command_takes_its_flags_and_values(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert one.words[0] in GROUP.commands
+    assert one.words[0] in COMMANDS
     settings_of(one, monkeypatch)
 
 

@@ -11,12 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from kvatlas.telemetry import INSTRUMENTS
-from kvatlas_cli.app import application
 from tests.chaos.__main__ import CLUSTER
 from tests.chaos.scenarios import SCENARIOS
+from tests.kvatlas_cli.command_line import commands
 
 ROOT = Path(__file__).parents[2]
 CODE_SUFFIXES = {".py", ".lua", ".toml", ".yaml", ".yml", ".conf", ".txt", ""}
@@ -172,8 +171,6 @@ def test_every_make_target_exists(document: Path) -> None:
 
 @cache
 def flags_by_command() -> dict[str, set[str]]:
-    group = typer.main.get_command(application())
-    commands = getattr(group, "commands")  # noqa: B009 - typer's own class of a group has no stable name
     return {
         name: {
             flag
@@ -181,7 +178,7 @@ def flags_by_command() -> dict[str, set[str]]:
             for one in each.params
             for flag in (*one.opts, *one.secondary_opts)
         }
-        for name, command in commands.items()
+        for name, command in commands().items()
     }
 
 
