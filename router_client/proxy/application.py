@@ -26,11 +26,12 @@ from router_client.held_bookings import HeldBookings, TooManyHeld
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.outliers.avoidance import EnginesRest
 from router_client.outliers.monitor import OutlierMonitor
+from router_client.proxy.admission import RequestShed
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.engine_call import NotForEngines, read_call
-from router_client.proxy.exchange import Exchange, RequestShed
+from router_client.proxy.exchange import Exchange
 from router_client.proxy.headers import DECISION_HEADER
 from router_client.proxy.request_reader import UnknownModel
 from router_client.proxy.route_api import RouteApi

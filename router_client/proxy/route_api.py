@@ -17,9 +17,9 @@ from router_client.outliers.monitor import OutlierMonitor
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
+from router_client.proxy.admission import RequestShed
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
-from router_client.proxy.exchange import RequestShed
 from router_client.proxy.request_reader import RequestReader, UnknownModel
 from router_client.results import Choice
 from router_client.tokens.prompt_reader import RequestPrompt
