@@ -14,6 +14,7 @@ COMMANDS = {
     "indexer": "kvatlas_cli.commands.indexer:indexer",
     "publish": "kvatlas_cli.commands.publish:publish",
     "router": "kvatlas_cli.commands.router:router",
+    "epp": "kvatlas_cli.commands.epp:epp",
     "simulate-engine": "kvatlas_cli.commands.simulate_engine:simulate_engine",
     "export": "kvatlas_cli.commands.export:export",
     "workers": "kvatlas_cli.commands.workers:workers",
