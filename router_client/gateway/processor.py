@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -29,6 +29,9 @@ from router_client.proxy.tracing import describe_answer, request_span, trace_hea
 SELECTION = b"test-epp-endpoint-selection"
 SERVED = "x-conformance-test-served-endpoint"
 """Headers of the Inference Extension's conformance suite: the request's restricts the choice, the answer's reports it."""
+
+SOON_S = 0.25
+"""A stream that ends so soon behind the headers of an answer ends before it."""
 
 _log = logging.getLogger("router_client.gateway")
 
@@ -93,6 +96,7 @@ class _Stream:
         """The picked request was told its end."""
         self._reader = AnswerReader(None, hides_usage=False)
         self._status = 0
+        self._begun_at = 0.0
         self._prefilled = False
         self._passed_parts = False
         self._reports_served = False
@@ -149,27 +153,28 @@ class _Stream:
         return replace(head, subset=tuple(part.strip() for part in selection.split(",") if part.strip()))
 
     async def _begin_answer(self, head: AnswerHead) -> None:
-        served = {SERVED: head.served or "fail: the gateway does not say who served"} if self._reports_served else {}
-        added = {} if self._picked is None else self._picked.answer_headers
-        await self._send(self._state.pass_head({**added, **served}))
+        # all of it before the reply: where it sends nothing more, Envoy ends the stream then, which cancels this task
         self._status = head.status
+        self._begun_at = time.monotonic()
         self._reader.begin(head.status, head.headers)
         describe_answer(self._span, head.status, None)
+        served = {SERVED: head.served or "fail: the gateway does not say who served"} if self._reports_served else {}
+        added: Mapping[str, str] = {}
         if self._picked is not None:
+            added = self._picked.answer_headers
             await self._picked.begin(head.status, head.headers, head.served or head.upstream)
-            if head.over:
-                await self._end_answer(self._picked)
+        await self._send(self._state.pass_head({**added, **served}))
+        if self._picked is not None and head.over:
+            await self._end_answer(self._picked)
 
     async def _pass_part(self, part: AnswerPart) -> None:
         body = self._reader.feed(part.body, last=part.over)
         self._passed_parts = True
-        await self._send_all(self._state.pass_part(part, body))
-        if self._picked is None:
-            return
-        if part.body and not self._prefilled and self._is_well:
+        if part.body and not self._prefilled and self._is_well and self._picked is not None:
             self._prefilled = True
             await self._picked.first_token()
-        if part.over:
+        await self._send_all(self._state.pass_part(part, body))
+        if part.over and self._picked is not None:
             await self._end_answer(self._picked)
 
     async def _end_answer(self, picked: PickedRequest) -> None:
@@ -199,8 +204,9 @@ class _Stream:
     async def _close_early(self, picked: PickedRequest) -> None:
         """The end of the answer was not seen."""
         sees_headers_only = self._state.answer_begun and self._is_well and not self._passed_parts
-        if self._leaves or (sees_headers_only and self._state.answer_mode == NONE and self._reader.is_stream):
-            # Envoy ends the stream here unless it may still send trailers
+        # Envoy ends the stream behind the headers, or with the answer if it may still send trailers; it does not say which
+        goes_on = self._reader.is_stream and time.monotonic() - self._begun_at < SOON_S
+        if self._leaves or (sees_headers_only and self._state.answer_mode == NONE and goes_on):
             self._counters.left += 1
             await picked.leave()
         elif sees_headers_only and (self._state.answer_mode == NONE or self._overrode):

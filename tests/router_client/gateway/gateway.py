@@ -22,12 +22,16 @@ from tests.router_client.proxy.engines import SCOPE, Fleet, running_fleet
 PROMPT = list(range(300, 340))
 
 
+def picker_settings(redis_url: str, **changed: Any) -> GatewaySettings:
+    given = {"redis_url": redis_url, "port": 0, "health_port": 0, "wait": False, "plaintext": True}
+    given |= {"decision_deadline_ms": 5_000, "pick_deadline_ms": 10_000, "drain_s": 0, "grace_s": 5, **changed}
+    return GatewaySettings.load(**given)
+
+
 @asynccontextmanager
 async def running_picker(redis_url: str, **changed: Any) -> AsyncIterator[RunningPicker]:
     """A picker that is ready, in this process."""
-    given = {"redis_url": redis_url, "port": 0, "health_port": 0, "wait": False, "plaintext": True}
-    given |= {"decision_deadline_ms": 5_000, "pick_deadline_ms": 10_000, "drain_s": 0, "grace_s": 5, **changed}
-    settings = GatewaySettings.load(**given)
+    settings = picker_settings(redis_url, **changed)
     found: list[RunningPicker] = []
     up = anyio.Event()
 
