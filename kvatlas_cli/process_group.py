@@ -3,17 +3,19 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvatlas.embedded.child_process import child_command
 from kvatlas.errors import KvatlasError, SettingsError
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.settings import GatewaySettings
 
+PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 LONG_LIFE_S = 60.0
 """A process that ends after so long is started again at once."""
 
@@ -31,8 +33,8 @@ async def run_process_group(settings: GatewaySettings) -> None:
         words = [*sys.argv[1:], "--processes", "1", "--share-port"]
         words += ["--port", str(ports[0]), "--health-port", str(ports[1])]
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(settings.processes):
-                tasks.create_task(_keep_running(words))
+            for number in range(settings.processes):
+                tasks.create_task(_keep_running(words, _environment(number)))
 
 
 @contextlib.contextmanager
@@ -48,11 +50,18 @@ def _reserved(host: str, port: int) -> Iterator[int]:
         yield reservation.getsockname()[1]
 
 
-async def _keep_running(words: Sequence[str]) -> None:
+def _environment(number: int) -> Mapping[str, str]:
+    """Of one process: its own page for Prometheus, on the next port."""
+    first = os.environ.get(PROMETHEUS_PORT, "9464")
+    port = str(int(first) + number) if first.isdecimal() else first  # what is wrong with it the process says
+    return {**os.environ, PROMETHEUS_PORT: port}
+
+
+async def _keep_running(words: Sequence[str], environment: Mapping[str, str]) -> None:
     backoff = Backoff(0.5, 10.0)
     while True:
         began = time.monotonic()
-        code = await _run(words)
+        code = await _run(words, environment)
         if code > 0:
             raise KvatlasError(f"a process ended with exit code {code}; stopping the others")
         if time.monotonic() - began > LONG_LIFE_S:
@@ -63,10 +72,10 @@ async def _keep_running(words: Sequence[str]) -> None:
         await asyncio.sleep(pause_s)
 
 
-async def _run(words: Sequence[str]) -> int:
+async def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """One process to its end; its exit code. Cancelled: asks it to stop, and waits."""
     command = child_command([sys.executable, "-m", "kvatlas_cli.main", *words])
-    process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
     try:
         return await process.wait()
     except asyncio.CancelledError:

@@ -15,6 +15,10 @@ from kvatlas.validation import Count
 class GatewaySettings(RoutingSettings):
     """The endpoint picker of a gateway."""
 
+    tenant_header: str = Field(
+        default="x-gateway-inference-fairness-id",
+        description="Request header that names the tenant, for a fair queue. Trusted: the gateway must set it.",
+    )
     host: Name = Field(default="127.0.0.1", description="Address to listen on.")
     port: Port = Field(default=9002, description="Port that the gateway asks; 0: any free one.")
     health_port: Port = Field(default=9003, description="Port of the health service for probes; 0: any free one.")
@@ -33,6 +37,7 @@ class GatewaySettings(RoutingSettings):
         description="The pool's pods: HOST:PORT, by commas; a headless Service's name stands for all of its pods. "
         "Default: the workers that have publishers.",
     )
+    pool_name: Name = Field(default="kvatlas", description="Name of the InferencePool, for metrics.")
     fallbacks: Count = Field(
         default=0, description="Further endpoints in each answer, for the gateway's retries; some gateways take none."
     )

@@ -12,6 +12,7 @@
     booked_request.py     one booked request, from its choice to its end
     addresses.py          a worker's ip:port, the pods of a pool
     counters.py           counters
+    field_metrics.py      metrics under the names that the field's dashboards use
 
 The gateway sends the request and its answer through a stream of its own for each request. What is not sent back never
 reaches the engine or the client; a stream that ends with an error is an error 500 for the client.

@@ -19,6 +19,7 @@ from router_client.errors import NoWorkers
 from router_client.gateway.addresses import Candidates, PodList, WorkerAddresses
 from router_client.gateway.booked_request import Booked, BookedParts, BookedRequest, LeftBookings
 from router_client.gateway.counters import GatewayCounters
+from router_client.gateway.field_metrics import RequestLabels
 from router_client.gateway.picker import Destination, PickedRequest, Refusal, RequestHead
 from router_client.gateway.unpublished_pods import UnpublishedPods
 from router_client.outliers.avoidance import EnginesRest
@@ -81,6 +82,16 @@ class FleetPicker:
     async def close(self) -> None:
         """End the bookings of requests that were left."""
         await self._left.close()
+
+    def ready_endpoints(self) -> int:
+        """How many endpoints may get requests, as last read."""
+        routable = {at for id, at in self._addresses.endpoints.items() if self._records[id].routable}
+        listed = self._pods.endpoints
+        return (
+            len(routable)
+            if listed is None
+            else len(self._addresses.among(listed).unpublished) + len(routable & set(listed))
+        )
 
     def wants_body(self, head: RequestHead) -> bool:
         """Bodies of JSON name a model, and may have a prompt. A form names a model too, which matters if there are several."""
@@ -175,6 +186,7 @@ class FleetPicker:
             Destination(endpoints, choice.headers, changed),
             text,
             self._booked_parts,
+            labels=RequestLabels(call.model or (text.model if text is not None else None) or ""),
             answer_headers={name.decode(): value.decode()},
             hides_usage=changed is not None,
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from router_client.gateway.field_metrics import RequestLabels
 from router_client.gateway.messages import first_value
 from router_client.learning.timings import Timings
 from router_client.proxy.client_request import ErrorKind, error_body
@@ -90,6 +91,11 @@ class PickedRequest(Protocol):
     @property
     def hides_usage(self) -> bool:
         """The stream's usage was asked for by the picker: the client doesn't get it."""
+        ...
+
+    @property
+    def labels(self) -> RequestLabels:
+        """For metrics."""
         ...
 
     @property

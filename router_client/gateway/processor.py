@@ -13,6 +13,7 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from router_client.gateway.answer_reader import AnswerReader
 from router_client.gateway.counters import GatewayCounters
 from router_client.gateway.ext_proc_pb2 import FULL_DUPLEX_STREAMED, NONE, ProcessingRequest, ProcessingResponse
+from router_client.gateway.field_metrics import FieldMetrics
 from router_client.gateway.messages import refusal
 from router_client.gateway.picker import EndpointPicker, PickedRequest, Refusal, RequestHead
 from router_client.gateway.stream_state import (
@@ -25,6 +26,7 @@ from router_client.gateway.stream_state import (
 )
 from router_client.proxy.client_request import ErrorKind
 from router_client.proxy.tracing import describe_answer, request_span, trace_headers
+from router_client.tokens.usage import Usage
 
 SELECTION = b"test-epp-endpoint-selection"
 SERVED = "x-conformance-test-served-endpoint"
@@ -52,9 +54,12 @@ class ProcessorSettings:
 class Processor:
     """Runs streams; safe to share between tasks of one event loop."""
 
-    def __init__(self, picker: EndpointPicker, counters: GatewayCounters, settings: ProcessorSettings) -> None:
+    def __init__(
+        self, picker: EndpointPicker, counters: GatewayCounters, metrics: FieldMetrics, settings: ProcessorSettings
+    ) -> None:
         self._picker = picker
         self._counters = counters
+        self._metrics = metrics
         self._settings = settings
         self._log = RateLimitedLog(_log)
 
@@ -63,7 +68,7 @@ class Processor:
 
         Raises OutOfOrder for a gateway that does not keep to the protocol.
         """
-        stream = _Stream(self._picker, self._counters, self._settings, send)
+        stream = _Stream(self._picker, self._counters, self._metrics, self._settings, send)
         try:
             async for message in messages:
                 if message.observability_mode:
@@ -82,10 +87,18 @@ class Processor:
 
 class _Stream:
     def __init__(
-        self, picker: EndpointPicker, counters: GatewayCounters, settings: ProcessorSettings, send: Send
+        self,
+        picker: EndpointPicker,
+        counters: GatewayCounters,
+        metrics: FieldMetrics,
+        settings: ProcessorSettings,
+        send: Send,
     ) -> None:
         self._picker = picker
         self._counters = counters
+        self._metrics = metrics
+        self._came_at = time.monotonic()
+        self._attributes: Mapping[str, str] = {}
         self._settings = settings
         self._send = send
         self._state = StreamState(picker.wants_body, settings.response_mode, settings.most_body_bytes)
@@ -131,13 +144,17 @@ class _Stream:
         except TimeoutError:
             self._counters.late += 1
             picked = Refusal(ErrorKind.UNAVAILABLE, f"no decision within {self._settings.deadline_s * 1_000:g} ms")
-        self._counters.pick_time_us += (time.perf_counter_ns() - began_ns) // 1_000
+        took_ns = time.perf_counter_ns() - began_ns
+        self._counters.pick_time_us += took_ns // 1_000
+        self._metrics.record_pick(took_ns / 1e9)
         if isinstance(picked, Refusal):
             self._ended = True
+            self._metrics.record_refusal(picked.kind.status)
             describe_answer(self._span, picked.kind.status, None)
             await self._send(refusal(picked.kind.status, picked.headers, picked.body))
             return False
         self._picked = picked
+        self._attributes = self._metrics.record_begin(picked.labels)
         destination = picked.destination
         headers = {**trace_headers(), **destination.headers}
         await self._send_all(self._state.forward(replace(destination, headers=headers)))
@@ -172,6 +189,8 @@ class _Stream:
         self._passed_parts = True
         if part.body and not self._prefilled and self._is_well and self._picked is not None:
             self._prefilled = True
+            age_s = time.monotonic() - self._came_at
+            self._metrics.record_first_token(self._attributes, age_s, streamed=self._reader.is_stream)
             await self._picked.first_token()
         await self._send_all(self._state.pass_part(part, body))
         if part.over and self._picked is not None:
@@ -182,10 +201,15 @@ class _Stream:
         if self._is_well:
             self._counters.answered += 1
             self._reader.end()
+            self._record_end("", self._reader.usage)
             await picked.finish(self._reader.usage, self._reader.timings)
         else:
             self._counters.failed += 1
+            self._record_end(str(self._status))
             await picked.fail()
+
+    def _record_end(self, error: str, usage: Usage | None = None) -> None:
+        self._metrics.record_end(self._attributes, time.monotonic() - self._came_at, error, usage)
 
     async def close(self) -> None:
         """The stream is over, however it came to that: tell the picked request, if it was not told yet."""
@@ -208,12 +232,15 @@ class _Stream:
         goes_on = self._reader.is_stream and time.monotonic() - self._begun_at < SOON_S
         if self._leaves or (sees_headers_only and self._state.answer_mode == NONE and goes_on):
             self._counters.left += 1
+            self._record_end("")
             await picked.leave()
         elif sees_headers_only and (self._state.answer_mode == NONE or self._overrode):
             self._counters.answered += 1
+            self._record_end("")
             await picked.finish(None, None)
         else:
             self._counters.gone += 1
+            self._record_end("gone")
             await picked.fail()
 
     @property

@@ -15,6 +15,7 @@ from router_client.client import RouterClient
 from router_client.gateway.addresses import PodList
 from router_client.gateway.certificate import from_files, self_signed
 from router_client.gateway.counters import GatewayCounters
+from router_client.gateway.field_metrics import FieldMetrics
 from router_client.gateway.fleet_picker import FleetPicker, FleetPickerSettings
 from router_client.gateway.processor import Processor, ProcessorSettings
 from router_client.gateway.server import Addresses, GatewayServer
@@ -89,7 +90,8 @@ def _server(
         settings.conformance,
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
-    processor = Processor(picker, counters, processing)
+    metrics = FieldMetrics(settings.pool_name, picker.ready_endpoints)
+    processor = Processor(picker, counters, metrics, processing)
     return GatewayServer(processor, addresses, most_message_bytes=most_body_bytes + (1 << 20))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import xxhash
 
+from router_client.gateway.field_metrics import RequestLabels
 from router_client.gateway.picker import Destination
 from router_client.learning.timings import Timings
 from router_client.proxy.headers import DECISION_HEADER, RawHeaders
@@ -42,6 +43,7 @@ class UnpublishedRequest:
 
     text: TextRequest | None = None
     hides_usage = False
+    labels = RequestLabels()
     answer_headers: Mapping[str, str] = {DECISION_HEADER.lower(): "by=prefix_hash;open=publisher"}
 
     def __init__(self, running: "Counter[str]", destination: Destination) -> None:
