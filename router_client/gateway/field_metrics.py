@@ -1,4 +1,4 @@
-"""Metrics under the names that the field's dashboards of endpoint pickers use, beside our own (llm-d-router, docs/metrics.md).
+"""Metrics under the names that the field's dashboards of endpoint pickers use, beside our own.
 
 Exported where OpenTelemetry's metrics are on; else each call does nothing.
 """

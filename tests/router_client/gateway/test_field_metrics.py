@@ -23,7 +23,7 @@ EXPECTED = {
     "llm_d_epp_scheduler_e2e_duration_seconds_count": set(),
     "llm_d_epp_ready_endpoints": {"name"},
 }
-"""Names and labels of llm-d-router 0.9's docs/metrics.md."""
+"""Names and labels that llm-d-router 0.9 documents."""
 
 
 def test_names_labels_and_values_are_those_of_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
