@@ -37,7 +37,12 @@ class GatewaySettings(RoutingSettings):
         description="The pool's pods: HOST:PORT, by commas; a headless Service's name stands for all of its pods. "
         "Default: the workers that have publishers.",
     )
-    pool_name: Name = Field(default="kvatlas", description="Name of the InferencePool, for metrics.")
+    pool_name: Name = Field(default="kvatlas", description="Name of the InferencePool, for metrics and objects.")
+    extension_objects: Literal["none", "inference.networking.x-k8s.io", "llm-d.ai"] = Field(
+        default="none",
+        description="API group whose InferenceObjectives (priorities) and InferenceModelRewrites (v1alpha2) are read from "
+        "Kubernetes, of the pool and the pod's namespace.",
+    )
     fallbacks: Count = Field(
         default=0, description="Further endpoints in each answer, for the gateway's retries; some gateways take none."
     )

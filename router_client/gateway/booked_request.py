@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from router_client.gateway.field_metrics import RequestLabels
+from router_client.gateway.asked_request import AskedRequest
 from router_client.gateway.picker import Destination
 from router_client.learning.timings import Timings
 from router_client.outliers.monitor import OutlierMonitor
@@ -88,7 +88,7 @@ class BookedRequest:
         text: TextRequest | None,
         parts: BookedParts,
         *,
-        labels: RequestLabels,
+        asked: AskedRequest,
         answer_headers: Mapping[str, str],
         hides_usage: bool,
     ) -> None:
@@ -96,7 +96,8 @@ class BookedRequest:
         self.destination = destination
         self.text = text
         self.hides_usage = hides_usage
-        self.labels = labels
+        self.labels = asked.labels
+        self.renaming = asked.renaming
         self.answer_headers = answer_headers
         self._booked = booked
         self._parts = parts

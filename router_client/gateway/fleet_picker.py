@@ -17,9 +17,10 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from router_client.decision.selector import Selector
 from router_client.errors import NoWorkers
 from router_client.gateway.addresses import Candidates, PodList, WorkerAddresses
+from router_client.gateway.asked_request import AskedRequest
 from router_client.gateway.booked_request import Booked, BookedParts, BookedRequest, LeftBookings
 from router_client.gateway.counters import GatewayCounters
-from router_client.gateway.field_metrics import RequestLabels
+from router_client.gateway.extension_objects import ExtensionObjects
 from router_client.gateway.picker import Destination, PickedRequest, Refusal, RequestHead
 from router_client.gateway.unpublished_pods import UnpublishedPods
 from router_client.outliers.avoidance import EnginesRest
@@ -28,7 +29,7 @@ from router_client.proxy.admission import Admission, RequestShed
 from router_client.proxy.admission_queue import QueueFull
 from router_client.proxy.answer_usage import body_with_usage
 from router_client.proxy.client_request import ErrorKind
-from router_client.proxy.engine_call import AdministrationPath, EngineCall, read_call
+from router_client.proxy.engine_call import AdministrationPath
 from router_client.proxy.headers import decision_header
 from router_client.proxy.request_reader import UnknownModel
 from router_client.proxy.request_router import RequestRouter
@@ -41,10 +42,12 @@ _log = logging.getLogger("router_client.gateway")
 
 @dataclass(frozen=True, slots=True)
 class FleetPickerSettings:
-    """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker."""
+    """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
+    `tenant_header`: in lower case."""
 
     fallbacks: int = 0
     ask_usage: bool = True
+    tenant_header: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,14 @@ class FleetPicker:
         parts: RequestRouter,
         admission: Admission,
         pods: PodList,
+        objects: ExtensionObjects,
         counters: GatewayCounters,
         settings: FleetPickerSettings | None = None,
     ) -> None:
         self._parts = parts
         self._admission = admission
         self._pods = pods
+        self._objects = objects
         self._counters = counters
         self._settings = settings or FleetPickerSettings()
         self._unpublished = UnpublishedPods()
@@ -107,13 +112,13 @@ class FleetPicker:
         except Unreachable as error:  # nothing was ever read
             failure = str(error)
         try:
-            call = _read_call(head, body)
+            asked = AskedRequest.read(head, body, self._objects.current, self._settings.tenant_header)
         except AdministrationPath as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.NO_PATH, str(error), None)
         candidates = self._addresses.among(self._pods.endpoints if head.subset is None else head.subset)
         if not self._prefers_unpublished(candidates):
-            picked = await self._pick_worker(head, body, call, candidates, may_hide_usage=may_hide_usage)
+            picked = await self._pick_worker(asked, candidates, may_hide_usage=may_hide_usage)
             if not isinstance(picked, str):
                 return picked
             failure = failure or picked
@@ -124,7 +129,7 @@ class FleetPicker:
                 f"{len(candidates.unpublished)} pods have no publisher, such as {candidates.unpublished[0]}; "
                 "routing to them by prefix and own load",
             )
-            return self._unpublished.choose(candidates.unpublished, body or b"", self._settings.fallbacks)
+            return self._unpublished.choose(asked, candidates.unpublished, self._settings.fallbacks)
         self._counters.refused += 1
         return Refusal(ErrorKind.UNAVAILABLE, failure)
 
@@ -150,13 +155,13 @@ class FleetPicker:
     # ------------------------------------------------------------ workers
 
     async def _pick_worker(
-        self, head: RequestHead, body: bytes | None, call: EngineCall, candidates: Candidates, *, may_hide_usage: bool
+        self, asked: AskedRequest, candidates: Candidates, *, may_hide_usage: bool
     ) -> PickedRequest | Refusal | str:
         """A text says why no worker can take it."""
         if candidates.workers is not None and not candidates.workers:
             return "none of the endpoints that may be chosen is a worker's"
         try:
-            read, booked = await self._book(head, call, candidates.workers)
+            read, booked = await self._book(asked, candidates.workers)
         except RequestShed as error:
             self._counters.shed += 1
             return Refusal(ErrorKind.BUSY, str(error), error.retry_after_s)
@@ -177,32 +182,34 @@ class FleetPicker:
             self._counters.by_load += 1
         else:
             self._counters.by_prompt += 1
-        text, changed = read.text, None
-        if text is not None and body and text.streamed and not text.wants_usage and self._settings.ask_usage:
-            changed = body_with_usage(text, body) if may_hide_usage else None
+        text, body, hides_usage = read.text, asked.body, False
+        if text is not None and body and text.streamed and not text.wants_usage:
+            hides_usage = may_hide_usage and self._settings.ask_usage
+            body = body_with_usage(text, body) if hides_usage else body
+        changed = body if hides_usage or asked.renaming is not None else None
         name, value = decision_header(choice, read.prompt, attempt=1)
         return BookedRequest(
             booked,
             Destination(endpoints, choice.headers, changed),
             text,
             self._booked_parts,
-            labels=RequestLabels(call.model or (text.model if text is not None else None) or ""),
+            asked=asked,
             answer_headers={name.decode(): value.decode()},
-            hides_usage=changed is not None,
+            hides_usage=hides_usage,
         )
 
-    async def _book(self, head: RequestHead, call: EngineCall, workers: frozenset[str] | None) -> tuple[_Read, Booked]:
+    async def _book(self, asked: AskedRequest, workers: frozenset[str] | None) -> tuple[_Read, Booked]:
         """Raises what `Admission.admit` raises."""
-        read = await self._read(head, call, workers)
+        read = await self._read(asked, workers)
         try:
-            return read, await self._admit(read.prompt.prompt, head, workers)
+            return read, await self._admit(read.prompt.prompt, asked, workers)
         except InvalidValue:  # a token id, found only when its block was hashed; the engine says so to the client
-            read = self._guess(head, call, workers)
-            return read, await self._admit(read.prompt.prompt, head, workers)
+            read = self._guess(asked, workers)
+            return read, await self._admit(read.prompt.prompt, asked, workers)
 
-    async def _admit(self, prompt: Prompt, head: RequestHead, workers: frozenset[str] | None) -> Booked:
+    async def _admit(self, prompt: Prompt, asked: AskedRequest, workers: frozenset[str] | None) -> Booked:
         among = _among(prompt, workers)
-        return Booked(among, await self._admission.admit(among, head.first))
+        return Booked(among, await self._admission.admit(among, asked.head.first, priority=asked.priority))
 
     def _endpoints(self, choice: Choice) -> Sequence[str]:
         """Of the chosen worker, then of the next ones; none if it has none."""
@@ -232,8 +239,9 @@ class FleetPicker:
 
     # ------------------------------------------------------------ prompts
 
-    async def _read(self, head: RequestHead, call: EngineCall, workers: frozenset[str] | None) -> _Read:
+    async def _read(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """Raises NoWorkers, and Unreachable."""
+        head, call = asked.head, asked.call
         request_id = head.first(b"x-request-id")
         try:
             if call.text is None:
@@ -241,15 +249,15 @@ class FleetPicker:
             else:
                 read = await self._parts.reader.read(call.text, request_id)
         except (UnknownModel, InvalidValue):
-            return self._guess(head, call, workers)
+            return self._guess(asked, workers)
         if (session_id := head.first(b"x-session-id")) is not None:
             read = replace(read, prompt=replace(read.prompt, session_id=session_id))
         return _Read(read, call.text)
 
-    def _guess(self, head: RequestHead, call: EngineCall, workers: frozenset[str] | None) -> _Read:
+    def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """A prompt that matches nothing, for any model. Raises NoWorkers."""
         scope = self._any_scope(workers)
-        return _Read(self._parts.reader.guess(scope, call.letters, head.first(b"x-request-id")), None)
+        return _Read(self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id")), None)
 
     def _any_scope(self, workers: frozenset[str] | None) -> Scope:
         """Of one of the workers that may be chosen, drawn. Raises NoWorkers."""
@@ -260,17 +268,6 @@ class FleetPicker:
         pools = Counter((endpoint.model_id, endpoint.tokenizer_id) for endpoint in routable)
         ((model_id, tokenizer_id),) = random.choices(list(pools), list(pools.values()))
         return Scope(model_id, tokenizer_id)
-
-
-def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
-    """A call that can't be read is one of no known model. Raises AdministrationPath."""
-    kind = head.first(b"content-type") or ""
-    try:
-        return read_call(head.method, head.path, head.query, kind, body or b"")
-    except AdministrationPath:
-        raise
-    except InvalidValue:
-        return EngineCall(None, len(body or b""))
 
 
 def _among(prompt: Prompt, workers: frozenset[str] | None) -> Prompt:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from router_client.gateway.ext_proc.messages import first_value
 from router_client.gateway.field_metrics import RequestLabels
-from router_client.gateway.messages import first_value
 from router_client.learning.timings import Timings
 from router_client.proxy.client_request import ErrorKind, error_body
 from router_client.proxy.headers import RawHeaders
@@ -40,6 +40,14 @@ class RequestHead:
     @property
     def query(self) -> bytes:
         return (self.first(b":path") or "").partition("?")[2].encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """The model that the engine is asked for, and the client's name for it."""
+
+    target: str
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,11 @@ class PickedRequest(Protocol):
     @property
     def hides_usage(self) -> bool:
         """The stream's usage was asked for by the picker: the client doesn't get it."""
+        ...
+
+    @property
+    def renaming(self) -> Renaming | None:
+        """Its answer gets the client's name for the model back."""
         ...
 
     @property

@@ -12,11 +12,14 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from router_client.gateway.answer_reader import AnswerReader
 from router_client.gateway.counters import GatewayCounters
-from router_client.gateway.ext_proc_pb2 import FULL_DUPLEX_STREAMED, NONE, ProcessingRequest, ProcessingResponse
-from router_client.gateway.field_metrics import FieldMetrics
-from router_client.gateway.messages import refusal
-from router_client.gateway.picker import EndpointPicker, PickedRequest, Refusal, RequestHead
-from router_client.gateway.stream_state import (
+from router_client.gateway.ext_proc.ext_proc_pb2 import (
+    FULL_DUPLEX_STREAMED,
+    NONE,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from router_client.gateway.ext_proc.messages import refusal
+from router_client.gateway.ext_proc.stream_state import (
     AnswerHead,
     AnswerPart,
     AskDestination,
@@ -24,6 +27,8 @@ from router_client.gateway.stream_state import (
     ResponseMode,
     StreamState,
 )
+from router_client.gateway.field_metrics import FieldMetrics
+from router_client.gateway.picker import EndpointPicker, PickedRequest, Refusal, RequestHead
 from router_client.proxy.client_request import ErrorKind
 from router_client.proxy.tracing import describe_answer, request_span, trace_headers
 from router_client.tokens.usage import Usage
@@ -137,10 +142,10 @@ class _Stream:
         head = self._restrict(ask.head)
         self._span = self._span_stack.enter_context(request_span(head.path, head.headers, method=head.method))
         began_ns = time.perf_counter_ns()
-        may_hide = self._settings.response_mode is ResponseMode.WHOLE and self._state.can_change_answer
+        may_change = self._settings.response_mode is ResponseMode.WHOLE and self._state.can_change_answer
         try:
             async with asyncio.timeout(self._settings.deadline_s):
-                picked = await self._picker.pick(head, ask.body, may_hide_usage=may_hide)
+                picked = await self._picker.pick(head, ask.body, may_hide_usage=may_change)
         except TimeoutError:
             self._counters.late += 1
             picked = Refusal(ErrorKind.UNAVAILABLE, f"no decision within {self._settings.deadline_s * 1_000:g} ms")
@@ -158,7 +163,8 @@ class _Stream:
         destination = picked.destination
         headers = {**trace_headers(), **destination.headers}
         await self._send_all(self._state.forward(replace(destination, headers=headers)))
-        self._reader = AnswerReader(picked.text, hides_usage=picked.hides_usage)
+        renaming = picked.renaming if may_change else None
+        self._reader = AnswerReader(picked.text, hides_usage=picked.hides_usage, renaming=renaming)
         return True
 
     def _restrict(self, head: RequestHead) -> RequestHead:
@@ -180,7 +186,7 @@ class _Stream:
         if self._picked is not None:
             added = self._picked.answer_headers
             await self._picked.begin(head.status, head.headers, head.served or head.upstream)
-        await self._send(self._state.pass_head({**added, **served}))
+        await self._send(self._state.pass_head({**added, **served}, changes_length=self._reader.changes_length))
         if self._picked is not None and head.over:
             await self._end_answer(self._picked)
 

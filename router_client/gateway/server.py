@@ -10,9 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from kvatlas.errors import SettingsError
-from router_client.gateway.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from router_client.gateway.ext_proc.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from router_client.gateway.ext_proc.stream_state import OutOfOrder
 from router_client.gateway.processor import Processor
-from router_client.gateway.stream_state import OutOfOrder
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS = "liveness"

@@ -1,8 +1,8 @@
 """The endpoint picker as a process: the parts that route requests, the gRPC servers; until it is cancelled."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -15,11 +15,12 @@ from router_client.client import RouterClient
 from router_client.gateway.addresses import PodList
 from router_client.gateway.certificate import from_files, self_signed
 from router_client.gateway.counters import GatewayCounters
+from router_client.gateway.ext_proc.stream_state import ResponseMode
+from router_client.gateway.extension_objects import ExtensionObjects, open_kubernetes_api
 from router_client.gateway.field_metrics import FieldMetrics
 from router_client.gateway.fleet_picker import FleetPicker, FleetPickerSettings
 from router_client.gateway.processor import Processor, ProcessorSettings
 from router_client.gateway.server import Addresses, GatewayServer
-from router_client.gateway.stream_state import ResponseMode
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.request_router import build_admission, is_near, open_request_router
 
@@ -55,8 +56,9 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
         counters = GatewayCounters()
         stack.enter_context(export_metrics("gateway", counters))
         admission = build_admission(parts, settings, counters)
-        choosing = FleetPickerSettings(settings.fallbacks, settings.ask_usage)
-        picker = FleetPicker(parts, admission, pods, counters, choosing)
+        objects = await stack.enter_async_context(_open_objects(settings))
+        choosing = FleetPickerSettings(settings.fallbacks, settings.ask_usage, settings.tenant_header.lower())
+        picker = FleetPicker(parts, admission, pods, objects, counters, choosing)
         stack.push_async_callback(picker.close)
         server = _server(settings, picker, counters, credentials)
         await server.start()
@@ -113,6 +115,21 @@ async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
         _log.info("not ready any more; taking requests for another %d s", settings.drain_s)
         await anyio.sleep(settings.drain_s)
     await server.stop(settings.grace_s)
+
+
+@asynccontextmanager
+async def _open_objects(settings: GatewaySettings) -> AsyncIterator[ExtensionObjects]:
+    """Raises SettingsError outside a pod."""
+    if settings.extension_objects == "none":
+        yield ExtensionObjects(None, "", "")
+        return
+    async with open_kubernetes_api() as api:
+        objects = ExtensionObjects(api, settings.extension_objects, settings.pool_name)
+        await objects.start()
+        try:
+            yield objects
+        finally:
+            await objects.stop()
 
 
 def _pod_list(settings: GatewaySettings) -> PodList:

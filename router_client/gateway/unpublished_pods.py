@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import xxhash
 
-from router_client.gateway.field_metrics import RequestLabels
+from router_client.gateway.asked_request import AskedRequest
 from router_client.gateway.picker import Destination
 from router_client.learning.timings import Timings
 from router_client.proxy.headers import DECISION_HEADER, RawHeaders
@@ -25,9 +25,9 @@ class UnpublishedPods:
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
 
-    def choose(self, endpoints: Sequence[str], body: bytes, fallbacks: int) -> "UnpublishedRequest":
+    def choose(self, asked: AskedRequest, endpoints: Sequence[str], fallbacks: int) -> "UnpublishedRequest":
         """One of at least one endpoint, and up to `fallbacks` next ones."""
-        prefix = xxhash.xxh3_64_intdigest(body[:PREFIX_BYTES])
+        prefix = xxhash.xxh3_64_intdigest((asked.body or b"")[:PREFIX_BYTES])
         order = sorted(
             endpoints, key=lambda endpoint: xxhash.xxh3_64_intdigest(endpoint.encode(), prefix), reverse=True
         )
@@ -35,7 +35,8 @@ class UnpublishedPods:
         most = math.ceil(MOST_ABOVE_MEAN * (1 + sum(running[each] for each in endpoints)) / len(endpoints))
         first = next(endpoint for endpoint in order if running[endpoint] < most)
         rest = [endpoint for endpoint in order if endpoint != first]
-        return UnpublishedRequest(self._running, Destination((first, *rest[:fallbacks])))
+        body = None if asked.renaming is None else asked.body
+        return UnpublishedRequest(self._running, Destination((first, *rest[:fallbacks]), {}, body), asked)
 
 
 class UnpublishedRequest:
@@ -43,10 +44,11 @@ class UnpublishedRequest:
 
     text: TextRequest | None = None
     hides_usage = False
-    labels = RequestLabels()
     answer_headers: Mapping[str, str] = {DECISION_HEADER.lower(): "by=prefix_hash;open=publisher"}
 
-    def __init__(self, running: "Counter[str]", destination: Destination) -> None:
+    def __init__(self, running: "Counter[str]", destination: Destination, asked: AskedRequest) -> None:
+        self.labels = asked.labels
+        self.renaming = asked.renaming
         self.destination = destination
         self._running = running
         self._endpoint = destination.endpoints[0]

@@ -66,14 +66,21 @@ class Admission:
         """How many requests wait for a worker with room."""
         return self._queue.waiting()
 
-    async def admit(self, prompt: Prompt, text: TextRequest | None, header: Callable[[bytes], str | None]) -> Booked:
+    async def admit(
+        self,
+        prompt: Prompt,
+        text: TextRequest | None,
+        header: Callable[[bytes], str | None],
+        *,
+        priority: int | None = None,
+    ) -> Booked:
         """The first worker, or pair, for a request, whose headers `header` reads by their names in lower case. `text`: None for
-        a request whose prompt is not read.
+        a request whose prompt is not read. `priority`: instead of its header's.
 
         Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
         """
         if self._queue.settings.requests:
-            choice = await self._book_in_turn(prompt, text, header)
+            choice = await self._book_in_turn(prompt, text, header, priority)
         else:
             choice = await self.book(prompt, text)
         if self._settings.shed and choice.advice is Advice.SHED:
@@ -101,7 +108,11 @@ class Admission:
         self._queue.record_end(prompt.scope.pool_id)
 
     async def _book_in_turn(
-        self, prompt: Prompt, text: TextRequest | None, header: Callable[[bytes], str | None]
+        self,
+        prompt: Prompt,
+        text: TextRequest | None,
+        header: Callable[[bytes], str | None],
+        priority: int | None,
     ) -> Booked:
         waited = False
 
@@ -123,7 +134,7 @@ class Admission:
         choice: Booked = await self._queue.admit(
             prompt.scope.pool_id,
             book,
-            priority=self._priority(header),
+            priority=self._priority(header) if priority is None else priority,
             tenant=tenant or prompt.scope.tenant_id,
             tokens=prompt.input_tokens,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from router_client.gateway.ext_proc_pb2 import (
+from router_client.gateway.ext_proc.ext_proc_pb2 import (
     FULL_DUPLEX_STREAMED,
     BodySendMode,
     HeaderMap,

@@ -5,15 +5,23 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from kvatlas.fleet.store import FleetStore
 from kvatlas.store.connection import Store
+from router_client.gateway import service
+from router_client.gateway.extension_objects import KubernetesApi
 from router_client.gateway.service import RunningPicker
 from simulator.http.chat_template import render
 from tests.eventually import until
@@ -285,3 +293,32 @@ async def test_the_ranks_of_one_engine_share_an_endpoint_and_get_their_header(
         ((headers, _),) = engine.requests
         assert headers["x-data-parallel-rank"] == "1"
         assert headers["x-gateway-destination-endpoint"] == engine.url.removeprefix("http://")
+
+
+async def test_a_model_is_rewritten_for_the_engine_and_back_in_the_answer(
+    envoy: EnvoyProcess, gateway: Gateway, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "namespace").write_text("models")
+    pool = {"poolRef": {"name": "kvatlas"}}
+    rule = {"matches": [{"model": {"value": "chat"}}], "targets": [{"modelRewrite": MODEL}]}
+    found = [{"metadata": {"name": "r"}, "spec": {**pool, "rules": [rule]}}]
+
+    async def listed(request: Request) -> Response:
+        return JSONResponse({"items": found if request.url.path.endswith("rewrites") else []})
+
+    @asynccontextmanager
+    async def api() -> AsyncIterator[KubernetesApi]:
+        transport = httpx.ASGITransport(app=Starlette(routes=[Route("/{path:path}", listed)]))
+        async with httpx.AsyncClient(transport=transport, base_url="https://kubernetes") as client:
+            yield KubernetesApi(client, tmp_path)
+
+    monkeypatch.setattr(service, "open_kubernetes_api", api)
+    async with running_picker(valkey_url, port=envoy.ports.picker, extension_objects="llm-d.ai") as picker:
+        whole = await gateway["whole"].post("/v1/completions", json={**ASK, "model": "chat"})
+        assert whole.status_code == 200 and whole.json()["model"] == "chat"
+        streamed = await gateway["whole"].post("/v1/completions", json={**ASK, "model": "chat", "stream": True})
+        events = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+        assert {event["model"] for event in events} == {"chat"} and len(events) == 5
+        await gateway.nothing_is_booked()
+        assert picker.client.answers.counts.prompts_equal == 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
 from kvatlas.errors import InvalidValue
-from router_client.gateway.ext_proc_pb2 import (
+from router_client.gateway.ext_proc.ext_proc_pb2 import (
     BUFFERED,
     FULL_DUPLEX_STREAMED,
     NONE,
@@ -24,7 +24,7 @@ from router_client.gateway.ext_proc_pb2 import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from router_client.gateway.messages import (
+from router_client.gateway.ext_proc.messages import (
     answer_pieces,
     first_value,
     headers_only,
@@ -259,11 +259,14 @@ class StreamState:
         status = int(text) if text.isascii() and text.isdigit() and len(text) == 3 else 0
         return AnswerHead(status, headers, read_served(message), read_upstream(message), over)
 
-    def pass_head(self, headers: Mapping[str, str]) -> ProcessingResponse:
-        """The reply to an answer's headers, with further ones."""
+    def pass_head(self, headers: Mapping[str, str], *, changes_length: bool = False) -> ProcessingResponse:
+        """The reply to an answer's headers, with further ones. `changes_length`: its body will have another length."""
         response = ProcessingResponse()
         response.response_headers.response.SetInParent()
-        _set_headers(response.response_headers.response.header_mutation, headers)
+        mutation = response.response_headers.response.header_mutation
+        _set_headers(mutation, headers)
+        if changes_length:
+            mutation.remove_headers.append("content-length")
         return response
 
     def _answer_body(self, part: HttpBody) -> AnswerPart:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from google.protobuf.struct_pb2 import Struct
 
-from router_client.gateway.ext_proc_pb2 import (
+from router_client.gateway.ext_proc.ext_proc_pb2 import (
     NONE,
     OVERWRITE_IF_EXISTS_OR_ADD,
     SEND,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router_client.gateway.ext_proc_pb2 import (
+from router_client.gateway.ext_proc.ext_proc_pb2 import (
     BUFFERED,
     FULL_DUPLEX_STREAMED,
     NONE,
@@ -17,9 +17,8 @@ from router_client.gateway.ext_proc_pb2 import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from router_client.gateway.messages import MOST_PIECE_BYTES
-from router_client.gateway.picker import Destination
-from router_client.gateway.stream_state import (
+from router_client.gateway.ext_proc.messages import MOST_PIECE_BYTES
+from router_client.gateway.ext_proc.stream_state import (
     AnswerHead,
     AnswerPart,
     AskDestination,
@@ -27,6 +26,7 @@ from router_client.gateway.stream_state import (
     ResponseMode,
     StreamState,
 )
+from router_client.gateway.picker import Destination
 from tests.router_client.gateway.messages import (
     POST,
     answer_body,
