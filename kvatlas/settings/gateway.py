@@ -46,6 +46,11 @@ class GatewaySettings(RoutingSettings):
     fallbacks: Count = Field(
         default=0, description="Further endpoints in each answer, for the gateway's retries; some gateways take none."
     )
+    prefill_header: str = Field(
+        default="",
+        description="Request header that tells the engines' sidecars the address of the prefill worker (llm-d: "
+        "x-prefiller-host-port); without it one worker does both.",
+    )
     response_mode: Literal["whole", "headers", "none"] = Field(
         default="whole",
         description="How much of an answer passes through here: `whole` reads usage and times, `headers` asks the gateway "

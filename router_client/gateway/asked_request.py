@@ -1,11 +1,11 @@
 """A request as the picker reads it: its call, and what the extension's objects say of it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from kvatlas.errors import InvalidValue
+from router_client.disaggregation.protocol import replace_fields
 from router_client.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObjects
 from router_client.gateway.field_metrics import RequestLabels
 from router_client.gateway.picker import Renaming, RequestHead
@@ -26,9 +26,9 @@ class AskedRequest:
     priority: int | None = None
 
     @classmethod
-    def read(cls, head: RequestHead, body: bytes | None, objects: PoolObjects, tenant_header: str) -> Self:
+    async def read(cls, head: RequestHead, body: bytes | None, objects: PoolObjects, tenant_header: str) -> Self:
         """A call that can't be read is one of no known model. Raises AdministrationPath."""
-        call = _read_call(head, body)
+        call = await _read_call(head, body)
         model = _model_of(call)
         renaming = None
         if (
@@ -38,7 +38,7 @@ class AskedRequest:
             and (changed := _rename(body, target)) is not None
         ):
             renaming, body = Renaming(target, model), changed
-            call = _read_call(head, body)
+            call = await _read_call(head, body)
         objective = next((name for header in OBJECTIVE_HEADERS if (name := head.first(header)) is not None), None)
         importance = 0 if objective is None else objects.priorities.get(objective, 0)
         tenant = (head.first(tenant_header.encode()) or "") if tenant_header else ""
@@ -46,10 +46,10 @@ class AskedRequest:
         return cls(head, call, body, labels, renaming, None if objective is None else -importance)
 
 
-def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
+async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
     kind = head.first(b"content-type") or ""
     try:
-        return read_call(head.method, head.path, head.query, kind, body or b"")
+        return await read_call(head.method, head.path, head.query, kind, body or b"")
     except AdministrationPath:
         raise
     except InvalidValue:
@@ -66,4 +66,4 @@ def _rename(body: bytes, target: str) -> bytes | None:
         asked: Mapping[str, Any] = parse_object(body)
     except InvalidValue:
         return None
-    return json.dumps({**asked, "model": target}, ensure_ascii=False, separators=(",", ":")).encode()
+    return replace_fields(asked, body, {"model": target})

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from router_client.disaggregation.pair_booking import Booked
 from router_client.gateway.asked_request import AskedRequest
 from router_client.gateway.picker import Destination
 from router_client.learning.timings import Timings
@@ -11,7 +12,6 @@ from router_client.outliers.monitor import OutlierMonitor
 from router_client.prompt import Prompt
 from router_client.proxy.admission import Admission
 from router_client.proxy.headers import RawHeaders
-from router_client.results import Choice
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.usage import Usage
 
@@ -20,18 +20,18 @@ MOST_LEFT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Booked:
-    """A prompt, and what was chosen for it."""
+class BookedPrompt:
+    """A prompt, and the worker, or the pair, that was chosen for it."""
 
     prompt: Prompt
-    choice: Choice
+    choice: Booked
 
     @property
     def pool_id(self) -> str:
         return self.prompt.scope.pool_id
 
 
-Move = Callable[[Prompt, str], Awaitable[Booked | None]]
+Move = Callable[[Prompt, str], Awaitable[BookedPrompt | None]]
 """Books the worker at the endpoint that answered; None if it is no worker of the fleet, or can't be booked."""
 
 
@@ -47,7 +47,7 @@ class LeftBookings:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def hold(self, choice: Choice, end: Callable[[], Awaitable[None]]) -> None:
+    def hold(self, choice: Booked, end: Callable[[], Awaitable[None]]) -> None:
         """End a booking after the time that its request costs."""
         task = asyncio.create_task(_end_later(choice, end), name="kvatlas left booking")
         self._tasks.add(task)
@@ -60,7 +60,7 @@ class LeftBookings:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _end_later(choice: Choice, end: Callable[[], Awaitable[None]]) -> None:
+async def _end_later(choice: Booked, end: Callable[[], Awaitable[None]]) -> None:
     try:
         await asyncio.sleep(min(max(choice.score_us / 1e6, LEAST_LEFT_S), MOST_LEFT_S))
         await choice.finish()
@@ -83,7 +83,7 @@ class BookedRequest:
 
     def __init__(
         self,
-        booked: Booked,
+        booked: BookedPrompt,
         destination: Destination,
         text: TextRequest | None,
         parts: BookedParts,

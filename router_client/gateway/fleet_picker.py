@@ -9,31 +9,34 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from router_client.decision.selector import Selector
+from router_client.disaggregation.pair_booking import Booked
+from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
 from router_client.errors import NoWorkers
 from router_client.gateway.addresses import Candidates, PodList, WorkerAddresses
 from router_client.gateway.asked_request import AskedRequest
-from router_client.gateway.booked_request import Booked, BookedParts, BookedRequest, LeftBookings
+from router_client.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
 from router_client.gateway.counters import GatewayCounters
 from router_client.gateway.extension_objects import ExtensionObjects
 from router_client.gateway.picker import Destination, PickedRequest, Refusal, RequestHead
 from router_client.gateway.unpublished_pods import UnpublishedPods
 from router_client.outliers.avoidance import EnginesRest
+from router_client.prefill_decode_result import PairChoice
 from router_client.prompt import Prompt
 from router_client.proxy.admission import Admission, RequestShed
 from router_client.proxy.admission_queue import QueueFull
-from router_client.proxy.answer_usage import body_with_usage
+from router_client.proxy.answer_usage import usage_fields
 from router_client.proxy.client_request import ErrorKind
 from router_client.proxy.engine_call import AdministrationPath
 from router_client.proxy.headers import decision_header
 from router_client.proxy.request_reader import UnknownModel
 from router_client.proxy.request_router import RequestRouter
-from router_client.results import Choice
 from router_client.tokens.prompt_reader import RequestPrompt
 from router_client.tokens.text_request import TextRequest
 
@@ -43,11 +46,13 @@ _log = logging.getLogger("router_client.gateway")
 @dataclass(frozen=True, slots=True)
 class FleetPickerSettings:
     """`fallbacks`: further endpoints for the gateway's retries. `ask_usage`: let streams report their usage to the picker.
-    `tenant_header`: in lower case."""
+    `tenant_header`: in lower case. `prefill_header`: tells an engine's sidecar the prefill worker's endpoint; '' if there is
+    none."""
 
     fallbacks: int = 0
     ask_usage: bool = True
     tenant_header: str = ""
+    prefill_header: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ class FleetPicker:
         except Unreachable as error:  # nothing was ever read
             failure = str(error)
         try:
-            asked = AskedRequest.read(head, body, self._objects.current, self._settings.tenant_header)
+            asked = await AskedRequest.read(head, body, self._objects.current, self._settings.tenant_header)
         except AdministrationPath as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.NO_PATH, str(error), None)
@@ -182,15 +187,18 @@ class FleetPicker:
             self._counters.by_load += 1
         else:
             self._counters.by_prompt += 1
-        text, body, hides_usage = read.text, asked.body, False
-        if text is not None and body and text.streamed and not text.wants_usage:
-            hides_usage = may_hide_usage and self._settings.ask_usage
-            body = body_with_usage(text, body) if hides_usage else body
-        changed = body if hides_usage or asked.renaming is not None else None
+        text, hides_usage = read.text, False
+        fields: dict[str, Any] = {}
+        if text is not None:
+            hides_usage = may_hide_usage and self._settings.ask_usage and text.streamed and not text.wants_usage
+            fields = {**withdraw_transfer_fields(text.body), **(usage_fields(text) if hides_usage else {})}
+        changed = None
+        if asked.body is not None and (fields or asked.renaming is not None):
+            changed = asked.body if text is None else replace_fields(text.body, asked.body, fields)
         name, value = decision_header(choice, read.prompt, attempt=1)
         return BookedRequest(
             booked,
-            Destination(endpoints, choice.headers, changed),
+            Destination(endpoints, self._headers(choice), changed),
             text,
             self._booked_parts,
             asked=asked,
@@ -198,42 +206,51 @@ class FleetPicker:
             hides_usage=hides_usage,
         )
 
-    async def _book(self, asked: AskedRequest, workers: frozenset[str] | None) -> tuple[_Read, Booked]:
+    async def _book(self, asked: AskedRequest, workers: frozenset[str] | None) -> tuple[_Read, BookedPrompt]:
         """Raises what `Admission.admit` raises."""
         read = await self._read(asked, workers)
         try:
-            return read, await self._admit(read.prompt.prompt, asked, workers)
+            return read, await self._admit(read, asked, workers)
         except InvalidValue:  # a token id, found only when its block was hashed; the engine says so to the client
             read = self._guess(asked, workers)
-            return read, await self._admit(read.prompt.prompt, asked, workers)
+            return read, await self._admit(read, asked, workers)
 
-    async def _admit(self, prompt: Prompt, asked: AskedRequest, workers: frozenset[str] | None) -> Booked:
-        among = _among(prompt, workers)
-        return Booked(among, await self._admission.admit(among, asked.head.first, priority=asked.priority))
+    async def _admit(self, read: _Read, asked: AskedRequest, workers: frozenset[str] | None) -> BookedPrompt:
+        among = _among(read.prompt.prompt, workers)
+        choice = await self._admission.admit(among, read.text, asked.head.first, priority=asked.priority)
+        return BookedPrompt(among, choice)
 
-    def _endpoints(self, choice: Choice) -> Sequence[str]:
+    def _endpoints(self, choice: Booked) -> Sequence[str]:
         """Of the chosen worker, then of the next ones; none if it has none."""
         known = self._addresses.endpoints
         first = known.get(choice.worker_id)
-        if first is None:
+        prefill = choice.prefill if isinstance(choice, PairChoice) else None
+        if first is None or (prefill is not None and prefill.worker_id not in known):
             return ()
         endpoints = {first: None}
         if self._settings.fallbacks:
-            for result in choice.ranking:
+            decode = choice.decode if isinstance(choice, PairChoice) else choice
+            for result in decode.ranking:
                 if (endpoint := known.get(result.worker_id)) is not None:
                     endpoints.setdefault(endpoint)
                 if len(endpoints) > self._settings.fallbacks:
                     break
         return list(endpoints)
 
-    async def _book_served(self, prompt: Prompt, served: str) -> Booked | None:
+    def _headers(self, choice: Booked) -> Mapping[str, str]:
+        """For the engine, or its sidecar, which lets the prefill worker compute the prompt."""
+        if not isinstance(choice, PairChoice) or choice.prefill is None:
+            return choice.headers
+        return {**choice.headers, self._settings.prefill_header: self._addresses.endpoints[choice.prefill.worker_id]}
+
+    async def _book_served(self, prompt: Prompt, served: str) -> BookedPrompt | None:
         self._counters.served_elsewhere += 1
         worker_id = self._addresses.worker_at(served)
         if worker_id is None:
             return None
         among = _among(prompt, frozenset((worker_id,)))
         try:
-            return Booked(among, await self._admission.book(among))
+            return BookedPrompt(among, await self._admission.book(among, None, apart=False))
         except (NoWorkers, EnginesRest, Unreachable):
             return None
 

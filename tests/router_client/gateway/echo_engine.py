@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from kvatlas.embedded.free_port import LOOPBACK
-from kvatlas.runtime.http_server import listen, serve, url_of
+from kvatlas.runtime.http_server import listen, serve
 
 PIECE_BYTES = 300_000
 
@@ -28,7 +28,7 @@ class EchoEngine:
 @asynccontextmanager
 async def echo_engine(port: int) -> AsyncIterator[EchoEngine]:
     listener = listen(LOOPBACK, port, "the echo engine")
-    engine = EchoEngine(url_of(listener))
+    engine = EchoEngine(listener.url)
 
     async def echo(request: Request) -> Response:
         body = await request.body()

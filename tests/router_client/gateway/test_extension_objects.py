@@ -78,21 +78,23 @@ def test_what_can_not_be_read_is_named_and_left_out() -> None:
     ("name", "priority"), [("fast", -10), ("batch", 3), ("unset", 0), ("far", 0), ("nosuch", 0), (None, None)]
 )
 @pytest.mark.parametrize("header", ["x-gateway-inference-objective", "x-llm-d-inference-objective"])
-def test_an_objectives_higher_priority_is_earlier_in_line(header: str, name: str | None, priority: int | None) -> None:
-    asked = AskedRequest.read(head(**({header: name} if name else {})), b"{}", OBJECTS, "")
+async def test_an_objectives_higher_priority_is_earlier_in_line(
+    header: str, name: str | None, priority: int | None
+) -> None:
+    asked = await AskedRequest.read(head(**({header: name} if name else {})), b"{}", OBJECTS, "")
     assert asked.priority == priority
     assert asked.labels.priority == -(priority or 0)
 
 
-def test_a_rewritten_request_names_the_engines_model_and_nothing_else_changes() -> None:
+async def test_a_rewritten_request_names_the_engines_model_and_nothing_else_changes() -> None:
     given = {"model": "any", "prompt": "é\u2028", "max_tokens": 3, "stream": True}
-    asked = AskedRequest.read(head(), json.dumps(given).encode(), OBJECTS, "")
+    asked = await AskedRequest.read(head(), json.dumps(given).encode(), OBJECTS, "")
     assert asked.renaming == Renaming("default", "any") and asked.body is not None
     assert json.loads(asked.body) == {**given, "model": "default"}
     assert asked.call.text is not None and asked.call.text.model == "default"
     assert (asked.labels.model, asked.labels.target) == ("any", "default")
     untouched = b'{"model":  "any", "prompt": [1]}'
-    assert AskedRequest.read(head(), untouched, PoolObjects(), "").body is untouched
+    assert (await AskedRequest.read(head(), untouched, PoolObjects(), "")).body is untouched
 
 
 @pytest.mark.parametrize("space", ["", " "])
