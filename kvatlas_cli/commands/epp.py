@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @with_settings(GatewaySettings)
 def epp(settings: GatewaySettings) -> None:
-    """Tell a gateway which engine gets each request (Envoy's external processing, Gateway API Inference Extension)."""
+    """Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing."""
     from router_client.gateway.service import run_endpoint_picker  # needs the extra
 
     if settings.processes == 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import kubernetes_validate
 import pytest
@@ -12,6 +12,7 @@ from cloudcoil.models.keda import v1alpha1 as keda
 from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 from pydantic import BaseModel
 
+from kvatlas.settings import GatewaySettings
 from tests.deployment import gateway_resources
 from tests.deployment.manifests import (
     ENGINES,
@@ -138,7 +139,8 @@ def test_containers_run_without_privileges_and_within_limits(folder: Path) -> No
             assert context["seccompProfile"] == {"type": "RuntimeDefault"}
             assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
             assert pod.get("enableServiceLinks") is False or not is_ours(container)
-            assert pod.get("automountServiceAccountToken") is False or folder in ENGINES
+            token = folder == ROOT / "k8s/gateway/extension-objects"
+            assert pod.get("automountServiceAccountToken") is token or folder in ENGINES
 
 
 @pytest.mark.parametrize("folder", FLEETS, ids=name_of)
@@ -284,3 +286,14 @@ def test_a_stopped_picker_has_time_for_what_runs(folder: Path) -> None:
     flags = dict(word.split("=") for word in container["args"] if "=" in word)
     taken = container["lifecycle"]["preStop"]["sleep"]["seconds"] + int(flags["--drain-s"]) + int(flags["--grace-s"])
     assert taken < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_picker_that_reads_objects_may_list_them_and_nothing_else() -> None:
+    found = {label_of(one): one for one in kustomized(ROOT / "k8s/gateway/extension-objects")}
+    (rule,) = found["Role kvatlas-epp"]["rules"]
+    groups = get_args(GatewaySettings.model_fields["extension_objects"].annotation)
+    assert sorted(rule["apiGroups"]) == sorted(set(groups) - {"none"})
+    assert (rule["resources"], rule["verbs"]) == (["inferenceobjectives", "inferencemodelrewrites"], ["list"])
+    pod = found["Deployment kvatlas-epp"]["spec"]["template"]["spec"]
+    (subject,) = found["RoleBinding kvatlas-epp"]["subjects"]
+    assert pod["serviceAccountName"] == subject["name"] == found["ServiceAccount kvatlas-epp"]["metadata"]["name"]

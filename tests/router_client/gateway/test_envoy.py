@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from kvatlas.fleet.records import Role
 from kvatlas.fleet.store import FleetStore
 from kvatlas.store.connection import Store
 from router_client.gateway import service
@@ -25,6 +26,8 @@ from router_client.gateway.extension_objects import KubernetesApi
 from router_client.gateway.service import RunningPicker
 from simulator.http.chat_template import render
 from tests.eventually import until
+from tests.router_client.disaggregation.test_proxy_pairs import BODY as PAIR_BODY
+from tests.router_client.disaggregation.test_proxy_pairs import BUSY, part
 from tests.router_client.gateway.echo_engine import echo_engine
 from tests.router_client.gateway.envoy import SUBSET_HEADER, EnvoyProcess
 from tests.router_client.gateway.gateway import PROMPT, Gateway, running_gateway, running_picker, worker_of
@@ -322,3 +325,26 @@ async def test_a_model_is_rewritten_for_the_engine_and_back_in_the_answer(
         assert {event["model"] for event in events} == {"chat"} and len(events) == 5
         await gateway.nothing_is_booked()
         assert picker.client.answers.counts.prompts_equal == 2
+
+
+async def test_a_pair_is_told_to_the_decode_workers_sidecar_and_its_bookings_end(
+    envoy: EnvoyProcess, store: Store, valkey_url: str
+) -> None:
+    decode, prefill = (f"http://127.0.0.1:{port}" for port in envoy.ports.engines[:2])
+    busy: dict[str, Any] = BUSY
+    records = {"d": part("d", decode, Role.DECODE, **busy), "p": part("p", prefill, Role.PREFILL)}
+    told = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.9.9.9"}}
+    async with running_gateway(envoy, store, {}) as gateway, echo_engine(envoy.ports.engines[0]) as engine:
+        await FleetStore(store).write(records)
+        for header in ("x-prefiller-host-port", ""):
+            async with running_picker(
+                valkey_url, port=envoy.ports.picker, tokenizer="none", prefill_header=header
+            ) as picker:
+                answer = await gateway["whole"].post("/v1/completions", json={**PAIR_BODY, **told})
+                assert answer.status_code == 200 and worker_of(answer) == "d"
+                assert not answer.json().get("kv_transfer_params")  # where KV is read from is not for a client to say
+                assert engine.requests[-1][0].get("x-prefiller-host-port") == (
+                    prefill.removeprefix("http://") if header else None
+                )
+                await gateway.nothing_is_booked()
+                assert picker.counters.answered == 1
