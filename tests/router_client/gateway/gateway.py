@@ -111,7 +111,9 @@ async def running_gateway(
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(store, placed, reports))
         clients = {
-            name: await stack.enter_async_context(httpx.AsyncClient(base_url=envoy.listener(name), timeout=20))
+            name: await stack.enter_async_context(
+                httpx.AsyncClient(base_url=envoy.listener(name), timeout=60, limits=httpx.Limits())
+            )
             for name in envoy.ports.listeners
         }
         yield Gateway(envoy, fleet, store, clients)
