@@ -1,10 +1,13 @@
 """What a failing picker, engine or gateway costs, by how much of an answer the picker follows; and what is refused."""
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -124,6 +127,23 @@ async def test_a_killed_picker_cuts_only_answers_that_pass_through_it_and_anothe
         async with running_picker(valkey_url, port=envoy.ports.picker):
             # what the killed one booked expires with its lease, as a killed router's does
             assert (await gateway["open"].post("/v1/completions", json=ASK)).status_code == 200
+
+
+async def test_a_process_of_several_that_crashes_is_started_again(
+    envoy: EnvoyProcess, store: Store, valkey_url: str
+) -> None:
+    async with (
+        running_gateway(envoy, store, {"w1": {}}) as gateway,
+        picker_process(valkey_url, envoy.ports.picker) as process,
+    ):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 2
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert process.stderr is not None
+        with anyio.fail_after(30):
+            assert "was ended by signal 9; starting another" in (await process.stderr.readline()).decode()
+            assert "endpoint picker on port" in (await process.stderr.readline()).decode()
+        assert (await gateway["whole"].post("/v1/completions", json=ASK)).status_code == 200
 
 
 async def test_a_decision_that_takes_too_long_is_a_refusal(envoy: EnvoyProcess, store: Store, valkey_url: str) -> None:
