@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from router_client.admission.admission import Admission
 from router_client.disaggregation.pair_booking import Booked
 from router_client.gateway.asked_request import AskedRequest
 from router_client.gateway.picker import Destination
 from router_client.learning.timings import Timings
 from router_client.outliers.monitor import OutlierMonitor
 from router_client.prompt import Prompt
-from router_client.proxy.admission import Admission
 from router_client.proxy.headers import RawHeaders
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.usage import Usage

@@ -15,6 +15,8 @@ from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from router_client.admission.admission import Admission, RequestShed
+from router_client.admission.queue import QueueFull
 from router_client.decision.selector import Selector
 from router_client.disaggregation.pair_booking import Booked
 from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
@@ -29,8 +31,6 @@ from router_client.gateway.unpublished_pods import UnpublishedPods
 from router_client.outliers.avoidance import EnginesRest
 from router_client.prefill_decode_result import PairChoice
 from router_client.prompt import Prompt
-from router_client.proxy.admission import Admission, RequestShed
-from router_client.proxy.admission_queue import QueueFull
 from router_client.proxy.answer_usage import usage_fields
 from router_client.proxy.client_request import ErrorKind
 from router_client.proxy.engine_call import AdministrationPath

@@ -21,12 +21,12 @@ from starlette.types import Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.version import own_version
+from router_client.admission.admission import RequestShed
 from router_client.errors import NoWorkers
 from router_client.held_bookings import HeldBookings, TooManyHeld
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.outliers.avoidance import EnginesRest
 from router_client.outliers.monitor import OutlierMonitor
-from router_client.proxy.admission import RequestShed
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from router_client.proxy.counters import ProxyCounters

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from opentelemetry.trace import Span
 
 from kvatlas.errors import InvalidValue, Unreachable
+from router_client.admission.admission import Admission, RequestShed
+from router_client.admission.queue import QueueFull
 from router_client.disaggregation.pair_booking import Booked
 from router_client.disaggregation.pair_sender import PrefillFailed
 from router_client.errors import NoWorkers
@@ -21,8 +23,6 @@ from router_client.outliers.monitor import OutlierMonitor
 from router_client.outliers.retry_budget import RetryBudget
 from router_client.prefill_decode_result import PairChoice
 from router_client.proxy.access_log import log_access
-from router_client.proxy.admission import Admission, RequestShed
-from router_client.proxy.admission_queue import QueueFull
 from router_client.proxy.answer_relay import AnswerRelay
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.client_request import ClientRequest, ErrorKind, send_answer, send_error

@@ -24,6 +24,8 @@ from kvatlas.reservations import RedisReservations
 from kvatlas.settings import RoutingSettings
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import export_metrics
+from router_client.admission.admission import Admission, AdmissionCounters, AdmissionSettings
+from router_client.admission.queue import AdmissionQueue, QueueSettings
 from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.fail_open import STORE_FAILURES
@@ -33,8 +35,6 @@ from router_client.outliers.avoidance import Avoidance
 from router_client.outliers.monitor import OutlierMonitor
 from router_client.pricing.overlap import ResidencyOnly
 from router_client.prompt import Prompt
-from router_client.proxy.admission import Admission, AdmissionCounters, AdmissionSettings
-from router_client.proxy.admission_queue import AdmissionQueue, QueueSettings
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.request_reader import RequestReader
 from router_client.settings import LearningSettings, LimitSettings, RoundRobin, RouterSettings, SloMode

@@ -8,6 +8,7 @@ from typing import Any
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints
+from router_client.admission.admission import RequestShed
 from router_client.disaggregation.bootstrap import DEFAULT_PORT
 from router_client.disaggregation.protocol import TransferProtocol
 from router_client.held_bookings import BookingId, HeldBookings
@@ -17,7 +18,6 @@ from router_client.outliers.monitor import OutlierMonitor
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
-from router_client.proxy.admission import RequestShed
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.request_reader import RequestReader, UnknownModel

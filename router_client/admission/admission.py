@@ -10,11 +10,11 @@ from typing import Protocol
 
 from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.reservations.limits import NO_ROOM
+from router_client.admission.queue import AdmissionQueue
 from router_client.disaggregation.pair_booking import Booked, PairBooking
 from router_client.outliers.avoidance import Avoidance, EnginesRest
 from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
-from router_client.proxy.admission_queue import AdmissionQueue
 from router_client.tokens.text_request import TextRequest
 
 _log = logging.getLogger("router_client.proxy")
