@@ -11,7 +11,7 @@ from typing import Protocol
 from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.reservations.limits import NO_ROOM
 from router_client.admission.queue import AdmissionQueue
-from router_client.disaggregation.pair_booking import Booked, PairBooking
+from router_client.disaggregation.pair_booker import Booked, PairBooker
 from router_client.outliers.avoidance import Avoidance, EnginesRest
 from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
@@ -49,7 +49,7 @@ class Admission:
 
     def __init__(
         self,
-        pairs: PairBooking,
+        pairs: PairBooker,
         avoidance: Avoidance,
         queue: AdmissionQueue,
         counters: AdmissionCounters,

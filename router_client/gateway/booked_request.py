@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from router_client.admission.admission import Admission
-from router_client.disaggregation.pair_booking import Booked
+from router_client.disaggregation.pair_booker import Booked
 from router_client.gateway.asked_request import AskedRequest
 from router_client.gateway.picker import Destination
 from router_client.learning.timings import Timings

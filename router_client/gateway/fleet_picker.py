@@ -18,7 +18,7 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from router_client.admission.admission import Admission, RequestShed
 from router_client.admission.queue import QueueFull
 from router_client.decision.selector import Selector
-from router_client.disaggregation.pair_booking import Booked
+from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
 from router_client.errors import NoWorkers
 from router_client.gateway.addresses import Candidates, PodList, WorkerAddresses

@@ -15,7 +15,7 @@ from opentelemetry.trace import Span
 from kvatlas.errors import InvalidValue, Unreachable
 from router_client.admission.admission import Admission, RequestShed
 from router_client.admission.queue import QueueFull
-from router_client.disaggregation.pair_booking import Booked
+from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.pair_sender import PrefillFailed
 from router_client.errors import NoWorkers
 from router_client.outliers.avoidance import EnginesRest

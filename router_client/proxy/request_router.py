@@ -30,7 +30,7 @@ from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.fail_open import STORE_FAILURES
 from router_client.decision.selector import Selector
-from router_client.disaggregation.pair_booking import PairBooking
+from router_client.disaggregation.pair_booker import PairBooker
 from router_client.outliers.avoidance import Avoidance
 from router_client.outliers.monitor import OutlierMonitor
 from router_client.pricing.overlap import ResidencyOnly
@@ -130,7 +130,7 @@ def build_admission(
     parts: RequestRouter, settings: RoutingSettings, counters: AdmissionCounters, *, apart: bool
 ) -> Admission:
     """Over these parts, as the settings say. `apart`: prefill and decode may be on two workers."""
-    pairs = PairBooking(parts.client, parts.catalogue.records, apart=apart)
+    pairs = PairBooker(parts.client, parts.catalogue.records, apart=apart)
     avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of)
     queue = AdmissionQueue(QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s))
     headers = settings.tenant_header.lower(), settings.priority_header.lower()
