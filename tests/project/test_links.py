@@ -14,7 +14,7 @@ import pytest
 import typer.main
 
 from kvatlas.telemetry import INSTRUMENTS
-from kvatlas_cli.app import application
+from kvatlas_cli.app import COMMANDS, application
 from tests.chaos.__main__ import CLUSTER
 from tests.chaos.scenarios import SCENARIOS
 
@@ -172,8 +172,10 @@ def test_every_make_target_exists(document: Path) -> None:
 
 @cache
 def flags_by_command() -> dict[str, set[str]]:
-    group = typer.main.get_command(application())
-    commands = getattr(group, "commands")  # noqa: B009 - typer's own class of a group has no stable name
+    commands = {
+        name: getattr(typer.main.get_command(application(name)), "commands")[name]  # noqa: B009 - the class has no stable name
+        for name in COMMANDS
+    }
     return {
         name: {
             flag
