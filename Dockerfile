@@ -1,9 +1,9 @@
 # One recipe, three images: EXTRAS says what is in it. `make image` builds all three with docker, podman or buildah.
-#   kvatlas            publisher,indexer,router   every service and every question
-#   kvatlas-sidecar    publisher                  beside an engine: what each of its pods pulls
-#   kvatlas-simulator  simulator                  simulated engines and the demo
+#   kvatlas            publisher,indexer,router,gateway  every service and every question
+#   kvatlas-sidecar    publisher                         beside an engine: what each of its pods pulls
+#   kvatlas-simulator  simulator                         simulated engines and the demo
 # Another base needs python3 (3.11 or later) with its venv module.
-ARG EXTRAS=publisher,indexer,router
+ARG EXTRAS=publisher,indexer,router,gateway
 ARG BASE=docker.io/library/python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555cc72d29a352dbc33cff48ad5a0412fd5bfc7
 
 FROM ${BASE} AS build

@@ -24,7 +24,7 @@ REGISTRY ?=
 PREFIX := $(if $(REGISTRY),$(REGISTRY)/)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 TOOL ?= $(shell for t in docker podman buildah; do $$t info >/dev/null 2>&1 && { echo "$$t"; break; }; done)
-EXTRAS_kvatlas := publisher,indexer,router
+EXTRAS_kvatlas := publisher,indexer,router,gateway
 EXTRAS_kvatlas-sidecar := publisher
 EXTRAS_kvatlas-simulator := simulator
 IMAGES := kvatlas kvatlas-sidecar kvatlas-simulator

@@ -14,6 +14,7 @@ COMMANDS = {
     "indexer": "kvatlas_cli.commands.indexer:indexer",
     "publish": "kvatlas_cli.commands.publish:publish",
     "router": "kvatlas_cli.commands.router:router",
+    "epp": "kvatlas_cli.commands.epp:epp",
     "simulate-engine": "kvatlas_cli.commands.simulate_engine:simulate_engine",
     "export": "kvatlas_cli.commands.export:export",
     "workers": "kvatlas_cli.commands.workers:workers",
@@ -32,6 +33,7 @@ SUMMARIES = {
     "publish": "Follow one engine's KV events and publish what it holds to the index. "
     "SIGUSR1: routers send its workers nothing new.",
     "router": "Serve the OpenAI API and send each request to the engine on which it costs least.",
+    "epp": "Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing.",
     "simulate-engine": "Run a simulated engine: a real paged KV cache behind vLLM's HTTP and event sockets, without a model.",
     "export": "Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits).",
     "workers": "List the workers: engine, state, blocks held, load, incarnation, age of the last heartbeat.",

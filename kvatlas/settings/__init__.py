@@ -6,7 +6,7 @@
     field_types.py  types of fields: URLs, ports, names, lists
     commands.py     up, doctor, and questions about one prompt
     http.py         limits, certificate and tokens of an HTTP server
-    indexer.py, publisher.py, proxy.py
+    indexer.py, publisher.py, proxy.py, gateway.py
 
 The command line makes its flags from these classes (`kvatlas_cli.flags`), so the three spellings can't drift apart.
 """
@@ -23,6 +23,7 @@ from kvatlas.settings.field_types import (
     WorkerId,
     ZmqEndpoint,
 )
+from kvatlas.settings.gateway import GatewaySettings
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.indexer import IndexerSettings
 from kvatlas.settings.process import ENV_PREFIX, ProcessSettings, ServerSettings, Settings, flag_of, variable_of
@@ -33,6 +34,7 @@ __all__ = [
     "ENV_PREFIX",
     "CommaList",
     "DoctorSettings",
+    "GatewaySettings",
     "HttpSettings",
     "HttpUrl",
     "IndexerSettings",

@@ -85,10 +85,19 @@ class RoutingSettings(Settings):
         description="Networks and names of engines, separated by commas (10.1.0.0/16, *.engines.svc:8000); default: what "
         "publishers' identities allow, and private addresses (loopback ones if this router is on loopback).",
     )
-    credentials_to: CommaList = Field(
-        default=(),
-        description="Networks and names of engines that get clients' Authorization, Cookie and API keys, separated by commas; "
-        "* for all; default: none.",
+    queue_requests: Count = Field(
+        default=0,
+        description="Requests that may wait in the router while every engine of a model is full; 0: they go to full engines.",
+    )
+    queue_tokens: Positive = Field(default=1_000_000, description="Prompt tokens of the requests that may wait.")
+    queue_wait_s: float = Field(default=30.0, gt=0, description="Seconds after which a waiting request gets a 429.")
+    tenant_header: str = Field(
+        default="",
+        description="Request header that names the tenant, for a fair queue. Trusted: a gateway must set it.",
+    )
+    priority_header: str = Field(
+        default="",
+        description="Request header with the priority in the queue, a number: lower is earlier. Trusted likewise.",
     )
     ask_usage: bool = Field(
         default=True, description="Request usage for streams too, and strip it if the client did not ask for it."
@@ -106,19 +115,10 @@ class ProxySettings(RoutingSettings, HttpSettings):
         description="Let a prefill worker (publish --role prefill) compute the prompt where that is cheaper than one worker "
         "for both.",
     )
-    queue_requests: Count = Field(
-        default=0,
-        description="Requests that may wait in the router while every engine of a model is full; 0: they go to full engines.",
-    )
-    queue_tokens: Positive = Field(default=1_000_000, description="Prompt tokens of the requests that may wait.")
-    queue_wait_s: float = Field(default=30.0, gt=0, description="Seconds after which a waiting request gets a 429.")
-    tenant_header: str = Field(
-        default="",
-        description="Request header that names the tenant, for a fair queue. Trusted: a gateway must set it.",
-    )
-    priority_header: str = Field(
-        default="",
-        description="Request header with the priority in the queue, a number: lower is earlier. Trusted likewise.",
+    credentials_to: CommaList = Field(
+        default=(),
+        description="Networks and names of engines that get clients' Authorization, Cookie and API keys, separated by commas; "
+        "* for all; default: none.",
     )
     drain_s: float = Field(
         default=5.0,

@@ -435,6 +435,43 @@ PROXY = {
     ),
 }
 
+# ---------------------------------------------------------------- gateway: router_client.gateway.counters.GatewayCounters
+
+GATEWAY_STREAMS = _counter("gateway.requests", "{request}", "Requests that gateways asked about")
+GATEWAY_PICKS = _counter("gateway.picks", "{request}", "Requests by what their endpoint was picked by, or why none was")
+GATEWAY_QUEUED = _counter("gateway.queued", "{request}", "Requests that waited for an engine with room")
+GATEWAY_ENDS = _counter("gateway.ends", "{request}", "How requests with an endpoint ended")
+GATEWAY_SERVED_ELSEWHERE = _counter("gateway.served_elsewhere", "{request}", "Requests answered by a fallback")
+GATEWAY_STREAM_ERRORS = _counter(
+    "gateway.streams.unusable", "{stream}", "Streams that could not be processed, by reason"
+)
+GATEWAY_NO_ADDRESS = _counter(
+    "gateway.workers.no_address", "{worker}", "Times that a worker was read whose address no gateway can use"
+)
+GATEWAY_PICK_TIME = _counter("gateway.pick.time", "us", "Time from a request's reading to its decision, summed")
+
+GATEWAY = {
+    **_single(GATEWAY_STREAMS, "streams"),
+    **_by(
+        GATEWAY_PICKS,
+        "by",
+        by_prompt="prompt",
+        by_load="load",
+        unpublished="unpublished",
+        refused="refused",
+        shed="shed",
+        queue_full="queue_full",
+        late="late",
+        undecided="undecided",
+    ),
+    **_single(GATEWAY_QUEUED, "queued"),
+    **_by(GATEWAY_ENDS, "end", answered="answered", failed="failed", left="left", gone="gone"),
+    **_single(GATEWAY_SERVED_ELSEWHERE, "served_elsewhere"),
+    **_by(GATEWAY_STREAM_ERRORS, "reason", out_of_order="out_of_order", observed="observed"),
+    **_single(GATEWAY_NO_ADDRESS, "no_address"),
+    **_single(GATEWAY_PICK_TIME, "pick_time_us"),
+}
+
 # ---------------------------------------------------------------- outliers: router_client.outliers.monitor.OutlierCounters
 
 ENGINE_ANSWERS = _counter("outliers.answers", "{answer}", "Engines' answers, by what they say about their worker")
@@ -515,6 +552,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "router": ROUTER,
     "rates": RATES,
     "proxy": PROXY,
+    "gateway": GATEWAY,
     "outliers": OUTLIERS,
     "tokens": TOKENS,
     "answers": ANSWERS,

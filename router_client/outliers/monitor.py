@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvatlas.outliers.store import SharedOutliers
@@ -11,6 +11,7 @@ from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from router_client.decision.fail_open import STORE_FAILURES
 from router_client.outliers.pool_outliers import Avoided, PoolOutliers
+from router_client.upstream.status import Verdict, judge, retry_after_s
 
 EVERY_S = 1.0
 CALL_S = 1.0
@@ -89,6 +90,22 @@ class OutlierMonitor:
                 seconds,
             )
         self._wake.set()
+
+    def record_status(
+        self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]]
+    ) -> Verdict:
+        """The worker answered with this status; what that says. One that said when to come again is left alone until then."""
+        verdict = judge(status)
+        if verdict is Verdict.ANSWERED:
+            self.record_good(pool_id, worker_id)
+        elif verdict is not Verdict.ELSEWHERE:
+            self.record_unknown(pool_id, worker_id)
+        elif status in (429, 503) and (seconds := retry_after_s(headers)) is not None:
+            self.rest(pool_id, worker_id, seconds)
+            self.record_unknown(pool_id, worker_id)
+        else:
+            self.record_bad(pool_id, worker_id, f"status {status}")
+        return verdict
 
     def record_unknown(self, pool_id: str, worker_id: str) -> None:
         """A request ended without saying anything about its worker."""

@@ -8,7 +8,6 @@
     request_reader.py   from a body to a prompt in its scope
     catalogue.py        which models the fleet serves, under which names, on which workers
     exchange.py         one request: its prompt, a booked worker; another worker while nothing was sent to the client yet
-    admission_queue.py  requests that wait while every worker is full
     answer_relay.py     one try on one worker: the request sent, its answer passed on
     client_request.py   the client's side: its request, answers and errors to it
     event_stream.py     reads the usage from an answer's stream while it passes

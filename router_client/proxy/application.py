@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.version import own_version
+from router_client.admission.admission import RequestShed
 from router_client.errors import NoWorkers
 from router_client.held_bookings import HeldBookings, TooManyHeld
 from router_client.learning.prediction_accuracy import PredictionAccuracy
@@ -30,7 +31,7 @@ from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.engine_call import NotForEngines, read_call
-from router_client.proxy.exchange import Exchange, RequestShed
+from router_client.proxy.exchange import Exchange
 from router_client.proxy.headers import DECISION_HEADER
 from router_client.proxy.request_reader import UnknownModel
 from router_client.proxy.route_api import RouteApi

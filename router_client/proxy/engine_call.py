@@ -56,6 +56,10 @@ class NotForEngines(InvalidValue):
     """No engine gets a request with this path."""
 
 
+class AdministrationPath(NotForEngines):
+    """It is for those that run the engines."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCall:
     """`text`: a chat or a completion as far as a router reads it; None for any other call."""
@@ -76,7 +80,7 @@ async def read_call(method: str, path: str, query: bytes, content_type: str, bod
                 text = TextRequest.parse(api, body)
                 return EngineCall(text.model, text=text)
     if _ADMINISTRATION.fullmatch(path) or "//" in path or "/.." in path or "/./" in path:
-        raise NotForEngines(f"{path[:200]} is not passed on to engines")
+        raise AdministrationPath(f"{path[:200]} is not passed on to engines")
     named = await _named_model(query, content_type, body)
     if named is None and path not in INFERENCE:
         raise NotForEngines(f"{path[:200]} is no path of this router, and the request names no model")

@@ -6,25 +6,23 @@ The booking of each try ends with the try: finished by a good answer, failed by 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from opentelemetry.trace import Span
 
-from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
-from kvatlas.reservations.limits import NO_ROOM
-from router_client.disaggregation.pair_booker import Booked, PairBooker
+from kvatlas.errors import InvalidValue, Unreachable
+from router_client.admission.admission import Admission, RequestShed
+from router_client.admission.queue import QueueFull
+from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.pair_sender import PrefillFailed
 from router_client.errors import NoWorkers
-from router_client.outliers.avoidance import Avoidance, EnginesRest
+from router_client.outliers.avoidance import EnginesRest
 from router_client.outliers.monitor import OutlierMonitor
 from router_client.outliers.retry_budget import RetryBudget
 from router_client.prefill_decode_result import PairChoice
-from router_client.pricing.slo import Advice
-from router_client.prompt import Prompt
 from router_client.proxy.access_log import log_access
-from router_client.proxy.admission_queue import AdmissionQueue, QueueFull
 from router_client.proxy.answer_relay import AnswerRelay
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.client_request import ClientRequest, ErrorKind, send_answer, send_error
@@ -34,28 +32,16 @@ from router_client.proxy.request_reader import RequestReader, UnknownModel
 from router_client.proxy.tracing import describe_answer, describe_try, request_span
 from router_client.tokens.prompt_reader import RequestPrompt
 from router_client.upstream.engine_answer import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
-from router_client.upstream.status import Verdict, judge, retry_after_s
+from router_client.upstream.status import Verdict, judge
 
 _log = logging.getLogger("router_client.proxy")
 
 
-class RequestShed(KvatlasError):
-    """Every engine would miss the SLO by far: the request is refused, and its booking released."""
-
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__("every engine would miss the SLO by far; try again later")
-        self.retry_after_s = retry_after_s
-
-
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """`most_attempts`: workers tried for one request. `shed`: refuse a request if that is the advice. `tenant_header` and
-    `priority_header`: where a request's tenant and priority in the queue are, in lower case; '' for none."""
+    """`most_attempts`: workers tried for one request."""
 
     most_attempts: int = 4
-    shed: bool = False
-    tenant_header: str = ""
-    priority_header: str = ""
     access_log: bool = True
 
 
@@ -79,24 +65,21 @@ class Exchange:
 
     def __init__(
         self,
-        pairs: PairBooker,
         reader: RequestReader,
         catalogue: Catalogue,
         relay: AnswerRelay,
         outliers: OutlierMonitor,
         counters: ProxyCounters,
-        queue: AdmissionQueue,
+        admission: Admission,
         settings: ExchangeSettings | None = None,
         budget: RetryBudget | None = None,
     ) -> None:
-        self._pairs = pairs
         self._reader = reader
         self._catalogue = catalogue
         self._relay = relay
         self._outliers = outliers
-        self._avoidance = Avoidance(outliers, catalogue.workers_of)
         self._counters = counters
-        self._queue = queue
+        self._admission = admission
         self._settings = settings or ExchangeSettings()
         self._budget = budget or RetryBudget()
         self._running: dict[asyncio.Task[None], ClientRequest] = {}
@@ -110,7 +93,7 @@ class Exchange:
     @property
     def waiting(self) -> int:
         """How many of them wait for a worker with room."""
-        return self._queue.waiting()
+        return self._admission.waiting
 
     async def run(self, request: ClientRequest) -> None:
         """Answer one request. If the client goes away, everything that runs for it is cancelled, at the engine too."""
@@ -265,23 +248,17 @@ class Exchange:
         client sent."""
         assert attempts.refused is not None
         answer, header = attempts.refused
-        verdict, status = judge(answer.status), answer.status
+        verdict = self._outliers.record_status(pool_id, worker_id, answer.status, answer.headers)
         if verdict is Verdict.ELSEWHERE:
             self._counters.refused += 1
-            if (seconds := retry_after_s(answer.headers)) is not None and status in (429, 503):
-                self._outliers.rest(pool_id, worker_id, seconds)
-                self._outliers.record_unknown(pool_id, worker_id)
-            else:
-                self._outliers.record_bad(pool_id, worker_id, f"status {status}")
             return False
-        self._outliers.record_unknown(pool_id, worker_id)
         if own_form:
             return False
         if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
-            attempts.doubted = worker_id, status
+            attempts.doubted = worker_id, answer.status
             return False
         self._counters.refused_by_engine += 1
-        describe_answer(span, status, worker_id)
+        describe_answer(span, answer.status, worker_id)
         await send_answer(request.send, answer, (header,))
         return True
 
@@ -306,77 +283,23 @@ class Exchange:
         describe_answer(span, kind.status, None)
         await send_error(request.send, kind, str(error), retry_after_s=error.retry_after_s)
 
-    # ------------------------------------------------------------ booking
-
     @asynccontextmanager
     async def _book(self, request: ClientRequest, read: RequestPrompt, attempts: _Attempts) -> AsyncIterator[Booked]:
         """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
         prompt = read.prompt
-        if attempts.number == 1 and self._queue.settings.requests:
-            choice = await self._book_in_turn(request, prompt)
+        if attempts.number == 1:
+            choice = await self._admission.admit(prompt, request.text, request.header)
         else:
-            choice = await self._book_now(request, prompt, attempts)
+            choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
         try:
-            if self._settings.shed and attempts.number == 1 and choice.advice is Advice.SHED:
-                raise RequestShed(choice.retry_after_s)
             yield choice
         finally:
-            await _end(choice)
-            self._queue.record_end(prompt.scope.pool_id)
-
-    async def _book_now(self, request: ClientRequest, prompt: Prompt, attempts: _Attempts) -> Booked:
-        def book(avoid: frozenset[str]) -> Awaitable[Booked]:
-            return self._pairs.book(prompt, request.text, avoid, apart=attempts.apart)
-
-        return await self._avoidance.choose(prompt, attempts.tried, book)
-
-    async def _book_in_turn(self, request: ClientRequest, prompt: Prompt) -> Booked:
-        waited = False
-
-        async def book() -> Booked | None:
-            nonlocal waited
-            try:
-                choice = await self._book_now(request, prompt, _Attempts())
-            except EnginesRest:
-                waited = True
-                return None
-            if not choice.over & NO_ROOM:
-                return choice
-            waited = True
-            await choice.fail()
-            return None
-
-        tenant = request.header(self._settings.tenant_header.encode()) if self._settings.tenant_header else None
-        choice: Booked = await self._queue.admit(
-            prompt.scope.pool_id,
-            book,
-            priority=self._priority(request),
-            tenant=tenant or prompt.scope.tenant_id,
-            tokens=prompt.input_tokens,
-        )
-        self._counters.queued += waited
-        return choice
-
-    def _priority(self, request: ClientRequest) -> int:
-        """As vLLM's: lower is earlier, 0 by default."""
-        given = request.header(self._settings.priority_header.encode()) if self._settings.priority_header else None
-        try:
-            return int(given or 0)
-        except ValueError:
-            return 0
+            await self._admission.end(prompt, choice)
 
 
 def _workers_of(choice: Booked) -> set[str]:
     prefill = choice.prefill if isinstance(choice, PairChoice) else None
     return {choice.worker_id} if prefill is None else {choice.worker_id, prefill.worker_id}
-
-
-async def _end(choice: Booked) -> None:
-    """As failed; a choice that was finished stays finished."""
-    try:
-        await choice.fail()
-    except Unreachable as error:
-        _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
 
 
 async def _refuse(request: ClientRequest, span: Span, kind: ErrorKind, line: str, param: str | None = None) -> None:

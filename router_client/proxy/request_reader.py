@@ -40,6 +40,10 @@ class RequestReader:
         read = self._prompts.guess(await self._scope(model, None), letters, request_id)
         return await self._narrow(read, model)
 
+    def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
+        """As `read_length`, in a scope that the caller knows."""
+        return self._prompts.guess(scope, letters, request_id)
+
     async def _scope(self, model: str | None, tenant_id: str | None) -> Scope:
         scope = await self._catalogue.scope_of(model, tenant_id)
         if scope is None:

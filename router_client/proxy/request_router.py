@@ -24,10 +24,14 @@ from kvatlas.reservations import RedisReservations
 from kvatlas.settings import RoutingSettings
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import export_metrics
+from router_client.admission.admission import Admission, AdmissionCounters, AdmissionSettings
+from router_client.admission.queue import AdmissionQueue, QueueSettings
 from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.fail_open import STORE_FAILURES
 from router_client.decision.selector import Selector
+from router_client.disaggregation.pair_booker import PairBooker
+from router_client.outliers.avoidance import Avoidance
 from router_client.outliers.monitor import OutlierMonitor
 from router_client.pricing.overlap import ResidencyOnly
 from router_client.prompt import Prompt
@@ -78,15 +82,18 @@ class RequestRouter:
 
 
 @asynccontextmanager
-async def open_request_router(settings: RoutingSettings, near: bool) -> AsyncIterator[RequestRouter]:
+async def open_request_router(
+    settings: RoutingSettings, near: bool, credentials_to: tuple[str, ...] = ()
+) -> AsyncIterator[RequestRouter]:
     """Connected, with its counters exported. `near`: does the process listen on loopback, so that engines may be there too?
+    `credentials_to`: see `AddressPolicy`.
 
     Raises SettingsError for a tokenizer that can't be read, and Unreachable or LayoutMismatch if the store can't be used and
     `wait` is off.
     """
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(connected_store(settings.redis, wait=settings.wait, on_wait=_log_wait))
-        addresses = _address_policy(settings, near)
+        addresses = _address_policy(settings, credentials_to, near)
         short_calls = await stack.enter_async_context(engine_client(TOKENIZE_S, addresses))
         tokens = TokenCounters()
         fleet = FleetStore(store)
@@ -119,9 +126,20 @@ def is_near(host: str) -> bool:
     return own.is_loopback if own is not None else host == "localhost"
 
 
-def _address_policy(settings: RoutingSettings, near: bool) -> AddressPolicy:
+def build_admission(
+    parts: RequestRouter, settings: RoutingSettings, counters: AdmissionCounters, *, apart: bool
+) -> Admission:
+    """Over these parts, as the settings say. `apart`: prefill and decode may be on two workers."""
+    pairs = PairBooker(parts.client, parts.catalogue.records, apart=apart)
+    avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of)
+    queue = AdmissionQueue(QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s))
+    headers = settings.tenant_header.lower(), settings.priority_header.lower()
+    return Admission(pairs, avoidance, queue, counters, AdmissionSettings(settings.shed, *headers))
+
+
+def _address_policy(settings: RoutingSettings, credentials_to: tuple[str, ...], near: bool) -> AddressPolicy:
     try:
-        return AddressPolicy(settings.engine_addresses, settings.credentials_to, near=near)
+        return AddressPolicy(settings.engine_addresses, credentials_to, near=near)
     except InvalidValue as error:
         raise SettingsError(f"--engine-addresses or --credentials-to: {error}") from error
 

@@ -8,6 +8,7 @@ from typing import Any
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints
+from router_client.admission.admission import RequestShed
 from router_client.disaggregation.bootstrap import DEFAULT_PORT
 from router_client.disaggregation.protocol import TransferProtocol
 from router_client.held_bookings import BookingId, HeldBookings
@@ -19,7 +20,6 @@ from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.counters import ProxyCounters
-from router_client.proxy.exchange import RequestShed
 from router_client.proxy.request_reader import RequestReader, UnknownModel
 from router_client.results import Choice
 from router_client.tokens.prompt_reader import RequestPrompt

@@ -15,14 +15,12 @@ from anyio.abc import TaskStatus
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
-from router_client.disaggregation.pair_booker import PairBooker
 from router_client.held_bookings import HeldBookings
-from router_client.proxy.admission_queue import AdmissionQueue, QueueSettings
 from router_client.proxy.answer_relay import AnswerRelay
 from router_client.proxy.application import ProxyApplication
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.exchange import Exchange, ExchangeSettings
-from router_client.proxy.request_router import engine_client, is_near, open_request_router
+from router_client.proxy.request_router import build_admission, engine_client, is_near, open_request_router
 from router_client.proxy.route_api import RouteApi
 from router_client.upstream.engine_watch import PATIENCE_S, EngineWatch
 
@@ -81,27 +79,21 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
     """The application with all its parts, for the caller's own server."""
     stack = AsyncExitStack()
     try:
-        parts = await stack.enter_async_context(open_request_router(settings, is_near(settings.host)))
+        parts = await stack.enter_async_context(
+            open_request_router(settings, is_near(settings.host), settings.credentials_to)
+        )
         engines = await stack.enter_async_context(engine_client(settings.engine_timeout_s, parts.addresses))
         watch = await stack.enter_async_context(EngineWatch(parts.short_calls, PATIENCE_S))
         counters = ProxyCounters()
         relay = AnswerRelay(engines, watch, counters, parts.addresses, ask_usage=settings.ask_usage)
-        queue = AdmissionQueue(QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s))
         exchange = Exchange(
-            PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate),
             parts.reader,
             parts.catalogue,
             relay,
             parts.outliers,
             counters,
-            queue,
-            ExchangeSettings(
-                settings.max_attempts,
-                settings.shed,
-                settings.tenant_header.lower(),
-                settings.priority_header.lower(),
-                settings.access_log,
-            ),
+            build_admission(parts, settings, counters, apart=settings.disaggregate),
+            ExchangeSettings(settings.max_attempts, settings.access_log),
         )
         held = HeldBookings(parts.client, counters, held_s=settings.held_s)
         stack.push_async_callback(held.close)

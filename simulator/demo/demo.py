@@ -101,13 +101,13 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
         sidecar_flags=["--chunk-size", chunks[0]] if chunks else [],
     )
     with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder:
-        async with running_fleet(fleet_settings, Path(folder)) as fleet, _open_probe(fleet) as probe:
+        async with running_fleet(fleet_settings, Path(folder)) as fleet, open_probe(fleet) as probe:
             await wait_until_routable(probe.store, len(fleet.engines), SETTLE_S)
             console.print(
                 f"{workload.requests} requests of {len(workload.sessions)} conversations, "
                 f"{settings.workload.system_prompts} system prompts; engines at {settings.speed_up:g} x speed"
             )
-            phases = await _run_phases(console, settings, workload, fleet.routers, probe)
+            phases = await run_phases(console, settings, workload, fleet.routers, probe)
     save_picture(phases, settings.picture)
     if as_json:
         print(json.dumps([phase.to_jsonable() for phase in phases], indent=2))
@@ -116,9 +116,10 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
     console.print(f"picture: {settings.picture.resolve()}")
 
 
-async def _run_phases(
-    console: Console, settings: DemoSettings, workload: Workload, routers: dict[str, str], probe: "_FleetProbe"
+async def run_phases(
+    console: Console, settings: DemoSettings, workload: Workload, routers: dict[str, str], probe: "FleetProbe"
 ) -> list[Phase]:
+    """The workload through each router, with empty caches at its start."""
     phases = []
     columns = (
         TextColumn("{task.description:12}"),
@@ -161,7 +162,7 @@ def _quantile_bound(bounds: Sequence[float], counts: Sequence[int], q: float) ->
     return None
 
 
-class _FleetProbe:
+class FleetProbe:
     """Reads the state of the running fleet, and clears its caches."""
 
     def __init__(self, fleet: RunningFleet, http: httpx.AsyncClient, store: Store) -> None:
@@ -201,6 +202,7 @@ class _FleetProbe:
 
 
 @asynccontextmanager
-async def _open_probe(fleet: RunningFleet) -> AsyncIterator[_FleetProbe]:
+async def open_probe(fleet: RunningFleet) -> AsyncIterator[FleetProbe]:
+    """Connected to the fleet's parts."""
     async with connected_store(fleet.redis_url, wait=False) as store, httpx.AsyncClient(timeout=10) as http:
-        yield _FleetProbe(fleet, http, store)
+        yield FleetProbe(fleet, http, store)

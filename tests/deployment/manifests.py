@@ -16,7 +16,8 @@ OVERLAYS = [ROOT / "k8s" / name for name in ("base", "development", "production"
 ENGINES = sorted(
     path.parent for path in (ROOT / "k8s/engines").rglob("kustomization.yaml") if path.parent.name != "sidecar"
 )
-KUSTOMIZATIONS = [*OVERLAYS, *ENGINES]
+GATEWAYS = sorted(path.parent for path in (ROOT / "k8s/gateway").rglob("kustomization.yaml"))
+KUSTOMIZATIONS = [*OVERLAYS, *ENGINES, *GATEWAYS]
 """All that can be applied; the others are their parts."""
 
 Object = Mapping[str, Any]

@@ -54,7 +54,14 @@ def test_the_chart_renders_what_the_overlay_holds(overlay: str, flags: list[str]
         assert chart[name] == wanted, name
 
 
-@pytest.mark.parametrize("flags", [[], PRODUCTION])
+def test_the_charts_picker_is_that_of_the_examples() -> None:
+    flags = ["--set", "gateway.enabled=true"]
+    chart, without = by_name(rendered(*flags)), by_name(rendered())
+    added = {name: one for name, one in chart.items() if name not in without}
+    assert added == by_name(kustomized(ROOT / "k8s/gateway/picker"))
+
+
+@pytest.mark.parametrize("flags", [[], PRODUCTION, ["--set", "gateway.enabled=true"]])
 def test_lint_finds_nothing(flags: list[str]) -> None:
     said = run("helm", "lint", "--strict", str(CHART), *flags)
     assert "[WARNING]" not in said and "[ERROR]" not in said and "0 chart(s) failed" in said
@@ -71,6 +78,8 @@ def test_lint_finds_nothing(flags: list[str]) -> None:
         ("router.args[0]=port", "args"),
         ("indexer.resources.limits.memory=much", "memory"),
         ("telemetry.PATH=x", "telemetry"),
+        ("gateway.failureMode=Open", "failureMode"),
+        ("gateway.targetPorts[0]=0", "targetPorts"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(value: str, names: str) -> None:

@@ -1,4 +1,4 @@
-"""Each command of docs/kubernetes.md, as far as it can be tried without a cluster."""
+"""Each command of docs/kubernetes.md, and of docs/gateway.md for Kubernetes, as far as it can be tried without a cluster."""
 
 import json
 import re
@@ -24,6 +24,7 @@ from tests.deployment.tools import ROOT, kustomized, objects, run
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)]
 LINES = [line for block in BLOCKS for line in block]
+GATEWAY_LINES = re.findall(r"^(?:kubectl|helm) .*$", (ROOT / "docs/gateway.md").read_text(), re.MULTILINE)
 FLEET = [*rendered(), *rendered(*PRODUCTION)]
 """What the chart installs, in both ways."""
 IMAGES = ["kvatlas", "kvatlas-sidecar", "kvatlas-simulator"]
@@ -104,7 +105,7 @@ def test_a_fleet_takes_six_commands() -> None:
     assert len(BLOCKS[0]) <= 6 and BLOCKS[0][0].startswith("make image push REGISTRY=")
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(LINES))
+@pytest.mark.parametrize("line", dict.fromkeys([*LINES, *GATEWAY_LINES]))
 def test_a_command_is_right(line: str) -> None:
     words = shlex.split(line)
     CHECKS[words[0]](words)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import kubernetes_validate
 import pytest
@@ -12,8 +12,11 @@ from cloudcoil.models.keda import v1alpha1 as keda
 from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 from pydantic import BaseModel
 
+from kvatlas.settings import GatewaySettings
+from tests.deployment import gateway_resources
 from tests.deployment.manifests import (
     ENGINES,
+    GATEWAYS,
     KUSTOMIZATIONS,
     Object,
     containers,
@@ -29,6 +32,10 @@ from tests.deployment.tools import ROOT, kustomized
 
 CUSTOM: dict[str, type[BaseModel]] = {
     "Certificate": cert_manager.Certificate,
+    "DestinationRule": gateway_resources.DestinationRule,
+    "Gateway": gateway_resources.Gateway,
+    "HTTPRoute": gateway_resources.HTTPRoute,
+    "InferencePool": gateway_resources.InferencePool,
     "Issuer": cert_manager.Issuer,
     "PodMonitor": prometheus_operator.PodMonitor,
     "ScaledObject": keda.ScaledObject,
@@ -36,6 +43,7 @@ CUSTOM: dict[str, type[BaseModel]] = {
 }
 """Models made from the definitions of these resources."""
 
+GATEWAY = ["--set", "gateway.enabled=true"]
 FLEETS = [ROOT / "k8s/development", ROOT / "k8s/production"]
 
 
@@ -69,7 +77,7 @@ def test_what_kustomize_renders_is_valid(folder: Path) -> None:
         validate(document)
 
 
-@pytest.mark.parametrize("flags", [[], PRODUCTION])
+@pytest.mark.parametrize("flags", [[], PRODUCTION, GATEWAY])
 def test_what_helm_renders_is_valid(flags: list[str]) -> None:
     for document in rendered(*flags):
         validate(document)
@@ -131,7 +139,8 @@ def test_containers_run_without_privileges_and_within_limits(folder: Path) -> No
             assert context["seccompProfile"] == {"type": "RuntimeDefault"}
             assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
             assert pod.get("enableServiceLinks") is False or not is_ours(container)
-            assert pod.get("automountServiceAccountToken") is False or folder in ENGINES
+            token = folder == ROOT / "k8s/gateway/extension-objects"
+            assert pod.get("automountServiceAccountToken") is token or folder in ENGINES
 
 
 @pytest.mark.parametrize("folder", FLEETS, ids=name_of)
@@ -239,3 +248,52 @@ def test_the_store_keeps_what_it_is_given() -> None:
     assert directives["--hash-max-listpack-entries"] == "128"
     lines = (ROOT / "k8s/chart/files/valkey.conf").read_text().splitlines()
     assert {"maxmemory-policy noeviction", "hash-max-listpack-entries 128"} <= set(lines)
+
+
+@pytest.mark.parametrize("folder", GATEWAYS, ids=name_of)
+def test_a_gateways_route_leads_to_a_pool_and_its_picker(folder: Path) -> None:
+    found = {label_of(one): one for one in kustomized(folder)}
+    pool = found["InferencePool kvatlas"]["spec"]
+    picker = pool["endpointPickerRef"]
+    (port,) = [
+        port for port in found[f"Service {picker['name']}"]["spec"]["ports"] if port["port"] == picker["port"]["number"]
+    ]
+    (container,) = found["Deployment kvatlas-epp"]["spec"]["template"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert f"--port={ports[port['targetPort']]}" in container["args"] and port["appProtocol"] == "http2"
+    for route in (one for one in found.values() if one["kind"] == "HTTPRoute"):
+        assert f"Gateway {route['spec']['parentRefs'][0]['name']}" in found
+        for rule in route["spec"]["rules"]:
+            assert [f"{backend['kind']} {backend['name']}" for backend in rule["backendRefs"]] == [
+                "InferencePool kvatlas"
+            ]
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one, _ in pods(kustomized(ROOT / "k8s/engines/vllm"))]
+    assert any(selected(pool["selector"], own) for own in labels)
+    advertised = [
+        word.rpartition(":")[2]
+        for _, pod in pods(kustomized(ROOT / "k8s/engines/vllm"))
+        for each in containers(pod)
+        for word in each.get("args", ())
+        if word.startswith("--advertise-url=")
+    ]
+    assert advertised == [str(target["number"]) for target in pool["targetPorts"]]
+
+
+@pytest.mark.parametrize("folder", GATEWAYS, ids=name_of)
+def test_a_stopped_picker_has_time_for_what_runs(folder: Path) -> None:
+    (pod,) = [pod for _, pod in pods(kustomized(folder))]
+    (container,) = pod["containers"]
+    flags = dict(word.split("=") for word in container["args"] if "=" in word)
+    taken = container["lifecycle"]["preStop"]["sleep"]["seconds"] + int(flags["--drain-s"]) + int(flags["--grace-s"])
+    assert taken < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_picker_that_reads_objects_may_list_them_and_nothing_else() -> None:
+    found = {label_of(one): one for one in kustomized(ROOT / "k8s/gateway/extension-objects")}
+    (rule,) = found["Role kvatlas-epp"]["rules"]
+    groups = get_args(GatewaySettings.model_fields["extension_objects"].annotation)
+    assert sorted(rule["apiGroups"]) == sorted(set(groups) - {"none"})
+    assert (rule["resources"], rule["verbs"]) == (["inferenceobjectives", "inferencemodelrewrites"], ["list"])
+    pod = found["Deployment kvatlas-epp"]["spec"]["template"]["spec"]
+    (subject,) = found["RoleBinding kvatlas-epp"]["subjects"]
+    assert pod["serviceAccountName"] == subject["name"] == found["ServiceAccount kvatlas-epp"]["metadata"]["name"]

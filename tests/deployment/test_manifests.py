@@ -13,8 +13,16 @@ import pytest
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
-from kvatlas.settings import ENV_PREFIX, IndexerSettings, ProcessSettings, ProxySettings, PublishSettings
+from kvatlas.settings import (
+    ENV_PREFIX,
+    GatewaySettings,
+    IndexerSettings,
+    ProcessSettings,
+    ProxySettings,
+    PublishSettings,
+)
 from kvatlas_cli.app import COMMANDS
+from router_client.gateway.server import LIVENESS, READINESS
 from simulator.settings import EngineSettings
 from tests.deployment.manifests import (
     ENGINES,
@@ -125,7 +133,15 @@ def test_every_variable_is_a_setting_of_the_command(one: Deployed, monkeypatch: 
 
 @pytest.mark.parametrize("one", [one for one in DEPLOYED if one.ports], ids=str)
 def test_probes_ask_a_page_that_is_served(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, port, paths = listens_at(settings_of(one, monkeypatch))
+    settings = settings_of(one, monkeypatch)
+    if isinstance(settings, GatewaySettings):
+        assert settings.host == "0.0.0.0" and one.ports["metrics"] == 9464 and one.probes
+        assert one.ports["grpc"] == settings.port and one.ports["health"] == settings.health_port
+        for probe in one.probes:
+            assert probe["grpc"]["port"] == settings.health_port
+            assert probe["grpc"]["service"] in (LIVENESS, *READINESS)
+        return
+    host, port, paths = listens_at(settings)
     assert host == "0.0.0.0" and one.probes
     for probe in one.probes:
         assert probe["httpGet"]["path"] in paths
@@ -300,6 +316,7 @@ def test_images_hold_what_their_containers_run() -> None:
     (default,) = re.findall(r"^ARG EXTRAS=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert set(default.split(",")) == extras["kvatlas"]
     needed = {"indexer": "indexer", "publish": "publisher", "router": "router", "simulate-engine": "simulator"}
+    needed["epp"] = "gateway"
     for folder in KUSTOMIZATIONS:
         for _, pod in pods(kustomized(folder)):
             for container in containers(pod):

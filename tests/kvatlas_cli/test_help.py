@@ -19,6 +19,7 @@ EXPECTED_COMMANDS = {
     "indexer",
     "publish",
     "router",
+    "epp",
     "simulate-engine",
     "export",
     "workers",

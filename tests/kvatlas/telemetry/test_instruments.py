@@ -18,6 +18,7 @@ from kvatlas.telemetry.instruments import TOTALS, Instrument
 from publishers.counters import PublisherCounters
 from publishers.ledger.counters import LedgerCounters
 from router_client import RouterCounters
+from router_client.gateway.counters import GatewayCounters
 from router_client.proxy.counters import ProxyCounters
 from router_client.tokens import TokenCounters
 from tests.kvatlas.telemetry.test_metric_export import read
@@ -44,6 +45,7 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
         ("rates", LearnedRates(1, EngineRates(), 2.0, 0.1, 0.2)),
         ("proxy", ProxyCounters()),
         ("http", HttpCounters()),
+        ("gateway", GatewayCounters()),
         ("tokens", TokenCounters()),
         ("answers", AnswerCounts()),
         ("publisher", PublisherCounters()),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.store.connection import Store
-from router_client.proxy.admission_queue import AdmissionQueue, FairQueue, QueueFull, QueueSettings, Ticket
+from router_client.admission.queue import AdmissionQueue, FairQueue, QueueFull, QueueSettings, Ticket
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router_client.proxy.test_proxy import status as proxy_status

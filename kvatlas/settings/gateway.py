@@ -1,0 +1,85 @@
+"""Settings of `kvatlas epp`, the endpoint picker of gateways."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from kvatlas.errors import SettingsError
+from kvatlas.settings.field_types import CommaList, Name, Port
+from kvatlas.settings.process import missing_line
+from kvatlas.settings.proxy import RoutingSettings
+from kvatlas.validation import Count
+
+
+class GatewaySettings(RoutingSettings):
+    """The endpoint picker of a gateway."""
+
+    tenant_header: str = Field(
+        default="x-gateway-inference-fairness-id",
+        description="Request header that names the tenant, for a fair queue. Trusted: the gateway must set it.",
+    )
+    host: Name = Field(default="127.0.0.1", description="Address to listen on.")
+    port: Port = Field(default=9002, description="Port that the gateway asks; 0: any free one.")
+    health_port: Port = Field(default=9003, description="Port of the health service for probes; 0: any free one.")
+    plaintext: bool = Field(default=False, description="No TLS on the port that the gateway asks.")
+    tls_certificate: Path | None = Field(
+        default=None,
+        description="File of the certificate chain (PEM); default: one made at the start, signed by itself.",
+    )
+    tls_key: Path | None = Field(default=None, description="File of the certificate's private key (PEM).")
+    processes: int = Field(default=1, ge=1, le=256, description="Processes that share the ports.")
+    share_port: bool = Field(
+        default=False, description="Let other processes listen on the same ports too (SO_REUSEPORT)."
+    )
+    pods: CommaList = Field(
+        default=(),
+        description="The pool's pods: HOST:PORT, by commas; a headless Service's name stands for all of its pods. "
+        "Default: the workers that have publishers.",
+    )
+    pool_name: Name = Field(default="kvatlas", description="Name of the InferencePool, for metrics and objects.")
+    extension_objects: Literal["none", "inference.networking.x-k8s.io", "llm-d.ai"] = Field(
+        default="none",
+        description="API group whose InferenceObjectives (priorities) and InferenceModelRewrites (v1alpha2) are read from "
+        "Kubernetes, of the pool and the pod's namespace.",
+    )
+    fallbacks: Count = Field(
+        default=0, description="Further endpoints in each answer, for the gateway's retries; some gateways take none."
+    )
+    prefill_header: str = Field(
+        default="",
+        description="Request header that tells the engines' sidecars the address of the prefill worker (llm-d: "
+        "x-prefiller-host-port); without it one worker does both.",
+    )
+    response_mode: Literal["whole", "headers", "none"] = Field(
+        default="whole",
+        description="How much of an answer passes through here: `whole` reads usage and times, `headers` asks the gateway "
+        "for its headers only, `none` leaves a request when it was sent.",
+    )
+    pick_deadline_ms: float = Field(
+        default=1_000.0, gt=0, description="Milliseconds for a decision; then the answer is 503."
+    )
+    max_body_mib: int = Field(
+        default=64, ge=1, le=1024, description="MiB of a body that a decision reads; a longer one is routed by load."
+    )
+    drain_s: int = Field(
+        default=5,
+        ge=0,
+        le=600,
+        description="Seconds between being not ready and taking no more requests, when stopped.",
+    )
+    grace_s: int = Field(default=120, ge=0, le=86_400, description="Seconds that running answers get after that.")
+    conformance: bool = Field(
+        default=False, description="Heed the test headers of the Inference Extension's conformance suite."
+    )
+
+    @classmethod
+    def load(cls, **flags: Any) -> Self:
+        """As every settings'; certificate and key belong together."""
+        settings = super().load(**flags)
+        if (settings.tls_certificate is None) != (settings.tls_key is None):
+            absent = "tls_key" if settings.tls_key is None else "tls_certificate"
+            raise SettingsError(missing_line(absent, "both a certificate and its key, or neither"))
+        if settings.plaintext and settings.tls_certificate is not None:
+            raise SettingsError("--plaintext and --tls-certificate are both given; expected one of them")
+        return settings

@@ -1,0 +1,28 @@
+"""`kvatlas epp`: an endpoint picker, for gateways on Kubernetes."""
+
+from typing import TYPE_CHECKING
+
+from kvatlas.settings import GatewaySettings
+from kvatlas_cli.flags import with_settings
+from kvatlas_cli.output import print_notice
+from kvatlas_cli.process_group import run_process_group
+from kvatlas_cli.runner import run_service
+
+if TYPE_CHECKING:
+    from router_client.gateway.service import RunningPicker
+
+
+@with_settings(GatewaySettings)
+def epp(settings: GatewaySettings) -> None:
+    """Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing."""
+    from router_client.gateway.service import run_endpoint_picker  # needs the extra
+
+    if settings.processes == 1:
+        run_service("epp", settings, run_endpoint_picker(settings, ready=_ready))
+    else:
+        run_service("epp", settings, run_process_group(settings))
+
+
+def _ready(running: "RunningPicker") -> None:
+    server = running.server
+    print_notice(f"endpoint picker on port {server.port}, health on port {server.health_port}")

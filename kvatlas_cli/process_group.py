@@ -1,0 +1,85 @@
+"""Several processes of one command that share its ports."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvatlas.embedded.child_process import child_command
+from kvatlas.errors import KvatlasError, SettingsError
+from kvatlas.runtime.backoff import Backoff
+from kvatlas.settings import GatewaySettings
+
+PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
+LONG_LIFE_S = 60.0
+"""A process that ends after so long is started again at once."""
+
+_log = logging.getLogger("kvatlas_cli")
+
+
+async def run_process_group(settings: GatewaySettings) -> None:
+    """Run this command line again in each of `settings.processes` processes until cancelled, then stop them in order.
+
+    One that crashes is started again. None outlives this one, also if it is killed (Linux). Raises SettingsError for a port
+    that can't be had, and KvatlasError if a process ends with an error of its own, which it has told.
+    """
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(_reserved(settings.host, port)) for port in (settings.port, settings.health_port)]
+        words = [*sys.argv[1:], "--processes", "1", "--share-port"]
+        words += ["--port", str(ports[0]), "--health-port", str(ports[1])]
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(settings.processes):
+                tasks.create_task(_keep_running(words, _environment(number)))
+
+
+@contextlib.contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    """A port that nobody else can take meanwhile, but those that share it. It is bound, and not listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            reservation.bind((host, port))
+        except OSError as error:
+            raise SettingsError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
+        yield reservation.getsockname()[1]
+
+
+def _environment(number: int) -> Mapping[str, str]:
+    """Of one process: its own page for Prometheus, on the next port."""
+    first = os.environ.get(PROMETHEUS_PORT, "9464")
+    port = str(int(first) + number) if first.isdecimal() else first  # what is wrong with it the process says
+    return {**os.environ, PROMETHEUS_PORT: port}
+
+
+async def _keep_running(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    backoff = Backoff(0.5, 10.0)
+    while True:
+        began = time.monotonic()
+        code = await _run(words, environment)
+        if code > 0:
+            raise KvatlasError(f"a process ended with exit code {code}; stopping the others")
+        if time.monotonic() - began > LONG_LIFE_S:
+            backoff.reset()
+        pause_s = backoff.next_s()
+        how = f"was ended by signal {-code}" if code else "ended"
+        _log.warning("a process %s; starting another in %g s", how, pause_s)
+        await asyncio.sleep(pause_s)
+
+
+async def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """One process to its end; its exit code. Cancelled: asks it to stop, and waits."""
+    command = child_command([sys.executable, "-m", "kvatlas_cli.main", *words])
+    process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        await process.wait()
+        raise

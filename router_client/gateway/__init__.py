@@ -1,0 +1,20 @@
+"""`kvatlas epp`: an endpoint picker, which a gateway asks over Envoy's external processing (extra `gateway`).
+
+    service.py            the process: settings, connections, both gRPC servers, drain
+    server.py             gRPC: the external processor, its health service, TLS (certificate.py)
+    processor.py          one stream: asks the picker, follows the answer
+    ext_proc/             Envoy's messages, and what may be sent when on a stream; pure
+    answer_reader.py      reads usage and times from an answer while it passes
+    picker.py             what a stream asks and tells: the interface to the decision
+    fleet_picker.py       the decision by `RouterClient`, over the fleet's workers
+    unpublished_pods.py   ... and over pods that nobody publishes for
+    booked_request.py     one booked request, from its choice to its end
+    addresses.py          a worker's ip:port, the pods of a pool
+    asked_request.py      a request as the picker reads it
+    extension_objects.py  priorities and rewrites of models, from Kubernetes
+    counters.py           counters
+    field_metrics.py      metrics under the names that the field's dashboards use
+
+The gateway sends the request and its answer through a stream of its own for each request. What is not sent back never
+reaches the engine or the client; a stream that ends with an error is an error 500 for the client.
+"""

