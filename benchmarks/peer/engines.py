@@ -31,7 +31,7 @@ def encode_stored(tokens: Sequence[int], block_size: int, parent: int | None = N
         "block_size": block_size,
         "medium": "GPU",
     }
-    return msgpack.packb([time.time(), [event], 0]), hashes[-1]
+    return msgpack.packb([time.time(), [event], None]), hashes[-1]  # each socket is an engine of its own, of no rank
 
 
 class Engines:
