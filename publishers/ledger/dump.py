@@ -9,7 +9,7 @@ position of its block over all namespaces, packed u32. `holdings`: [tier, group,
 [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens, adapter, salt, extra
 keys]. `variants`: [hash, the parent's hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`:
 see `Residency.unproven`; nil if the engine uses keys. Usable residency and marks are not saved: they are computed from the
-rest. Versions 2 and 3 had no groups, version 2 no variants; they are read if all holdings are indexable. Up to version 4 what
+rest. Versions 2 and 3 had no groups, version 2 no variants; they are read if all holdings are indexable. Up to version 5 what
 is unproven was not saved: the engine is taken to use keys.
 """
 
