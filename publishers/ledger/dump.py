@@ -1,15 +1,16 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
     [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
-     tokens]
+     tokens, unproven]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
 salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root]. `owners`: for each name the
 position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names, counts]. `shared`:
 [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens, adapter, salt, extra
-keys]. `variants`: [hash, the parent's hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. Usable
-residency and marks are not saved: they are computed from the rest. Versions 2 and 3 had no groups, version 2 no variants; they
-are read if all holdings are indexable.
+keys]. `variants`: [hash, the parent's hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`:
+see `Residency.unproven`; nil if the engine uses keys. Usable residency and marks are not saved: they are computed from the
+rest. Versions 2 and 3 had no groups, version 2 no variants; they are read if all holdings are indexable. Up to version 5 what
+is unproven was not saved: the engine is taken to use keys.
 """
 
 import sys
@@ -32,8 +33,8 @@ from publishers.ledger.lineage import Lineage
 from publishers.ledger.residency import Residency
 from publishers.ledger.shared_hashes import CertainCopies
 
-VERSION = 5
-WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD = 2, 3, 4
+VERSION = 6
+WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD, WITHOUT_UNPROVEN = 2, 3, 4, 5
 """The versions before."""
 
 
@@ -70,6 +71,7 @@ class SavedLedger:
     variants: list[tuple[EngineHash, EngineHash]]
     groups: dict[int, ToldGroup]
     lookahead_tokens: int
+    unproven: list[EngineHash] | None
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
         """Fill the empty parts of a ledger that knows the groups already. Raises InvalidValue, LookupError, TypeError or
@@ -121,6 +123,8 @@ def pack(
     lineage: Lineage,
     residency: Residency,
     awaiting: AwaitingParent,
+    *,
+    uses_keys: bool,
 ) -> bytes:
     """The dump."""
     namespaces: list[list[Any]] = []
@@ -178,6 +182,7 @@ def pack(
                 list(lineage.variants.parent_of.items()),
                 [[index, one.kind.value, one.window_tokens, one.block_size] for index, one in groups.told.items()],
                 groups.lookahead_tokens,
+                None if uses_keys else list(residency.unproven),
             ]
         )
     )
@@ -192,11 +197,13 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             raw.append([])
         if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS):
             raw += [[], 0]
-        elif version not in (VERSION, WITHOUT_LOOKAHEAD):
+        if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD, WITHOUT_UNPROVEN):
+            raw.append(None)
+        elif version != VERSION:
             raise InvalidValue(f"saved ledger of version {version!r:.40}")
         _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
-        variants, told, ahead = engine
-        if version != VERSION and ahead:
+        variants, told, ahead, unproven = engine
+        if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD) and ahead:
             raise InvalidValue(
                 "saved ledger with lookahead hashes, of a version that left their tokens out of its hashes"
             )
@@ -235,6 +242,7 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             variants=[(name, parent_name) for name, parent_name in variants],
             groups={index: ToldGroup(AttentionKind(kind), window, size) for index, kind, window, size in told},
             lookahead_tokens=ahead,
+            unproven=unproven,
         )
     except InvalidValue:
         raise

@@ -334,7 +334,13 @@ class Ledger:
     def dump(self) -> bytes:
         """All of it but the counters, for the saved state."""
         return ledger_dump.pack(
-            self._identity, self.block_size, self.groups, self.lineage, self._residency, self._resolver.awaiting
+            self._identity,
+            self.block_size,
+            self.groups,
+            self.lineage,
+            self._residency,
+            self._resolver.awaiting,
+            uses_keys=self._resolver.uses_keys,
         )
 
     @classmethod
@@ -349,7 +355,8 @@ class Ledger:
             ledger.groups.restore(saved.groups, saved.lookahead_tokens)
             ledger.reuse = ledger.groups.reuse(saved.block_size)
             ledger._begin(Holdings(), saved.block_size)
-            ledger._resolver.uses_keys = True  # it is not saved; perhaps less is claimed than is held
+            ledger._resolver.uses_keys = saved.unproven is None
+            ledger._residency.unproven.update(saved.unproven or ())
             ledger._restore(saved)
             ledger._connector.restore(ledger.resident())
         except (LookupError, TypeError, ValueError) as error:
@@ -360,7 +367,8 @@ class Ledger:
     def _identity(self) -> list[str | int | bool | None]:
         one = self.settings
         return [
-            one.model_id, one.tokenizer_id, one.tenant_id, one.block_size, one.set_semantics, one.salt_is_tenant
+            one.model_id, one.tokenizer_id, one.tenant_id, one.block_size, one.set_semantics, one.salt_is_tenant,
+            *(f"{name}={adapter}" for name, adapter in sorted(one.adapter_ids.items())),
         ]  # fmt: skip
 
     def _restore(self, saved: ledger_dump.SavedLedger) -> None:

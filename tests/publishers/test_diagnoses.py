@@ -104,14 +104,19 @@ async def test_another_data_parallel_rank_is_named_and_not_published(nats_client
         assert publisher.counters.feed_unheard == 5 and publisher.ledger.announced_blocks == 0
 
 
-async def test_another_block_size_is_named(nats_client: Client, nats_url: str) -> None:
+@pytest.mark.parametrize(("size", "why"), [(32, ""), (8, " (context parallelism multiplies an engine's block size)")])
+async def test_another_block_size_is_named(nats_client: Client, nats_url: str, size: int, why: str) -> None:
     head, payloads = recording("vllm-0.33.0")
     assert head["block_size"] == 16
-    async with FakeEngine() as engine, sidecar(engine, nats_url, block_size=32) as publisher:
+    async with FakeEngine() as engine, sidecar(engine, nats_url, block_size=size) as publisher:
         await engine.send(*payloads[:20])
         found = await diagnosed(publisher)
-        line = "the engine's blocks have 16 tokens, but --block-size is 32: none of them is published"
-        assert (found.name, found.seen, found.cure) == ("block_size", line, "set --block-size 16, or leave it out")
+        line = f"the engine's blocks have 16 tokens, but --block-size is {size}: none of them is published"
+        assert (found.name, found.seen, found.cure) == (
+            "block_size",
+            line,
+            f"set --block-size 16, or leave it out{why}",
+        )
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,6 @@ async def test_chunks_of_a_saved_ledger_are_withdrawn_before_the_server_is_asked
             await one.holds(8)
         await server.evict(b"b")
         again = Ledger.load(one.ledger.dump(), one.ledger.settings)
-        again._resolver.uses_keys = (
-            False  # it is not saved: until the engine tells, nothing of a connector's is believed
-        )
         async with subscribed(server.endpoint, again) as two:
             await two.holds(4)
 

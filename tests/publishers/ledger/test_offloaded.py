@@ -62,11 +62,15 @@ def test_offloaded_blocks_do_not_teach_the_block_size() -> None:
     assert fold(one, chunk) == [] and one.block_size == 2 and one.announced_blocks == 1
 
 
-def test_a_saved_ledger_may_have_used_keys() -> None:
-    one = ledger()
-    fold(one, store([1]))
+@pytest.mark.parametrize("salted", [True, False])
+def test_a_saved_ledger_knows_if_the_engine_used_keys(salted: bool) -> None:
+    one = ledger(block_size=2)
+    fold(one, store([1], salt="acme" if salted else None), offloaded([5]))
     again = Ledger.load(one.dump(), one.settings)
-    assert fold(again, offloaded([5])) == []
+    fold(again, offloaded([6, 7]))
+    assert again.announced_blocks == (1 if salted else 2)
+    fold(again, store([9], salt="acme"))
+    assert not [tier for tier, _ in held(again) if tier == "cpu_dram"]
 
 
 def test_vllms_events_of_other_tiers_are_a_connectors() -> None:
