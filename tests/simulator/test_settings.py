@@ -13,6 +13,11 @@ from tests.simulator.running_engine import engine_settings
         ({"eviction": "mru"}, "--eviction is 'mru'; expected"),
         ({"model": "m", "adapters": "a,a"}, "--adapters is 'a,a'; expected names that differ"),
         ({"speed_up": 0}, "--speed-up is 0; expected"),
+        (
+            {"groups": "full,swa"},
+            "--groups is 'full,swa'; group 'swa'; expected full, swa:WINDOW, chunked:SIZE or mamba",
+        ),
+        ({"groups": "swa:8,mamba"}, "--groups is 'swa:8,mamba'; expected exactly one group of full attention"),
         ({"endpoint": "5557"}, "--endpoint is '5557'; expected a URL"),
     ],
 )
