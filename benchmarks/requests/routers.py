@@ -22,7 +22,7 @@ from starlette.routing import Route
 from benchmarks.child_processes import server_process
 from benchmarks.requests.clients import Request, Seen, running_engines, send, ttft_ms
 from kvatlas.embedded import valkey_server
-from kvatlas.runtime.http_server import listen, serve, url_of
+from kvatlas.runtime.http_server import listen, serve
 from kvatlas.store.connection import connected_store
 from simulator.demo.processes import wait_until_routable
 
@@ -92,7 +92,7 @@ class Front:
             listener = listen("127.0.0.1", 0, "the front")
             application = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
             await tasks.start(partial(serve, grace_s=0), application, listener)
-            yield url_of(listener)
+            yield listener.url
             tasks.cancel_scope.cancel()
 
 
