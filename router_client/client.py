@@ -32,13 +32,14 @@ from router_client.decision.decider import Decider, Decision, PairDecision
 from router_client.decision.fail_open import Basis
 from router_client.decision.fleet_cache import FleetCache, FleetReader
 from router_client.errors import NoWorkers
+from router_client.learning.bound_shares import BoundShares, both
 from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy
 from router_client.learning.rates import RateLearner
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, OverlapIndex
 from router_client.pricing.pool import Pool
 from router_client.pricing.ranking import RankedResults
-from router_client.pricing.usable_end import why_usable_ends
+from router_client.pricing.usable_end import describe_bound, why_usable_ends
 from router_client.prompt import Prompt
 from router_client.results import (
     Choice,
@@ -90,6 +91,7 @@ class RouterClient:
         self.settings = settings or RouterSettings()
         self.counters = RouterCounters()
         self.answers = PredictionAccuracy()
+        self._bounds = BoundShares(self.settings.rules)
         self._log = RateLimitedLog(_log)
         shared = reservations or MemoryReservations(now_us)
         self._reservations = shared
@@ -97,7 +99,7 @@ class RouterClient:
         self._fleet = FleetCache(
             fleet,
             self.settings.fleet_max_age_ms,
-            self.settings.rules,
+            self._bounds,
             profile=self._learner.profile,
             on_failure=self._count_fleet_failure,
         )
@@ -325,7 +327,12 @@ class RouterClient:
             endpoint.bootstrap_port,
             reservation,
             self._learner.feedback(prompt.scope.pool_id, ranking.results, result) if learns else None,
-            partial(self.answers.record, prompt, result, decision.basis) if learns else None,
+            both(
+                partial(self.answers.record, prompt, result, decision.basis),
+                partial(self._bounds.record, prompt, result, endpoint),
+            )
+            if learns
+            else None,
         )
 
     def _ranking(
@@ -375,7 +382,7 @@ class RouterClient:
         endpoint = record.endpoint
         mine = held.get(endpoint.id, NOTHING_HELD)
         size = endpoint.block_size or 0
-        rule = self.settings.rules.of(endpoint)
+        rule = self._bounds.of(endpoint)
         usable = mine.usable_tokens(rule, prompt, endpoint.kind, size or 1)
         by_tier: dict[Tier, int] = {}
         for run in mine.runs:
@@ -393,7 +400,7 @@ class RouterClient:
             events=endpoint.events,
             predicted_tokens=0 if endpoint.events else predicted.get(endpoint.id, 0),
             marks=endpoint.marks,
-            upper_bound=endpoint.upper_bound,
+            upper_bound=describe_bound(endpoint, rule),
             why=why_usable_ends(mine, usable, rule, prompt, endpoint),
         )
 

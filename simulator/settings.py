@@ -1,9 +1,8 @@
 """Settings of a simulated engine: flags and environment variables, as for every command."""
 
-from typing import Self
+from pydantic import Field, ValidationInfo, field_validator
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
-
+from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.settings import CommaList, Name, Port, Settings, ZmqEndpoint
 from kvatlas.validation import Count, Positive
 from simulator.cache.block_hash import SeededBlockHasher
@@ -11,7 +10,7 @@ from simulator.cache.eviction import BuiltInPolicy
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
 from simulator.http.kv_transfer import Disaggregation
-from simulator.hybrid_cache.groups import CacheGroup
+from simulator.hybrid_cache.groups import CacheGroup, parse_groups
 from simulator.zmq_events import EventEncoding, FeedSettings
 
 _RATES = StepCost()
@@ -53,6 +52,7 @@ class EngineSettings(Settings):
     block_size: Positive = Field(default=16, description="Tokens per block.")
     num_gpu_blocks: int = Field(default=4_096, ge=1, le=MAX_GPU_BLOCKS, description="Blocks on the GPU.")
     num_cpu_blocks: Count = Field(default=0, description="Blocks in the CPU tier; 0: no CPU tier.")
+    eviction: BuiltInPolicy = Field(default=BuiltInPolicy.LRU, description="Which cached block is evicted first.")
     groups: CommaList = Field(
         default=("full",),
         description="KV cache groups, separated by commas: full, swa:WINDOW, chunked:SIZE, mamba; several make a hybrid.",
@@ -61,7 +61,6 @@ class EngineSettings(Settings):
         default=0,
         description="Hybrids: sliding windows and mamba also keep what a request needs at multiples of this many tokens.",
     )
-    eviction: BuiltInPolicy = Field(default=BuiltInPolicy.LRU, description="Which cached block is evicted first.")
     seed: int | None = Field(default=None, description="Seed of its block hashes; default: random.")
 
     max_num_seqs: Positive = Field(default=256, description="Sequences that run at the same time.")
@@ -105,18 +104,25 @@ class EngineSettings(Settings):
 
     @field_validator("groups")
     @classmethod
-    def check_groups(cls, groups: tuple[str, ...]) -> tuple[str, ...]:
-        """Raises ValueError for groups that no engine has."""
-        parsed = [CacheGroup.parse(text) for text in groups]
-        if sum(group.is_full for group in parsed) != 1:
-            raise ValueError("expected exactly one group of full attention")
+    def _check_groups(cls, groups: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        given = info.data
+        parsed = parse_groups(groups)
+        if len(parsed) > 1 and (
+            given.get("num_cpu_blocks") or given.get("report_hits") or given.get("eviction") is not BuiltInPolicy.LRU
+        ):
+            raise ValueError("expected one group with --num-cpu-blocks, --report-hits or another --eviction than lru")
+        if any(
+            group.kind is AttentionKind.CHUNKED_LOCAL and group.tokens % given.get("block_size", 1) for group in parsed
+        ):
+            raise ValueError("expected chunks of a multiple of --block-size")
         return groups
 
-    @model_validator(mode="after")
-    def _check_hybrid(self) -> Self:
-        if self.is_hybrid and (self.num_cpu_blocks or self.report_hits or self.eviction is not BuiltInPolicy.LRU):
-            raise ValueError("num_cpu_blocks, report_hits and eviction are of models with one group; expected no other")
-        return self
+    @field_validator("retention_interval")
+    @classmethod
+    def _check_retention_interval(cls, interval: int, info: ValidationInfo) -> int:
+        if interval % info.data.get("block_size", 1):
+            raise ValueError("expected a multiple of --block-size, or 0")
+        return interval
 
     @property
     def is_hybrid(self) -> bool:
@@ -124,7 +130,7 @@ class EngineSettings(Settings):
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        return tuple(CacheGroup.parse(text) for text in self.groups)
+        return parse_groups(self.groups)
 
     @property
     def limits(self) -> SchedulerLimits:

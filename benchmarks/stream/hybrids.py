@@ -90,7 +90,7 @@ async def _measure_model(store: Store, name: str, batches: list[bytes], groups: 
     changelog.require_incarnation(IncarnationReason.START)
     partition = partition_of(WORKER, index.partitions)
     shard = shard_of(partition, index.shards)
-    await index.put(USE, "loads the functions", Tier.HBM, b"12345678")
+    await index.put(USE, "other", Tier.HBM, b"12345678")
     now_us, publisher_s = 0, 0.0
     payloads: list[bytes] = []
     for batch in batches:

@@ -30,7 +30,8 @@ class ReuseRule:
 
     `recomputed_tokens` at the prompt's end are never reused; `block_aligned` cuts the rest to whole blocks, or to multiples
     of `alignment_tokens` where that is not 0. `dropped_blocks` are dropped: from the hit, or with `drops_resident` from what
-    is resident, before the rest. Raises InvalidValue for a negative number.
+    is resident, before the rest. `share`: how much of the rest is counted, below 1 for an upper bound that answers have
+    corrected. Raises InvalidValue for a negative number.
     """
 
     recomputed_tokens: int = 1
@@ -38,9 +39,10 @@ class ReuseRule:
     dropped_blocks: int = 0
     drops_resident: bool = False
     alignment_tokens: int = 0
+    share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.recomputed_tokens < 0 or self.dropped_blocks < 0 or self.alignment_tokens < 0:
+        if self.recomputed_tokens < 0 or self.dropped_blocks < 0 or self.alignment_tokens < 0 or self.share < 0:
             raise InvalidValue(f"reuse rule {self}; expected no negative number")
 
     def usable_tokens(
@@ -53,6 +55,8 @@ class ReuseRule:
         dropped = self.dropped_blocks * block_size
         limit = self.limit_tokens(prompt_tokens, readable_tokens)
         usable = min(resident_tokens - dropped, limit) if self.drops_resident else min(resident_tokens, limit) - dropped
+        if self.share < 1:
+            usable = int(usable * self.share)
         if self.alignment_tokens:
             usable -= usable % self.alignment_tokens
         elif self.block_aligned:

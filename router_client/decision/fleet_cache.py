@@ -10,6 +10,7 @@ from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.fleet.records import FleetRecord
 from router_client.decision.fail_open import READ_SHARE, STORE_FAILURES, Deadline
+from router_client.learning.bound_shares import BoundShares
 from router_client.pricing.pool import Pool
 
 MAX_AGE_MS = 200.0
@@ -61,7 +62,7 @@ class FleetCache:
         self,
         reader: FleetReader,
         max_age_ms: float = MAX_AGE_MS,
-        rules: ReuseRules | None = None,
+        rules: BoundShares | None = None,
         clock: Callable[[], float] = time.monotonic,
         profile: Callable[[str], Awaitable[CostProfile]] | None = None,
         on_failure: Callable[[], None] = lambda: None,
@@ -70,7 +71,8 @@ class FleetCache:
         was not done in time."""
         self._on_failure = on_failure
         self._reader = reader
-        self._rules = rules
+        self._rules = rules or BoundShares(ReuseRules())
+        self._made_with: dict[str, int] = {}
         self._max_age_s = max_age_ms / 1_000
         self._clock = clock
         self._profile = profile or _default_profile
@@ -132,10 +134,12 @@ class FleetCache:
         records = self._last.setdefault(pool_id, LastKnownRecords(self._clock)).update(read)
         profile = await self._profile(pool_id)
         known = self.last_known(pool_id)
-        if known is not None and _is_of(known, records, profile):
+        version = self._rules.version
+        if known is not None and _is_of(known, records, profile) and self._made_with.get(pool_id) == version:
             pool = replace(known)  # another reading of the same
         else:
             pool = Pool.of(records, self._rules, profile)
+            self._made_with[pool_id] = version
         self._kept[pool_id] = (began, pool)
         return pool
 

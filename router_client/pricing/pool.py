@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
@@ -22,6 +22,12 @@ from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, limit_of
 
 MOST_SKIPPED = 64
+
+
+class WorkerRules(Protocol):
+    """What each worker's engine reuses: `ReuseRules`, or `BoundShares` that answers correct."""
+
+    def of(self, endpoint: EngineEndpoint) -> ReuseRule: ...
 
 
 class BlockShape(NamedTuple):
@@ -108,7 +114,7 @@ class Pool:
 
     @classmethod
     def of(
-        cls, records: Mapping[str, FleetRecord], rules: ReuseRules | None = None, profile: CostProfile | None = None
+        cls, records: Mapping[str, FleetRecord], rules: WorkerRules | None = None, profile: CostProfile | None = None
     ) -> "Pool":
         candidates = partial(_build_candidates, rules or ReuseRules(), profile or EngineProfile(), {})
         block_shapes: dict[BlockShape, set[str]] = {}
@@ -200,7 +206,7 @@ def serves_whole(worker: EngineEndpoint) -> bool:
 
 
 def _build_candidates(
-    rules: ReuseRules, profile: CostProfile, kinds: dict[Hashable, int], records: Sequence[FleetRecord]
+    rules: WorkerRules, profile: CostProfile, kinds: dict[Hashable, int], records: Sequence[FleetRecord]
 ) -> tuple[Candidate, ...]:
     """`kinds`: the numbers of the kinds so far; new kinds are added."""
     loads = [Load.of(r.load, r.endpoint.block_size or 1) if r.load else None for r in records]

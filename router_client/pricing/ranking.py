@@ -16,6 +16,7 @@ from kvatlas.reservations.limits import NO_ROOM, Over, level
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import Quote, quote_candidates
+from router_client.pricing.usable_end import describe_bound
 from router_client.prompt import Prompt
 
 IN_FLIGHT = TermKind("in_flight", "tokens")
@@ -136,5 +137,5 @@ def _price_with_load(quote: Quote, evaluated: OfferEvaluation, criteria: Criteri
         predicted,
         Over(over),
         plan=plan,
-        upper_bound=quote.candidate.endpoint.upper_bound,
+        upper_bound=describe_bound(quote.candidate.endpoint, quote.candidate.rule),
     )

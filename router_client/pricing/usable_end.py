@@ -27,3 +27,10 @@ def why_usable_ends(
     if rule.dropped_blocks:
         return f"EAGLE drops {rule.dropped_blocks} block{'s' if rule.dropped_blocks > 1 else ''}"
     return f"reuse is cut to multiples of {unit} tokens"
+
+
+def describe_bound(endpoint: EngineEndpoint, rule: ReuseRule) -> str:
+    """Why the worker's usable tokens are an upper bound, and what answers taught of it; empty if they are none."""
+    if endpoint.upper_bound and rule.share < 1:
+        return f"{endpoint.upper_bound}; answers had {rule.share:.0%} of it"
+    return endpoint.upper_bound

@@ -22,7 +22,7 @@ from kvatlas.validation import Count, Positive
 from simulator.demo.load_generator import Outcome, send_workload
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
 from simulator.demo.report import Phase, build_table, save_picture
-from simulator.settings import EngineSettings
+from simulator.hybrid_cache.groups import parse_groups
 from simulator.workload import Workload, WorkloadSettings, chat_settings, generate_workload
 
 SETTLE_S = 20.0
@@ -64,7 +64,8 @@ class DemoSettings(ProcessSettings):
     @field_validator("groups")
     @classmethod
     def _check_groups(cls, groups: tuple[str, ...]) -> tuple[str, ...]:
-        return EngineSettings.check_groups(groups)
+        parse_groups(groups)
+        return groups
 
     @property
     def routers(self) -> dict[str, Sequence[str]]:

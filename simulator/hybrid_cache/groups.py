@@ -32,7 +32,7 @@ class CacheGroup:
         name, _, size = text.partition(":")
         sized = name in _SIZED
         if name not in _KINDS or sized != bool(size) or (sized and not (size.isdecimal() and 0 < int(size) < 1 << 32)):
-            raise InvalidValue(f"group {text!r:.50}; expected full, swa:WINDOW, chunked:SIZE or mamba")
+            raise InvalidValue(f"expected full, swa:WINDOW, chunked:SIZE or mamba as a group, not {text!r:.50}")
         return cls(_KINDS[name], int(size or 0))
 
     @property
@@ -54,6 +54,14 @@ class CacheGroup:
             case AttentionKind.MAMBA:
                 return max(0, computed - 1) // block_size  # its state is all that came before
         return 0
+
+
+def parse_groups(texts: Iterable[str]) -> tuple[CacheGroup, ...]:
+    """The groups of one model, each as `CacheGroup.parse` takes it. Raises InvalidValue."""
+    groups = tuple(CacheGroup.parse(text) for text in texts)
+    if sum(group.is_full for group in groups) != 1:
+        raise InvalidValue("expected exactly one group of full attention")
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

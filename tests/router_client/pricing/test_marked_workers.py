@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.hashing import extend_chain, lazy_chain
 from kvatlas.blocks.reuse import CacheReading
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from router_client import Prompt, RouterClient
+from router_client.pricing.overlap import ResidencyOnly
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
 from tests.router_client.pools import CountingFleet
 
@@ -58,6 +59,28 @@ async def test_usable_ends_at_the_deepest_mark_over_all_parts_of_a_long_prompt()
         assert [result.worker_id for result in ranking] == ["full", "far", "near", "none"]
         short = await router.overlap(Prompt.of_tokens(SCOPE, TOKENS[: 4 * 650]))
         assert {w.worker_id: w.usable_tokens for w in short}["far"] == 400, "the prompt's last token is computed"
+
+
+async def test_without_marks_all_that_is_resident_counts_as_usable() -> None:
+    index = await index_of(w=[100])
+    async with RouterClient(ResidencyOnly(index), CountingFleet({"w": record("w", marks=True)})) as router:
+        [mine] = await router.overlap(Prompt.of_tokens(SCOPE, TOKENS))
+        assert mine.usable_tokens == mine.resident_tokens == 2800
+
+
+async def test_a_worker_whose_hashes_cover_tokens_behind_a_block_is_looked_up_by_a_chain_of_its_own() -> None:
+    index, source, plain = MemoryIndex(), MessageSource("ahead"), MessageSource("plain")
+    ahead_chain = b"".join(lazy_chain(TOKENS, SIZE, 256, lookahead_tokens=2))
+    await apply_messages(index, source.begin(1), source.store(SCOPE, ahead_chain[: 8 * 500]))
+    await apply_messages(index, plain.begin(1), plain.store(SCOPE, CHAIN[: 8 * 300]))
+    workers = {"ahead": record("ahead", lookahead_tokens=2), "plain": record("plain")}
+    fork = [*TOKENS[: 4 * 500], *range(90_000, 90_100)]
+    async with RouterClient(index, CountingFleet(workers)) as router:
+        for tokens, usable in ((TOKENS, 2_000), (fork, 1_996), (TOKENS[: 4 * 500 + 1], 1_996), (TOKENS[:2_002], 2_000)):
+            found = await router.overlap(Prompt.of_tokens(SCOPE, tokens))
+            assert {w.worker_id: w.usable_tokens for w in found} == {"ahead": usable, "plain": 1_200}
+            ranking = await router.rank(Prompt.of_tokens(SCOPE, tokens))
+            assert [result.worker_id for result in ranking] == ["ahead", "plain"]
 
 
 async def test_a_request_that_skips_the_cache_uses_nothing_of_it() -> None:

@@ -1,0 +1,78 @@
+"""How much of an upper bound engines really reuse, by pool: what their answers' cached tokens teach.
+
+Of some hybrid models residency is all that is told (SGLang, groups of a kind that is not known here): what is resident is an
+upper bound of what is reused. The share that the answers had is counted instead, once there are enough of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvatlas.blocks.reuse import ReuseRule, ReuseRules
+from kvatlas.fleet.records import EngineEndpoint
+from kvatlas.request import SelectionResult
+from router_client.prompt import Prompt
+from router_client.tokens.usage import Usage
+
+LEAST_ANSWERS = 20
+FADING = 0.99
+"""What an answer counts for less with each later one: about the last hundred matter."""
+STEP = 0.05
+"""Shares are rounded to it, so that pools are not made anew for each answer."""
+
+
+@dataclass(slots=True)
+class _Answers:
+    """Faded sums over the answers of one pool."""
+
+    answers: int = 0
+    bound_tokens: float = 0.0
+    cached_tokens: float = 0.0
+
+    @property
+    def share(self) -> float:
+        if self.answers < LEAST_ANSWERS or not self.bound_tokens:
+            return 1.0
+        return min(1.0, round(self.cached_tokens / self.bound_tokens / STEP) * STEP)
+
+
+class BoundShares:
+    """Gives each worker's rule: as set, and for one whose tokens are an upper bound with its pool's share. `version` changes
+    with any share."""
+
+    def __init__(self, rules: ReuseRules) -> None:
+        self.version = 0
+        self._rules = rules
+        self._pools: dict[str, _Answers] = {}
+
+    def of(self, endpoint: EngineEndpoint) -> ReuseRule:
+        """The rule of this worker."""
+        rule = self._rules.of(endpoint)
+        known = self._pools.get(endpoint.pool_id) if endpoint.upper_bound else None
+        return rule if known is None or known.share == 1 else replace(rule, share=known.share)
+
+    def record(self, prompt: Prompt, chosen: SelectionResult, endpoint: EngineEndpoint, usage: Usage) -> None:
+        """Learn from an answer of this worker. One says nothing if it tells no cached tokens, or nothing was resident."""
+        if not endpoint.upper_bound or usage.cached_tokens is None:
+            return
+        readable = prompt.reading.readable_tokens(endpoint.kind)
+        bound = self._rules.of(endpoint).usable_tokens(
+            chosen.resident_tokens, prompt.input_tokens, endpoint.block_size or 1, readable
+        )
+        if not bound:
+            return
+        known = self._pools.setdefault(endpoint.pool_id, _Answers())
+        before = known.share
+        known.answers += 1
+        known.bound_tokens = known.bound_tokens * FADING + bound
+        known.cached_tokens = known.cached_tokens * FADING + min(bound, usage.cached_tokens)
+        self.version += known.share != before
+
+
+def both(first: Callable[[Usage], None], second: Callable[[Usage], None]) -> Callable[[Usage], None]:
+    """Calls both."""
+
+    def call(usage: Usage) -> None:
+        first(usage)
+        second(usage)
+
+    return call
