@@ -3,11 +3,11 @@
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from opentelemetry.trace import Span
 
@@ -25,6 +25,7 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
+from router_client.aliases import ClientAliases
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
@@ -62,9 +63,9 @@ MOST_TRACED = 8
 """A trace explains up to this many candidates of a choice."""
 
 
-class RouterClient:
-    """Compares workers with `overlap` and `rank`, and chooses with `route`, `book` and `pick`; safe to share between tasks
-    of one loop.
+class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine[Any, Any, PairChoice]]):
+    """Compares workers with `overlap` and `rank`, and chooses with `route` and `reserve`; safe to share between tasks of one
+    loop.
 
     `overlap` and `rank` raise Unreachable if the store does not answer. A choice is made within the deadline whatever the
     store does (`Choice.basis` says by what); it raises Unreachable only if the pool's workers were never read. All raise
@@ -201,16 +202,12 @@ class RouterClient:
             describe_decision(span, candidates=len(decision.results))
         return self._ranking(prompt, decision.results, decision.pool.left_out)
 
-    async def pick(self, request: Request, *, avoid: Collection[str] = ()) -> Choice:
-        """The worker that `route` would book now; nothing is booked. Raises NoWorkers."""
-        return await self._choose(request, avoid, book=False)
+    async def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> Choice:
+        """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-    async def book(self, request: Request, *, avoid: Collection[str] = ()) -> Choice:
-        """The cheapest worker, reserved until `choice.finish()` or `choice.fail()`. For callers that can't use `route`.
-
-        `avoid`: workers that are no candidates. Raises NoWorkers.
+        `avoid`: workers that are no candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
-        return await self._choose(request, avoid, book=True)
+        return await self._choose(request, avoid, book=not dry_run)
 
     @asynccontextmanager
     async def route(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[Choice]:
@@ -218,23 +215,20 @@ class RouterClient:
 
         Chosen and reserved in one call over reported load and the live reservations of all routers. Ties are broken by a
         hash of the prompt, the worker and the seed: evenly, and the same on every router. Call `await choice.first_token()`
-        when the prefill is over. Leaving the block ends the request, by an exception as failed. Raises NoWorkers.
+        when the prefill is over. Leaving the block ends the request, by an exception as failed, unless `choice.done(...)`
+        did. Raises NoWorkers.
         """
-        choice = await self.book(request, avoid=avoid)
+        choice = await self.reserve(request, avoid=avoid)
         try:
             yield choice
         except BaseException:
-            await choice.fail()
+            await choice.done(status=0)
             raise
-        await choice.finish()
+        await choice.done()
 
-    async def pick_pd(self, request: Request, *, avoid: Collection[str] = ()) -> PairChoice:
-        """The workers that `route_pd` would book now; nothing is booked. Raises NoWorkers."""
-        return await self._choose_pair(request, avoid, book=False)
-
-    async def book_pd(self, request: Request, *, avoid: Collection[str] = ()) -> PairChoice:
-        """The pair that `route_pd` would choose, reserved until `pair.finish()` or `pair.fail()`. Raises NoWorkers."""
-        return await self._choose_pair(request, avoid, book=True)
+    async def reserve_pd(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> PairChoice:
+        """The pair that `route_pd` would choose, reserved until `pair.done()`; see `reserve`. Raises NoWorkers."""
+        return await self._choose_pair(request, avoid, book=not dry_run)
 
     @asynccontextmanager
     async def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[PairChoice]:
@@ -243,13 +237,13 @@ class RouterClient:
         `pair.prefill` is None if one worker does both, because that is cheaper or there is little to compute. Chosen and
         reserved in one call, and released together, as by `route`. Raises NoWorkers.
         """
-        pair = await self.book_pd(request, avoid=avoid)
+        pair = await self.reserve_pd(request, avoid=avoid)
         try:
             yield pair
         except BaseException:
-            await pair.fail()
+            await pair.done(status=0)
             raise
-        await pair.finish()
+        await pair.done()
 
     async def _choose(self, request: Request, avoid: Collection[str], *, book: bool) -> Choice:
         prompt = self._prompt(request)

@@ -116,10 +116,10 @@ class AnswerRelay:
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
         text = request.text
         if text is None:  # its prompt was not read: nothing can be compared or learned
-            await choice.finish()
+            await choice.done()
             return
         usage = usage_of_one_prompt(text, usage)
-        await choice.finish(usage, timings_of(text, answer.clock, usage))
+        await choice.done(answer.status, usage, timings_of(text, answer.clock, usage))
 
     def _hides_usage(self, request: ClientRequest) -> bool:
         text = request.text

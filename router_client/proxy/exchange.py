@@ -239,7 +239,7 @@ class Exchange:
                 attempts.tried |= {by}
                 attempts.apart = False
                 attempts.line = str(cause)
-                await choice.fail()
+                await choice.done(status=0)
                 if isinstance(cause, EngineRefused):
                     attempts.refused = (cause.answer, header)
                     return await self._judge_refusal(request, pool_id, by, attempts, span, own_form=own_form)
@@ -251,7 +251,7 @@ class Exchange:
                 return False
             except EngineLost as error:
                 self._outliers.record_bad(pool_id, worker_id, str(error))
-                await choice.fail()
+                await choice.done(status=0)
                 await self._relay.break_off(request, choice, error)
             finally:
                 for one in unjudged:
@@ -343,7 +343,7 @@ class Exchange:
             if not choice.over & NO_ROOM:
                 return choice
             waited = True
-            await choice.fail()
+            await choice.done(status=0)
             return None
 
         tenant = request.header(self._settings.tenant_header.encode()) if self._settings.tenant_header else None
@@ -374,7 +374,7 @@ def _workers_of(choice: Booked) -> set[str]:
 async def _end(choice: Booked) -> None:
     """As failed; a choice that was finished stays finished."""
     try:
-        await choice.fail()
+        await choice.done(status=0)
     except Unreachable as error:
         _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
 
