@@ -91,7 +91,6 @@ class AnswerRelay:
         self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], answer: Answer
     ) -> None:
         """Send a good answer to the client. Raises EngineLost if the engine goes away in mid-answer."""
-        await _report(choice.first_token())
         if isinstance(answer, WholeAnswer):
             await _report(self._finish(request, choice, answer, usage_of_body(answer.body)))
             await send_answer(request.send, answer, (header,))
@@ -99,9 +98,10 @@ class AnswerRelay:
         headers = [*for_client(answer.headers), header]
         await request.send({"type": "http.response.start", "status": answer.status, "headers": headers})
         if answer.events:
-            usage = await _pass_events(request, answer, EventStream(hide_usage=self._hides_usage(request)))
+            usage = await _pass_events(request, choice, answer, EventStream(hide_usage=self._hides_usage(request)))
         else:
             usage = None
+            await _report(choice.first_token())
             async for chunk in answer.chunks():
                 await request.send({"type": "http.response.body", "body": chunk, "more_body": True})
             await request.send({"type": "http.response.body", "body": b""})
@@ -126,9 +126,17 @@ class AnswerRelay:
         return text is not None and self._ask_usage and text.streamed and not text.wants_usage
 
 
-async def _pass_events(request: ClientRequest, answer: StreamedAnswer, stream: EventStream) -> Usage | None:
+async def _pass_events(
+    request: ClientRequest, choice: Choice, answer: StreamedAnswer, stream: EventStream
+) -> Usage | None:
     async for chunk in answer.chunks():
-        if passed := stream.feed(chunk):
+        before = stream.parts
+        passed = stream.feed(chunk)
+        if stream.parts > before:
+            answer.clock.part(stream.parts - before)
+            if not before:
+                await _report(choice.first_token())
+        if passed:
             await request.send({"type": "http.response.body", "body": passed, "more_body": True})
     await request.send({"type": "http.response.body", "body": stream.end()})
     return stream.usage
