@@ -22,8 +22,8 @@ than half of what was measured, so that a stall has little weight even if the es
 is reduced if it is off by more than HUBER times the typical error (Huber, Robust Estimation of a Location Parameter, 1964):
 however late, it pulls no more than one that was slightly late. The typical error is learned too, from recent requests.
 
-**Shrunk.** What few requests say of one worker is drawn to what all say of its pool (Efron and Morris, Stein's Estimation Rule and
-Its Competitors, 1973): see `Estimate.shrunk`.
+**Shrunk.** What few requests say of one worker is drawn to what all say of its pool (Efron and Morris, Stein's Estimation Rule
+and Its Competitors, 1973): see `Estimate.shrunk`.
 """
 
 import math

@@ -41,8 +41,8 @@ MOST_A_WORKER = 64
 """Up to this many of them for one worker."""
 MISSED = 12.0
 FADES_IN = 16.0
-"""A worker's evidence begins to fade when it has missed MISSED requests: those that it would have got if all workers of the pool
-got equally many. FADES_IN more leave a third of it."""
+"""A worker's evidence begins to fade when it has missed MISSED requests: those that it would have got if all workers of the
+pool got equally many. FADES_IN more leave a third of it."""
 STEPS = 4
 """Its rates are estimated again with each of so many steps on that way."""
 ESTIMATES_A_SLICE = 8

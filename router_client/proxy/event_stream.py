@@ -1,5 +1,5 @@
-"""Reads a stream of server-sent events while it passes: its usage, which is hidden if the client did not ask for it, and how many
-events have a part of the answer."""
+"""Reads a stream of server-sent events while it passes: its usage, which is hidden if the client did not ask for it, and how
+many events have a part of the answer."""
 
 import json
 import re
@@ -15,7 +15,8 @@ _CONTENT = re.compile(
     rb'"(?:content|reasoning_content|reasoning|text|refusal|arguments)"\s*:\s*"(?!")'
     rb'|"(?:tool_calls|token_ids)"\s*:\s*\[\s*[^\]\s]'
 )
-"""In an event of vLLM 0.33 or SGLang 0.5 that brings tokens. A JSON decoder would take longer, for each token of each answer."""
+"""In an event of vLLM 0.33 or SGLang 0.5 that brings tokens. A JSON decoder would take longer, for each token of each
+answer."""
 
 _NULL = (b'"usage":null', b'"usage": null')
 

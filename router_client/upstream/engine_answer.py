@@ -56,8 +56,8 @@ class WholeAnswer:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer whose first bytes are there. `clock`: started with the request; the reader of the answer counts its parts there.
-    `events`: is it a stream of server-sent events?"""
+    """An answer whose first bytes are there. `clock`: started with the request; the reader of the answer counts its parts
+    there. `events`: is it a stream of server-sent events?"""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
