@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +34,7 @@ from router_client.decision.decider import Decider, Decision, PairDecision
 from router_client.decision.fail_open import Basis
 from router_client.decision.fleet_cache import FleetCache, FleetReader
 from router_client.errors import NoWorkers
+from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy
 from router_client.learning.rates import RateLearner
 from router_client.prefill_decode_result import PairChoice
@@ -52,6 +54,7 @@ from router_client.results import (
     list_left_out,
 )
 from router_client.settings import RouterSettings
+from router_client.tokens.usage import Usage
 
 _log = logging.getLogger("router_client")
 
@@ -95,6 +98,7 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         shared = reservations or MemoryReservations(now_us)
         self._reservations = shared
         self._learner = RateLearner(shared, self.settings, self.counters)
+        self._output_lengths = OutputLengths()
         self._fleet = FleetCache(
             fleet,
             self.settings.fleet_max_age_ms,
@@ -319,8 +323,14 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
             endpoint.bootstrap_port,
             reservation,
             self._learner.feedback(prompt.scope.pool_id, ranking.results, result) if learns else None,
-            partial(self.answers.record, prompt, result, decision.basis) if learns else None,
+            partial(self._record_answer, prompt, result, decision.basis if learns else None),
         )
+
+    def _record_answer(self, prompt: Prompt, result: SelectionResult, basis: Basis | None, usage: Usage) -> None:
+        if self.settings.learning.on:
+            self._output_lengths.record(prompt, usage.completion_tokens)
+        if basis is not None:
+            self.answers.record(prompt, result, basis, usage)
 
     def _ranking(
         self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str], unread: int = 0
@@ -357,11 +367,12 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         self._log.report(cause, f"chosen without the store's help: {choice.why}; choices go on by what is known here")
 
     def _prompt(self, request: Request) -> Prompt:
-        if isinstance(request, Prompt):
-            return request
         if isinstance(request, RequestShape):
             return Prompt.of_shape(request)
-        return Prompt.of_hints(request, self.settings.fallbacks)
+        prompt = request if isinstance(request, Prompt) else Prompt.of_hints(request, self.settings.fallbacks)
+        if prompt.output_limits is None:
+            return prompt
+        return replace(prompt, output_tokens=self._output_lengths.expect(prompt))
 
     def _worker_overlap(
         self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix], predicted: Mapping[str, int]

@@ -224,6 +224,16 @@ class ChoiceData:
         return self.result.score_us
 
     @property
+    def ttft_us(self) -> int | None:
+        """The time to the first token, which is part of the cost; None if the profile does not predict it."""
+        return self.result.cost.ttft_us
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The tokens that the answer is expected to have; None if that is not known any more."""
+        return None if self.result.plan is None else self.result.plan.output_tokens
+
+    @property
     def mode(self) -> str:
         """`basis` as text."""
         return self.basis.value
@@ -281,6 +291,8 @@ class ChoiceData:
             "why": self.why,
             "would_be": self.would_be,
             "score_us": self.score_us,
+            "ttft_us": self.ttft_us,
+            "output_tokens": self.output_tokens,
             "predicted_cached_tokens": self.predicted_cached_tokens,
             "unconfirmed_tokens": self.unconfirmed_tokens,
             **self.ranking.explanation(most),

@@ -15,7 +15,7 @@ from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.pair_sender import send_to_pair
 from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
 from router_client.prefill_decode_result import PairChoice
-from router_client.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_prompt
+from router_client.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from router_client.proxy.client_request import ClientRequest, ErrorKind, send_answer
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
@@ -118,7 +118,7 @@ class AnswerRelay:
         if text is None:  # its prompt was not read: nothing can be compared or learned
             await choice.done()
             return
-        usage = usage_of_one_prompt(text, usage)
+        usage = usage_of_one_answer(text, usage)
         await choice.done(answer.status, usage, timings_of(text, answer.clock, usage))
 
     def _hides_usage(self, request: ClientRequest) -> bool:
@@ -127,7 +127,7 @@ class AnswerRelay:
 
 
 async def _pass_events(
-    request: ClientRequest, choice: Choice, answer: StreamedAnswer, stream: EventStream
+    request: ClientRequest, choice: Booked, answer: StreamedAnswer, stream: EventStream
 ) -> Usage | None:
     async for chunk in answer.chunks():
         before = stream.parts
