@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Self
 
 from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
@@ -23,6 +24,15 @@ from router_client.chain_cache import ChainCache
 from router_client.decision.selector import Selector
 
 _HASH = re.compile(r"[0-9A-Fa-f]{16}")
+
+
+class Strategy(StrEnum):
+    """How one request's worker is chosen, whatever the router's settings say. `COST`: by overlap, cost and load. `LOAD`: by
+    load alone, without the index. `ROUND_ROBIN`: each worker in turn."""
+
+    COST = "cost"
+    LOAD = "load"
+    ROUND_ROBIN = "round_robin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ class Prompt:
     router's settings say so. `select`: which workers may get it. `reading`: what it says of reading the engine's prefix cache.
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
-    like, within these limits.
+    like, within these limits. `strategy` None: as the router's settings say.
     """
 
     scope: Scope
@@ -68,6 +78,7 @@ class Prompt:
     select: Selector | None = None
     reading: CacheReading = ALL_READABLE
     output_limits: OutputLimits | None = None
+    strategy: Strategy | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:

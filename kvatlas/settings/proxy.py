@@ -120,6 +120,10 @@ class ProxySettings(RoutingSettings, HttpSettings):
         default="",
         description="Request header with the priority in the queue, a number: lower is earlier. Trusted likewise.",
     )
+    request_hints: bool = Field(
+        default=False,
+        description="Heed the headers X-KVAtlas-Strategy, -Priority, -Session, -Allow and -Deny of requests. Trusted likewise.",
+    )
     drain_s: float = Field(
         default=5.0,
         ge=0,

@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.reservations.limits import NO_ROOM
+from router_client.decision.request_hints import RequestHintHeaders
 from router_client.disaggregation.pair_booker import Booked, PairBooker
 from router_client.disaggregation.pair_sender import PrefillFailed
 from router_client.errors import NoWorkers
@@ -50,13 +51,15 @@ class RequestShed(KvatlasError):
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
     """`most_attempts`: workers tried for one request. `shed`: refuse a request if that is the advice. `tenant_header` and
-    `priority_header`: where a request's tenant and priority in the queue are, in lower case; '' for none."""
+    `priority_header`: where a request's tenant and priority in the queue are, in lower case; '' for none. `request_hints`: heed
+    the headers of `request_hints`."""
 
     most_attempts: int = 4
     shed: bool = False
     tenant_header: str = ""
     priority_header: str = ""
     access_log: bool = True
+    request_hints: bool = False
 
 
 @dataclass(slots=True)
@@ -155,6 +158,7 @@ class Exchange:
     async def _answer(self, request: ClientRequest) -> None:
         with request_span(request.for_engine.path, request.headers, method=request.for_engine.method) as span:
             try:
+                hints = RequestHintHeaders.read(request.headers) if self._settings.request_hints else None
                 read = await self._read(request)
             except UnknownModel as error:
                 await _refuse(request, span, ErrorKind.NO_MODEL, str(error), param="model")
@@ -167,6 +171,9 @@ class Exchange:
                 return
             if (session_id := request.session_id) is not None:
                 read = replace(read, prompt=replace(read.prompt, session_id=session_id))
+            if hints is not None:
+                request.priority = hints.priority
+                read = replace(read, prompt=hints.apply(read.prompt))
             await self._try_workers(request, read, span)
 
     async def _read(self, request: ClientRequest) -> RequestPrompt:
@@ -358,7 +365,9 @@ class Exchange:
         return choice
 
     def _priority(self, request: ClientRequest) -> int:
-        """As vLLM's: lower is earlier, 0 by default."""
+        """As vLLM's: lower is earlier, 0 by default. A hint of the request goes first."""
+        if request.priority:
+            return request.priority
         given = request.header(self._settings.priority_header.encode()) if self._settings.priority_header else None
         try:
             return int(given or 0)

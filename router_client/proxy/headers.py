@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from router_client.decision.request_hints import HINT_HEADERS
 from router_client.disaggregation.pair_booker import Booked
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
@@ -24,8 +25,16 @@ _OWN = {
     b"transfer-encoding",
     b"upgrade",
 }
-# the rank is the choice's: a client's own would reach another worker than the one that was booked
-_REQUEST_OWN = {*_OWN, b"host", b"content-length", b"accept-encoding", b"expect", RANK_HEADER.lower().encode()}
+# hints are for the router; the rank is the choice's: a client's own would reach another worker than the one that was booked
+_REQUEST_OWN = {
+    *_OWN,
+    b"host",
+    b"content-length",
+    b"accept-encoding",
+    b"expect",
+    RANK_HEADER.lower().encode(),
+    *HINT_HEADERS,
+}
 _CREDENTIALS = {b"authorization", b"cookie", b"x-api-key", b"api-key"}
 _ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
 

@@ -101,6 +101,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
                 settings.tenant_header.lower(),
                 settings.priority_header.lower(),
                 settings.access_log,
+                settings.request_hints,
             ),
         )
         held = HeldBookings(parts.client, counters, held_s=settings.held_s)
