@@ -4,7 +4,7 @@ import json
 
 from router_client.gateway.picker import Renaming
 from router_client.learning.timings import AnswerClock, Timings
-from router_client.proxy.answer_usage import timings_of, usage_of_body, usage_of_one_prompt
+from router_client.proxy.answer_usage import timings_of, usage_of_body, usage_of_one_answer
 from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import RawHeaders
 from router_client.tokens.text_request import TextRequest
@@ -77,7 +77,7 @@ class AnswerReader:
         elif self._whole is not None:
             self._usage = usage_of_body(bytes(self._whole))
         if self._text is not None:
-            self._usage = usage_of_one_prompt(self._text, self._usage)
+            self._usage = usage_of_one_answer(self._text, self._usage)
 
     def _rename(self, passed: bytes) -> bytes:
         for engines, clients in self._names:
