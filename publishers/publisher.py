@@ -39,8 +39,8 @@ from publishers.control import ControlResponder
 from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
 from publishers.duplicate_publisher import DuplicatePublisherWatch
+from publishers.engines.connector_blocks import TICKS_TO_LIVE
 from publishers.heartbeat import HeartbeatSender, time_us
-from publishers.ledger.connector_blocks import TICKS_TO_LIVE
 from publishers.ledger.ledger import Ledger
 from publishers.settings import PublisherSettings
 from publishers.stream.changelog import Changelog, IncarnationReason

@@ -38,9 +38,9 @@ from kvatlas.events import (
     ScopeUse,
     SnapshotChunk,
 )
+from publishers.engines.connector_blocks import ConnectorBlocks
 from publishers.ledger import dump as ledger_dump
 from publishers.ledger.block import Block
-from publishers.ledger.connector_blocks import ConnectorBlocks
 from publishers.ledger.counters import LedgerCounters
 from publishers.ledger.engine_groups import EngineGroups
 from publishers.ledger.holdings import Holdings

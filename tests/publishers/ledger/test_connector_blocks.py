@@ -7,9 +7,9 @@ import pytest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineBatch, EngineRemoved, EngineStored
+from publishers.engines.connector_blocks import TICKS_TO_LIVE
 from publishers.engines.sglang import decode_batch as decode_sglang
 from publishers.engines.vllm import decode_batch
-from publishers.ledger.connector_blocks import TICKS_TO_LIVE
 from publishers.ledger.ledger import Ledger
 from tests.publishers.ledger.one_chain import fold, ledger, store
 
