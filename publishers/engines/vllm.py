@@ -53,7 +53,7 @@ _FIELDS = {
 }
 
 _TOLD_MEDIA = (None, "GPU", "CPU")
-_SHARED_STORES = frozenset(("cpu", "MOONCAKE", "L2", "redis", "REMOTE", "REMOTE+CPU"))
+_SHARED_STORES = ("cpu", "MOONCAKE", "L2", "redis", "REMOTE", "REMOTE+CPU")  # compared, not hashed: a medium may be anything
 _REMOTE_TIERS = {
     Tier.HBM: Tier.REMOTE_HBM,
     Tier.REMOTE_HBM: Tier.REMOTE_HBM,
