@@ -53,7 +53,8 @@ _FIELDS = {
 }
 
 _TOLD_MEDIA = (None, "GPU", "CPU")
-_SHARED_STORES = frozenset(("cpu", "MOONCAKE", "L2", "redis", "REMOTE", "REMOTE+CPU"))
+_SHARED_STORES = ("cpu", "MOONCAKE", "L2", "redis", "REMOTE", "REMOTE+CPU")
+"""A tuple, so that a medium is compared and not hashed: it may be of any type."""
 _REMOTE_TIERS = {
     Tier.HBM: Tier.REMOTE_HBM,
     Tier.REMOTE_HBM: Tier.REMOTE_HBM,

@@ -185,6 +185,13 @@ def test_an_event_of_an_unknown_tier_is_skipped_by_name_and_the_rest_is_taken() 
     assert "remote cpu_dram" in decoded.skipped[1] and "'MOON'" in decoded.skipped[2]
 
 
+@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
+@pytest.mark.parametrize("medium", [{}, [], 1, b"GPU"])
+def test_an_event_whose_medium_is_no_text_is_skipped(kind: EngineKind, medium: object) -> None:
+    decoded = batch(stored(medium=medium), stored(block_hashes=[7, 8]), kind=kind)
+    assert [event.hashes for event in decoded.events] == [[7, 8]] and len(decoded.skipped) == 1
+
+
 def test_vllm_clears_the_device_tier_and_sglang_all_tiers() -> None:
     assert only({"type": "AllBlocksCleared"}) == EngineCleared((Tier.HBM,))
     assert set(only({"type": "AllBlocksCleared"}, kind=EngineKind.SGLANG).tiers) == set(Tier)
