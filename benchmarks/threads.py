@@ -52,8 +52,8 @@ async def _time_async(url: str, workload: RouteWorkload) -> list[float]:
         for _ in range(WARM_UP + CALLS):
             prompt = workload.hashed_prompt()
             began = perf_counter()
-            choice = await router.book(prompt)
-            await choice.finish()
+            choice = await router.reserve(prompt)
+            await choice.done()
             times.append(perf_counter() - began)
         return sorted(times[WARM_UP:])
 
@@ -64,8 +64,8 @@ def _time_sync(url: str, workload: RouteWorkload) -> list[float]:
         for _ in range(WARM_UP + CALLS):
             prompt = workload.hashed_prompt()
             began = perf_counter()
-            choice = router.book(prompt)
-            choice.finish()
+            choice = router.reserve(prompt)
+            choice.done()
             times.append(perf_counter() - began)
         return sorted(times[WARM_UP:])
 
@@ -80,7 +80,7 @@ def _measure_rate(url: str, workload: RouteWorkload, threads: int) -> float:
                 with router.route(prompt):
                     pass
 
-        router.pick(prompts[0])
+        router.reserve(prompts[0], dry_run=True)
         began = perf_counter()
         for _ in pool.map(route, range(threads)):
             pass

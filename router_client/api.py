@@ -12,20 +12,19 @@ from router_client.counters import RouterCounters
 from router_client.decision.fail_open import Basis
 from router_client.decision.fleet_cache import FleetReader, StaticFleet
 from router_client.decision.selector import Selector
+from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.errors import ClientClosed, NoWorkers
 from router_client.learning.timings import AnswerClock, Timings
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import OverlapIndex
 from router_client.pricing.slo import Advice
-from router_client.prompt import Prompt
+from router_client.prompt import OutputLimits, Prompt, Strategy
 from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap
 from router_client.settings import (
     BookingSettings,
     LearningSettings,
     LimitSettings,
     PairSettings,
-    Policy,
-    RoundRobin,
     RouterSettings,
     SloMode,
 )
@@ -53,6 +52,7 @@ __all__ = [
     "LimitSettings",
     "MemoryReservations",
     "NoWorkers",
+    "OutputLimits",
     "Over",
     "OverlapIndex",
     "PairChoice",
@@ -79,6 +79,7 @@ __all__ = [
     "Slo",
     "SloMode",
     "StaticFleet",
+    "Strategy",
     "SyncChoice",
     "SyncPairChoice",
     "SyncRouterClient",

@@ -3,17 +3,18 @@
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from opentelemetry.trace import Span
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.learned_rates import LearnedRates
-from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.records import EngineEndpoint, FleetRecord
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
@@ -25,6 +26,7 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
+from router_client.aliases import ClientAliases
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
@@ -32,7 +34,8 @@ from router_client.decision.decider import Decider, Decision, PairDecision
 from router_client.decision.fail_open import Basis
 from router_client.decision.fleet_cache import FleetCache, FleetReader
 from router_client.errors import NoWorkers
-from router_client.learning.bound_shares import BoundShares, both
+from router_client.learning.bound_shares import BoundShares
+from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy
 from router_client.learning.rates import RateLearner
 from router_client.prefill_decode_result import PairChoice
@@ -52,6 +55,7 @@ from router_client.results import (
     list_left_out,
 )
 from router_client.settings import RouterSettings
+from router_client.tokens.usage import Usage
 
 _log = logging.getLogger("router_client")
 
@@ -63,9 +67,9 @@ MOST_TRACED = 8
 """A trace explains up to this many candidates of a choice."""
 
 
-class RouterClient:
-    """Compares workers with `overlap` and `rank`, and chooses with `route`, `book` and `pick`; safe to share between tasks
-    of one loop.
+class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine[Any, Any, PairChoice]]):
+    """Compares workers with `overlap` and `rank`, and chooses with `route` and `reserve`; safe to share between tasks of one
+    loop.
 
     `overlap` and `rank` raise Unreachable if the store does not answer. A choice is made within the deadline whatever the
     store does (`Choice.basis` says by what); it raises Unreachable only if the pool's workers were never read. All raise
@@ -96,6 +100,7 @@ class RouterClient:
         shared = reservations or MemoryReservations(now_us)
         self._reservations = shared
         self._learner = RateLearner(shared, self.settings, self.counters)
+        self._output_lengths = OutputLengths()
         self._fleet = FleetCache(
             fleet,
             self.settings.fleet_max_age_ms,
@@ -203,16 +208,12 @@ class RouterClient:
             describe_decision(span, candidates=len(decision.results))
         return self._ranking(prompt, decision.results, decision.pool.left_out)
 
-    async def pick(self, request: Request, *, avoid: Collection[str] = ()) -> Choice:
-        """The worker that `route` would book now; nothing is booked. Raises NoWorkers."""
-        return await self._choose(request, avoid, book=False)
+    async def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> Choice:
+        """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-    async def book(self, request: Request, *, avoid: Collection[str] = ()) -> Choice:
-        """The cheapest worker, reserved until `choice.finish()` or `choice.fail()`. For callers that can't use `route`.
-
-        `avoid`: workers that are no candidates. Raises NoWorkers.
+        `avoid`: workers that are no candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
-        return await self._choose(request, avoid, book=True)
+        return await self._choose(request, avoid, book=not dry_run)
 
     @asynccontextmanager
     async def route(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[Choice]:
@@ -220,23 +221,20 @@ class RouterClient:
 
         Chosen and reserved in one call over reported load and the live reservations of all routers. Ties are broken by a
         hash of the prompt, the worker and the seed: evenly, and the same on every router. Call `await choice.first_token()`
-        when the prefill is over. Leaving the block ends the request, by an exception as failed. Raises NoWorkers.
+        when the prefill is over. Leaving the block ends the request, by an exception as failed, unless `choice.done(...)`
+        did. Raises NoWorkers.
         """
-        choice = await self.book(request, avoid=avoid)
+        choice = await self.reserve(request, avoid=avoid)
         try:
             yield choice
         except BaseException:
-            await choice.fail()
+            await choice.done(status=0)
             raise
-        await choice.finish()
+        await choice.done()
 
-    async def pick_pd(self, request: Request, *, avoid: Collection[str] = ()) -> PairChoice:
-        """The workers that `route_pd` would book now; nothing is booked. Raises NoWorkers."""
-        return await self._choose_pair(request, avoid, book=False)
-
-    async def book_pd(self, request: Request, *, avoid: Collection[str] = ()) -> PairChoice:
-        """The pair that `route_pd` would choose, reserved until `pair.finish()` or `pair.fail()`. Raises NoWorkers."""
-        return await self._choose_pair(request, avoid, book=True)
+    async def reserve_pd(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> PairChoice:
+        """The pair that `route_pd` would choose, reserved until `pair.done()`; see `reserve`. Raises NoWorkers."""
+        return await self._choose_pair(request, avoid, book=not dry_run)
 
     @asynccontextmanager
     async def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[PairChoice]:
@@ -245,13 +243,13 @@ class RouterClient:
         `pair.prefill` is None if one worker does both, because that is cheaper or there is little to compute. Chosen and
         reserved in one call, and released together, as by `route`. Raises NoWorkers.
         """
-        pair = await self.book_pd(request, avoid=avoid)
+        pair = await self.reserve_pd(request, avoid=avoid)
         try:
             yield pair
         except BaseException:
-            await pair.fail()
+            await pair.done(status=0)
             raise
-        await pair.finish()
+        await pair.done()
 
     async def _choose(self, request: Request, avoid: Collection[str], *, book: bool) -> Choice:
         prompt = self._prompt(request)
@@ -327,13 +325,17 @@ class RouterClient:
             endpoint.bootstrap_port,
             reservation,
             self._learner.feedback(prompt.scope.pool_id, ranking.results, result) if learns else None,
-            both(
-                partial(self.answers.record, prompt, result, decision.basis),
-                partial(self._bounds.record, prompt, result, endpoint),
-            )
-            if learns
-            else None,
+            partial(self._record_answer, prompt, result, endpoint, decision.basis if learns else None),
         )
+
+    def _record_answer(
+        self, prompt: Prompt, result: SelectionResult, endpoint: EngineEndpoint, basis: Basis | None, usage: Usage
+    ) -> None:
+        if self.settings.learning.on:
+            self._output_lengths.record(prompt, usage.completion_tokens)
+        if basis is not None:
+            self.answers.record(prompt, result, basis, usage)
+            self._bounds.record(prompt, result, endpoint, usage)
 
     def _ranking(
         self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str], unread: int = 0
@@ -370,11 +372,12 @@ class RouterClient:
         self._log.report(cause, f"chosen without the store's help: {choice.why}; choices go on by what is known here")
 
     def _prompt(self, request: Request) -> Prompt:
-        if isinstance(request, Prompt):
-            return request
         if isinstance(request, RequestShape):
             return Prompt.of_shape(request)
-        return Prompt.of_hints(request, self.settings.fallbacks)
+        prompt = request if isinstance(request, Prompt) else Prompt.of_hints(request, self.settings.fallbacks)
+        if prompt.output_limits is None:
+            return prompt
+        return replace(prompt, output_tokens=self._output_lengths.expect(prompt))
 
     def _worker_overlap(
         self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix], predicted: Mapping[str, int]

@@ -110,7 +110,7 @@ class HeldBookings:
         """An id to end the booking with, and the worker; `pd`: as by `route_pd`. Raises what `RouterClient.route` raises,
         and TooManyHeld."""
         if len(self._held) >= self._most:
-            raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /v1/done for each")
+            raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /kvatlas/done for each")
         route: AbstractAsyncContextManager[Choice | PairChoice]
         route = self._client.route_pd(prompt, avoid=avoid) if pd else self._client.route(prompt, avoid=avoid)
         held = _HeldBooking(asyncio.get_running_loop().create_future())
@@ -186,7 +186,7 @@ class HeldBookings:
                     self._counters.held_expired += await self._is_booked(id)
                 else:
                     self._counters.held_done += 1
-                await (choice.finish(held.usage, held.timings) if held.well else choice.fail())
+                await choice.done(200 if held.well else 0, held.usage, held.timings)
         except Unreachable as error:  # a reservation that could not be released expires
             _log.warning("held booking %s not released (%s); it ends when its lease expires", id, error)
         finally:

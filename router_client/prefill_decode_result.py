@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.reservations.limits import NOTHING, Over
+from router_client.aliases import AsyncEnd, ChoiceAliases
 from router_client.learning.timings import Timings
 from router_client.pricing.prefill_decode import PairRanking
 from router_client.pricing.slo import Advice
@@ -125,7 +126,7 @@ class PairChoiceData:
 
 
 @dataclass(frozen=True, slots=True)
-class PairChoice(PairChoiceData):
+class PairChoice(PairChoiceData, ChoiceAliases[AsyncEnd]):
     """A choice of `RouterClient`."""
 
     decode: Choice
@@ -134,19 +135,15 @@ class PairChoice(PairChoiceData):
     async def first_token(self) -> None:
         """The first token is there: the prefill worker is free again."""
         if self.prefill is not None:
-            await self.prefill.finish()
+            await self.prefill.done()
         await self.decode.first_token()
 
-    async def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request ended well; leaving the block of `route_pd` does the same."""
+    async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+        """The request is over; see `Choice.done`. Leaving the block of `route_pd` does the same."""
         if self.prefill is not None:
-            await asyncio.gather(self.prefill.finish(), self.decode.finish(usage, timings))
+            await asyncio.gather(self.prefill.done(status), self.decode.done(status, usage, timings))
         else:
-            await self.decode.finish(usage, timings)
-
-    async def fail(self) -> None:
-        """The request did not end well; leaving the block of `route_pd` by an exception does the same."""
-        await asyncio.gather(*(choice.fail() for choice in (self.decode, self.prefill) if choice is not None))
+            await self.decode.done(status, usage, timings)
 
 
 def _explain_indented(choice: ChoiceData) -> str:

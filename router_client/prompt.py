@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Self
 
 from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
@@ -25,6 +26,28 @@ from router_client.decision.selector import Selector
 _HASH = re.compile(r"[0-9A-Fa-f]{16}")
 
 
+class Strategy(StrEnum):
+    """How one request's worker is chosen, whatever the router's settings say. `COST`: by overlap, cost and load. `LOAD`: by
+    load alone, without the index. `ROUND_ROBIN`: each worker in turn."""
+
+    COST = "cost"
+    LOAD = "load"
+    ROUND_ROBIN = "round_robin"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLimits:
+    """How many tokens a request wants at least, and at most, if it says so."""
+
+    least: int = 0
+    most: int | None = None
+
+    def clamp(self, tokens: int) -> int:
+        """The nearest number of tokens that is allowed, and not 0."""
+        most = max(tokens, self.least) if self.most is None else self.most
+        return max(1, min(max(tokens, self.least), most, MAX_OUTPUT_TOKENS))
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One request as the router client sees it. Make it with `of_tokens`, `of_hashes`, `of_hints` or `of_shape`.
@@ -35,6 +58,9 @@ class Prompt:
     fleet record does not say; 0 for unknown. `memory`: keeps the hash chains of token ids for the next turn of a
     conversation; without it each prompt is hashed again. `session_id`: requests of one session keep their worker, if the
     router's settings say so. `select`: which workers may get it. `reading`: what it says of reading the engine's prefix cache.
+
+    `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
+    like, within these limits. `strategy` None: as the router's settings say.
     """
 
     scope: Scope
@@ -51,6 +77,8 @@ class Prompt:
     session_id: str | None = None
     select: Selector | None = None
     reading: CacheReading = ALL_READABLE
+    output_limits: OutputLimits | None = None
+    strategy: Strategy | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:
@@ -63,15 +91,16 @@ class Prompt:
         tokens: Sequence[int],
         *,
         extra_keys: Sequence[ExtraKeys] | None = None,
-        output_tokens: int = DEFAULT_DECODE_TOKENS,
+        output_tokens: int | None = None,
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
         memory: ChainCache | None = None,
         session_id: str | None = None,
         select: Selector | None = None,
         reading: CacheReading = ALL_READABLE,
+        output_limits: OutputLimits | None = None,
     ) -> Self:
-        """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1).
+        """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1). `output_tokens` absent: learned.
 
         Raises InvalidValue for text or bytes. A token id that is out of range raises it later, when its block is hashed:
         a long prompt is hashed only as far as it matches.
@@ -82,13 +111,14 @@ class Prompt:
             len(tokens),
             tokens,
             extra_keys=extra_keys,
-            output_tokens=output_tokens,
+            output_tokens=DEFAULT_DECODE_TOKENS if output_tokens is None else output_tokens,
             slo=slo,
             id=id,
             memory=memory,
             session_id=session_id,
             select=select,
             reading=reading,
+            output_limits=OutputLimits() if output_tokens is None else output_limits,
         )
 
     @classmethod
@@ -99,7 +129,7 @@ class Prompt:
         block_size: int,
         *,
         input_tokens: int | None = None,
-        output_tokens: int = DEFAULT_DECODE_TOKENS,
+        output_tokens: int | None = None,
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
     ) -> Self:
@@ -116,7 +146,9 @@ class Prompt:
         total = in_blocks if input_tokens is None else input_tokens
         if total < in_blocks:
             raise InvalidValue(f"input_tokens {total}; the blocks alone hold {in_blocks}")
-        return cls(scope, total, None, packed, block_size, None, output_tokens, 0, slo, id)
+        limits = OutputLimits() if output_tokens is None else None
+        expected = DEFAULT_DECODE_TOKENS if output_tokens is None else output_tokens
+        return cls(scope, total, None, packed, block_size, None, expected, 0, slo, id, output_limits=limits)
 
     @classmethod
     def of_hints(cls, hints: RequestHints, fallbacks: Fallbacks | None = None) -> Self:
@@ -137,7 +169,10 @@ class Prompt:
             prompt = cls.of_shape(hints.to_shape(known), block_size=size, block_bytes=block_bytes)
         narrows = hints.labels or hints.allow is not None or hints.deny
         select = Selector(hints.labels, hints.allow, hints.deny) if narrows else None
-        return replace(prompt, session_id=hints.session_id, select=select, reading=hints.cache_reading)
+        limits = OutputLimits() if decode is None else None
+        return replace(
+            prompt, session_id=hints.session_id, select=select, reading=hints.cache_reading, output_limits=limits
+        )
 
     @classmethod
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:

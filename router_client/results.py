@@ -12,6 +12,7 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Outcome
 from kvatlas.reservations.limits import Over
+from router_client.aliases import AsyncEnd, ChoiceAliases
 from router_client.booking.reservation import Reservation
 from router_client.decision.fail_open import Basis
 from router_client.learning.rates import Feedback
@@ -223,6 +224,16 @@ class ChoiceData:
         return self.result.score_us
 
     @property
+    def ttft_us(self) -> int | None:
+        """The time to the first token, which is part of the cost; None if the profile does not predict it."""
+        return self.result.cost.ttft_us
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The tokens that the answer is expected to have; None if that is not known any more."""
+        return None if self.result.plan is None else self.result.plan.output_tokens
+
+    @property
     def mode(self) -> str:
         """`basis` as text."""
         return self.basis.value
@@ -280,6 +291,8 @@ class ChoiceData:
             "why": self.why,
             "would_be": self.would_be,
             "score_us": self.score_us,
+            "ttft_us": self.ttft_us,
+            "output_tokens": self.output_tokens,
             "predicted_cached_tokens": self.predicted_cached_tokens,
             "unconfirmed_tokens": self.unconfirmed_tokens,
             **self.ranking.explanation(most),
@@ -287,7 +300,7 @@ class ChoiceData:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(ChoiceData):
+class Choice(ChoiceData, ChoiceAliases[AsyncEnd]):
     """A choice of `RouterClient`. `reservation` None: nothing is booked."""
 
     reservation: Reservation | None = field(default=None, compare=False)
@@ -299,23 +312,20 @@ class Choice(ChoiceData):
         if self.reservation is not None:
             await self.reservation.first_token()
 
-    async def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request ended well; leaving the block of `route` does the same.
+    async def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+        """The request is over: answered if `status` is 2xx, else failed (0: without an answer). Leaving the block of `route`
+        does the same, by an exception as failed. A second call changes nothing that is booked.
 
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`)
         the worker's rates are learned from it.
         """
-        if self.answered is not None and usage is not None:
+        well = 200 <= status < 300
+        if well and self.answered is not None and usage is not None:
             self.answered(usage)
-        if self.feedback is not None and usage is not None and timings is not None:
+        if well and self.feedback is not None and usage is not None and timings is not None:
             self.feedback.record(usage, timings)
         if self.reservation is not None:
-            await self.reservation.end(Outcome.FINISHED)
-
-    async def fail(self) -> None:
-        """The request did not end well; leaving the block of `route` by an exception does the same."""
-        if self.reservation is not None:
-            await self.reservation.end(Outcome.FAILED)
+            await self.reservation.end(Outcome.FINISHED if well else Outcome.FAILED)
 
 
 def fell_open_for_want_of(choice: ChoiceData) -> str | None:

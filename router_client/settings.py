@@ -1,26 +1,16 @@
-"""A router's settings, and the policy that it may follow in shadow mode."""
+"""A router's settings."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import Protocol
 
 from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import Fallbacks
 from router_client.decision.fleet_cache import MAX_AGE_MS
 from router_client.decision.selector import Selector
-from router_client.prompt import Prompt
-
-
-class Policy(Protocol):
-    """Another way to choose a worker, followed by a router in shadow mode."""
-
-    def choose(self, prompt: Prompt, workers: Sequence[EngineEndpoint]) -> str:
-        """The id of one of `workers`: the candidates for the prompt, sorted by id, never empty."""
+from router_client.decision.shadow_policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +116,3 @@ class RouterSettings:
         for name in ("session_us", "temperature"):
             if not 0 <= getattr(self, name) < inf:
                 raise InvalidValue(f"router setting {name} is {getattr(self, name)}; expected 0 or more")
-
-
-class RoundRobin:
-    """Each worker in turn: a policy to compare with."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def choose(self, prompt: Prompt, workers: Sequence[EngineEndpoint]) -> str:
-        """See `Policy`."""
-        self._turn += 1
-        return workers[(self._turn - 1) % len(workers)].id

@@ -17,6 +17,7 @@ from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
 from kvatlas.reservations import Outcome
 from kvatlas.store.access import RedisAccess
+from router_client.aliases import ChoiceAliases, ClientAliases
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
 from router_client.errors import ClientClosed
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class SyncChoice(ChoiceData):
+class SyncChoice(ChoiceData, ChoiceAliases[None]):
     """A choice of `SyncRouterClient`: `Choice`, for threads."""
 
     _choice: Choice = field(kw_only=True, compare=False, repr=False)
@@ -43,13 +44,9 @@ class SyncChoice(ChoiceData):
         """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
         self._run(self._choice.first_token)
 
-    def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request ended well; see `Choice.finish`. Leaving the block of `route` does the same."""
-        self._run(self._choice.finish, usage, timings)
-
-    def fail(self) -> None:
-        """The request did not end well; leaving the block of `route` by an exception does the same."""
-        self._run(self._choice.fail)
+    def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+        """The request is over; see `Choice.done`. Leaving the block of `route` does the same."""
+        self._run(self._choice.done, status, usage, timings)
 
     def _run(self, report: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -60,7 +57,7 @@ class SyncChoice(ChoiceData):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPairChoice(PairChoiceData):
+class SyncPairChoice(PairChoiceData, ChoiceAliases[None]):
     """A choice of `SyncRouterClient`: `PairChoice`, for threads."""
 
     decode: SyncChoice
@@ -71,13 +68,9 @@ class SyncPairChoice(PairChoiceData):
         """The first token is there: the prefill worker is free again."""
         self.decode._run(self._pair.first_token)
 
-    def finish(self, usage: Usage | None = None, timings: Timings | None = None) -> None:
-        """The request ended well; leaving the block of `route_pd` does the same."""
-        self.decode._run(self._pair.finish, usage, timings)
-
-    def fail(self) -> None:
-        """The request did not end well; leaving the block of `route_pd` by an exception does the same."""
-        self.decode._run(self._pair.fail)
+    def done(self, status: int = 200, usage: Usage | None = None, timings: Timings | None = None) -> None:
+        """The request is over; see `Choice.done`. Leaving the block of `route_pd` does the same."""
+        self.decode._run(self._pair.done, status, usage, timings)
 
 
 _DATA_FIELDS = tuple(field.name for field in fields(ChoiceData))
@@ -93,7 +86,7 @@ def _wrap_pair(pair: PairChoice, thread: LoopThread) -> SyncPairChoice:
     return SyncPairChoice(_wrap(pair.decode, thread), prefill, pair.ranking, _pair=pair)
 
 
-class SyncRouterClient:
+class SyncRouterClient(ClientAliases[Request, SyncChoice, SyncPairChoice]):
     """`RouterClient`, for threads: each call waits for the same call of an async client, which lives in a loop and a
     thread of its own from entering (`with`) to leaving.
 
@@ -183,16 +176,12 @@ class SyncRouterClient:
         """Every candidate with every term of its cost, cheapest first; empty without a candidate."""
         return self._thread.run(self._client.rank, request)
 
-    def pick(self, request: Request, *, avoid: Collection[str] = ()) -> SyncChoice:
-        """The worker that `route` would book now; nothing is booked. Raises NoWorkers."""
-        return _wrap(self._thread.run(self._client.pick, request, avoid=avoid), self._thread)
+    def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> SyncChoice:
+        """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-    def book(self, request: Request, *, avoid: Collection[str] = ()) -> SyncChoice:
-        """The cheapest worker, reserved until `choice.finish()` or `choice.fail()`. For callers that can't use `route`.
-
-        `avoid`: workers that are no candidates. Raises NoWorkers.
+        `avoid`: workers that are no candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
-        return _wrap(self._thread.run(self._client.book, request, avoid=avoid), self._thread)
+        return _wrap(self._thread.run(self._client.reserve, request, avoid=avoid, dry_run=dry_run), self._thread)
 
     @contextmanager
     def route(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncChoice]:
@@ -201,21 +190,19 @@ class SyncRouterClient:
         Call `choice.first_token()` when the prefill is over. Leaving the block ends the request, by an exception as failed.
         Raises NoWorkers.
         """
-        choice = self.book(request, avoid=avoid)
+        choice = self.reserve(request, avoid=avoid)
         try:
             yield choice
         except BaseException:
-            choice.fail()
+            choice.done(status=0)
             raise
-        choice.finish()
+        choice.done()
 
-    def pick_pd(self, request: Request, *, avoid: Collection[str] = ()) -> SyncPairChoice:
-        """The workers that `route_pd` would book now; nothing is booked. Raises NoWorkers."""
-        return _wrap_pair(self._thread.run(self._client.pick_pd, request, avoid=avoid), self._thread)
-
-    def book_pd(self, request: Request, *, avoid: Collection[str] = ()) -> SyncPairChoice:
-        """The pair that `route_pd` would choose, reserved until `pair.finish()` or `pair.fail()`. Raises NoWorkers."""
-        return _wrap_pair(self._thread.run(self._client.book_pd, request, avoid=avoid), self._thread)
+    def reserve_pd(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> SyncPairChoice:
+        """The pair that `route_pd` would choose, reserved until `pair.done()`; see `reserve`. Raises NoWorkers."""
+        return _wrap_pair(
+            self._thread.run(self._client.reserve_pd, request, avoid=avoid, dry_run=dry_run), self._thread
+        )
 
     @contextmanager
     def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncPairChoice]:
@@ -223,13 +210,13 @@ class SyncRouterClient:
 
         Raises NoWorkers.
         """
-        pair = self.book_pd(request, avoid=avoid)
+        pair = self.reserve_pd(request, avoid=avoid)
         try:
             yield pair
         except BaseException:
-            pair.fail()
+            pair.done(status=0)
             raise
-        pair.finish()
+        pair.done()
 
     def submit(
         self,

@@ -90,10 +90,10 @@ async def _time_bookings(store: Store, workload: RouteWorkload, next_prompt: Cal
         for number in range(WARM_UP + CALLS):
             prompt = next_prompt()
             began = perf_counter()
-            choice = await router.book(prompt)
+            choice = await router.reserve(prompt)
             if number >= WARM_UP:
                 times.append(perf_counter() - began)
-            await choice.finish()
+            await choice.done()
     return sorted(times)
 
 

@@ -19,7 +19,7 @@ CONCURRENCY = 16
 async def _main(url: str, workers: int, blocks: int, seconds: float) -> None:
     workload = RouteWorkload(workers, blocks)
     async with RouterClient.open(url, RouterSettings(deadline_ms=None), wait=False) as router:
-        await (await router.book(workload.hashed_prompt())).finish()
+        await (await router.reserve(workload.hashed_prompt())).done()
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
         finished, began, cpu_began = 0, perf_counter(), process_time()

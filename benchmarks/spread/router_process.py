@@ -30,7 +30,7 @@ async def choose(router: RouterClient, burst: Burst, numbers: range) -> list[tup
     async def choose_one(number: int) -> None:
         async with slots:
             prompt = Prompt.of_tokens(SCOPE, burst.prompt(number), output_tokens=OUTPUT_TOKENS)
-            choice = await router.book(prompt)
+            choice = await router.reserve(prompt)
             choices.append((time.monotonic_ns(), number, choice.worker_id))
 
     async with asyncio.TaskGroup() as group:
@@ -43,7 +43,7 @@ async def _main(url: str, routers: int, number: int, variant: str, requests: int
     burst = make_burst(requests=requests, workers=workers)
     settings = RouterSettings(booking=VARIANTS[variant], deadline_ms=None)
     async with RouterClient.open(url, settings, wait=False) as router:
-        await router.pick(Prompt.of_tokens(SCOPE, [1]))
+        await router.reserve(Prompt.of_tokens(SCOPE, [1]), dry_run=True)
         print("ready", flush=True)
         sys.stdin.readline()
         for when, request, worker_id in await choose(router, burst, range(number, requests, routers)):

@@ -7,7 +7,8 @@ linear, with one unknown **factor** for each rate (2: twice as slow as its unit)
 
 **Evidence** is all that is kept of rows: the weighted sums A = sum w z z' and b = sum w z u of least squares, and the recent
 errors of rows. Sums add, so routers contribute to one estimate without overwriting each other, and a new router begins with
-what was learned. Evidence fades exponentially with the requests after it (MEMORY). The estimate is
+what was learned. Evidence fades exponentially with the requests after it (MEMORY), sooner while the estimate is
+far off what is measured (LOST). The estimate is
 
     factors = (A + P)^-1 (b + P prior)
 
@@ -20,11 +21,14 @@ is fixed there, and the others are solved again.
 than half of what was measured, so that a stall has little weight even if the estimate is still far too low. A row's weight
 is reduced if it is off by more than HUBER times the typical error (Huber, Robust Estimation of a Location Parameter, 1964):
 however late, it pulls no more than one that was slightly late. The typical error is learned too, from recent requests.
+
+**Shrunk.** What few requests say of one worker is drawn to what all say of its pool (Efron and Morris, Stein's Estimation Rule
+and Its Competitors, 1973): see `Estimate.shrunk`.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from operator import mul
 from typing import Final
@@ -65,6 +69,10 @@ ERRORS_MEMORY: Final = 32.0
 """The same for the typical error, always: it has to follow while the estimate settles."""
 PRIOR_WEIGHT: Final = 0.002
 """Weight of the configured rates and of FOLLOWS, in requests; more at first (`_prior_weight`)."""
+LOST: Final = 0.75
+"""A typical relative error above this shows that the estimate is of another time: evidence fades as at first."""
+POOL_ROWS: Final = 1.0
+"""Worth of what a worker's pool is like, in measurements of the worker itself."""
 HUBER: Final = 1.7
 """In mean absolute errors: 1.345 standard deviations of normal noise."""
 FIRST_ERROR: Final = 0.5
@@ -136,8 +144,14 @@ class Evidence:
                     if j > i:
                         break
                     sums[_A_AT + i * (i + 1) // 2 + j] += weight * z * other
-        memory = min(max(before.requests, FIRST_MEMORY), MEMORY)
+        lost = any(before.errors[row.latency] > LOST for row in rows)
+        memory = FIRST_MEMORY if lost else min(max(before.requests, FIRST_MEMORY), MEMORY)
         return cls(1, 1 - 1 / memory, 1 - 1 / ERRORS_MEMORY, tuple(sums))
+
+    @property
+    def weight(self) -> float:
+        """Of what is left of it: the trace of A."""
+        return sum(self.sums[_A_AT + i * (i + 1) // 2 + i] for i in range(RATES))
 
     @classmethod
     def sum_of(cls, every: Iterable["Evidence"]) -> "Evidence":
@@ -148,6 +162,10 @@ class Evidence:
         return cls(
             sum(one.requests for one in listed), sums=tuple(map(sum, zip(*(one.sums for one in listed), strict=True)))
         )
+
+    def fading(self, kept: float) -> "Evidence":
+        """The same, but of older evidence it leaves only this share."""
+        return Evidence(self.requests, self.keep * kept, self.errors_keep * kept, self.sums)
 
     def followed_by(self, newer: "Evidence") -> "Evidence":
         """Both, this one faded by the newer one. The Lua twin is `kvatlas/reservations/functions/learn.lua`."""
@@ -163,11 +181,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Factors by `Rate`, and the typical relative error by `Latency`, from a number of requests."""
+    """Factors by `Rate`, and the typical relative error by `Latency`, from a number of requests. `rows`: how many measurements
+    of each latency the evidence is worth now. `weight`: the evidence's."""
 
     requests: int
     factors: Vector
     errors: Vector
+    rows: Vector = (0.0,) * len(Latency)
+    weight: float = 0.0
 
     @classmethod
     def of(cls, evidence: Evidence, prior: Vector) -> "Estimate":
@@ -184,6 +205,7 @@ class Estimate:
             for j in range(i + 1):
                 a[i][j] = a[j][i] = sums[at] * prior[i] * prior[j]
                 at += 1
+        known = [row[:] for row in a]
         b = [total * scale for total, scale in zip(sums[ERRORS:_A_AT], prior, strict=True)]
         weight = _prior_weight(evidence.requests)
         for rate in Rate:
@@ -195,7 +217,33 @@ class Estimate:
                 a[rate][other] -= weight
                 a[other][rate] -= weight
         found = _solve_within_bounds(a, b)
-        return cls(evidence.requests, tuple(map(mul, found, prior)), errors)
+        return cls(evidence.requests, tuple(map(mul, found, prior)), errors, _count_rows(known, found), evidence.weight)
+
+    def shrunk(self, pool: "Estimate", kept: float = 1.0) -> "Estimate":
+        """The estimate of one worker, drawn to that of its pool as if POOL_ROWS measurements said the pool's: few say little of
+        one worker. `kept`: the share of its evidence that still counts."""
+        factors = []
+        shares = [rows * kept / (rows * kept + POOL_ROWS) for rows in self.rows]
+        for rate, mine, theirs in zip(Rate, self.factors, pool.factors, strict=True):
+            share = shares[_latency_of(rate)]
+            if mine > 0 and theirs > 0:  # between ten times as fast and ten times as slow is equally fast
+                factors.append(mine**share * theirs ** (1 - share))
+            else:
+                factors.append(mine * share + theirs * (1 - share))
+        return replace(self, factors=tuple(factors))
+
+
+def _latency_of(rate: Rate) -> Latency:
+    return Latency.TPOT if rate >= Rate.TPOT_BASE else Latency.TTFT
+
+
+def _count_rows(a: list[list[float]], x: Vector) -> Vector:
+    """How many rows of each latency are left in A: a row that is as expected adds 1 to x' A x over its rates, less what has
+    faded."""
+    rows = [0.0] * len(Latency)
+    for rate in Rate:
+        rows[_latency_of(rate)] += x[rate] * sum(map(mul, a[rate], x))
+    return tuple(rows)
 
 
 def _prior_weight(requests: int) -> float:

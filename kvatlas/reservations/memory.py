@@ -1,18 +1,17 @@
 """Reservations in process: the reference model, and what a single router without a store uses.
 
-There are no running sums: every call goes through all reservations.
+What it keeps of a pool, and how it stays quick however much is booked: `memory_pool`.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
 from kvatlas.reservations.evaluation import Candidates, PrefixMatch, WorkerLoad, evaluate, ready_us
-from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit
+from kvatlas.reservations.memory_pool import BookedRequest, MemoryPool, PoolWorker, PredictedPrefix
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
     STALE_US,
@@ -29,57 +28,6 @@ CALLED_OFF_US = 30_000_000
 CLOCK_SLACK_US = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Reservation:
-    worker_id: str
-    router_id: str
-    booked_us: int
-    ends_us: int
-    queued_tokens: int
-    kv_tokens: int
-    prefilling: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Prediction:
-    """A prediction of the steps from number `first` on. `used`: when it was last used, and then its id."""
-
-    worker_id: str
-    ready_us: int
-    ends_us: int
-    believed_us: int
-    first: int
-    capacity_steps: int
-    hashes: bytes
-    used: tuple[int, bytes]
-
-    @property
-    def steps(self) -> int:
-        return len(self.hashes) // HASH_BYTES
-
-
-@dataclass(slots=True)
-class _Worker:
-    """What a worker reported. `covered_us`: bookings up to then are in the sample."""
-
-    incarnation: int | None = None
-    reported: Load | None = None
-    sampled_us: int = 0
-    covered_us: int = 0
-    likeness: bytes = b""
-    limit: Limit = UNKNOWN_LIMIT
-
-
-@dataclass(slots=True)
-class _Pool:
-    workers: dict[str, _Worker] = field(default_factory=dict)
-    reservations: dict[bytes, _Reservation] = field(default_factory=dict)
-    predictions: dict[bytes, _Prediction] = field(default_factory=dict)
-    called_off: dict[bytes, int] = field(default_factory=dict)
-    routers: dict[str, int] = field(default_factory=dict)
-    rates: dict[str, Evidence] = field(default_factory=dict)
-
-
 class MemoryReservations:
     """See `Reservations`. `clock_us` is its own clock, microseconds."""
 
@@ -87,7 +35,7 @@ class MemoryReservations:
 
     def __init__(self, clock_us: Callable[[], int] = lambda: time.time_ns() // 1_000) -> None:
         self._clock_us = clock_us
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, MemoryPool] = {}
         self._order = count()
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
@@ -98,10 +46,10 @@ class MemoryReservations:
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         pool, now = self._pool(pool_id), self._clock_us()
-        reservation = pool.reservations.get(id)
+        reservation = pool.booked.get(id)
         if reservation is None or not reservation.prefilling:
             return False
-        pool.reservations[id] = replace(reservation, queued_tokens=0, prefilling=False)
+        pool.end_prefill(id)
         self._settle_prediction(pool, id, now)
         return True
 
@@ -157,7 +105,7 @@ class MemoryReservations:
         for id in ids:
             if id not in pool.called_off:
                 self._drop_reservation(pool, id, False, now)
-                pool.predictions.pop(id, None)
+                pool.remove_prediction(id)
         if any(id in pool.called_off for id in ids):
             return None
         found, matches = self._evaluate(pool, booking.ask, now)
@@ -170,17 +118,17 @@ class MemoryReservations:
         """`release`, without waiting."""
         pool, now = self._pool(pool_id), self._clock_us()
         if outcome is Outcome.CALLED_OFF:
-            pool.called_off[id] = now + CALLED_OFF_US
+            pool.called_off.add(now + CALLED_OFF_US, id)
         return self._drop_reservation(pool, id, outcome is Outcome.FINISHED, now)
 
     def report_now(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         """`report`, without waiting."""
         pool, now = self._purge(pool_id)
         for worker_id, report in reports.items():
-            worker = pool.workers.setdefault(worker_id, _Worker())
+            worker = pool.workers.setdefault(worker_id, PoolWorker())
             if worker.sampled_us > now + CLOCK_SLACK_US:
-                self._pools[pool_id] = pool = _Pool(rates=pool.rates)
-                worker = pool.workers.setdefault(worker_id, _Worker())
+                self._pools[pool_id] = pool = MemoryPool(pool.rates)
+                worker = pool.workers.setdefault(worker_id, PoolWorker())
             if worker.incarnation is not None and report.incarnation < worker.incarnation:
                 continue
             if worker.incarnation != report.incarnation:
@@ -192,49 +140,42 @@ class MemoryReservations:
             if sample is not None and now - sample.age_us >= worker.sampled_us:
                 worker.reported, worker.sampled_us = sample.load, now - sample.age_us
                 if sample.covers:
-                    worker.covered_us = max(worker.covered_us, worker.sampled_us - ARRIVAL_US)
+                    pool.cover(worker, worker.sampled_us - ARRIVAL_US)
 
     def predicted_steps(self, pool_id: str, worker_id: str) -> int:
         """How many steps a worker is predicted to hold."""
-        return _predicted_steps(self._pool(pool_id), worker_id)
+        return self._pool(pool_id).predicted_steps(worker_id)
 
     # ------------------------------------------------------------ pieces
 
-    def _evaluate(self, pool: _Pool, ask: Ask, now: int) -> tuple[Evaluation, dict[bytes, int]]:
+    def _evaluate(self, pool: MemoryPool, ask: Ask, now: int) -> tuple[Evaluation, dict[bytes, int]]:
         """And of each prediction that shares a prefix with the prompt, the steps that are held with it."""
         members = {id: (worker.likeness, worker.limit) for id, worker in pool.workers.items()} if ask.crowds else {}
         candidates = Candidates.of(ask, members)
         loads: dict[str, WorkerLoad] = {}
-        booked = {offer.worker_id: [0, 0, 0] for offer in candidates.offers}
-        for r in pool.reservations.values():
-            if r.worker_id in booked and r.booked_us > pool.workers[r.worker_id].covered_us:
-                mine = booked[r.worker_id]
-                mine[0] += 1
-                mine[1] += r.queued_tokens
-                mine[2] += r.kv_tokens
-        for worker_id, (running, queued, kv_tokens) in booked.items():
-            worker = pool.workers.get(worker_id, _Worker())
+        for offer in candidates.offers:
+            worker = pool.workers.get(offer.worker_id) or PoolWorker()
             known = now - worker.sampled_us < STALE_US
-            loads[worker_id] = WorkerLoad(worker.reported if known else None, Load(running, queued, 0, kv_tokens))
+            loads[offer.worker_id] = WorkerLoad(worker.reported if known else None, worker.load_booked)
         chains: dict[str, StepChain] = {
             o.worker_id: ask.chains[o.kind.chain] for o in candidates.offers if o.kind.chain is not None
         }
         matches: dict[bytes, int] = {}
-        for id, prediction in pool.predictions.items():
-            chain = chains.get(prediction.worker_id)
-            if chain is not None and prediction.ends_us > now:
-                common = _common_steps(chain.hashes[prediction.first * HASH_BYTES :], prediction.hashes)
-                if common:
-                    matches[id] = prediction.first + common
+        for chain in {id(chain): chain for chain in chains.values()}.values():
+            for other in pool.predictions_along(chain.hashes):
+                prediction = pool.predictions[other]
+                if chains.get(prediction.worker_id) is chain and prediction.ends_us > now:
+                    common = _common_steps(chain.hashes[prediction.first * HASH_BYTES :], prediction.hashes)
+                    matches[other] = prediction.first + common
         held = [
-            PrefixMatch(pool.predictions[id].worker_id, steps, pool.predictions[id].ready_us)
-            for id, steps in matches.items()
+            PrefixMatch(pool.predictions[other].worker_id, steps, pool.predictions[other].ready_us)
+            for other, steps in matches.items()
         ]
         return evaluate(ask, candidates, loads, held, now), matches
 
     def _reserve(
         self,
-        pool: _Pool,
+        pool: MemoryPool,
         id: bytes,
         booking: Booking,
         evaluation: Evaluation,
@@ -244,10 +185,10 @@ class MemoryReservations:
     ) -> None:
         ask = booking.ask
         offer, found = evaluation.offers[chosen], evaluation.by_offer[chosen]
-        pool.workers.setdefault(offer.worker_id, _Worker())
         new_tokens = booking.input_tokens - (found.predicted_tokens or offer.cached_tokens)
-        pool.reservations[id] = _Reservation(
-            offer.worker_id, booking.router_id, now, now + booking.longest_us, new_tokens, booking.input_tokens
+        ends_us = now + booking.longest_us
+        pool.add_booking(
+            id, BookedRequest(offer.worker_id, booking.router_id, now, ends_us, new_tokens, booking.input_tokens)
         )
         kind = offer.kind
         if kind.chain is None:
@@ -263,74 +204,71 @@ class MemoryReservations:
             return
         ready = ready_us(offer, found, now)
         ends, capacity = ready + kind.believed_us, kind.capacity_steps
-        pool.predictions[id] = _Prediction(
-            offer.worker_id, ready, ends, kind.believed_us, first, capacity, hashes, (now, id)
+        pool.put_prediction(
+            id,
+            PredictedPrefix(offer.worker_id, ready, ends, kind.believed_us, first, capacity, hashes, (now, id)),
         )
-        while capacity and _predicted_steps(pool, offer.worker_id) > capacity:
-            of_worker = [other for other, p in pool.predictions.items() if p.worker_id == offer.worker_id]
-            del pool.predictions[min(of_worker, key=lambda other: pool.predictions[other].used)]
+        while capacity and pool.predicted_steps(offer.worker_id) > capacity:
+            of_worker = pool.predicted_for(offer.worker_id)
+            pool.remove_prediction(min(of_worker, key=lambda other: pool.predictions[other].used))
 
-    def _use_prediction(self, pool: _Pool, offer: Offer, id: bytes, steps: int, now: int) -> None:
+    def _use_prediction(self, pool: MemoryPool, offer: Offer, id: bytes, steps: int, now: int) -> None:
         prediction = pool.predictions[id]
         if prediction.capacity_steps:
             ends = max(prediction.ends_us, now + prediction.believed_us)
-            pool.predictions[id] = replace(prediction, ends_us=ends, used=(now, id))
+            pool.put_prediction(id, replace(prediction, ends_us=ends, used=(now, id)))
         elif steps == prediction.first + prediction.steps <= offer.held_steps:
-            del pool.predictions[id]
+            pool.remove_prediction(id)
 
-    def _settle_prediction(self, pool: _Pool, id: bytes, now: int) -> None:
+    def _settle_prediction(self, pool: MemoryPool, id: bytes, now: int) -> None:
         if (prediction := pool.predictions.get(id)) is not None:
             ready = min(prediction.ready_us, now)
-            pool.predictions[id] = replace(prediction, ready_us=ready, ends_us=now + prediction.believed_us)
+            pool.put_prediction(id, replace(prediction, ready_us=ready, ends_us=now + prediction.believed_us))
 
-    def _drop_reservation(self, pool: _Pool, id: bytes, finished: bool, now: int) -> bool:
-        reservation = pool.reservations.pop(id, None)
+    def _drop_reservation(self, pool: MemoryPool, id: bytes, finished: bool, now: int) -> bool:
+        reservation = pool.remove_booking(id)
         if reservation is None:
             return False
         if reservation.prefilling:
             if finished:
                 self._settle_prediction(pool, id, now)
             else:
-                pool.predictions.pop(id, None)
+                pool.remove_prediction(id)
         return True
 
-    def _drop_router(self, pool: _Pool, router_id: str, now: int) -> None:
+    def _drop_router(self, pool: MemoryPool, router_id: str, now: int) -> None:
         pool.routers.pop(router_id, None)
-        for id in [id for id, r in pool.reservations.items() if r.router_id == router_id]:
+        for id in pool.booked_by(router_id):
             self._drop_reservation(pool, id, False, now)
 
-    def _drop_worker(self, pool: _Pool, worker_id: str, now: int) -> None:
-        for id in [id for id, r in pool.reservations.items() if r.worker_id == worker_id]:
-            self._drop_reservation(pool, id, False, now)
-        for id in [id for id, p in pool.predictions.items() if p.worker_id == worker_id]:
-            del pool.predictions[id]
+    def _drop_worker(self, pool: MemoryPool, worker_id: str, now: int) -> None:
+        if (worker := pool.workers.get(worker_id)) is not None:
+            for id in list(worker.booked):
+                self._drop_reservation(pool, id, False, now)
+        for id in pool.predicted_for(worker_id):
+            pool.remove_prediction(id)
 
-    def _drop_settled_predictions(self, pool: _Pool, worker_id: str) -> None:
+    def _drop_settled_predictions(self, pool: MemoryPool, worker_id: str) -> None:
         """Except of prompts that it is still computing."""
-        for id in [id for id, p in pool.predictions.items() if p.worker_id == worker_id]:
-            reservation = pool.reservations.get(id)
+        for id in pool.predicted_for(worker_id):
+            reservation = pool.booked.get(id)
             if reservation is None or not reservation.prefilling:
-                del pool.predictions[id]
+                pool.remove_prediction(id)
 
-    def _pool(self, pool_id: str) -> _Pool:
-        return self._pools.setdefault(pool_id, _Pool())
+    def _pool(self, pool_id: str) -> MemoryPool:
+        return self._pools.setdefault(pool_id, MemoryPool())
 
-    def _purge(self, pool_id: str) -> tuple[_Pool, int]:
+    def _purge(self, pool_id: str) -> tuple[MemoryPool, int]:
         """End what is over in the pool; the pool, and the time."""
         pool, now = self._pool(pool_id), self._clock_us()
-        for id in [id for id, p in pool.predictions.items() if p.ends_us <= now]:
-            del pool.predictions[id]
-        for id in [id for id, r in pool.reservations.items() if r.ends_us <= now]:
+        for id in pool.prediction_ends.take_due(now):
+            pool.remove_prediction(id)
+        for id in pool.ends.take_due(now):
             self._drop_reservation(pool, id, False, now)
-        for id in [id for id, ends_us in pool.called_off.items() if ends_us <= now]:
-            del pool.called_off[id]
+        pool.called_off.take_due(now)
         for router_id in [router_id for router_id, ends_us in pool.routers.items() if ends_us <= now]:
             self._drop_router(pool, router_id, now)
         return pool, now
-
-
-def _predicted_steps(pool: _Pool, worker_id: str) -> int:
-    return sum(p.steps for p in pool.predictions.values() if p.worker_id == worker_id)
 
 
 def _common_steps(mine: bytes, theirs: bytes) -> int:

@@ -31,7 +31,7 @@ class RoutingSettings(Settings):
     salt_is_tenant: bool = Field(default=False, description="Use a request's cache salt as its tenant.")
     output_tokens: OutputTokens = Field(
         default=DEFAULT_DECODE_TOKENS,
-        description="Expected output of a request in tokens; a lower max_tokens takes precedence.",
+        description="Expected output in tokens of a request without max_tokens, until a model's answers have shown theirs.",
     )
     cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="Cost profile to price with.")
     decision_deadline_ms: float = Field(
@@ -119,6 +119,10 @@ class ProxySettings(RoutingSettings, HttpSettings):
         default=(),
         description="Networks and names of engines that get clients' Authorization, Cookie and API keys, separated by commas; "
         "* for all; default: none.",
+    )
+    request_hints: bool = Field(
+        default=False,
+        description="Heed the headers X-KVAtlas-Strategy, -Priority, -Session, -Allow and -Deny of requests. Trusted likewise.",
     )
     drain_s: float = Field(
         default=5.0,

@@ -23,7 +23,7 @@ def route(settings: PromptSettings, tokens: TokensFlag, pd: PdFlag = False, as_j
 
 async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
     async with open_router(settings) as router:
-        choice = await router.pick(prompt)
+        choice = await router.reserve(prompt, dry_run=True)
     if as_json:
         print_json(choice.explanation())
         return
@@ -48,7 +48,7 @@ async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> Non
 
 async def _route_pd(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
     async with open_router(settings) as router:
-        pair = await router.pick_pd(prompt)
+        pair = await router.reserve_pd(prompt, dry_run=True)
     if as_json:
         print_json(pair.explanation())
     else:

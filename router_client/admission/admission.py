@@ -102,7 +102,7 @@ class Admission:
     async def end(self, prompt: Prompt, choice: Booked) -> None:
         """The request is over: as failed, but a choice that was finished stays finished."""
         try:
-            await choice.fail()
+            await choice.done(status=0)
         except Unreachable as error:
             _log.warning("worker %s: booking not released (%s); it expires", choice.worker_id, error)
         self._queue.record_end(prompt.scope.pool_id)
@@ -126,7 +126,7 @@ class Admission:
             if not choice.over & NO_ROOM:
                 return choice
             waited = True
-            await choice.fail()
+            await choice.done(status=0)
             return None
 
         named = self._settings.tenant_header

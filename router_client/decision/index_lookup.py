@@ -6,7 +6,7 @@ from router_client.counters import RouterCounters
 from router_client.decision.fail_open import READ_SHARE, STORE_FAILURES, Basis, CircuitBreaker, Deadline
 from router_client.pricing.overlap import OverlapIndex, PromptLookup, look_up_overlap
 from router_client.pricing.pool import Pool
-from router_client.prompt import Prompt
+from router_client.prompt import Prompt, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class IndexLookup:
         """The same within READ_SHARE of the deadline; if that fails, an empty lookup and why."""
         if self.load_only:
             why = "the router is switched to load alone"
+        elif prompt.strategy is Strategy.LOAD:
+            why = "the request asks for load alone"
         elif not self._breaker.may_call():
             why = "index: no answer lately"
         else:

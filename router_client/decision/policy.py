@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvatlas.reservations import Ask
 from router_client.booking.ask import build_ask
+from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.pricing.crowds import CrowdQuotes, quote_crowds
 from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
@@ -15,7 +16,7 @@ from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
 from router_client.pricing.quotes import Quote, quote_candidates, rendezvous_weight
 from router_client.pricing.ranking import Criteria
 from router_client.pricing.surcharges import add_session_surcharge, add_surcharges, session_worker
-from router_client.prompt import Prompt
+from router_client.prompt import Prompt, Strategy
 from router_client.settings import RouterSettings, SloMode
 
 PREFIX_TOKENS = 1_024
@@ -27,6 +28,7 @@ class RoutingPolicy:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
+        self._round_robin = RoundRobin()
         self._seed = settings.seed.to_bytes(8, "little", signed=True) if settings.seed else b""
 
     def narrow(self, pool: Pool, prompt: Prompt, avoid: Collection[str] = ()) -> Pool:
@@ -49,7 +51,7 @@ class RoutingPolicy:
         """The same with few candidates named, the cheapest of the others being found in the store; None if that is not
         possible."""
         settings = self._settings
-        if settings.temperature or settings.follow is not None or settings.explain_all:
+        if settings.temperature or self._followed(prompt) is not None or settings.explain_all:
             return None
         fingerprint = lookup.fingerprint + self._seed
         if not (settings.session_us and prompt.session_id):
@@ -89,11 +91,16 @@ class RoutingPolicy:
 
     def choose_followed(self, prompt: Prompt, pool: Pool) -> str | None:
         """The worker that the followed policy chooses; None without such a policy, or if it chooses no candidate."""
-        if self._settings.follow is None:
+        if (follow := self._followed(prompt)) is None:
             return None
         endpoints = [candidate.endpoint for candidate in pool.candidates]
-        worker_id = self._settings.follow.choose(prompt, endpoints)
+        worker_id = follow.choose(prompt, endpoints)
         return worker_id if any(endpoint.id == worker_id for endpoint in endpoints) else None
+
+    def _followed(self, prompt: Prompt) -> Policy | None:
+        if prompt.strategy is None:
+            return self._settings.follow
+        return self._round_robin if prompt.strategy is Strategy.ROUND_ROBIN else None
 
     def choose_by_prefix(self, quotes: Sequence[Quote], lookup: PromptLookup) -> int:
         """The number of the quote by a hash of the prompt's start: prompts that begin alike meet, and share a cache."""

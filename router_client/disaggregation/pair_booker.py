@@ -41,7 +41,7 @@ class PairBooker:
         NoWorkers, and what booking raises."""
         prefillers = await self._prefillers_of(prompt.scope.pool_id)
         if prefillers is None:
-            return await self._client.book(prompt, avoid=avoid)
+            return await self._client.reserve(prompt, avoid=avoid)
         pairs = self._apart and text is not None and _can_go_apart(text, prefillers)
         if apart and pairs:
             return await self._book_pair(prompt, avoid)
@@ -53,15 +53,15 @@ class PairBooker:
         return await self._book_pair(prompt, avoid)
 
     async def _book_pair(self, prompt: Prompt, avoid: frozenset[str]) -> Booked:
-        pair = await self._client.book_pd(prompt, avoid=avoid)
+        pair = await self._client.reserve_pd(prompt, avoid=avoid)
         return pair.decode if pair.prefill is None else pair
 
     async def _book_whole(self, prompt: Prompt, avoid: frozenset[str], prefillers: frozenset[str]) -> Choice:
         """Decode workers may serve whole requests too, if need be; prefill workers if there is no other."""
         try:
-            return (await self._client.book_pd(prompt, avoid=avoid | prefillers)).decode
+            return (await self._client.reserve_pd(prompt, avoid=avoid | prefillers)).decode
         except NoWorkers:
-            return await self._client.book(prompt, avoid=avoid)
+            return await self._client.reserve(prompt, avoid=avoid)
 
     async def _prefillers_of(self, pool_id: str) -> _Prefillers | None:
         records = await self._records()

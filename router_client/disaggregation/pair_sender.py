@@ -70,7 +70,7 @@ async def _one_after_another(
             answer = await _read_good(prefill, first)
     except (EngineRefused, EngineUnreachable, EngineLost) as error:
         raise PrefillFailed(prefill.worker_id, _as_failure(error), own_form=True) from error
-    await prefill.finish()
+    await prefill.done()
     params = read_params(answer)
     if params is None:
         line = f"worker {prefill.worker_id}: no kv_transfer_params in its answer; {pair.worker_id} computes the prompt again"
@@ -101,7 +101,7 @@ async def _both_at_once(
             to_prefill = _with_body(request, replace_fields(decoded, request.body, room))
             async with send(prefill, to_prefill) as answer:
                 await _read_good(prefill, answer)
-            await prefill.finish()
+            await prefill.done()
         except (EngineRefused, EngineUnreachable, EngineLost) as error:
             failure = error
             if not answered:  # the decode engine would wait for its partner

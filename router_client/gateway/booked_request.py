@@ -63,7 +63,7 @@ class LeftBookings:
 async def _end_later(choice: Booked, end: Callable[[], Awaitable[None]]) -> None:
     try:
         await asyncio.sleep(min(max(choice.score_us / 1e6, LEAST_LEFT_S), MOST_LEFT_S))
-        await choice.finish()
+        await choice.done()
     finally:
         await end()
 
@@ -132,7 +132,7 @@ class BookedRequest:
             # what the fallback was predicted to hold was never asked, and its time includes the first try
             usage = timings = None
         try:
-            await self._booked.choice.finish(usage, timings)
+            await self._booked.choice.done(usage=usage, timings=timings)
         finally:
             await self._end()
 

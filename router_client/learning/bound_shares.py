@@ -4,7 +4,6 @@ Of some hybrid models residency is all that is told (SGLang, groups of a kind th
 upper bound of what is reused. The share that the answers had is counted instead, once there are enough of them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
@@ -66,13 +65,3 @@ class BoundShares:
         known.bound_tokens = known.bound_tokens * FADING + bound
         known.cached_tokens = known.cached_tokens * FADING + min(bound, usage.cached_tokens)
         self.version += known.share != before
-
-
-def both(first: Callable[[Usage], None], second: Callable[[Usage], None]) -> Callable[[Usage], None]:
-    """Calls both."""
-
-    def call(usage: Usage) -> None:
-        first(usage)
-        second(usage)
-
-    return call

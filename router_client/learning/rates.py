@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from math import exp
 
 from kvatlas.cost import CostProfile, EngineProfile, EngineRates
 from kvatlas.cost.learned_rates import (
@@ -38,10 +39,44 @@ MOST_NOTED = 512
 """Up to this many requests, the last ones, are learned from in one turn, at 0.1 ms each: rates change slowly."""
 MOST_A_WORKER = 64
 """Up to this many of them for one worker."""
+MISSED = 12.0
+FADES_IN = 16.0
+"""A worker's evidence begins to fade when it has missed MISSED requests: those that it would have got if all workers of the
+pool got equally many. FADES_IN more leave a third of it."""
+STEPS = 4
+"""Its rates are estimated again with each of so many steps on that way."""
 ESTIMATES_A_SLICE = 8
 """Estimates made before other tasks get their turn, at 0.3 ms each."""
 
 _log = logging.getLogger("router_client")
+
+
+class Starvation:
+    """Which workers teach nothing while their pool goes on, and how much of their old evidence still counts.
+
+    A worker that was learned to be slow gets no requests, and without them it would stay slow for ever. So the evidence of a
+    worker fades while the others of its pool are learned from, until it is priced as its pool is and gets requests again. Time
+    alone fades nothing: a pool that is idle overnight keeps its rates.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, int]] = {}
+        self._total = 0
+
+    def update(self, shared: Mapping[str, Evidence]) -> None:
+        """The evidence of all routers so far."""
+        self._total = sum(one.requests for one in shared.values())
+        known, self._last = self._last, {}
+        for worker_id, one in shared.items():
+            requests, total = known.get(worker_id, (one.requests, self._total))
+            self._last[worker_id] = (requests, total) if requests == one.requests else (one.requests, self._total)
+
+    def kept(self, worker_id: str) -> float:
+        """The share of a worker's evidence that still counts, in steps."""
+        if worker_id not in self._last:
+            return 1.0
+        missed = max(0, self._total - self._last[worker_id][1]) / len(self._last)
+        return exp(-max(0, int(STEPS * (missed - MISSED) / FADES_IN)) / STEPS)
 
 
 class PoolRates:
@@ -54,7 +89,9 @@ class PoolRates:
         self._shared: Mapping[str, Evidence] = {}
         self._unshared: dict[str, Evidence] = {}
         self._estimates: dict[str, Estimate] = {}
-        self._published: dict[str, Estimate] = {}
+        self._published: dict[str, tuple[Estimate, Estimate, float]] = {}
+        self._pool: Estimate | None = None
+        self._starvation = Starvation()
 
     def add(self, request: FinishedRequest) -> bool:
         """Learn from a request; False if it teaches nothing."""
@@ -62,7 +99,9 @@ class PoolRates:
         rows = rows_of(request)
         if not rows:
             return False
-        evidence = Evidence.of(rows, self._estimate(worker_id))
+        own = self._estimate(worker_id)
+        kept = 1.0 if worker_id in self._unshared else self._starvation.kept(worker_id)
+        evidence = Evidence.of(rows, own if self._pool is None else own.shrunk(self._pool, kept)).fading(kept)
         self._unshared[worker_id] = self._unshared.get(worker_id, Evidence()).followed_by(evidence)
         return True
 
@@ -84,30 +123,41 @@ class PoolRates:
             del self.learned[worker_id], self._published[worker_id]
         for worker_id in self._estimates.keys() - shared.keys() - self._unshared.keys():
             del self._estimates[worker_id]
+        self._starvation.update(shared)
+        together = Evidence.sum_of(shared.values())
+        if self._pool is None or _is_outdated(self._pool, together):
+            self._pool = estimate_of(together, self._configured.rates)
         changed = 0
         for worker_id in shared:
-            estimate = self._estimate(worker_id)
-            if estimate is not self._published.get(worker_id):
-                self._published[worker_id] = estimate
+            basis = self._estimate(worker_id), self._pool, self._starvation.kept(worker_id)
+            if basis != self._published.get(worker_id):
+                self._published[worker_id] = basis
+                estimate = basis[0].shrunk(*basis[1:])
                 self.learned[worker_id] = learned_rates_of(estimate, self._configured_rates(worker_id))
                 changed += 1
                 if changed % ESTIMATES_A_SLICE == 0:
                     await asyncio.sleep(0)
         if changed or gone:
-            self.profile = with_learned_rates(self._configured, self.learned, Evidence.sum_of(shared.values()))
+            self.profile = with_learned_rates(self._configured, self.learned, together)
 
     def _estimate(self, worker_id: str) -> Estimate:
-        """From all evidence known here; made again when that has grown enough to matter."""
-        shared, unshared = self._shared.get(worker_id, Evidence()), self._unshared.get(worker_id, Evidence())
-        requests = shared.requests + unshared.requests
+        """From all evidence known here; made again when that has changed enough to matter."""
+        evidence = self._shared.get(worker_id, Evidence())
+        if (unshared := self._unshared.get(worker_id)) is not None:
+            evidence = evidence.followed_by(unshared)
         known = self._estimates.get(worker_id)
-        if known is None or not 0 <= requests - known.requests <= min(known.requests // 16, 16):
-            known = estimate_of(shared.followed_by(unshared), self._configured_rates(worker_id))
-            self._estimates[worker_id] = known
+        if known is None or _is_outdated(known, evidence):
+            known = self._estimates[worker_id] = estimate_of(evidence, self._configured_rates(worker_id))
         return known
 
     def _configured_rates(self, worker_id: str) -> EngineRates:
         return self._configured.by_worker.get(worker_id, self._configured.rates)
+
+
+def _is_outdated(known: Estimate, evidence: Evidence) -> bool:
+    """Has the evidence grown, or faded, enough to matter?"""
+    grown = evidence.requests - known.requests
+    return evidence.weight < known.weight / 2 or not 0 <= grown <= min(known.requests // 16, 16)
 
 
 class RateLearner:

@@ -9,6 +9,11 @@ from typing import Any, Self
 from kvatlas.errors import InvalidValue
 
 MOST_GAPS = 512
+LEAST_GAPS = 2
+MOST_TOKENS_A_PART = 16
+"""Engines that guess ahead make up to about 10 tokens at a time."""
+TOGETHER = 0.1
+"""Parts nearer to each other than this share of the mean came together: the network, or the event loop, held the first back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +52,26 @@ class AnswerClock:
     _sent_ns: int = field(init=False)
     _first_ns: int | None = field(default=None, init=False)
     _last_ns: int = field(default=0, init=False)
-    _gaps_ns: list[int] = field(default_factory=list, init=False)
+    _parts: int = field(default=0, init=False)
+    _parts_after_first: int = field(default=0, init=False)
+    _gaps: list[tuple[int, int]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._sent_ns = self.now_ns()
 
-    def part(self) -> None:
-        """One more part of the answer arrived: a token or more."""
+    def part(self, parts: int = 1) -> None:
+        """One more part of the answer arrived, a token or more, or several at once. Parts that only say whose answer it is, how
+        many tokens it has, or that it ends, are none: an answer of a few tokens would look many times as fast as it is."""
+        if parts < 1:
+            return
         now = self.now_ns()
+        self._parts += parts
         if self._first_ns is None:
             self._first_ns = now
-        elif len(self._gaps_ns) < MOST_GAPS:
-            self._gaps_ns.append(now - self._last_ns)
+        else:
+            self._parts_after_first += parts
+            if len(self._gaps) < MOST_GAPS:
+                self._gaps.append((now - self._last_ns, parts))
         self._last_ns = now
 
     @property
@@ -69,11 +82,28 @@ class AnswerClock:
     def timings(self, output_tokens: int) -> Timings:
         """The times of an answer of `output_tokens` that came in these parts.
 
-        Parts of several tokens count with their mean, if that is less than the median time between parts: an engine that
-        makes several tokens at a time, and a network that joins parts, look alike.
+        The time from token to token is the median over the parts, by the tokens that a part has. Nothing is said of it by fewer
+        than LEAST_GAPS, nor if parts have more tokens than an engine makes at a time: then their number is not to be believed.
         """
-        if self._first_ns is None or output_tokens < 2 or not self._gaps_ns:
+        if self._first_ns is None or output_tokens < 2 or not self._gaps:
             # one part of several tokens: when the first of them was there is unknown
             return Timings(self.ttft_us if output_tokens == 1 else None)
-        mean_ns = (self._last_ns - self._first_ns) / (output_tokens - 1)
-        return Timings(self.ttft_us, min(mean_ns, median_low(self._gaps_ns)) / 1_000)
+        tokens_a_part = 1.0
+        if output_tokens - 1 > self._parts:  # the last token often has no text, and no part
+            tokens_a_part = (output_tokens - 1) / self._parts_after_first
+        each_ns = [gap_ns / parts for gap_ns, parts in self._join_gaps()]
+        if len(each_ns) < LEAST_GAPS or tokens_a_part > MOST_TOKENS_A_PART:
+            return Timings(self.ttft_us)
+        return Timings(self.ttft_us, median_low(each_ns) / tokens_a_part / 1_000)
+
+    def _join_gaps(self) -> list[tuple[int, int]]:
+        """Gaps with the parts that ended them. Parts that came together, though in two reads, count as one arrival."""
+        assert self._first_ns is not None
+        least_ns = TOGETHER * (self._last_ns - self._first_ns) / self._parts_after_first
+        joined: list[tuple[int, int]] = []
+        for gap_ns, parts in self._gaps:
+            if gap_ns >= least_ns:
+                joined.append((gap_ns, parts))
+            elif joined:  # else they came with the first part
+                joined[-1] = joined[-1][0] + gap_ns, joined[-1][1] + parts
+        return joined

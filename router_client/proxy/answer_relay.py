@@ -15,7 +15,7 @@ from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.pair_sender import send_to_pair
 from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
 from router_client.prefill_decode_result import PairChoice
-from router_client.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_prompt
+from router_client.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from router_client.proxy.client_request import ClientRequest, ErrorKind, send_answer
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
@@ -91,7 +91,6 @@ class AnswerRelay:
         self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], answer: Answer
     ) -> None:
         """Send a good answer to the client. Raises EngineLost if the engine goes away in mid-answer."""
-        await _report(choice.first_token())
         if isinstance(answer, WholeAnswer):
             await _report(self._finish(request, choice, answer, usage_of_body(answer.body)))
             await send_answer(request.send, answer, (header,))
@@ -99,9 +98,10 @@ class AnswerRelay:
         headers = [*for_client(answer.headers), header]
         await request.send({"type": "http.response.start", "status": answer.status, "headers": headers})
         if answer.events:
-            usage = await _pass_events(request, answer, EventStream(hide_usage=self._hides_usage(request)))
+            usage = await _pass_events(request, choice, answer, EventStream(hide_usage=self._hides_usage(request)))
         else:
             usage = None
+            await _report(choice.first_token())
             async for chunk in answer.chunks():
                 await request.send({"type": "http.response.body", "body": chunk, "more_body": True})
             await request.send({"type": "http.response.body", "body": b""})
@@ -116,19 +116,27 @@ class AnswerRelay:
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
         text = request.text
         if text is None:  # its prompt was not read: nothing can be compared or learned
-            await choice.finish()
+            await choice.done()
             return
-        usage = usage_of_one_prompt(text, usage)
-        await choice.finish(usage, timings_of(text, answer.clock, usage))
+        usage = usage_of_one_answer(text, usage)
+        await choice.done(answer.status, usage, timings_of(text, answer.clock, usage))
 
     def _hides_usage(self, request: ClientRequest) -> bool:
         text = request.text
         return text is not None and self._ask_usage and text.streamed and not text.wants_usage
 
 
-async def _pass_events(request: ClientRequest, answer: StreamedAnswer, stream: EventStream) -> Usage | None:
+async def _pass_events(
+    request: ClientRequest, choice: Booked, answer: StreamedAnswer, stream: EventStream
+) -> Usage | None:
     async for chunk in answer.chunks():
-        if passed := stream.feed(chunk):
+        before = stream.parts
+        passed = stream.feed(chunk)
+        if stream.parts > before:
+            answer.clock.part(stream.parts - before)
+            if not before:
+                await _report(choice.first_token())
+        if passed:
             await request.send({"type": "http.response.body", "body": passed, "more_body": True})
     await request.send({"type": "http.response.body", "body": stream.end()})
     return stream.usage

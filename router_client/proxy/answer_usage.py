@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from router_client.learning.timings import AnswerClock, Timings
@@ -27,9 +28,12 @@ def usage_of_body(body: bytes) -> Usage | None:
         return None
 
 
-def usage_of_one_prompt(text: TextRequest, usage: Usage | None) -> Usage | None:
-    """None for several prompts: only the first was routed, so nothing can be compared or learned."""
-    return usage if text.prompts == 1 else None
+def usage_of_one_answer(text: TextRequest, usage: Usage | None) -> Usage | None:
+    """Of several answers to one prompt their mean. None for several prompts: only the first was routed, so nothing can be
+    compared or learned."""
+    if usage is None or text.prompts > 1:
+        return None
+    return replace(usage, completion_tokens=usage.completion_tokens // text.choices)
 
 
 def timings_of(text: TextRequest, clock: AnswerClock, usage: Usage | None) -> Timings | None:

@@ -15,6 +15,7 @@ from opentelemetry.trace import Span
 from kvatlas.errors import InvalidValue, Unreachable
 from router_client.admission.admission import Admission, RequestShed
 from router_client.admission.queue import QueueFull
+from router_client.decision.request_hints import RequestHintHeaders
 from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.pair_sender import PrefillFailed
 from router_client.errors import NoWorkers
@@ -39,10 +40,11 @@ _log = logging.getLogger("router_client.proxy")
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """`most_attempts`: workers tried for one request."""
+    """`most_attempts`: workers tried for one request. `request_hints`: heed the headers of `RequestHintHeaders`."""
 
     most_attempts: int = 4
     access_log: bool = True
+    request_hints: bool = False
 
 
 @dataclass(slots=True)
@@ -138,6 +140,7 @@ class Exchange:
     async def _answer(self, request: ClientRequest) -> None:
         with request_span(request.for_engine.path, request.headers, method=request.for_engine.method) as span:
             try:
+                hints = RequestHintHeaders.read(request.headers) if self._settings.request_hints else None
                 read = await self._read(request)
             except UnknownModel as error:
                 await _refuse(request, span, ErrorKind.NO_MODEL, str(error), param="model")
@@ -150,6 +153,9 @@ class Exchange:
                 return
             if (session_id := request.session_id) is not None:
                 read = replace(read, prompt=replace(read.prompt, session_id=session_id))
+            if hints is not None:
+                request.priority = hints.priority
+                read = replace(read, prompt=hints.apply(read.prompt))
             await self._try_workers(request, read, span)
 
     async def _read(self, request: ClientRequest) -> RequestPrompt:
@@ -222,7 +228,7 @@ class Exchange:
                 attempts.tried |= {by}
                 attempts.apart = False
                 attempts.line = str(cause)
-                await choice.fail()
+                await choice.done(status=0)
                 if isinstance(cause, EngineRefused):
                     attempts.refused = (cause.answer, header)
                     return await self._judge_refusal(request, pool_id, by, attempts, span, own_form=own_form)
@@ -234,7 +240,7 @@ class Exchange:
                 return False
             except EngineLost as error:
                 self._outliers.record_bad(pool_id, worker_id, str(error))
-                await choice.fail()
+                await choice.done(status=0)
                 await self._relay.break_off(request, choice, error)
             finally:
                 for one in unjudged:
@@ -288,7 +294,7 @@ class Exchange:
         """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
         prompt = read.prompt
         if attempts.number == 1:
-            choice = await self._admission.admit(prompt, request.text, request.header)
+            choice = await self._admission.admit(prompt, request.text, request.header, priority=request.priority)
         else:
             choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from router_client.decision.request_hints import HINT_HEADERS
 from router_client.disaggregation.pair_booker import Booked
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
@@ -24,8 +25,16 @@ _OWN = {
     b"transfer-encoding",
     b"upgrade",
 }
-# the rank is the choice's: a client's own would reach another worker than the one that was booked
-_REQUEST_OWN = {*_OWN, b"host", b"content-length", b"accept-encoding", b"expect", RANK_HEADER.lower().encode()}
+# hints are for the router; the rank is the choice's: a client's own would reach another worker than the one that was booked
+_REQUEST_OWN = {
+    *_OWN,
+    b"host",
+    b"content-length",
+    b"accept-encoding",
+    b"expect",
+    RANK_HEADER.lower().encode(),
+    *HINT_HEADERS,
+}
 _CREDENTIALS = {b"authorization", b"cookie", b"x-api-key", b"api-key"}
 _ANSWER_OWN = {*_OWN, b"content-length", b"date", b"server", DECISION_HEADER.lower().encode()}
 
@@ -57,7 +66,7 @@ def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tup
     should find cached; `unconfirmed`: those of them that no event has confirmed, absent if there are none; `prompt`: the
     prompt's tokens; if they are not known, `untokenized` says why instead; `attempt`: 1 for the first worker tried; `by`: what
     the choice was made by, `open`: what did not answer in time for it, absent if all did; `cost-us`: the expected cost;
-    `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
+    `ttft-us`: its part up to the first token; `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
     """
     prefill, decider = (choice.prefill, choice.decode) if isinstance(choice, PairChoice) else (None, choice)
     parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]
@@ -71,6 +80,7 @@ def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tup
         f"by={choice.mode}",
         *([f"open={lacked}"] if (lacked := fell_open_for_want_of(decider)) else []),
         f"cost-us={choice.score_us}",
+        *([] if choice.ttft_us is None else [f"ttft-us={choice.ttft_us}"]),
     ]
     if choice.advice is not Advice.GO:
         parts.append(f"advice={choice.advice}")

@@ -30,6 +30,7 @@ from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.fail_open import STORE_FAILURES
 from router_client.decision.selector import Selector
+from router_client.decision.shadow_policy import RoundRobin
 from router_client.disaggregation.pair_booker import PairBooker
 from router_client.outliers.avoidance import Avoidance
 from router_client.outliers.monitor import OutlierMonitor
@@ -37,7 +38,7 @@ from router_client.pricing.overlap import ResidencyOnly
 from router_client.prompt import Prompt
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.request_reader import RequestReader
-from router_client.settings import LearningSettings, LimitSettings, RoundRobin, RouterSettings, SloMode
+from router_client.settings import LearningSettings, LimitSettings, RouterSettings, SloMode
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.counters import TokenCounters
 from router_client.tokens.engine_tokenizer import EngineTokenizer

@@ -143,6 +143,7 @@ def _choice_json(held_id: str, choice: Choice | PairChoice, read: RequestPrompt)
         "predicted_cached_tokens": choice.predicted_cached_tokens,
         "unconfirmed_tokens": choice.unconfirmed_tokens,
         "score_us": choice.score_us,
+        "ttft_us": choice.ttft_us,
         "by": choice.mode,
         "advice": choice.advice,
         "explanation": choice.explain(),

@@ -93,7 +93,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             parts.outliers,
             counters,
             build_admission(parts, settings, counters, apart=settings.disaggregate),
-            ExchangeSettings(settings.max_attempts, settings.access_log),
+            ExchangeSettings(settings.max_attempts, settings.access_log, settings.request_hints),
         )
         held = HeldBookings(parts.client, counters, held_s=settings.held_s)
         stack.push_async_callback(held.close)

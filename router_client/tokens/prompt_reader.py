@@ -18,8 +18,8 @@ LETTERS_A_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class PromptSettings:
-    """`output_tokens`: the most that a request is expected to generate. `salt_is_tenant`: as for the publishers. `slo`: of
-    all requests."""
+    """`output_tokens`: expected of a request that does not limit them, until answers have shown more. `salt_is_tenant`: as for
+    the publishers. `slo`: of all requests."""
 
     output_tokens: int = 128
     salt_is_tenant: bool = False
@@ -49,10 +49,12 @@ class PromptReader:
     async def read(self, request: TextRequest, scope: Scope, request_id: str | None = None) -> RequestPrompt:
         """Raises InvalidValue for a request that no engine would accept."""
         tokens, why = await self._tokenize(request)
-        expected = min(request.output_tokens or self.settings.output_tokens, self.settings.output_tokens)
+        limits = request.output_limits
         if tokens is None:
-            guess = self.guess(scope, _letters(request), request_id, expected)
-            said = replace(guess.prompt, session_id=request.session_id, reading=request.cache_reading)
+            guess = self.guess(scope, _letters(request), request_id)
+            said = replace(
+                guess.prompt, session_id=request.session_id, reading=request.cache_reading, output_limits=limits
+            )
             return replace(guess, prompt=said, untokenized=why)
         salt = request.cache_salt
         keys = ((salt,),) if salt is not None and not self.settings.salt_is_tenant else None
@@ -60,7 +62,8 @@ class PromptReader:
             scope,
             tokens,
             extra_keys=keys,
-            output_tokens=expected,
+            output_tokens=self.settings.output_tokens,
+            output_limits=limits,
             slo=self.settings.slo,
             id=request_id,
             memory=self._memory,
@@ -69,18 +72,15 @@ class PromptReader:
         )
         return RequestPrompt(prompt, len(tokens))
 
-    def guess(
-        self, scope: Scope, letters: int, request_id: str | None = None, output_tokens: int | None = None
-    ) -> RequestPrompt:
+    def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
         """The prompt of a request whose tokens are not known: its length is about that of `letters` characters."""
-        expected = self.settings.output_tokens if output_tokens is None else output_tokens
         length = letters // LETTERS_A_TOKEN
         prompt = Prompt.of_hashes(
             scope,
             b"",
             DEFAULT_BLOCK_TOKENS,
             input_tokens=length,
-            output_tokens=expected,
+            output_tokens=self.settings.output_tokens,
             slo=self.settings.slo,
             id=request_id,
         )

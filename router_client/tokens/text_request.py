@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from kvatlas.blocks.reuse import CacheReading
 from kvatlas.errors import InvalidValue
+from kvatlas.validation import MAX_OUTPUT_TOKENS
+from router_client.prompt import OutputLimits
 
 MAX_PARSED_BYTES = 8 << 20
 """A million token ids with their commas; decoded in some 30 ms."""
@@ -67,8 +69,16 @@ class TextRequest:
         """The most tokens that the request may generate, if it says so."""
         for name in ("max_completion_tokens", "max_tokens"):
             if isinstance(value := self.body.get(name), int) and value > 0:
-                return value
+                return min(value, MAX_OUTPUT_TOKENS)
         return None
+
+    @property
+    def output_limits(self) -> OutputLimits:
+        """What it says of its answer's length: `min_tokens` and `ignore_eos` are vLLM's and SGLang's."""
+        most, least = self.output_tokens, self.body.get("min_tokens")
+        if most is not None and self.body.get("ignore_eos") is True:
+            return OutputLimits(most, most)
+        return OutputLimits(least if type(least) is int and least > 0 else 0, most)
 
     @property
     def cache_salt(self) -> str | None:

@@ -56,8 +56,8 @@ class WholeAnswer:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer whose first bytes are there. `clock`: when they and the following ones arrived. `events`: is it a stream of
-    server-sent events?"""
+    """An answer whose first bytes are there. `clock`: started with the request; the reader of the answer counts its parts
+    there. `events`: is it a stream of server-sent events?"""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -72,7 +72,6 @@ class StreamedAnswer:
         yield self.first
         try:
             async for chunk in self.rest:
-                self.clock.part()
                 self.watched.progress()
                 yield chunk
         except httpx.HTTPError as error:
@@ -143,7 +142,6 @@ async def _read_start(response: httpx.Response, clock: AnswerClock, watched: Wat
         return WholeAnswer(response.status_code, headers, b"".join(parts), clock)
     rest = response.aiter_raw()
     async for first in rest:
-        clock.part()
         watched.progress()
         events = kind.startswith(EVENT_STREAM)
         return StreamedAnswer(response.status_code, headers, first, rest, clock, watched, events)

@@ -90,7 +90,7 @@ class SimulatedFleet:
     async def _ask(self, router: RouterClient, number: int) -> None:
         tokens = [self._random.randrange(100_000) for _ in range(round(2 ** self._random.uniform(7, 12)))]
         output = self._random.randrange(8, 200)
-        choice = await router.book(Prompt.of_tokens(SCOPE, tokens, output_tokens=output))
+        choice = await router.reserve(Prompt.of_tokens(SCOPE, tokens, output_tokens=output))
         id = f"{self.seed}-{number}-{self.now_us}"
         clock = AnswerClock(lambda: int(self.now_us * 1_000))
         self._asked[id] = _Asked(choice, clock, len(tokens))
@@ -105,7 +105,7 @@ class SimulatedFleet:
         if token.finish_reason is not None:
             del self._asked[token.request_id]
             usage = Usage(asked.prompt_tokens, asked.output, token.cached_tokens)
-            await asked.choice.finish(usage, self._measured(asked.clock.timings(asked.output)))
+            await asked.choice.done(usage=usage, timings=self._measured(asked.clock.timings(asked.output)))
 
     def _measured(self, true: Timings) -> Timings:
         assert true.ttft_us is not None and true.tpot_us is not None

@@ -41,7 +41,7 @@ async def test_a_request_goes_to_the_worker_that_holds_its_prompt(index: Residen
     await hold(index, workers[2], TOKENS, blocks=50)
     await hold(index, workers[1], TOKENS, blocks=20)
     router = RouterClient(index, StaticFleet(pool(*workers)), RouterSettings(deadline_ms=None))
-    choice = await router.pick(PROMPT)
+    choice = await router.reserve(PROMPT, dry_run=True)
     assert (choice.worker_id, choice.url, choice.headers, choice.source) == ("w2", "http://w2:8000", {}, None)
     assert choice.predicted_cached_tokens == 800
     assert choice.result == choice.ranking.results[0] == (await router.rank(PROMPT)).results[0]
@@ -55,7 +55,7 @@ async def test_a_request_goes_to_the_worker_that_holds_its_prompt(index: Residen
 
 async def test_a_choice_can_be_carried_out() -> None:
     record = worker("pod-dp3", dp_rank=3, base_url="http://127.0.0.1:1", advertised_url="http://pod:8000")
-    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(record))).pick(PROMPT)
+    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(record))).reserve(PROMPT, dry_run=True)
     assert choice.url == "http://pod:8000"
     assert choice.headers == {"X-Data-Parallel-Rank": "3"}
     assert choice.role is Role.BOTH
@@ -65,7 +65,9 @@ async def test_a_choice_names_the_worker_to_read_a_copy_from() -> None:
     index = MemoryIndex()
     full = worker("full", transfer_groups=("g",), state=EngineState.DRAINING)
     await hold(index, full, TOKENS)
-    choice = await RouterClient(index, StaticFleet(pool(full, worker("free", transfer_groups=("g",))))).pick(PROMPT)
+    choice = await RouterClient(index, StaticFleet(pool(full, worker("free", transfer_groups=("g",))))).reserve(
+        PROMPT, dry_run=True
+    )
     assert (choice.worker_id, choice.source, choice.predicted_cached_tokens) == ("free", "full", 992)
     assert "992 more read from full" in choice.explain()
 
@@ -77,10 +79,10 @@ async def test_hints_are_completed_by_the_fallbacks(index: ResidencyIndex) -> No
     router = RouterClient(index, StaticFleet(pool(w1, w2)), router_settings)
     hashes = tuple(unpack_hashes(extend_chain(TOKENS, 16)))
     for given in ({"token_ids": TOKENS}, {"block_hashes": hashes}):
-        choice = await router.pick(RequestHints.parse({"request_id": "r", **given}))
+        choice = await router.reserve(RequestHints.parse({"request_id": "r", **given}), dry_run=True)
         assert (choice.worker_id, choice.result.overlap_blocks) == ("w2", 62)
     shape = RequestHints.parse({"request_id": "r", "token_ids": TOKENS}).to_shape(router_settings.fallbacks)
-    assert (await router.pick(shape)).result.overlap_blocks == 62
+    assert (await router.reserve(shape, dry_run=True)).result.overlap_blocks == 62
 
 
 async def test_equal_prompts_get_equal_answers_and_ties_spread() -> None:
@@ -89,7 +91,7 @@ async def test_equal_prompts_get_equal_answers_and_ties_spread() -> None:
     picked: dict[str, int] = {}
     for number in range(400):
         prompt = Prompt.of_tokens(SCOPE, [number] * 40)
-        first, second = [await router.pick(prompt) for router in routers]
+        first, second = [await router.reserve(prompt, dry_run=True) for router in routers]
         assert first == second
         picked[first.worker_id] = picked.get(first.worker_id, 0) + 1
     assert len(picked) == 4
@@ -98,14 +100,18 @@ async def test_equal_prompts_get_equal_answers_and_ties_spread() -> None:
 
 @pytest.mark.parametrize("tokens", [[1], [], list(range(15))])
 async def test_a_prompt_without_a_full_block_is_routed(tokens: list[int]) -> None:
-    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1")))).pick(Prompt.of_tokens(SCOPE, tokens))
+    choice = await RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1")))).reserve(
+        Prompt.of_tokens(SCOPE, tokens), dry_run=True
+    )
     assert (choice.worker_id, choice.result.required_blocks, choice.predicted_cached_tokens) == ("w1", 0, 0)
 
 
 async def test_workers_that_have_announced_nothing_share_the_prompts() -> None:
     fleet = StaticFleet(pool(*(worker(f"w{i}", block_size=None) for i in range(4))))
     router = RouterClient(MemoryIndex(), fleet)
-    picked = {(await router.pick(Prompt.of_tokens(SCOPE, [number] * 100))).worker_id for number in range(100)}
+    picked = {
+        (await router.reserve(Prompt.of_tokens(SCOPE, [number] * 100), dry_run=True)).worker_id for number in range(100)
+    }
     assert len(picked) == 4
 
 
@@ -113,7 +119,7 @@ async def test_no_worker_is_one_clear_line() -> None:
     router = RouterClient(MemoryIndex(), StaticFleet({}))
     assert len(await router.rank(PROMPT)) == 0
     with pytest.raises(NoWorkers, match=r"model model, tokenizer tokenizer.* has no workers") as caught:
-        await router.pick(PROMPT)
+        await router.reserve(PROMPT, dry_run=True)
     assert len(str(caught.value).splitlines()) == 1
     assert router.counters.no_workers == 1
 
@@ -124,27 +130,27 @@ async def test_an_error_names_the_workers_that_can_not_serve() -> None:
     with pytest.raises(
         NoWorkers, match=r"none of 2 workers can take the request: w1 \(its engine is asleep\), w2 \(no heartbeat\)"
     ):
-        await router.pick(PROMPT)
+        await router.reserve(PROMPT, dry_run=True)
     assert (await router.rank(PROMPT)).left_out == {"w1": "its engine is asleep", "w2": "no heartbeat"}
 
 
 async def test_another_models_workers_are_no_candidates() -> None:
     other = worker("other", scope=Scope("model-2", "tokenizer"))
     with pytest.raises(NoWorkers):
-        await RouterClient(MemoryIndex(), StaticFleet(pool(other))).pick(PROMPT)
+        await RouterClient(MemoryIndex(), StaticFleet(pool(other))).reserve(PROMPT, dry_run=True)
 
 
 async def test_adapters_and_tenants_share_the_pools_workers() -> None:
     router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))))
     scope = Scope("model", "tokenizer", "adapter", "tenant")
-    assert (await router.pick(Prompt.of_tokens(scope, TOKENS))).worker_id == "w1"
+    assert (await router.reserve(Prompt.of_tokens(scope, TOKENS), dry_run=True)).worker_id == "w1"
 
 
 async def test_the_profile_can_be_chosen() -> None:
     router = RouterClient(
         MemoryIndex(), StaticFleet(pool(worker("w1"))), RouterSettings(profile=QuillcacheProfile(decode_us_per_token=0))
     )
-    choice = await router.pick(PROMPT)
+    choice = await router.reserve(PROMPT, dry_run=True)
     assert choice.cost.profile == "quillcache"
     assert choice.cost.score_us == 45_000
 
@@ -152,13 +158,15 @@ async def test_the_profile_can_be_chosen() -> None:
 async def test_a_bad_token_id_is_refused_when_its_block_is_hashed() -> None:
     router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))))
     with pytest.raises(InvalidValue, match="4294967296"):
-        await router.pick(Prompt.of_tokens(SCOPE, [1] * 20 + [1 << 32]))
+        await router.reserve(Prompt.of_tokens(SCOPE, [1] * 20 + [1 << 32]), dry_run=True)
 
 
 async def test_several_block_sizes_fail_as_one_error() -> None:
     records = pool(worker("w1", block_size=16), worker("w2", block_size=32))
     with pytest.raises(InvalidValue, match="token id -1"):
-        await RouterClient(MemoryIndex(), StaticFleet(records)).pick(Prompt.of_tokens(SCOPE, [1, -1] * 40))
+        await RouterClient(MemoryIndex(), StaticFleet(records)).reserve(
+            Prompt.of_tokens(SCOPE, [1, -1] * 40), dry_run=True
+        )
 
 
 # ---------------------------------------------------------------- opened from a URL
@@ -170,7 +178,7 @@ async def test_a_client_reads_the_store_that_an_indexer_writes(store: Store, val
     await FleetStore(store).write(pool(*workers))
     await hold(index, workers[1], TOKENS)
     async with RouterClient.open(valkey_url, RouterSettings(deadline_ms=None), wait=False) as router:
-        choice = await router.pick(PROMPT)
+        choice = await router.reserve(PROMPT, dry_run=True)
         assert (choice.worker_id, choice.url, choice.predicted_cached_tokens) == ("w2", "http://w2:1", 992)
 
 
@@ -221,3 +229,33 @@ async def test_a_store_that_goes_away_is_one_clear_line() -> None:
             with pytest.raises(Unreachable, match=str(server.port)) as caught:
                 await router.overlap(PROMPT)
             assert len(str(caught.value).splitlines()) == 1
+
+
+async def test_only_a_2xx_finishes() -> None:
+    """A prompt that was answered otherwise is not believed cached: nobody knows if it was computed."""
+    for status, believed in ((200, True), (204, True), (500, False), (429, False), (404, False), (0, False)):
+        router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1", load={}))), RouterSettings(deadline_ms=None))
+        choice = await router.reserve(PROMPT)
+        await choice.done(status=status)
+        again = await router.reserve(PROMPT, dry_run=True)
+        assert (again.unconfirmed_tokens > 0) is believed, status
+        assert again.cost.amounts[4] == 1, status  # no other request runs there
+
+
+async def test_earlier_names_go_on_with_a_warning() -> None:
+    router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1"))), RouterSettings(deadline_ms=None))
+    with pytest.warns(DeprecationWarning, match="book is now reserve"):
+        choice = await router.book(PROMPT)
+    assert choice.reservation is not None
+    with pytest.warns(DeprecationWarning, match="finish is now done"):
+        await choice.finish()
+    with pytest.warns(DeprecationWarning, match="fail is now done"):
+        await choice.fail()
+    with pytest.warns(DeprecationWarning, match=r"pick is now reserve\(\.\.\., dry_run=True\)"):
+        assert (await router.pick(PROMPT, avoid=["w2"])).reservation is None
+    with pytest.warns(DeprecationWarning, match="book_pd"):
+        pair = await router.book_pd(PROMPT)
+    with pytest.warns(DeprecationWarning, match="finish"):
+        await pair.finish()
+    with pytest.warns(DeprecationWarning, match="pick_pd"):
+        await router.pick_pd(PROMPT)

@@ -152,7 +152,7 @@ def test_a_choice_has_the_async_choices_calls(choice: type, twin: type, less: se
 def test_the_client_returns_what_the_async_client_returns(store: str) -> None:
     async def ask() -> tuple[Any, ...]:
         async with RouterClient.open(store, SETTINGS, wait=False) as router:
-            return await router.overlap(PROMPT), await router.rank(PROMPT), await router.pick(PROMPT)
+            return await router.overlap(PROMPT), await router.rank(PROMPT), await router.reserve(PROMPT, dry_run=True)
 
     overlap, ranking, choice = asyncio.run(ask())
     with SyncRouterClient.open(store, SETTINGS, wait=False) as router:
@@ -161,25 +161,25 @@ def test_the_client_returns_what_the_async_client_returns(store: str) -> None:
         assert {id: record.endpoint.url for id, record in router.workers(SCOPE).items()} == {
             f"w{i}": f"http://w{i}:8000" for i in range(4)
         }
-        twin = router.pick(PROMPT)
+        twin = router.reserve(PROMPT, dry_run=True)
         assert all(getattr(twin, name) == getattr(choice, name) for name in type(twin).__match_args__)
         assert twin.explain() == choice.explain()
         assert (twin.url, twin.predicted_cached_tokens) == ("http://w2:8000", 800)
-        assert router.pick(PROMPT, avoid=["w2"]).worker_id == "w1"
+        assert router.reserve(PROMPT, avoid=["w2"], dry_run=True).worker_id == "w1"
 
 
 def test_the_client_raises_what_the_async_client_raises() -> None:
     with in_process() as router:
         with pytest.raises(NoWorkers, match="none of 2 workers"):
-            router.pick(PROMPT, avoid=["a", "b"])
+            router.reserve(PROMPT, avoid=["a", "b"], dry_run=True)
         with pytest.raises(InvalidValue, match="4294967296"):
-            router.book(Prompt.of_tokens(SCOPE, [1 << 32] * 20))
+            router.reserve(Prompt.of_tokens(SCOPE, [1 << 32] * 20))
 
 
 def test_the_kill_switch_leaves_load_to_decide() -> None:
     with in_process(Silent()) as router:
         router.load_only = True
-        assert router.pick(PROMPT).mode == "load"
+        assert router.reserve(PROMPT, dry_run=True).mode == "load"
         assert router.counters.by_load == 1
 
 
@@ -214,7 +214,7 @@ def test_many_threads_share_one_client(store: str) -> None:
             for start in range(0, 80, 8):
                 picked = list(pool_of_threads.map(serve, range(start, start + 8)))
                 assert sorted(picked) == ["w0", "w0", "w1", "w1", "w2", "w2", "w3", "w3"]
-        assert booked(router) == [1, 1, 1, 1]
+        until_sync(lambda: booked(router) == [1, 1, 1, 1], what="every end is reported")
         assert (router.counters.routed, router.counters.booked, router.counters.released) == (80, 80, 80)
 
 
@@ -231,12 +231,12 @@ def test_leaving_releases_all_bookings_and_leaves_nothing_behind(store: str) -> 
         assert booked(other) == [1, 1, 1, 1]
         before = connections(store)
         with SyncRouterClient.open(store, SETTINGS) as router:
-            choice = router.book(short(1))
+            choice = router.reserve(short(1))
             assert booked(other) == [1, 1, 1, 2]
             assert connections(store) > before
         assert booked(other) == [1, 1, 1, 1]
         until_sync(lambda: connections(store) == before, what="its connections are closed")
-        choice.finish()  # nothing is left to end
+        choice.done()  # nothing is left to end
         with pytest.raises(ClientClosed, match="not open"):
             router.rank(PROMPT)
     assert threads() == set()
@@ -267,7 +267,7 @@ def test_an_interrupted_call_is_cancelled() -> None:
         interrupted.result(10)
         assert index.given_up.wait(10)
         router.load_only = True
-        assert router.pick(PROMPT).mode == "load"
+        assert router.reserve(PROMPT, dry_run=True).mode == "load"
 
 
 @pytest.mark.parametrize(("url", "error"), [("redis://127.0.0.1:1", Unreachable), ("http://127.0.0.1", InvalidValue)])
@@ -326,7 +326,7 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
 
 def test_spans_are_children_of_the_callers_span(spans: InMemorySpanExporter) -> None:
     with in_process() as router, trace.get_tracer("test").start_as_current_span("caller"):
-        router.pick(PROMPT)
+        router.reserve(PROMPT, dry_run=True)
     inner, outer = spans.get_finished_spans()
     assert (inner.name, outer.name) == ("route kvatlas", "caller")
     assert inner.parent == outer.context

@@ -18,7 +18,7 @@ PROMPT = Prompt.of_tokens(SCOPE, list(range(100)), id="r-1")
 async def test_a_decision_is_one_span(spans: InMemorySpanExporter) -> None:
     index, w1 = MemoryIndex(), worker("w1")
     await hold(index, w1, list(range(100)), blocks=5)
-    choice = await RouterClient(index, StaticFleet(pool(w1, worker("w2")))).pick(PROMPT)
+    choice = await RouterClient(index, StaticFleet(pool(w1, worker("w2")))).reserve(PROMPT, dry_run=True)
     (span,) = spans.get_finished_spans()
     assert span.name == "route kvatlas"
     attributes = dict(span.attributes or {})
@@ -36,7 +36,7 @@ async def test_a_decision_is_one_span(spans: InMemorySpanExporter) -> None:
 async def test_a_pair_is_one_span(spans: InMemorySpanExporter) -> None:
     workers = pool(worker("p", role=Role.PREFILL, load={}), worker("d", load={"queued_prefill_tokens": 9_000}))
     settings = RouterSettings(deadline_ms=None, pairs=PairSettings(least_new_tokens=0))
-    pair = await RouterClient(MemoryIndex(), StaticFleet(workers), settings).pick_pd(PROMPT)
+    pair = await RouterClient(MemoryIndex(), StaticFleet(workers), settings).reserve_pd(PROMPT, dry_run=True)
     (span,) = spans.get_finished_spans()
     assert span.name == "route_pd kvatlas"
     attributes = dict(span.attributes or {})
@@ -47,7 +47,7 @@ async def test_a_pair_is_one_span(spans: InMemorySpanExporter) -> None:
 async def test_a_refused_request_is_a_failed_span(spans: InMemorySpanExporter) -> None:
     router = RouterClient(MemoryIndex(), StaticFleet({}))
     with pytest.raises(NoWorkers):
-        await router.pick(PROMPT)
+        await router.reserve(PROMPT, dry_run=True)
     await router.rank(PROMPT)
     await router.overlap(PROMPT)
     first, *others = spans.get_finished_spans()

@@ -21,14 +21,14 @@ async def _main(url: str, workers: int, holders: int) -> None:
     async with RouterClient.open(url, RouterSettings(deadline_ms=None), wait=False) as router:
 
         async def book(prompt: Prompt) -> Choice:
-            choice = await router.book(prompt)
+            choice = await router.reserve(prompt)
             if choice.basis is not Basis.COST:
                 raise RuntimeError(f"a choice was made by {choice.basis}; expected all by cost")
             return choice
 
         async def finish(choice: Choice) -> None:
             await choice.first_token()
-            await choice.finish()
+            await choice.done()
 
         async def turn(line: str) -> Sequence[str]:
             what, given = line.split()

@@ -50,7 +50,7 @@ async def test_a_decision_links_back_to_the_engine_batch(
                 """The span of a decision for w1 by its blocks, once the fleet record has a trace."""
                 spans_before = set(named("route kvatlas"))
                 try:
-                    choice = await router.pick(Prompt.of_tokens(SCOPE, TOKENS))
+                    choice = await router.reserve(Prompt.of_tokens(SCOPE, TOKENS), dry_run=True)
                 except NoWorkers:
                     return None
                 (span,) = (span for span_id, span in named("route kvatlas").items() if span_id not in spans_before)

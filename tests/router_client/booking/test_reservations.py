@@ -57,7 +57,7 @@ async def booked(router: RouterClient) -> dict[str, Load]:
 
 async def test_routers_see_each_others_bookings(reservations: Reservations) -> None:
     first, second = routers(2, reservations, "a", "b", "c")
-    choices = [await router.book(short(n)) for n, router in enumerate([first, second, first, second, first, second])]
+    choices = [await router.reserve(short(n)) for n, router in enumerate([first, second, first, second, first, second])]
     assert sorted(choice.worker_id for choice in choices) == ["a", "a", "b", "b", "c", "c"]
     assert set((await booked(second)).values()) == {Load(2, 200, 0, 200)}
 
@@ -83,7 +83,7 @@ async def test_every_way_out_of_the_block_ends_the_reservation(reservations: Res
             if leave == "cancelled":
                 scope.cancel()
                 await anyio.sleep(60)
-            await (choice.finish() if leave == "finish" else choice.fail())
+            await (choice.done() if leave == "finish" else choice.done(status=0))
             await until(nothing_left, what="the reservation is released before the block is left")
 
     async def nothing_left() -> bool:
@@ -102,9 +102,9 @@ async def test_every_way_out_of_the_block_ends_the_reservation(reservations: Res
 
 async def test_a_pick_books_nothing(reservations: Reservations) -> None:
     router, other = routers(2, reservations, "a")
-    choice = await router.pick(short(1))
+    choice = await router.reserve(short(1), dry_run=True)
     await choice.first_token()
-    await choice.finish()
+    await choice.done()
     assert await booked(other) == {"a": Load()}
     assert choice.reservation is None
 
@@ -116,7 +116,7 @@ async def test_workers_can_be_avoided(reservations: Reservations) -> None:
             assert choice.worker_id == chosen
             assert "a" not in avoid or choice.ranking.left_out == {"a": "the caller avoids it"}
     with pytest.raises(NoWorkers, match="none of 2 workers"):
-        await router.book(short(1), avoid=["a", "b"])
+        await router.reserve(short(1), avoid=["a", "b"])
 
 
 async def test_ties_spread_evenly_and_depend_on_the_seed(reservations: Reservations) -> None:
@@ -127,7 +127,9 @@ async def test_ties_spread_evenly_and_depend_on_the_seed(reservations: Reservati
     (one,) = routers(1, reservations, *ids)
     (same,) = routers(1, reservations, *ids)
     (other,) = routers(1, reservations, *ids, settings=RouterSettings(deadline_ms=None, seed=5))
-    by_router = [picks([await router.pick(short(n)) for n in range(120)]) for router in (one, same, other)]
+    by_router = [
+        picks([await router.reserve(short(n), dry_run=True) for n in range(120)]) for router in (one, same, other)
+    ]
     assert by_router[0] == by_router[1] != by_router[2]
     assert all(min(picked.count(id) for id in ids) > 12 for picked in by_router)
 
@@ -137,7 +139,7 @@ async def test_a_burst_on_one_new_prefix_is_computed_once_or_twice(reservations:
     several = routers(4, reservations, *ids)
     longer = range(65_536)  # its prefill takes seconds: the burst is over before it, at any machine's pace
     choices = [
-        await several[n % 4].book(Prompt.of_tokens(SCOPE, [*longer, *range(100_000 + n, 100_100 + n)]))
+        await several[n % 4].reserve(Prompt.of_tokens(SCOPE, [*longer, *range(100_000 + n, 100_100 + n)]))
         for n in range(100)
     ]
     assert len({choice.worker_id for choice in choices}) <= 2
@@ -146,15 +148,15 @@ async def test_a_burst_on_one_new_prefix_is_computed_once_or_twice(reservations:
     assert "more predicted" in choices[1].explain()
     apart = RouterSettings(deadline_ms=None, booking=BookingSettings(prefixes_in_flight=False))
     (blind,) = routers(1, MemoryReservations(), *ids, settings=apart)
-    assert len({(await blind.book(Prompt.of_tokens(SCOPE, [*LONG, n]))).worker_id for n in range(100)}) == 16
+    assert len({(await blind.reserve(Prompt.of_tokens(SCOPE, [*LONG, n]))).worker_id for n in range(100)}) == 16
 
 
 async def test_a_failed_request_leaves_no_prefix_behind(reservations: Reservations) -> None:
     (router,) = routers(1, reservations, "a", "b")
     prompt = Prompt.of_tokens(SCOPE, LONG)
-    first = await router.book(prompt)
+    first = await router.reserve(prompt)
     assert (await router.rank(prompt)).results[0].predicted_tokens
-    await first.fail()
+    await first.done(status=0)
     assert not any(result.predicted_tokens for result in await router.rank(prompt))
     async with router.route(prompt) as second:
         await second.first_token()
@@ -165,7 +167,7 @@ async def test_a_failed_request_leaves_no_prefix_behind(reservations: Reservatio
 async def test_costs_have_terms_for_prefixes_in_flight_that_add_up(reservations: Reservations) -> None:
     (router,) = routers(1, reservations, "a", "b")
     prompt = Prompt.of_tokens(SCOPE, LONG)
-    first = await router.book(prompt)
+    first = await router.reserve(prompt)
     ranking = await router.rank(prompt)
     for result in ranking:
         assert sum(term.us for term in result.terms) == result.score_us
@@ -192,7 +194,7 @@ async def test_a_prefix_is_not_computed_twice_on_workers_that_have_announced_no_
 ) -> None:
     fleet = StaticFleet(pool(*(worker(id, block_size=None) for id in ("a", "b", "c"))))
     router = RouterClient(MemoryIndex(), fleet, SETTINGS, reservations=reservations)
-    assert len({(await router.book(Prompt.of_tokens(SCOPE, LONG))).worker_id for _ in range(6)}) == 1
+    assert len({(await router.reserve(Prompt.of_tokens(SCOPE, LONG))).worker_id for _ in range(6)}) == 1
 
 
 async def test_blocks_in_the_index_are_no_longer_predicted(reservations: Reservations) -> None:
@@ -201,7 +203,7 @@ async def test_blocks_in_the_index_are_no_longer_predicted(reservations: Reserva
     async with router.route(Prompt.of_tokens(SCOPE, LONG)):
         pass
     await hold(index, a, LONG)
-    choice = await router.book(Prompt.of_tokens(SCOPE, LONG))
+    choice = await router.reserve(Prompt.of_tokens(SCOPE, LONG))
     assert (choice.result.usable_tokens, choice.result.predicted_tokens) == (8_176, 0)
 
 
@@ -233,7 +235,7 @@ async def test_a_killed_router_frees_its_reservations(store: Store, valkey_url: 
             assert child.stdout is not None
             worker_id = (await child.stdout.readline()).decode().strip()
             # its lease is renewed: it still counts after several lease times
-            mine = await router.book(short(1))
+            mine = await router.reserve(short(1))
             assert mine.worker_id != worker_id
             assert (await booked(router))[worker_id] == Load(1, 5_000, 0, 5_000)
         finally:
@@ -242,7 +244,7 @@ async def test_a_killed_router_frees_its_reservations(store: Store, valkey_url: 
 
         async def freed() -> bool:
             await mine.first_token()
-            await (await router.book(short(2))).fail()  # any router's booking looks for ended leases
+            await (await router.reserve(short(2))).done(status=0)  # any router's booking looks for ended leases
             return (await booked(router))[worker_id] == Load()
 
         await until(freed, what="the killed router's reservation is gone")
@@ -254,7 +256,7 @@ async def test_leases_are_renewed_while_the_client_is_entered(store: Store, valk
     settings = RouterSettings(deadline_ms=None, router_id="r", booking=BookingSettings(lease_s=0.3))
     reservations = RedisReservations(store)
     async with RouterClient.open(valkey_url, settings, wait=False) as router:
-        await router.book(short(1))
+        await router.reserve(short(1))
         deadlines = f"kva:{{pool:{SCOPE.pool_id}}}:deadlines.2"
         first = await store.client.zscore(deadlines, "lr")
 
@@ -280,7 +282,7 @@ async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_b
                 choice = await _booked_in_store(router)
                 server.pause()
                 try:
-                    await choice.finish()  # in time, although the store hears nothing
+                    await choice.done()  # in time, although the store hears nothing
                 finally:
                     server.resume()
 
@@ -293,10 +295,10 @@ async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_b
 async def _booked_in_store(router: RouterClient) -> Choice:
     """A first choice may take longer than the deadline."""
     while True:
-        choice = await router.book(short(1))
+        choice = await router.reserve(short(1))
         if not choice.why:
             return choice
-        await choice.fail()
+        await choice.done(status=0)
 
 
 async def test_bookings_outlive_a_snapshot_and_late_reports_change_nothing(store: Store, valkey_url: str) -> None:
@@ -308,21 +310,21 @@ async def test_bookings_outlive_a_snapshot_and_late_reports_change_nothing(store
 
     await fleet.write(told(5))
     router = RouterClient(index, fleet, SETTINGS, reservations=RedisReservations(store))
-    choice = await router.book(Prompt.of_tokens(SCOPE, LONG))
+    choice = await router.reserve(Prompt.of_tokens(SCOPE, LONG))
     await fleet.write(told(5))
     assert (await booked(router))["a"].running_decodes == 1
     for incarnation in (6, 4):
         await fleet.write(told(incarnation))
         assert (await booked(router))["a"].running_decodes == 1
         assert (await router.rank(Prompt.of_tokens(SCOPE, LONG))).results[0].predicted_tokens
-    await choice.finish()
+    await choice.done()
     assert await booked(router) == {"a": Load()}
 
 
 async def test_the_worked_example_of_the_documentation() -> None:
     (router,) = routers(1, MemoryReservations(lambda: 10**15), "a", "b")
     prompt = Prompt.of_tokens(SCOPE, LONG)
-    first = (await router.book(prompt)).worker_id
+    first = (await router.reserve(prompt)).worker_id
     terms = {r.worker_id: {term.name: term.us for term in r.terms} for r in await router.rank(prompt)}
     other = "b" if first == "a" else "a"
     assert (terms[first]["backlog"], terms[first]["in_flight"]) == (327_680, 43_621)

@@ -28,7 +28,7 @@ async def spread_of(store: Store, url: str, routers: int, variant: str) -> Sprea
         opened = [await stack.enter_async_context(RouterClient.open(url, settings, wait=False)) for _ in range(routers)]
         for number in range(len(BURST.requests)):
             prompt = Prompt.of_tokens(SCOPE, BURST.prompt(number), output_tokens=OUTPUT_TOKENS)
-            choice = await opened[number % routers].book(prompt)
+            choice = await opened[number % routers].reserve(prompt)
             placed.append((number, choice.worker_id))
     return simulate(BURST, placed)
 

@@ -77,7 +77,7 @@ async def test_the_choice_is_the_cheapest_of_all(store: Store, index: RedisIndex
         asked = Prompt.of_tokens(SCOPE, tokens, output_tokens=rng.choice([1, 128, 700]))
         ranked = (await client.rank(asked)).results
         cheapest = {result.worker_id for result in ranked if result.score_us <= ranked[0].score_us + 1}
-        choice = await client.book(asked)
+        choice = await client.reserve(asked)
         assert choice.basis is Basis.COST and not choice.why
         assert choice.worker_id in cheapest, (choice.explain(), ranked[0].explain())
         assert abs(choice.score_us - ranked[0].score_us) <= 1
@@ -92,11 +92,11 @@ async def test_what_was_not_read_is_said_and_every_candidate_is_told_if_asked_fo
 ) -> None:
     await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": n}) for n in range(COUNT))))
     asked = Prompt.of_tokens(SCOPE, TOKENS)
-    choice = await router(index, store).pick(asked)
+    choice = await router(index, store).reserve(asked, dry_run=True)
     assert choice.worker_id == "w000"
     assert 0 < choice.ranking.unread < COUNT
     assert f"{choice.ranking.unread} more candidates were not read; none of them costs less" in choice.explain()
-    told = await router(index, store, RouterSettings(deadline_ms=None, explain_all=True)).pick(asked)
+    told = await router(index, store, RouterSettings(deadline_ms=None, explain_all=True)).reserve(asked, dry_run=True)
     assert (told.worker_id, len(told.ranking), told.ranking.unread) == ("w000", COUNT, 0)
     assert "not read" not in told.explain()
     assert len(await router(index, store).rank(asked)) == COUNT
@@ -106,13 +106,13 @@ async def test_avoided_and_denied_workers_are_not_chosen(store: Store, index: Re
     await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": n}) for n in range(COUNT))))
     client = router(index, store)
     asked = Prompt.of_tokens(SCOPE, TOKENS, select=Selector(deny=["w001"]))
-    choice = await client.book(asked, avoid=["w000"])
+    choice = await client.reserve(asked, avoid=["w000"])
     assert choice.worker_id == "w002"
     assert choice.ranking.left_out == {"w000": "the caller avoids it", "w001": "it is on the deny list"}
     only = Prompt.of_tokens(SCOPE, TOKENS, select=Selector(allow=["w044", "w055"]))
-    assert (await client.book(only)).worker_id == "w044"
+    assert (await client.reserve(only)).worker_id == "w044"
     with pytest.raises(NoWorkers, match="none of 60 workers"):
-        await client.book(asked, avoid=[f"w{n:03}" for n in range(COUNT)])
+        await client.reserve(asked, avoid=[f"w{n:03}" for n in range(COUNT)])
 
 
 async def test_a_session_keeps_its_worker_among_many(store: Store, index: RedisIndex, fleet: FleetStore) -> None:
@@ -120,7 +120,7 @@ async def test_a_session_keeps_its_worker_among_many(store: Store, index: RedisI
     await fleet.write(records)
     client = router(index, store, RouterSettings(deadline_ms=None, session_us=50_000.0))
     for session in map(str, range(12)):
-        choice = await client.pick(Prompt.of_tokens(SCOPE, [7] * 300, session_id=session))
+        choice = await client.reserve(Prompt.of_tokens(SCOPE, [7] * 300, session_id=session), dry_run=True)
         assert choice.worker_id == session_worker(session, sorted(records))
         assert "session" not in {term.name for term in choice.result.terms}
 
@@ -130,9 +130,9 @@ async def test_a_worker_that_is_newer_than_the_records_read_is_read_and_used(
 ) -> None:
     await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": 5}) for n in range(COUNT))))
     client = router(index, store, RouterSettings(deadline_ms=None, fleet_max_age_ms=600_000))
-    assert (await client.pick(Prompt.of_tokens(SCOPE, TOKENS))).worker_id.startswith("w")
+    assert (await client.reserve(Prompt.of_tokens(SCOPE, TOKENS), dry_run=True)).worker_id.startswith("w")
     await fleet.write(pool(worker("new", load={"running_decodes": 0})))
-    choice = await client.book(Prompt.of_tokens(SCOPE, TOKENS))
+    choice = await client.reserve(Prompt.of_tokens(SCOPE, TOKENS))
     assert (choice.worker_id, choice.basis) == ("new", Basis.COST)
 
 
@@ -140,7 +140,7 @@ async def test_workers_that_no_indexer_reported_are_named_instead(store: Store, 
     """An indexer of an older version does not say which workers are alike."""
     records = pool(*(worker(f"w{n:03}", load={"running_decodes": n + 1}) for n in range(COUNT)))
     client = RouterClient(index, StaticFleet(records), SETTINGS, reservations=RedisReservations(store))
-    choices = [await client.book(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(4)]
+    choices = [await client.reserve(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(4)]
     assert all(choice.basis is Basis.COST and not choice.why for choice in choices)
     assert len({choice.worker_id for choice in choices}) == 4
     assert len(choices[0].ranking) == COUNT

@@ -80,10 +80,10 @@ async def index() -> BreakableIndex:
 async def test_without_the_index_load_decides_and_the_choice_says_so(index: BreakableIndex, how: str, why: str) -> None:
     loads = {id: {"running_decodes": running} for id, running in zip("abcd", (4, 0, 2, 9), strict=True)}
     fleet = StaticFleet(pool(*(worker(id, load=load) for id, load in loads.items())))
-    router = RouterClient(index, fleet, RouterSettings(deadline_ms=5))
-    assert (await router.pick(PROMPT)).worker_id == HOLDER
+    router = RouterClient(index, fleet, RouterSettings(deadline_ms=5, most_deadline_ms=5))
+    assert (await router.reserve(PROMPT, dry_run=True)).worker_id == HOLDER
     index.broken = how
-    choice = await router.pick(PROMPT)
+    choice = await router.reserve(PROMPT, dry_run=True)
     assert (choice.worker_id, choice.basis, choice.mode) == ("b", Basis.LOAD, "load")
     assert why in choice.why and why in choice.explain()
     assert (router.counters.by_load, router.counters.index_failures) == (1, 1)
@@ -99,28 +99,28 @@ async def test_a_failing_index_is_called_rarely_and_used_again_when_it_recovers(
     index.broken = None
 
     async def recovered() -> bool:
-        return (await router.pick(PROMPT)).basis is Basis.COST
+        return (await router.reserve(PROMPT, dry_run=True)).basis is Basis.COST
 
     await until(recovered, what="the index is called again")
-    assert (await router.pick(PROMPT)).worker_id == HOLDER
+    assert (await router.reserve(PROMPT, dry_run=True)).worker_id == HOLDER
 
 
 async def test_choices_without_the_index_are_booked_too(index: BreakableIndex) -> None:
     router = RouterClient(index, StaticFleet(WORKERS))
     index.broken = "away"
-    chosen = [(await router.book(Prompt.of_tokens(SCOPE, [n] * 100))).worker_id for n in range(8)]
+    chosen = [(await router.reserve(Prompt.of_tokens(SCOPE, [n] * 100))).worker_id for n in range(8)]
     assert sorted(chosen) == [*"aabbccdd"]
 
 
 async def test_with_the_kill_switch_the_index_is_not_called(index: BreakableIndex) -> None:
     router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(load_only=True))
-    chosen = {(await router.pick(Prompt.of_tokens(SCOPE, [n] * 100))).worker_id for n in range(40)}
+    chosen = {(await router.reserve(Prompt.of_tokens(SCOPE, [n] * 100), dry_run=True)).worker_id for n in range(40)}
     assert len(chosen) == 4
     assert index.asked == 0
     router.load_only = False
-    assert (await router.pick(PROMPT)).worker_id == HOLDER
+    assert (await router.reserve(PROMPT, dry_run=True)).worker_id == HOLDER
     router.load_only = True
-    choice = await router.pick(PROMPT)
+    choice = await router.reserve(PROMPT, dry_run=True)
     assert (choice.basis, index.asked) == (Basis.LOAD, 1)
     assert "switched to load alone" in choice.explain()
 
@@ -130,11 +130,11 @@ async def test_a_fleet_that_can_not_be_read_is_used_as_last_known(index: Breakab
     router = RouterClient(index, fleet, RouterSettings(fleet_max_age_ms=0))
     fleet.broken = True
     with pytest.raises(Unreachable):
-        await router.pick(PROMPT)
+        await router.reserve(PROMPT, dry_run=True)
     fleet.broken = False
-    await router.pick(PROMPT)
+    await router.reserve(PROMPT, dry_run=True)
     fleet.broken = True
-    assert (await router.pick(PROMPT)).worker_id == HOLDER
+    assert (await router.reserve(PROMPT, dry_run=True)).worker_id == HOLDER
 
 
 # ---------------------------------------------------------------- the whole store
@@ -161,14 +161,14 @@ async def test_a_store_that_hangs_delays_no_choice(server: ValkeyProcess) -> Non
         await until(by_cost, what="a choice by cost")
         server.pause()
         try:
-            choices = [await router.book(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(8)]
+            choices = [await router.reserve(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(8)]
         finally:
             server.resume()
         assert all(choice.basis is not Basis.COST and choice.why for choice in choices)
         assert {choice.worker_id for choice in choices} <= set(WORKERS)
         for choice in choices:
             await choice.first_token()
-            await choice.finish()
+            await choice.done()
         await until(by_cost, what="a choice by cost again")
         assert router.counters.index_failures > 0 and router.counters.booking_failures > 0
 
@@ -183,15 +183,15 @@ async def test_a_store_that_hangs_delays_no_choice(server: ValkeyProcess) -> Non
 
 async def test_without_a_store_the_hash_of_the_prefix_decides(server: ValkeyProcess) -> None:
     async with RouterClient.open(server.url, RouterSettings(deadline_ms=None), wait=False) as router:
-        assert (await router.pick(PROMPT)).worker_id == HOLDER
+        assert (await router.reserve(PROMPT, dry_run=True)).worker_id == HOLDER
         server.kill()
-        chosen = [await router.book(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(40)]
+        chosen = [await router.reserve(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(40)]
         assert {choice.basis for choice in chosen} == {Basis.PREFIX_HASH}
-        again = [await router.book(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(40)]
+        again = [await router.reserve(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(40)]
         assert [choice.worker_id for choice in chosen] == [choice.worker_id for choice in again]
         assert len({choice.worker_id for choice in chosen}) == 4
-        followed_up = await router.book(Prompt.of_tokens(SCOPE, [*range(2_000), 1, 2, 3]))
-        assert followed_up.worker_id == (await router.book(Prompt.of_tokens(SCOPE, range(1_500)))).worker_id
+        followed_up = await router.reserve(Prompt.of_tokens(SCOPE, [*range(2_000), 1, 2, 3]))
+        assert followed_up.worker_id == (await router.reserve(Prompt.of_tokens(SCOPE, range(1_500)))).worker_id
         assert "chosen by prefix hash" in chosen[0].explain()
         with pytest.raises(Unreachable, match=str(server.port)):
             await router.overlap(PROMPT)
@@ -212,7 +212,7 @@ class Always:
 
 async def test_shadow_mode_follows_another_policy_and_records_what_cost_would_choose(index: BreakableIndex) -> None:
     router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(follow=RoundRobin(), deadline_ms=None))
-    choices = [await router.book(PROMPT) for _ in range(4)]
+    choices = [await router.reserve(PROMPT) for _ in range(4)]
     assert [choice.worker_id for choice in choices] == [*"abcd"]
     assert {choice.basis for choice in choices} == {Basis.POLICY}
     assert choices[0].would_be == HOLDER and f"cost would choose {HOLDER}" in choices[0].explain()
@@ -225,19 +225,19 @@ async def test_shadow_mode_follows_another_policy_and_records_what_cost_would_ch
 
 async def test_a_policy_that_chooses_no_candidate_is_not_followed(index: BreakableIndex) -> None:
     router = RouterClient(index, StaticFleet(WORKERS), RouterSettings(follow=Always("gone"), deadline_ms=None))
-    choice = await router.book(PROMPT)
+    choice = await router.reserve(PROMPT)
     assert (choice.worker_id, choice.basis, choice.would_be) == (HOLDER, Basis.COST, None)
     empty = RouterClient(index, StaticFleet({}), RouterSettings(follow=RoundRobin()))
     with pytest.raises(NoWorkers):
-        await empty.book(PROMPT)
+        await empty.reserve(PROMPT)
 
 
 async def test_without_reservations_only_reported_load_counts(index: BreakableIndex) -> None:
     settings = RouterSettings(booking=BookingSettings(reservations=False))
     router = RouterClient(index, StaticFleet(WORKERS), settings)
-    choices = [await router.book(PROMPT) for _ in range(4)]
+    choices = [await router.reserve(PROMPT) for _ in range(4)]
     assert {choice.worker_id for choice in choices} == {HOLDER}
-    assert choices[0] == await router.pick(PROMPT)
+    assert choices[0] == await router.reserve(PROMPT, dry_run=True)
     assert choices[0].reservation is None
 
 

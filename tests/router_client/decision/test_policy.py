@@ -97,7 +97,7 @@ async def test_settings_and_requests_select_and_results_say_why_others_are_left_
         worker("d"),
     )
     client = router(records, select=Selector({"zone": "1"}))
-    choice = await client.pick(prompt(select=Selector(deny=["c"])))
+    choice = await client.reserve(prompt(select=Selector(deny=["c"])), dry_run=True)
     assert choice.worker_id == "a"
     assert choice.ranking.left_out == {
         "b": "its label zone is 2; expected 1",
@@ -109,7 +109,7 @@ async def test_settings_and_requests_select_and_results_say_why_others_are_left_
     with pytest.raises(
         NoWorkers, match=r"none of 4 workers can take the request: a \(it is not on the allow list\), b"
     ):
-        await client.book(prompt(select=Selector(allow=["b"])))
+        await client.reserve(prompt(select=Selector(allow=["b"])))
 
 
 def test_hints_carry_a_selector_and_a_session() -> None:
@@ -166,12 +166,12 @@ async def test_full_workers_get_nothing_while_others_have_room(reservations: Res
         full_or_free("c", running=3, queued_prefill_tokens=500),
     )
     client = await router_sharing(reservations, records)
-    choice = await client.book(prompt())  # 100 tokens; b has 48 free
+    choice = await client.reserve(prompt())  # 100 tokens; b has 48 free
     assert choice.worker_id == "c"
     over = {result.worker_id: result.over for result in choice.ranking}
     assert over == {"c": Over(0), "a": Over.SLOTS, "b": Over.KV}
     assert choice.advice is Advice.GO
-    last = await client.book(prompt(2))  # now c's slots are taken too: the cheapest of all
+    last = await client.reserve(prompt(2))  # now c's slots are taken too: the cheapest of all
     assert last.advice is Advice.QUEUE
     assert all(result.over for result in last.ranking)
     assert "(no room: " in last.explain() and "advice: queue" in last.explain()
@@ -180,20 +180,22 @@ async def test_full_workers_get_nothing_while_others_have_room(reservations: Res
 
 async def test_the_room_check_can_be_switched_off() -> None:
     records = pool(full_or_free("a", running=4), full_or_free("b", queued_prefill_tokens=1_400))
-    assert (await router(records).pick(prompt())).worker_id == "b"
-    assert (await router(records, limits=LimitSettings(room=False)).pick(prompt())).worker_id == "a"
+    assert (await router(records).reserve(prompt(), dry_run=True)).worker_id == "b"
+    assert (await router(records, limits=LimitSettings(room=False)).reserve(prompt(), dry_run=True)).worker_id == "a"
 
 
 async def test_room_counts_without_reservations_too() -> None:
     records = pool(full_or_free("a", running=4), full_or_free("b", queued_prefill_tokens=1_500))
     client = router(records, booking=BookingSettings(reservations=False))
-    assert (await client.pick(prompt())).worker_id == "b"
+    assert (await client.reserve(prompt(), dry_run=True)).worker_id == "b"
     assert [result.worker_id for result in await client.rank(prompt())] == ["b", "a"]
 
 
 async def test_a_full_worker_is_chosen_rather_than_an_avoided_one() -> None:
     """A full worker may be chosen if no other is left; an avoided one never."""
-    choice = await router(pool(full_or_free("a", running=9), full_or_free("b"))).pick(prompt(), avoid=["b"])
+    choice = await router(pool(full_or_free("a", running=9), full_or_free("b"))).reserve(
+        prompt(), avoid=["b"], dry_run=True
+    )
     assert choice.worker_id == "a"
 
 
@@ -223,7 +225,7 @@ async def test_the_slo_is_reported_priced_or_filtered(reservations: Reservations
         "filter": LimitSettings(slo=SloMode.FILTER),
     }.items():
         client = await router_sharing(reservations, records, limits=limits)
-        choice = await client.pick(asked)
+        choice = await client.reserve(asked, dry_run=True)
         chosen[name] = choice.worker_id
         a = next(result for result in choice.ranking if result.worker_id == "a")
         assert a.over is Over.TTFT
@@ -244,7 +246,7 @@ async def test_if_all_workers_miss_the_slo_the_advice_says_so(mode: SloMode) -> 
         ((40_000, 30_000), Advice.QUEUE, 1),
         ((90_000, 75_000), Advice.SHED, 3),
     ]:
-        choice = await router(busy(*queued), limits=limits).pick(prompt())
+        choice = await router(busy(*queued), limits=limits).reserve(prompt(), dry_run=True)
         assert (choice.advice, choice.retry_after_s) == (advice, retry_s)
         assert ("misses its SLO: ttft" in choice.explain()) == (advice is not Advice.GO)
         assert (await router(busy(*queued), limits=limits).rank(prompt())).advice is advice
@@ -252,7 +254,7 @@ async def test_if_all_workers_miss_the_slo_the_advice_says_so(mode: SloMode) -> 
 
 async def test_under_a_profile_that_predicts_no_time_the_slo_is_not_checked() -> None:
     client = router(busy(90_000), profile=QuillcacheProfile(), limits=LimitSettings(slo=SloMode.FILTER))
-    assert (await client.pick(prompt())).advice is Advice.GO
+    assert (await client.reserve(prompt(), dry_run=True)).advice is Advice.GO
 
 
 def test_without_candidates_a_request_is_to_be_shed() -> None:
@@ -269,7 +271,7 @@ async def test_a_session_keeps_its_worker_on_every_router() -> None:
         chosen = set()
         for number in (1, 2, 3):
             client = router(records, session_us=50_000.0)  # a new router each time
-            chosen.add((await client.pick(prompt(number, session_id=session))).worker_id)
+            chosen.add((await client.reserve(prompt(number, session_id=session), dry_run=True)).worker_id)
         assert len(chosen) == 1
         homes[session] = chosen.pop()
     assert min(Counter(homes.values()).values()) > 8
@@ -285,11 +287,13 @@ async def test_leaving_a_sessions_worker_has_a_price() -> None:
     other = "b" if home == "a" else "a"
     for queued, chosen in [(1_000, home), (1_300, other)]:  # 40,000 and 52,000 us
         records = pool(worker(home, load={"queued_prefill_tokens": queued}), worker(other, load={"running_decodes": 0}))
-        choice = await router(records, session_us=50_000.0).pick(prompt(session_id="s"))
+        choice = await router(records, session_us=50_000.0).reserve(prompt(session_id="s"), dry_run=True)
         assert choice.worker_id == chosen
         terms = {r.worker_id: {term.name: term.us for term in r.terms} for r in choice.ranking}
         assert "session" not in terms[home] and terms[other]["session"] == 50_000
-    assert "session" not in str((await router(records, session_us=50_000.0).pick(prompt())).explanation())
+    assert "session" not in str(
+        (await router(records, session_us=50_000.0).reserve(prompt(), dry_run=True)).explanation()
+    )
 
 
 # ---------------------------------------------------------------- softening
@@ -315,14 +319,14 @@ def test_softened_choices_follow_the_costs() -> None:
 
 async def test_softening_is_off_unless_asked_for_and_the_same_for_the_same_prompt() -> None:
     records = busy(0, 3_000)
-    assert {(await router(records).pick(prompt(n))).worker_id for n in range(60)} == {"a"}
+    assert {(await router(records).reserve(prompt(n), dry_run=True)).worker_id for n in range(60)} == {"a"}
     chosen = []
     for seed in (1, 1, 2):
         client = router(records, temperature=0.2, seed=seed)
-        chosen.append([(await client.pick(prompt(n))).worker_id for n in range(60)])
+        chosen.append([(await client.reserve(prompt(n), dry_run=True)).worker_id for n in range(60)])
     assert chosen[0] == chosen[1] != chosen[2]
     assert set(chosen[0]) == {"a", "b"}
-    choice = await router(records, temperature=0.2).pick(prompt())
+    choice = await router(records, temperature=0.2).reserve(prompt(), dry_run=True)
     assert sum("softening" in {term.name for term in result.terms} for result in choice.ranking) == 1
 
 
@@ -331,10 +335,10 @@ async def test_booked_choices_are_softened_as_they_are_ranked(reservations: Rese
     for number in range(30):
         asked = prompt(number, session_id="s")
         ranked = (await client.rank(asked)).results
-        choice = await client.book(asked)
+        choice = await client.reserve(asked)
         assert choice.worker_id == ranked[0].worker_id
         assert [r.score_us for r in ranked] == sorted(r.score_us for r in ranked)
-        await choice.fail()
+        await choice.done(status=0)
 
 
 def test_a_negative_setting_is_one_clear_line() -> None:
@@ -350,7 +354,7 @@ def test_a_negative_setting_is_one_clear_line() -> None:
 async def test_an_explanation_is_plain_data_with_every_term() -> None:
     records = pool(worker("a", load={"running_decodes": 0}), worker("b", labels={"x": "y"}), worker("c"))
     client = router(records, temperature=0.1, session_us=9.0, limits=LimitSettings(slo=SloMode.PENALTY))
-    choice = await client.pick(prompt(tokens=40_000, session_id="s", select=Selector(deny=["b"])))
+    choice = await client.reserve(prompt(tokens=40_000, session_id="s", select=Selector(deny=["b"])), dry_run=True)
     data = json.loads(json.dumps(choice.explanation()))
     assert data["worker"] == choice.worker_id and data["by"] == "cost"
     assert data["slo"] == {"ttft_ms": 800, "tpot_ms": 80}

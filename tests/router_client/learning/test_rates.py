@@ -67,7 +67,7 @@ async def slow_answer(router: RouterClient, number: int, *, avoid: str = "b") ->
     """A request to a worker that is slow."""
     async with router.route(prompt(number), avoid=[avoid]) as choice:
         await choice.first_token()
-        await choice.finish(Usage(PROMPT_TOKENS, 10, 0), SLOW)
+        await choice.done(usage=Usage(PROMPT_TOKENS, 10, 0), timings=SLOW)
     return choice
 
 
@@ -138,7 +138,7 @@ async def test_learned_rates_price_the_next_choice(reservations: Reservations) -
         assert rates.tpot_base_us > 3 * EngineRates().tpot_base_us
         assert await ttft_us(router, "b") == before
         assert await ttft_us(router, "a") == round(rates.prefill_us(PROMPT_TOKENS, 0)) > 2 * before
-        assert {(await router.pick(prompt(number))).worker_id for number in range(20, 40)} == {"b"}
+        assert {(await router.reserve(prompt(number), dry_run=True)).worker_id for number in range(20, 40)} == {"b"}
 
 
 async def test_routers_learn_together_and_a_new_one_starts_with_it(reservations: Reservations) -> None:
@@ -188,14 +188,14 @@ async def test_only_measured_requests_are_learned_from_and_only_once() -> None:
     router = router_over(reservations)
     async with router:
         async with router.route(prompt(1)) as choice:
-            await choice.finish()
+            await choice.done()
         async with router.route(prompt(2)) as choice:
-            await choice.finish(Usage(PROMPT_TOKENS, 10, 0))
+            await choice.done(usage=Usage(PROMPT_TOKENS, 10, 0))
         async with router.route(prompt(3)) as choice:
             for _ in range(2):
-                await choice.finish(Usage(PROMPT_TOKENS, 10, 0), Timings())
+                await choice.done(usage=Usage(PROMPT_TOKENS, 10, 0), timings=Timings())
         choice = await slow_answer(router, 4)
-        await choice.finish(Usage(PROMPT_TOKENS, 10, 0), SLOW)
+        await choice.done(usage=Usage(PROMPT_TOKENS, 10, 0), timings=SLOW)
         await learned_from(router, 1)
         assert (router.counters.learned, router.counters.said_nothing) == (1, 1)
 
@@ -212,7 +212,7 @@ async def test_one_slow_first_answer_does_not_drive_requests_away() -> None:
     async with router_over(MemoryReservations()) as router:
         usual = await ttft_us(router, "a")
         async with router.route(prompt(1), avoid=["b"]) as choice:
-            await choice.finish(Usage(PROMPT_TOKENS, 10, 0), Timings(ttft_us=50.0 * usual))
+            await choice.done(usage=Usage(PROMPT_TOKENS, 10, 0), timings=Timings(ttft_us=50.0 * usual))
         await learned_from(router, 1)
         assert await ttft_us(router, "a") < 2 * usual
 
@@ -225,9 +225,9 @@ async def test_evidence_that_was_not_shared_is_shared_later() -> None:
                 await report(reservations)
                 await slow_answer(router, 1)
                 await learned_from(router, 1)
-                choice = await router.book(prompt(2), avoid=["b"])
+                choice = await router.reserve(prompt(2), avoid=["b"])
                 server.pause()
-                await choice.finish(Usage(PROMPT_TOKENS, 10, 0), SLOW)
+                await choice.done(usage=Usage(PROMPT_TOKENS, 10, 0), timings=SLOW)
                 await until(lambda: router.counters.learned == 2, what="it is examined")
                 server.resume()
                 # 3 if the call that timed out was applied all the same

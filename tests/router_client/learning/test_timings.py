@@ -21,3 +21,17 @@ def test_the_clock_measures_an_answer_from_its_parts() -> None:
     assert answer(50, 58, 90, 98, 106).timings(5) == Timings(50_000, 8_000)  # a prefill of others came in between
     assert answer(50, 66, 74, 82, 90).timings(6) == Timings(50_000, 8_000)  # two parts came as one
     assert answer(50, 62, 74, 86).timings(10) == Timings(50_000, 4_000)  # three tokens a part
+    assert answer(50, 58, 66, 74).timings(5) == Timings(50_000, 8_000)  # the end of the text is a token, but no part
+    assert answer(50, 66, 66, 82, 82).timings(5) == Timings(50_000, 8_000)  # two parts at a time, in two reads
+    assert answer(50, 58).timings(2) == Timings(50_000)  # from one gap nobody knows what else came in between
+    assert answer(50, 58, 66, 74).timings(4_000) == Timings(50_000)  # no engine makes so many tokens at a time
+
+
+def test_parts_without_content_are_none() -> None:
+    """Role, finish reason, usage and [DONE] came within a millisecond: an answer of 3 tokens taught 100 us a token."""
+    now = [0]
+    clock = AnswerClock(lambda: now[0])
+    for ms, parts in ((40, 0), (50, 1), (58, 1), (66, 1), (66.1, 0), (66.2, 0)):
+        now[0] = int(ms * 1e6)
+        clock.part(parts)
+    assert clock.timings(4) == Timings(50_000, 8_000)

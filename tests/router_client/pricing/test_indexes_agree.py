@@ -131,9 +131,9 @@ class Routers:
         chosen = []
         for router in self._routers:
             if prompt.input_tokens % 2:
-                chosen.append((await router.client.book(prompt)).worker_id)
+                chosen.append((await router.client.reserve(prompt)).worker_id)
             else:
-                chosen.append((await anyio.to_thread.run_sync(router.threads.book, prompt)).worker_id)
+                chosen.append((await anyio.to_thread.run_sync(router.threads.reserve, prompt)).worker_id)
         assert len(set(chosen)) == 1, chosen
         return chosen[0]
 

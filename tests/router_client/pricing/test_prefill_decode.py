@@ -79,7 +79,7 @@ QUEUED = {"queued_prefill_tokens": 20_000}
 
 async def test_a_busy_decode_worker_gets_its_prompt_from_a_prefill_worker() -> None:
     client = await router(pool(prefill("p"), decode("d", load=QUEUED)))
-    pair = await client.pick_pd(PROMPT)
+    pair = await client.reserve_pd(PROMPT, dry_run=True)
     assert pair.prefill is not None
     assert (pair.prefill.worker_id, pair.worker_id) == ("p", "d")
     terms = {term.name: term for term in pair.decode.result.terms}
@@ -90,7 +90,7 @@ async def test_a_busy_decode_worker_gets_its_prompt_from_a_prefill_worker() -> N
 
 
 async def test_an_idle_decode_worker_computes_its_prompt_itself() -> None:
-    pair = await (await router(pool(prefill("p", load=QUEUED), decode("d")))).pick_pd(PROMPT)
+    pair = await (await router(pool(prefill("p", load=QUEUED), decode("d")))).reserve_pd(PROMPT, dry_run=True)
     assert (pair.prefill, pair.worker_id) == (None, "d")
     assert pair.score_us == pair.decode.score_us
 
@@ -98,7 +98,7 @@ async def test_an_idle_decode_worker_computes_its_prompt_itself() -> None:
 async def test_few_new_tokens_are_computed_on_the_decode_worker() -> None:
     for least, apart in [(8_000, True), (8_001, False)]:
         client = await router(pool(prefill("p"), decode("d", load=QUEUED)), pairs=PairSettings(least_new_tokens=least))
-        assert ((await client.pick_pd(PROMPT)).prefill is not None) == apart
+        assert ((await client.reserve_pd(PROMPT, dry_run=True)).prefill is not None) == apart
 
 
 async def test_cached_tokens_are_not_new_and_need_no_transfer() -> None:
@@ -106,7 +106,7 @@ async def test_cached_tokens_are_not_new_and_need_no_transfer() -> None:
     for blocks, moved in [(400, 1_600), (490, None)]:  # of 500; 160 new tokens are fewer than 512
         index = MemoryIndex()
         await hold(index, records["d"], TOKENS, blocks=blocks)
-        pair = await RouterClient(index, StaticFleet(records), SETTINGS).pick_pd(PROMPT)
+        pair = await RouterClient(index, StaticFleet(records), SETTINGS).reserve_pd(PROMPT, dry_run=True)
         assert (pair.decode.result.transferred_tokens if pair.prefill else None) == moved
 
 
@@ -114,11 +114,11 @@ async def test_an_engine_that_can_not_do_both_gets_a_partner_however_short_the_p
     sglang = {"kind": EngineKind.SGLANG}
     short = Prompt.of_tokens(SCOPE, [1, 2, 3])
     client = await router(pool(prefill("p", **sglang), decode("d", **sglang)))
-    pair = await client.pick_pd(short)
+    pair = await client.reserve_pd(short, dry_run=True)
     assert pair.prefill is not None and pair.prefill.worker_id == "p"
     alone = await router(pool(decode("d", **sglang), prefill("p", transfer_groups=("x",), **sglang)))
     with pytest.raises(NoWorkers, match=r"d \(it computes no prompts, and no prefill worker reaches it\)"):
-        await alone.pick_pd(short)
+        await alone.reserve_pd(short, dry_run=True)
 
 
 async def test_kv_goes_only_within_a_transfer_group_and_the_nearer_the_cheaper() -> None:
@@ -126,11 +126,11 @@ async def test_kv_goes_only_within_a_transfer_group_and_the_nearer_the_cheaper()
         near = decode("d", load=QUEUED, transfer_groups=("g",), locality_domain="a")
         return pool(prefill("p", transfer_groups=groups, block_size=size, locality_domain=domain), near)
 
-    near = await (await router(records("g", domain="a"))).pick_pd(PROMPT)
-    far = await (await router(records("x", "g", domain="b"))).pick_pd(PROMPT)
+    near = await (await router(records("g", domain="a"))).reserve_pd(PROMPT, dry_run=True)
+    far = await (await router(records("x", "g", domain="b"))).reserve_pd(PROMPT, dry_run=True)
     assert far.score_us - near.score_us == 350
     for other in (records("x"), records(), records("g", size=32)):
-        assert (await (await router(other)).pick_pd(PROMPT)).prefill is None
+        assert (await (await router(other)).reserve_pd(PROMPT, dry_run=True)).prefill is None
 
 
 async def test_the_worker_that_holds_the_prefix_becomes_the_prefill_worker() -> None:
@@ -138,7 +138,7 @@ async def test_the_worker_that_holds_the_prefix_becomes_the_prefill_worker() -> 
     for holder in ("p", "q"):
         index = MemoryIndex()
         await hold(index, records[holder], TOKENS, blocks=200)
-        pair = await RouterClient(index, StaticFleet(records), SETTINGS).pick_pd(PROMPT)
+        pair = await RouterClient(index, StaticFleet(records), SETTINGS).reserve_pd(PROMPT, dry_run=True)
         assert pair.prefill is not None and pair.prefill.worker_id == holder
         assert pair.predicted_cached_tokens == 3_200
 
@@ -241,9 +241,9 @@ async def test_no_worker_or_pair_is_cheaper_than_the_choice(
     costs = naive(records, blocks, tokens, least)
     if not costs:
         with pytest.raises(NoWorkers):
-            await client.pick_pd(asked)
+            await client.reserve_pd(asked, dry_run=True)
         return
-    pair = await client.pick_pd(asked)
+    pair = await client.reserve_pd(asked, dry_run=True)
     assert pair.score_us == pytest.approx(min(costs), abs=3)  # roundings of terms
     other = pair.ranking.alternative
     assert other is None or other.score_us >= pair.score_us - 3
@@ -255,7 +255,7 @@ async def test_no_worker_or_pair_is_cheaper_than_the_choice(
 async def test_both_workers_are_booked_and_released_together(reservations: Reservations) -> None:
     records = pool(prefill("p"), decode("d"), decode("e", load={"running_decodes": 90}))
     client = await router(records, reservations, pairs=PairSettings(least_new_tokens=0))
-    blocked = [await client.book_pd(PROMPT)]
+    blocked = [await client.reserve_pd(PROMPT)]
     assert blocked[0].prefill is None  # a worker that has nothing to do needs no partner
     assert (await load(reservations, "d")).queued_prefill_tokens == 8_000
     async with client.route_pd(Prompt.of_tokens(SCOPE, [9] * 8_000)) as pair:
@@ -267,7 +267,7 @@ async def test_both_workers_are_booked_and_released_together(reservations: Reser
         assert await load(reservations, "p") == Load()
         assert await load(reservations, "d") == Load(2, 8_000, 0, 16_000)
     assert await load(reservations, "d") == Load(1, 8_000, 0, 8_000)
-    await blocked[0].finish()
+    await blocked[0].done()
     assert await load(reservations, "d") == Load()
     assert (client.counters.routed, client.counters.pairs) == (2, 1)
     assert (client.counters.booked, client.counters.released) == (3, 3)
@@ -280,14 +280,14 @@ async def test_a_failure_releases_both_workers(reservations: Reservations) -> No
         async with client.route_pd(PROMPT):
             raise ZeroDivisionError
     assert (await load(reservations, "p"), await load(reservations, "d")) == (Load(), before)
-    ranking = (await client.pick_pd(PROMPT)).prefill
+    ranking = (await client.reserve_pd(PROMPT, dry_run=True)).prefill
     assert ranking is not None and not ranking.result.predicted_tokens
 
 
 async def test_a_prefix_that_a_prefill_worker_computes_is_not_computed_twice(reservations: Reservations) -> None:
     records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED))
     client = await router(records, reservations)
-    pairs = [await client.book_pd(Prompt.of_tokens(SCOPE, [*TOKENS, *([n] * 20)])) for n in range(10)]
+    pairs = [await client.reserve_pd(Prompt.of_tokens(SCOPE, [*TOKENS, *([n] * 20)])) for n in range(10)]
     assert len({pair.prefill.worker_id for pair in pairs if pair.prefill}) == 1
     assert all(pair.prefill and pair.prefill.result.predicted_tokens >= 7_900 for pair in pairs[1:])
 
@@ -295,7 +295,7 @@ async def test_a_prefix_that_a_prefill_worker_computes_is_not_computed_twice(res
 async def test_bookings_of_pairs_are_seen_by_all(reservations: Reservations) -> None:
     records = pool(prefill("p"), prefill("q"), decode("d", load=QUEUED), decode("e", load=QUEUED))
     clients = [await router(records, reservations) for _ in range(2)]
-    chosen = [await clients[n % 2].book_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
+    chosen = [await clients[n % 2].reserve_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
     assert sorted(pair.prefill.worker_id for pair in chosen if pair.prefill) == ["p", "p", "q", "q"]
     assert sorted(pair.worker_id for pair in chosen) == ["d", "d", "e", "e"]
 
@@ -315,14 +315,14 @@ async def test_a_store_that_hangs_delays_no_pair() -> None:
                 await until(by_cost, what="a pair by cost")
                 server.pause()
                 try:
-                    pairs = [await client.book_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
+                    pairs = [await client.reserve_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
                 finally:
                     server.resume()
                 # its own bookings are seen, so that the prompts are spread
                 assert sorted(pair.prefill.worker_id for pair in pairs if pair.prefill) == ["p", "p", "q", "q"]
                 assert all(pair.decode.why for pair in pairs)
                 for pair in pairs:
-                    await pair.finish()
+                    await pair.done()
                 await until(by_cost, what="a pair by cost again")
 
                 async def nothing_booked() -> bool:
@@ -334,9 +334,9 @@ async def test_a_store_that_hangs_delays_no_pair() -> None:
 async def test_without_reservations_a_pair_is_chosen_by_reported_load() -> None:
     records = pool(prefill("p", load=QUEUED), prefill("q", load={"queued_prefill_tokens": 0}), decode("d", load=QUEUED))
     client = await router(records, booking=BookingSettings(reservations=False))
-    pair = await client.book_pd(PROMPT)
+    pair = await client.reserve_pd(PROMPT)
     assert pair.prefill is not None and pair.prefill.worker_id == "q"
-    await pair.finish()
+    await pair.done()
 
 
 # ---------------------------------------------------------------- policy and answers
@@ -347,11 +347,11 @@ async def test_policy_applies_to_both_workers_of_a_pair() -> None:
     answers = [decode(f"d{n}", labels={"zone": str(n)}, load=QUEUED) for n in (1, 2)]
     client = await router(pool(*zones, *answers), session_us=1_000.0)
     for n in ("1", "2"):
-        pair = await client.pick_pd(replace(PROMPT, select=Selector({"zone": n})))
+        pair = await client.reserve_pd(replace(PROMPT, select=Selector({"zone": n})), dry_run=True)
         assert pair.prefill is not None
         assert (pair.prefill.worker_id, pair.worker_id) == (f"p{n}", f"d{n}")
         assert len(pair.decode.ranking.left_out) == 2
-    at = {(await client.pick_pd(replace(PROMPT, session_id=str(n)))).worker_id for n in range(20)}
+    at = {(await client.reserve_pd(replace(PROMPT, session_id=str(n)), dry_run=True)).worker_id for n in range(20)}
     assert at == {"d1", "d2"}
 
 
@@ -362,10 +362,10 @@ async def test_a_full_worker_is_no_part_of_a_pair(reservations: Reservations) ->
 
     records = pool(prefill("p"), decode("d", load=metrics(8)), decode("e", load=metrics(1)))
     client = await router(records, reservations)
-    assert (await client.pick_pd(PROMPT)).worker_id == "e"
+    assert (await client.reserve_pd(PROMPT, dry_run=True)).worker_id == "e"
     small = pool(prefill("p"), decode("d", load={"forward_pass": {"total_kv_blocks": 400}}), decode("e"))
     client = await router(small, reservations)
-    assert (await client.pick_pd(PROMPT)).worker_id == "e"  # 8,000 tokens need 500 blocks
+    assert (await client.reserve_pd(PROMPT, dry_run=True)).worker_id == "e"  # 8,000 tokens need 500 blocks
 
 
 async def test_a_pair_that_misses_its_slo_says_so() -> None:
@@ -374,17 +374,17 @@ async def test_a_pair_that_misses_its_slo_says_so() -> None:
     )
     for mode in SloMode:
         client = await router(records, limits=LimitSettings(slo=mode))
-        late = await client.pick_pd(replace(PROMPT, slo=Slo(ttft_ms=1_000)))
+        late = await client.reserve_pd(replace(PROMPT, slo=Slo(ttft_ms=1_000)), dry_run=True)
         assert late.prefill is not None
         assert late.over == Over.TTFT
         assert (late.advice, late.retry_after_s) == (Advice.QUEUE, 2)
-        assert (await client.pick_pd(replace(PROMPT, slo=Slo(ttft_ms=500)))).advice is Advice.SHED
-        assert (await client.pick_pd(replace(PROMPT, slo=Slo(ttft_ms=5_000)))).advice is Advice.GO
+        assert (await client.reserve_pd(replace(PROMPT, slo=Slo(ttft_ms=500)), dry_run=True)).advice is Advice.SHED
+        assert (await client.reserve_pd(replace(PROMPT, slo=Slo(ttft_ms=5_000)), dry_run=True)).advice is Advice.GO
 
 
 async def test_a_pair_explains_itself() -> None:
     records = pool(prefill("p", base_url="http://p", dp_rank=1), decode("d", base_url="http://d", load=QUEUED))
-    pair: PairChoice = await (await router(records)).pick_pd(PROMPT)
+    pair: PairChoice = await (await router(records)).reserve_pd(PROMPT, dry_run=True)
     assert pair.prefill is not None
     assert (pair.prefill.url, pair.prefill.headers) == ("http://p", {"X-Data-Parallel-Rank": "1"})
     assert (pair.url, pair.headers) == ("http://d", {})
@@ -396,7 +396,7 @@ async def test_a_pair_explains_itself() -> None:
     data = json.loads(json.dumps(pair.explanation()))
     assert (data["prefill"]["worker"], data["decode"]["worker"]) == ("p", "d")
     assert data["otherwise"]["prefill"] is None
-    alone = await (await router(pool(worker("w"), prefill("p", load=QUEUED)))).pick_pd(PROMPT)
+    alone = await (await router(pool(worker("w"), prefill("p", load=QUEUED)))).reserve_pd(PROMPT, dry_run=True)
     assert alone.explain().startswith("no separate prefill: w at ")
     assert "  with one, " in alone.explain()
 
@@ -405,7 +405,7 @@ async def test_the_worked_example_of_the_documentation() -> None:
     records = pool(prefill("p1"), decode("d1", load=QUEUED))
     index = MemoryIndex()
     await hold(index, records["p1"], TOKENS, blocks=200)
-    pair = await RouterClient(index, StaticFleet(records), SETTINGS).pick_pd(PROMPT)
+    pair = await RouterClient(index, StaticFleet(records), SETTINGS).reserve_pd(PROMPT, dry_run=True)
     assert pair.prefill is not None
     assert (pair.score_us, pair.prefill.score_us, pair.decode.score_us) == (1_186_744, 226_944, 959_800)
     other = pair.ranking.alternative

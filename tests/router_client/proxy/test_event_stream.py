@@ -60,3 +60,39 @@ def test_usage_in_every_event_stays_where_there_are_choices() -> None:
     none = event({"choices": [{"text": "a"}], "usage": None})
     broken = b'data: {"usage"\n\n'
     assert stream.feed(none + each + broken) == none + each + broken and stream.usage == USAGE
+
+
+CHUNK = {"id": "c", "object": "chat.completion.chunk", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ({**CHUNK, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}, 0),
+        ({**CHUNK, "choices": [{"index": 0, "delta": {"role": "assistant", "content": None}}]}, 0),
+        ({**CHUNK, "choices": [{"index": 0, "delta": {"content": "Hi"}, "finish_reason": None}]}, 1),
+        ({**CHUNK, "choices": [{"index": 0, "delta": {"content": '"'}}]}, 1),
+        ({**CHUNK, "choices": [{"index": 0, "delta": {"content": None, "reasoning_content": "Hm"}}]}, 1),
+        ({**CHUNK, "choices": [{"index": 0, "delta": {"reasoning": "Hm"}}]}, 1),
+        (
+            {
+                **CHUNK,
+                "choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}}],
+            },
+            1,
+        ),
+        ({**CHUNK, "choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": '{"a'}}]}}]}, 1),
+        ({**CHUNK, "choices": [{"delta": {"content": "", "tool_calls": []}, "finish_reason": "stop"}]}, 0),
+        ({**CHUNK, "choices": [{"delta": {"content": ""}, "logprobs": {"content": []}, "finish_reason": "stop"}]}, 0),
+        ({**CHUNK, "choices": [], "usage": TOLD}, 0),
+        ({"choices": [{"text": "Hi", "finish_reason": None}]}, 1),
+        ({"choices": [{"text": "", "finish_reason": "length"}]}, 0),
+        ({"choices": [{"text": "", "prompt_token_ids": [1, 2], "token_ids": []}]}, 0),
+        ({"choices": [{"text": "", "token_ids": [17]}]}, 1),
+    ],
+)
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_only_events_with_a_part_of_the_answer_are_parts(body: object, parts: int, separators: tuple[str, str]) -> None:
+    stream = EventStream(hide_usage=False)
+    stream.feed(b"data: " + json.dumps(body, separators=separators).encode() + b"\n\n" + DONE)
+    assert stream.parts == parts

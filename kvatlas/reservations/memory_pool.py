@@ -1,0 +1,218 @@
+"""One pool of `MemoryReservations`: what is booked and predicted, by worker, with sums that are kept as it changes.
+
+Nothing here goes through all bookings: with ten thousand of them open, one more costs what the first one did.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.cost.protocol import Load
+from kvatlas.cost.regression import Evidence
+from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit
+
+SLACK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BookedRequest:
+    """A reservation. `booked_us`: only a load sample that covers this time includes it."""
+
+    worker_id: str
+    router_id: str
+    booked_us: int
+    ends_us: int
+    queued_tokens: int
+    kv_tokens: int
+    prefilling: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedPrefix:
+    """A prediction of the steps from number `first` on. `used`: when it was last used, and then its id."""
+
+    worker_id: str
+    ready_us: int
+    ends_us: int
+    believed_us: int
+    first: int
+    capacity_steps: int
+    hashes: bytes
+    used: tuple[int, bytes]
+
+    @property
+    def steps(self) -> int:
+        return len(self.hashes) // HASH_BYTES
+
+
+class Deadlines:
+    """Ids by time: when each is due, one time an id."""
+
+    def __init__(self) -> None:
+        self._due_us: dict[bytes, int] = {}
+        self._heap: list[tuple[int, bytes]] = []
+
+    def __contains__(self, id: bytes) -> bool:
+        return id in self._due_us
+
+    def add(self, due_us: int, id: bytes) -> None:
+        """An id is due at this time, whatever was said of it before."""
+        self._due_us[id] = due_us
+        heappush(self._heap, (due_us, id))
+        if len(self._heap) > 2 * len(self._due_us) + SLACK:  # what was discarded stays in the heap until it is due
+            self._heap = [(due_us, id) for id, due_us in self._due_us.items()]
+            heapify(self._heap)
+
+    def discard(self, id: bytes) -> None:
+        self._due_us.pop(id, None)
+
+    def take_due(self, now_us: int) -> list[bytes]:
+        """The ids that are due by now; they are removed."""
+        due: list[bytes] = []
+        while self._heap and self._heap[0][0] <= now_us:
+            due_us, id = heappop(self._heap)
+            if self._due_us.get(id) == due_us:
+                del self._due_us[id]
+                due.append(id)
+        return due
+
+
+@dataclass(slots=True)
+class PoolWorker:
+    """What a worker reported, and what is booked there. `covered_us`: bookings up to then are in the sample; `uncovered`: the
+    others, with their sums."""
+
+    incarnation: int | None = None
+    reported: Load | None = None
+    sampled_us: int = 0
+    covered_us: int = 0
+    likeness: bytes = b""
+    limit: Limit = UNKNOWN_LIMIT
+    booked: set[bytes] = field(default_factory=set)
+    uncovered: Deadlines = field(default_factory=Deadlines)
+    running: int = 0
+    queued_tokens: int = 0
+    kv_tokens: int = 0
+
+    @property
+    def load_booked(self) -> Load:
+        """What was booked since the sample."""
+        return Load(self.running, self.queued_tokens, 0, self.kv_tokens)
+
+    def count(self, request: BookedRequest, sign: int) -> None:
+        """Add a booking to the sums, or (-1) take it out."""
+        self.running += sign
+        self.queued_tokens += sign * request.queued_tokens
+        self.kv_tokens += sign * request.kv_tokens
+
+
+class MemoryPool:
+    """See the module. Bookings and predictions are changed by its methods alone."""
+
+    def __init__(self, rates: dict[str, Evidence] | None = None) -> None:
+        self.workers: dict[str, PoolWorker] = {}
+        self.booked: dict[bytes, BookedRequest] = {}
+        self.predictions: dict[bytes, PredictedPrefix] = {}
+        self.called_off = Deadlines()
+        self.routers: dict[str, int] = {}
+        self.rates: dict[str, Evidence] = {} if rates is None else rates
+        self.ends = Deadlines()
+        self.prediction_ends = Deadlines()
+        self._of_router: defaultdict[str, set[bytes]] = defaultdict(set)
+        self._of_worker: defaultdict[str, set[bytes]] = defaultdict(set)
+        self._steps: Counter[str] = Counter()
+        self._starts: defaultdict[tuple[int, bytes], set[bytes]] = defaultdict(set)
+        self._firsts: Counter[int] = Counter()
+
+    # ------------------------------------------------------------ bookings
+
+    def add_booking(self, id: bytes, request: BookedRequest) -> None:
+        """Of a new id."""
+        worker = self.workers.setdefault(request.worker_id, PoolWorker())
+        self.booked[id] = request
+        self._of_router[request.router_id].add(id)
+        worker.booked.add(id)
+        self.ends.add(request.ends_us, id)
+        if request.booked_us > worker.covered_us:
+            worker.uncovered.add(request.booked_us, id)
+            worker.count(request, 1)
+
+    def end_prefill(self, id: bytes) -> None:
+        """Its prompt waits no longer."""
+        request = self.booked[id]
+        worker = self.workers[request.worker_id]
+        if id in worker.uncovered:
+            worker.queued_tokens -= request.queued_tokens
+        self.booked[id] = replace(request, queued_tokens=0, prefilling=False)
+
+    def remove_booking(self, id: bytes) -> BookedRequest | None:
+        """None if there is none (any more)."""
+        request = self.booked.pop(id, None)
+        if request is None:
+            return None
+        worker = self.workers[request.worker_id]
+        worker.booked.discard(id)
+        if id in worker.uncovered:
+            worker.uncovered.discard(id)
+            worker.count(request, -1)
+        self.ends.discard(id)
+        ids = self._of_router[request.router_id]
+        ids.discard(id)
+        if not ids:
+            del self._of_router[request.router_id]
+        return request
+
+    def cover(self, worker: PoolWorker, until_us: int) -> None:
+        """A load sample includes the worker's bookings up to this time."""
+        worker.covered_us = max(worker.covered_us, until_us)
+        for id in worker.uncovered.take_due(worker.covered_us):
+            worker.count(self.booked[id], -1)
+
+    def booked_by(self, router_id: str) -> list[bytes]:
+        return list(self._of_router.get(router_id, ()))
+
+    # ------------------------------------------------------------ predictions
+
+    def put_prediction(self, id: bytes, prediction: PredictedPrefix) -> None:
+        """A new one, or another one in its place."""
+        self.remove_prediction(id)
+        self.predictions[id] = prediction
+        self.prediction_ends.add(prediction.ends_us, id)
+        self._of_worker[prediction.worker_id].add(id)
+        self._steps[prediction.worker_id] += prediction.steps
+        self._starts[prediction.first, prediction.hashes[:HASH_BYTES]].add(id)
+        self._firsts[prediction.first] += 1
+
+    def remove_prediction(self, id: bytes) -> None:
+        prediction = self.predictions.pop(id, None)
+        if prediction is None:
+            return
+        self.prediction_ends.discard(id)
+        worker_id, start = prediction.worker_id, (prediction.first, prediction.hashes[:HASH_BYTES])
+        self._steps[worker_id] -= prediction.steps
+        self._firsts[prediction.first] -= 1
+        self._of_worker[worker_id].discard(id)
+        self._starts[start].discard(id)
+        if not self._of_worker[worker_id]:
+            del self._of_worker[worker_id], self._steps[worker_id]
+        if not self._starts[start]:
+            del self._starts[start]
+        if not self._firsts[prediction.first]:
+            del self._firsts[prediction.first]
+
+    def predicted_for(self, worker_id: str) -> list[bytes]:
+        return list(self._of_worker.get(worker_id, ()))
+
+    def predicted_steps(self, worker_id: str) -> int:
+        """How many steps a worker is predicted to hold."""
+        return self._steps.get(worker_id, 0)
+
+    def predictions_along(self, hashes: bytes) -> list[bytes]:
+        """Those that begin with a step of this chain, at its place."""
+        found: list[bytes] = []
+        for first in self._firsts:
+            step = hashes[first * HASH_BYTES : (first + 1) * HASH_BYTES]
+            if step:
+                found += self._starts.get((first, step), ())
+        return found

@@ -1,0 +1,75 @@
+"""A request's own hints for its choice, as headers. Heeded only where they are switched on: who may set them decides where
+requests go."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from kvatlas.errors import InvalidValue
+from router_client.decision.selector import Selector
+from router_client.prompt import Prompt, Strategy
+
+HINT_HEADERS = tuple(f"x-kvatlas-{hint}".encode() for hint in ("strategy", "priority", "session", "allow", "deny"))
+MOST_LETTERS = 8_192
+MOST_PRIORITY = 1 << 31
+
+_STRATEGY, _PRIORITY, _SESSION, _ALLOW, _DENY = HINT_HEADERS
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHintHeaders:
+    """`strategy` None: the router's own. `priority`: in the queue, lower is earlier; None: as without hints. `allow` None: all workers."""
+
+    strategy: Strategy | None = None
+    priority: int | None = None
+    session_id: str | None = None
+    allow: tuple[str, ...] | None = None
+    deny: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, headers: Iterable[tuple[bytes, bytes]]) -> Self:
+        """Raises InvalidValue, one line that names the header."""
+        found = {name: value.decode("latin-1").strip() for name, value in headers if name in HINT_HEADERS}
+        for name, value in found.items():
+            if len(value) > MOST_LETTERS:
+                raise InvalidValue(f"header {name.decode()} has {len(value)} letters; expected up to {MOST_LETTERS}")
+        return cls(
+            _strategy(found.get(_STRATEGY, "")),
+            _priority(found.get(_PRIORITY, "")),
+            found.get(_SESSION) or None,
+            _ids(found.get(_ALLOW, "")) or None,
+            _ids(found.get(_DENY, "")),
+        )
+
+    def apply(self, prompt: Prompt) -> Prompt:
+        """The prompt with these hints."""
+        select = prompt.select
+        if self.allow is not None or self.deny:
+            select = replace(select or Selector(), allow=self.allow, deny=self.deny)
+        return replace(prompt, strategy=self.strategy, session_id=self.session_id or prompt.session_id, select=select)
+
+
+def _strategy(value: str) -> Strategy | None:
+    if not value:
+        return None
+    try:
+        return Strategy(value.lower().replace("-", "_"))
+    except ValueError:
+        known = ", ".join(Strategy)
+        raise InvalidValue(f"header {_STRATEGY.decode()} is {value!r:.80}; expected one of {known}") from None
+
+
+def _priority(value: str) -> int | None:
+    if not value:
+        return None
+    try:
+        priority = int(value[:32])
+    except ValueError:
+        priority = MOST_PRIORITY + 1
+    if abs(priority) > MOST_PRIORITY:
+        raise InvalidValue(f"header {_PRIORITY.decode()} is {value!r:.80}; expected a whole number, lower is earlier")
+    return priority
+
+
+def _ids(value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
