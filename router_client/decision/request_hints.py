@@ -18,7 +18,7 @@ _STRATEGY, _PRIORITY, _SESSION, _ALLOW, _DENY = HINT_HEADERS
 
 @dataclass(frozen=True, slots=True)
 class RequestHintHeaders:
-    """`strategy` None: the router's own. `priority`: in the queue, lower is earlier (None: as without hints). `allow` None: all."""
+    """`strategy` None: the router's own. `priority`: lower is earlier; None: as without hints. `allow` None: all workers."""
 
     strategy: Strategy | None = None
     priority: int | None = None
