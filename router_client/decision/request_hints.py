@@ -18,10 +18,10 @@ _STRATEGY, _PRIORITY, _SESSION, _ALLOW, _DENY = HINT_HEADERS
 
 @dataclass(frozen=True, slots=True)
 class RequestHintHeaders:
-    """`strategy` None: the router's own. `priority`: in the queue, lower is earlier. `allow` None: all workers."""
+    """`strategy` None: the router's own. `priority`: lower is earlier; None: as without hints. `allow` None: all workers."""
 
     strategy: Strategy | None = None
-    priority: int = 0
+    priority: int | None = None
     session_id: str | None = None
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] = ()
@@ -59,9 +59,11 @@ def _strategy(value: str) -> Strategy | None:
         raise InvalidValue(f"header {_STRATEGY.decode()} is {value!r:.80}; expected one of {known}") from None
 
 
-def _priority(value: str) -> int:
+def _priority(value: str) -> int | None:
+    if not value:
+        return None
     try:
-        priority = int(value[:32] or 0)
+        priority = int(value[:32])
     except ValueError:
         priority = MOST_PRIORITY + 1
     if abs(priority) > MOST_PRIORITY:

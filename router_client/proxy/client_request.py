@@ -39,7 +39,7 @@ class ClientRequest:
     `text`: as far as a router reads a chat or a completion; None for any other call, whose prompt is not read. `model`: the
     name that it asks for. `letters`: about how long its prompt is. What was sent back so far: `status`, `events` (a stream of
     server-sent events began) and `complete`. `decision`: of the last try, as its header says it. `priority`: in the
-    queue, as it says itself.
+    queue, as it says itself; None: it does not.
     """
 
     text: TextRequest | None
@@ -56,7 +56,7 @@ class ClientRequest:
     events: bool = False
     complete: bool = False
     decision: str = ""
-    priority: int = 0
+    priority: int | None = None
 
     @property
     def id(self) -> str | None:

@@ -40,7 +40,7 @@ _log = logging.getLogger("router_client.proxy")
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """`most_attempts`: workers tried for one request. `request_hints`: heed the headers of `request_hints`."""
+    """`most_attempts`: workers tried for one request. `request_hints`: heed the headers of `RequestHintHeaders`."""
 
     most_attempts: int = 4
     access_log: bool = True
@@ -294,9 +294,7 @@ class Exchange:
         """A worker that was not tried yet. Leaving the block ends the booking, unless it is ended already."""
         prompt = read.prompt
         if attempts.number == 1:
-            choice = await self._admission.admit(
-                prompt, request.text, request.header, priority=request.priority or None
-            )
+            choice = await self._admission.admit(prompt, request.text, request.header, priority=request.priority)
         else:
             choice = await self._admission.book(prompt, request.text, attempts.tried, apart=attempts.apart)
         try:

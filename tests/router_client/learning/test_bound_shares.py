@@ -37,7 +37,7 @@ async def usable_after(answers: int, cached_tokens: int | None, upper_bound: str
         prompt = Prompt.of_tokens(SCOPE, TOKENS)
         for _ in range(answers):
             async with router.route(prompt) as choice:
-                await choice.finish(Usage(401, 10, cached_tokens))
+                await choice.done(usage=Usage(401, 10, cached_tokens))
         [ranked] = await router.rank(prompt)
         [seen] = await router.overlap(prompt)
         assert (ranked.usable_tokens, ranked.upper_bound) == (seen.usable_tokens, seen.upper_bound)
