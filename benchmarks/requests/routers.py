@@ -29,12 +29,12 @@ from simulator.demo.processes import wait_until_routable
 MODEL = "routers"
 ENGINES = 16
 FLAKY = "e15"
-PREFIXES = 64
+PREFIXES = 32
 PREFIX_TOKENS = 2_048
 REST_TOKENS = 64
 OUTPUT_TOKENS = 8
-REQUESTS = 500
-PER_S = 20.0
+REQUESTS = 240
+PER_S = 6.0
 STEP_US = 20_000.0
 
 

@@ -185,6 +185,8 @@ class Balancer:
         while router in self.routers:
             try:
                 router.ready = (await client.get(f"{router.life.url}/ready")).status_code == 200
+            except httpx.TimeoutException:
+                pass  # as it was: one late answer says little
             except httpx.HTTPError:
                 router.ready = False
             await asyncio.sleep(LOOK_S)
