@@ -28,11 +28,12 @@ ENGINES = 4
 SLOTS = 8
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 24
-STEP_US = 50_000.0
+STEP_US = 200_000.0
+"""Long steps: few requests a second fill the engines, and the machine has time to spare."""
 OVERLOAD = 1.2
-SECONDS = 25.0
-SLO_S = 1.0
-REPORT_S = 0.25
+SECONDS = 60.0
+SLO_S = 4.0
+REPORT_S = 0.5
 TENANTS = {"a": 0.8, "b": 0.2}
 URGENT = 0.2
 ON = [
@@ -45,7 +46,7 @@ ON = [
     "--priority-header",
     "x-priority",
 ]
-WARM_UP_S = 3.0
+WARM_UP_S = 10.0
 """At the beginning there is no queue yet: these seconds are not counted."""
 
 

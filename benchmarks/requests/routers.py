@@ -29,12 +29,12 @@ from simulator.demo.processes import wait_until_routable
 MODEL = "routers"
 ENGINES = 16
 FLAKY = "e15"
-PREFIXES = 64
+PREFIXES = 32
 PREFIX_TOKENS = 2_048
 REST_TOKENS = 64
 OUTPUT_TOKENS = 8
-REQUESTS = 500
-PER_S = 20.0
+REQUESTS = 180
+PER_S = 6.0
 STEP_US = 20_000.0
 
 
@@ -73,7 +73,11 @@ class Front:
     @asynccontextmanager
     async def serve(self, engine_url: str) -> AsyncIterator[str]:
         """Its URL."""
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client, anyio.create_task_group() as tasks:
+        fresh = httpx.Limits(max_keepalive_connections=0)  # an idle connection may be one that the engine closes
+        async with (
+            httpx.AsyncClient(timeout=60, limits=fresh, trust_env=False) as client,
+            anyio.create_task_group() as tasks,
+        ):
 
             async def answer(request: HttpRequest) -> Response:
                 if request.method == "POST":

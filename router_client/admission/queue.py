@@ -52,14 +52,15 @@ class Ticket:
 
 class FairQueue:
     """Start-time fair queueing within each priority: a tenant's tickets start one after another, each as far behind the one
-    before as that has tokens; a tenant that comes anew starts where service is now. Pure."""
+    before as that has tokens; a tenant that comes anew starts where service is now. Each priority has a time of its own: a
+    ticket that is served before others says nothing of how far those are. Pure."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._heap: list[Ticket] = []
         self._gone: set[int] = set()
-        self._ends: dict[str, float] = {}
-        self._now = 0.0
+        self._ends: dict[tuple[int, str], float] = {}
+        self._now: dict[int, float] = {}
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -67,9 +68,9 @@ class FairQueue:
 
     def push(self, priority: int, tenant: str, tokens: int) -> Ticket:
         """A new place in line."""
-        start = max(self._now, self._ends.get(tenant, 0.0))
+        start = max(self._now.get(priority, 0.0), self._ends.get((priority, tenant), 0.0))
         ticket = Ticket(priority, start, next(self._numbers), tenant, tokens)
-        self._ends[tenant] = start + max(1, tokens)
+        self._ends[priority, tenant] = start + max(1, tokens)
         self.tokens += tokens
         heapq.heappush(self._heap, ticket)
         return ticket
@@ -85,10 +86,10 @@ class FairQueue:
         self._gone.add(ticket.number)
         self.tokens -= ticket.tokens
         if served:
-            self._now = max(self._now, ticket.start)
+            self._now[ticket.priority] = max(self._now.get(ticket.priority, 0.0), ticket.start)
         if self.first() is None:
             self._ends.clear()
-            self._now = 0.0
+            self._now.clear()
 
 
 @dataclass(slots=True)

@@ -230,8 +230,9 @@ class Exchange:
                 attempts.line = str(cause)
                 await choice.done(status=0)
                 if isinstance(cause, EngineRefused):
-                    attempts.refused = (cause.answer, header)
-                    return await self._judge_refusal(request, pool_id, by, attempts, span, own_form=own_form)
+                    refused = cause.answer, header
+                    attempts.refused = attempts.refused if own_form else refused
+                    return await self._judge_refusal(request, pool_id, by, attempts, span, refused, own_form=own_form)
                 self._counters.unreachable += 1
                 attempts.free = not cause.connected
                 self._outliers.record_bad(pool_id, by, str(cause), unreachable=True)
@@ -248,12 +249,19 @@ class Exchange:
         return True
 
     async def _judge_refusal(
-        self, request: ClientRequest, pool_id: str, worker_id: str, attempts: _Attempts, span: Span, *, own_form: bool
+        self,
+        request: ClientRequest,
+        pool_id: str,
+        worker_id: str,
+        attempts: _Attempts,
+        span: Span,
+        refused: tuple[WholeAnswer, tuple[bytes, bytes]],
+        *,
+        own_form: bool,
     ) -> bool:
         """False to try another worker; True if the client was given the refusal. `own_form`: what was refused is not what the
         client sent."""
-        assert attempts.refused is not None
-        answer, header = attempts.refused
+        answer, header = refused
         verdict = self._outliers.record_status(pool_id, worker_id, answer.status, answer.headers)
         if verdict is Verdict.ELSEWHERE:
             self._counters.refused += 1

@@ -69,11 +69,11 @@ class ChildProcess:
         self._signal(signal.SIGCONT)
         self.paused = False
 
-    async def stop(self) -> None:
+    async def stop(self, within_s: float = STOP_S) -> None:
         """Ask it to end, and wait until it has."""
         self._signal(signal.SIGTERM)
         assert self._popen is not None
-        await run_sync(self._popen.wait, STOP_S)
+        await run_sync(self._popen.wait, within_s)
 
     def close(self) -> None:
         """Kill it if it runs."""

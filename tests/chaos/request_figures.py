@@ -37,7 +37,7 @@ async def print_request_figures(folder: Path, log: Callable[[str], None]) -> boo
             shares = f"{figures.share_before:.0%} | {figures.share_after:.0%}"
             log(f"| {name} | {len(figures.lost)} | {figures.broken} | {added_ms:.0f} ms | {shares} |")
         await store.client.flushall()
-        rolled = await roll(store, partial(RouterProcess.start, server.url, folder, stack), streams=STREAMS, gap_s=1.0)
+        rolled = await roll(store, partial(RouterProcess.start, server.url, folder, stack), streams=STREAMS, gap_s=4.0)
         lost += len(rolled.lost)
         log(
             f"{ROUTERS} routers replaced one by one under {STREAMS} streams: {rolled.complete} streams complete, "

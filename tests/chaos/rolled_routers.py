@@ -30,7 +30,8 @@ ENGINES = 4
 EVENTS = 4
 LOOK_S = 0.1
 """How often the balancer asks each router if it is ready."""
-DRAIN_S = 0.5
+DRAIN_S = 1.5
+"""Of routers in this process; processes have the default: the balancer must have looked by then, on a busy machine too."""
 GRACE_S = 60
 
 EVENT = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
@@ -103,12 +104,12 @@ class RouterProcess:
         self.url = next(word for word in child.log_text().split() if word.startswith("http://")).rstrip(";")
 
     async def stop(self) -> None:
-        await self._child.stop()
+        await self._child.stop(GRACE_S + 30)
 
     @classmethod
     async def start(cls, redis_url: str, folder: Path, stack: AsyncExitStack) -> RouterLife:
         flags = ["--redis-url", redis_url, "--port", "0", "--tokenizer", "none", "--no-access-log", "--no-learn"]
-        flags += ["--drain-s", str(DRAIN_S), "--grace-s", str(GRACE_S)]
+        flags += ["--grace-s", str(GRACE_S)]
         child = ChildProcess(f"router-{secrets.token_hex(3)}", ["router", *flags], "router at", folder)
         child.start()
         stack.callback(child.close)
@@ -170,15 +171,25 @@ class Balancer:
         return ready[next(self._turn) % len(ready)]
 
     async def look(self) -> None:
-        """Ask all routers if they are ready, again and again."""
-        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+        """Ask all routers if they are ready, again and again; each at its own pace, because one may be slow."""
+        asked: set[int] = set()
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client, anyio.create_task_group() as tasks:
             while True:
-                for router in list(self.routers):
-                    try:
-                        router.ready = (await client.get(f"{router.life.url}/ready")).status_code == 200
-                    except httpx.HTTPError:
-                        router.ready = False
+                for router in self.routers:
+                    if id(router) not in asked:
+                        asked.add(id(router))
+                        tasks.start_soon(self._look_at, router, client)
                 await asyncio.sleep(LOOK_S)
+
+    async def _look_at(self, router: Member, client: httpx.AsyncClient) -> None:
+        while router in self.routers:
+            try:
+                router.ready = (await client.get(f"{router.life.url}/ready")).status_code == 200
+            except httpx.TimeoutException:
+                pass  # as it was: one late answer says little
+            except httpx.HTTPError:
+                router.ready = False
+            await asyncio.sleep(LOOK_S)
 
 
 async def roll(store: Store, start: StartRouter, *, streams: int, gap_s: float) -> Rolled:

@@ -47,6 +47,15 @@ def test_a_tenant_with_long_prompts_gets_as_many_tokens_not_as_many_requests() -
         assert abs(tokens["long"] - tokens["short"]) <= 400
 
 
+def test_an_urgent_request_of_one_tenant_costs_the_others_no_turn() -> None:
+    queue = FairQueue()
+    for _ in range(10):
+        queue.push(1, "greedy", 100)
+    queue.remove(queue.push(0, "greedy", 100), served=True)
+    queue.push(1, "modest", 100)
+    assert "modest" in [ticket.tenant for ticket in serve(queue)[:2]]
+
+
 @given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.integers(0, 50)), max_size=40), st.data())
 def test_lower_priorities_come_first_and_each_tenants_own_in_order(
     pushed: list[tuple[int, str, int]], data: st.DataObject

@@ -157,6 +157,13 @@ async def test_one_worker_serves_what_a_prefill_worker_fails(pair_of: Any, valke
         await pair.nothing_is_booked()
 
 
+async def test_a_refusal_of_what_the_client_did_not_send_is_not_its_answer(pair_of: Any, valkey_url: str) -> None:
+    pair = await pair_of(vllm, p=status(400), d=well)
+    async with running_quiet_proxy(valkey_url, max_attempts=1) as client:
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+        await pair.nothing_is_booked()
+
+
 async def test_another_worker_serves_what_a_decode_worker_fails(pair_of: Any, valkey_url: str) -> None:
     pair = await pair_of(vllm, p=hand_over, d=status(500))
     async with running_quiet_proxy(valkey_url) as client:
