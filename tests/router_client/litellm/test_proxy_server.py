@@ -95,7 +95,7 @@ async def test_the_proxy_s_requests_go_where_their_prompt_is_cached(
                     settled, what="five requests in a row go to the worker that holds their prompt", deadline_s=60
                 )
 
-            async def all_ended() -> bool:
-                return not await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations.2")
+                async def all_ended() -> bool:
+                    return not await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations.2")
 
-            await until(all_ended, what="every booking has ended")
+                await until(all_ended, what="every booking has ended", deadline_s=30)
