@@ -173,8 +173,10 @@ class Ledger:
                 cleared = True
         events += self._settle(cleared=cleared)
         if len(self.lineage.evicted) > self._remembered_evictions:
-            forgotten = self.lineage.trim(self._remembered_evictions)
+            forgotten, lost = self.lineage.trim(self._remembered_evictions)
             residency.forget(forgotten)
+            if residency.forget_behind(lost):
+                events += self._settle(cleared=False)
             self.counters.forgotten += len(forgotten)
         return events
 

@@ -191,15 +191,18 @@ class Lineage:
         if self.variants.children_of:
             self.variants.touch((name,))
 
-    def trim(self, capacity: int) -> dict[EngineHash, Block]:
-        """Forget the hashes evicted first, down to `capacity`; returns them with the blocks that they were known for."""
+    def trim(self, capacity: int) -> tuple[dict[EngineHash, Block], list[Block]]:
+        """Forget the hashes evicted first, down to `capacity`. Returns them with the blocks that they were known for, and all
+        blocks that lost a hash."""
         forgotten: dict[EngineHash, Block] = {}
+        lost: list[Block] = []
         while len(self.evicted) > capacity:
             name, _ = self.evicted.popitem(last=False)
             block = forgotten[name] = self.known.pop(name)
-            lost = self.variants.forget(name, block)
-            self._remove_name((block, *self._others.pop(name, ()), *lost))
-        return forgotten
+            blocks = (block, *self._others.pop(name, ()), *self.variants.forget(name, block))
+            self._remove_name(blocks)
+            lost += blocks
+        return forgotten, lost
 
     def _remove_name(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

@@ -341,7 +341,8 @@ class Residency:
         self.unproven.clear()
 
     def forget_names(self, names: Iterable[EngineHash]) -> None:
-        """These hashes stand for no blocks any more, whatever is held of them. Not for shared ones."""
+        """These hashes stand for no blocks any more, whatever is held of them, nor do those behind a block that is left without
+        one. Not for shared ones."""
         self.end_removals()
         lineage = self._lineage
         for name in names:
@@ -352,9 +353,26 @@ class Residency:
                 self.sparse.leave(name, block)
                 self._leave_tiers(name, block)
             lineage.mark_held(name)  # it is forgotten here
-            for lost in (block, *lineage.variants.forget(name, block)):
+            unnamed = [block, *lineage.variants.forget(name, block)]
+            for lost in unnamed:
                 lost.names -= 1
-                self._unnamed.append(lost)
+            self._unnamed += unnamed
+            self.forget_behind(unnamed)
+
+    def forget_behind(self, blocks: Iterable[Block]) -> bool:
+        """Forget the hashes behind those of the blocks that no hash stands for any more: another hash of the same block, which
+        the engine may store later, does not lead to them. False if there are none."""
+        behind = [name for block in blocks if not block.names for name in self._names_behind(block)]
+        self.forget_names(behind)
+        return bool(behind)
+
+    def _names_behind(self, block: Block) -> Iterator[EngineHash]:
+        lineage, further = self._lineage, list(block.iter_children())
+        for child in further:  # it grows
+            for name in lineage.variants.names.get(child, (child.first_name,)) if child.names else ():
+                if name not in self._shared_hashes and lineage.known.get(name) in (child, None):
+                    yield name
+            further += child.iter_children()
 
     def drop_unnamed(self) -> None:
         """Drop the blocks of forgotten hashes; called after their change was published."""
