@@ -46,8 +46,8 @@ from publishers.ledger.engine_groups import EngineGroups
 from publishers.ledger.holdings import Holdings
 from publishers.ledger.index_events import IndexEvents
 from publishers.ledger.lineage import Lineage
-from publishers.ledger.mark_events import MarkEvents
-from publishers.ledger.marks import Marks
+from publishers.ledger.marks.mark_events import MarkEvents
+from publishers.ledger.marks.marks import Marks
 from publishers.ledger.prefix_closure import PrefixClosure, UsableChange
 from publishers.ledger.residency import Residency
 from publishers.ledger.resolver import BlockResolver, has_keys

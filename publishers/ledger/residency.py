@@ -16,9 +16,9 @@ from publishers.ledger.counters import LedgerCounters
 from publishers.ledger.engine_groups import EngineGroups
 from publishers.ledger.holdings import Holding, Holdings
 from publishers.ledger.lineage import Lineage
+from publishers.ledger.marks.sparse_holdings import SparseHoldings, is_held_elsewhere
 from publishers.ledger.resolver import BlockResolver, has_keys
 from publishers.ledger.shared_hashes import SharedHashes
-from publishers.ledger.sparse_holdings import SparseHoldings, is_held_elsewhere
 
 _names_of = attrgetter("names")
 

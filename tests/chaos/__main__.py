@@ -25,7 +25,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.nats_cluster import nats_leader_changes
 from tests.chaos.random_faults import run_random_faults
 from tests.chaos.report import Outcome, as_text
-from tests.chaos.request_figures import print_request_figures
+from tests.chaos.requests.request_figures import print_request_figures
 from tests.chaos.runner import INDEXER_ARGUMENTS, SCRUB_ARGUMENTS, run_scenario
 from tests.chaos.scenarios import SCENARIOS
 from tests.end_to_end.processes import query

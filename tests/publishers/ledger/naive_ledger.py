@@ -27,7 +27,7 @@ from kvatlas.events import (
     Unmarked,
 )
 from kvatlas.identity import Scope
-from publishers.ledger.marks import SEGMENT
+from publishers.ledger.marks.marks import SEGMENT
 from publishers.ledger.resolver import with_root_salt
 from tests.publishers.naive_reuse import Group, allows
 

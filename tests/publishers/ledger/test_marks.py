@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
 from publishers.ledger.block import Block, Namespace, Stretch
-from publishers.ledger.marks import SEGMENT, MarkChange, Marks
+from publishers.ledger.marks.marks import SEGMENT, MarkChange, Marks
 from tests.publishers.naive_reuse import Group, allows
 
 FULL = AttentionGroup(AttentionKind.FULL, 16)

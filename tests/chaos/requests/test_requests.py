@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from kvatlas.store.connection import Store, open_store
-from tests.chaos.request_faults import AT_ONCE, FAULTS, REQUESTS, drive, run
-from tests.chaos.rolled_routers import RouterTask, roll
+from tests.chaos.requests.request_faults import AT_ONCE, FAULTS, REQUESTS, drive, run
+from tests.chaos.requests.rolled_routers import RouterTask, roll
 from tests.router_client.proxy.engines import running_fleet, running_proxy
 from tests.router_client.proxy.faulty_engine import faulty_engine, well
 from tests.router_client.proxy.raw_engine import HEAD, chunk, raw_engine, silent_engine

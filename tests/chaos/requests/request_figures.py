@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvatlas.embedded import valkey_server
 from kvatlas.store.connection import open_store
-from tests.chaos.request_faults import FAULTS, REQUESTS, run
-from tests.chaos.rolled_routers import ROUTERS, RouterProcess, roll
+from tests.chaos.requests.request_faults import FAULTS, REQUESTS, run
+from tests.chaos.requests.rolled_routers import ROUTERS, RouterProcess, roll
 from tests.router_client.proxy.faulty_engine import well
 
 STREAMS = 200

@@ -11,7 +11,7 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import Cleared, Heads, IndexEvent, Marked, Unmarked
 from publishers.ledger.block import Block, packed_hashes
 from publishers.ledger.index_events import CHUNK_BLOCKS
-from publishers.ledger.marks import MarkChange, Marks
+from publishers.ledger.marks.marks import MarkChange, Marks
 
 _BITS_BYTES = 8
 
