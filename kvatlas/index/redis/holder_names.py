@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.records import pairs
+from kvatlas.index.redis.records import pairs, unpack_names
 
 HOLDERS_A_CALL = 1_000
 
@@ -27,7 +27,7 @@ class HolderNames:
         while not versions or cursor != b"0":
             version, cursor, flat = await functions.call_ro("kvatlas_active", keys, [cursor, HOLDERS_A_CALL])
             versions.add(version)
-            names.update((int.from_bytes(holder, "big"), name.decode()) for holder, name in pairs(flat))
+            names.update((int.from_bytes(holder, "big"), name) for holder, name in unpack_names(pairs(flat)).items())
         if versions != {self.version}:
             self._before = self._names
             self._names = names

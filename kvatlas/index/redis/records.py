@@ -1,5 +1,6 @@
 """What the store keeps of a shard, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from struct import calcsize, iter_unpack, pack
 from typing import Any, Literal, NamedTuple, Self
@@ -8,7 +9,12 @@ import msgpack
 
 from kvatlas.blocks.digest import FLAG_WORDS, WORDS
 from kvatlas.errors import InvalidValue
+from kvatlas.identity import check_worker_id
 from kvatlas.index.protocol import Position, WorkerRecord
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+
+HOLDER_BYTES = 3
+_log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 
 _TOUCHED = ">8sII"
 TOUCHED_BYTES = calcsize(_TOUCHED)
@@ -153,8 +159,16 @@ def unpack_touched(packed: bytes | None) -> dict[bytes, tuple[int, int]]:
 
 
 def unpack_digest(packed: bytes | None) -> list[int]:
-    """`Digest.words` of a holder, without its digest of flags; zeros if nothing is stored."""
-    return msgpack.unpackb(packed)[:WORDS] if packed is not None else [0] * WORDS
+    """`Digest.words` of a holder, without its digest of flags; zeros if nothing is stored, and words that no holder has for
+    bytes that are no digest, as in `functions/_slot.lua`."""
+    if packed is None:
+        return [0] * WORDS
+    try:
+        words = msgpack.unpackb(packed)
+    except (ValueError, msgpack.UnpackException):
+        words = None
+    good = isinstance(words, list) and len(words) >= WORDS and all(type(word) is int for word in words)
+    return words[:WORDS] if good else [1] + [0] * (WORDS - 1)
 
 
 class StoredMarks(NamedTuple):
@@ -184,7 +198,24 @@ def pack_position(position: Position | None) -> str:
 
 
 def unpack_position(stored: bytes | None) -> Position | None:
-    return Position(*map(int, stored.split())) if stored else None
+    """None too for what is no position: reading starts as in an empty store."""
+    numbers = (stored or b"").split()
+    return Position(*map(int, numbers)) if len(numbers) == 2 and all(one.isdigit() for one in numbers) else None
+
+
+def unpack_names(flat: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
+    """The worker of each active holder. Entries that can't be one are left out: the scrub finds that their worker's holder
+    is not registered, and a snapshot gives it another one."""
+    names: dict[bytes, str] = {}
+    for holder, name in flat:
+        try:
+            if len(holder) == HOLDER_BYTES:
+                names[holder] = check_worker_id(name.decode())
+                continue
+        except ValueError:  # InvalidValue and UnicodeDecodeError are
+            pass
+        _log.report("active", f"holder {holder.hex():.32} names worker {name[:64]!r}, which is no worker's id; ignored")
+    return names
 
 
 def pairs(flat: Sequence[Any]) -> Iterable[tuple[Any, Any]]:

@@ -12,6 +12,7 @@ from kvatlas.index.redis.records import (
     StoredRecord,
     unpack_digest,
     unpack_marks,
+    unpack_names,
     unpack_position,
     unpack_touched,
 )
@@ -57,9 +58,7 @@ class ShardReader:
 
     async def active(self) -> dict[bytes, str]:
         """The worker of each active holder."""
-        return {
-            holder: worker_id.decode() for holder, worker_id in (await read_hash(self._store, self.keys.active)).items()
-        }
+        return unpack_names((await read_hash(self._store, self.keys.active)).items())
 
     async def digest(self, holder: bytes) -> list[int]:
         """See `unpack_digest`."""

@@ -151,9 +151,18 @@ local function find_entry(value, holder)
   return nil, low * 4 + 1
 end
 
--- Unpacks a stored digest; false: nothing is stored.
+-- Unpacks a stored digest; false: nothing is stored. One that can't be read is replaced by one that no holder has: the next
+-- checkpoint or scrub finds it wrong, and a snapshot follows.
 local function digest_of(packed)
-  return packed and cmsgpack.unpack(packed) or { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  if not packed then
+    return { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  end
+  local good, digest = pcall(cmsgpack.unpack, packed)
+  good = good and type(digest) == 'table' and #digest >= 15
+  for i = 1, good and #digest or 0 do
+    good = good and type(digest[i]) == 'number'
+  end
+  return good and digest or { 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 end
 
 local function read_digest(key, holder)

@@ -14,6 +14,7 @@ register_always('kvatlas_set_position', function(keys, args)
   local partitions, workers, partition, expected, new, server = keys[1], keys[2], args[1], args[2], args[3], server_id()
   local cursor, count = args[4] == server and args[5] or '0', args[6]
   local stored = redis.call('HGET', partitions, partition) or ''
+  stored = string.match(stored, '^%d+ %d+$') or '' -- what is no position counts as none
   if stored ~= expected then
     return { stored, server, '0' }
   end
