@@ -180,6 +180,8 @@ LEDGER = {
         unindexable="unindexable",
         other_block_size="other_block_size",
         placeholder_unknown="placeholder_unknown",
+        adapter_unnamed="adapter_unnamed",
+        removal_untold="removal_untold",
     ),
     **_by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored"),
     **_single(LEDGER_FORGOTTEN, "forgotten"),

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.anyio
 NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in RECORDINGS.glob("*.jsonl.gz"))
 MODEL = "recorded-model"
 
+ADAPTER_IDS = {"1": "1", "2": "2"}
+"""For the recording of an engine that tells no adapters' names."""
 Line = tuple[str | None, str, str]
 """adapter, tier, sequence hash"""
 
@@ -48,7 +50,7 @@ def usable_blocks(head: dict[str, Any]) -> set[tuple[Tier, EngineHash]]:
 
 def expected_lines(kind: EngineKind, head: dict[str, Any], payloads: Sequence[bytes]) -> set[Line]:
     """`expected_usable` as export prints it: engine hashes become ours through the tokens in the recording."""
-    ledger = Ledger(LedgerSettings(MODEL, MODEL))
+    ledger = Ledger(LedgerSettings(MODEL, MODEL, adapter_ids=ADAPTER_IDS))
     for payload in payloads:
         ledger.fold(decode_batch(kind, payload))
     ours = {
@@ -86,6 +88,7 @@ async def test_the_export_of_every_recording_is_what_its_engine_could_use(
             engine = await stack.enter_async_context(FakeEngine())
             args = ["--engine", kind.value, "--endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint]
             args += ["--worker-id", worker_of(name), "--model-id", MODEL]
+            args += ["--adapter-ids", ",".join(f"{id}={adapter}" for id, adapter in ADAPTER_IDS.items())]
             await stack.enter_async_context(service("publish", *servers, *args, ready="is published", cwd=tmp_path))
             await engine.subscribed()
             await engine.send(*payloads)

@@ -38,7 +38,7 @@ COMMAND = re.compile(r"(?<!--namespace )\bkvatlas ([a-z][a-z-]*)\b([^\n|`]*)")
 FLAG = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 FOREIGN_FLAGS = {
     "--disaggregation-mode", "--enable-cache-report", "--enable-metrics", "--enable-prompt-tokens-details",
-    "--help", "--hypothesis-seed", "--kv-events-config", "--ours", "--wheel-dir",
+    "--help", "--hypothesis-seed", "--kv-event-log-size", "--kv-events-config", "--ours", "--wheel-dir",
 }  # fmt: skip
 """Of engines, tools, benchmarks, and of every command; any other in backticks is one of a command of kvatlas."""
 

@@ -489,10 +489,14 @@ async def test_a_gentle_close_says_draining_after_everything_is_published(nats_c
         await publisher.stored(tokens(64))
         await publisher.close_gently(deadline_s=15)
         last = publisher.changelog.outbox.next_seq - 1
-    beats = []
-    while subscription.pending_msgs:
-        beats.append(Heartbeat.unpack((await subscription.next_msg(timeout=1)).data))
-    assert (beats[-1].state, beats[-1].acked_seq) == (EngineState.DRAINING, last)
+    beats: list[Heartbeat] = []
+
+    async def says_all() -> bool:
+        while subscription.pending_msgs:
+            beats.append(Heartbeat.unpack((await subscription.next_msg(timeout=1)).data))
+        return bool(beats) and (beats[-1].state, beats[-1].acked_seq) == (EngineState.DRAINING, last)
+
+    await until(says_all, what="the last heartbeat says draining, and all that was published")
     assert all(a.sent_us <= b.sent_us for a, b in pairwise(beats))
 
 

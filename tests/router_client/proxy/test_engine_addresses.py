@@ -32,13 +32,10 @@ async def test_credentials_go_only_where_the_router_was_told_to_send_them(
     store: Store, valkey_url: str, told: bool
 ) -> None:
     changed = {"credentials_to": "127.0.0.1"} if told else {}
-    async with (
-        raw_engine(ANSWER) as engine,
-        running_fleet(store, {}) as fleet,
-        running_proxy(valkey_url, **changed) as client,
-    ):
+    async with raw_engine(ANSWER) as engine, running_fleet(store, {}) as fleet:
         await fleet.report("w1", engine.url)
-        await client.post("/v1/completions", json={"model": MODEL, "prompt": [1, 2, 3]}, headers=SECRETS)
+        async with running_proxy(valkey_url, **changed) as client:
+            await client.post("/v1/completions", json={"model": MODEL, "prompt": [1, 2, 3]}, headers=SECRETS)
     heads = "".join(engine.heads).lower()
     assert heads.startswith("post /v1/completions")
     assert ("of-a-user" in heads) is told
@@ -47,13 +44,10 @@ async def test_credentials_go_only_where_the_router_was_told_to_send_them(
 async def test_a_rogue_publisher_gets_no_request_at_an_address_that_is_not_allowed(
     store: Store, valkey_url: str
 ) -> None:
-    async with (
-        raw_engine(ANSWER) as engine,
-        running_fleet(store, {}) as fleet,
-        running_proxy(valkey_url, engine_addresses="10.0.0.0/8") as client,
-    ):
+    async with raw_engine(ANSWER) as engine, running_fleet(store, {}) as fleet:
         await fleet.report("w1", engine.url)
-        answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": [1, 2, 3]}, headers=SECRETS)
+        async with running_proxy(valkey_url, engine_addresses="10.0.0.0/8") as client:
+            answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": [1, 2, 3]}, headers=SECRETS)
     assert answer.status_code == 503 and not engine.heads
 
 
