@@ -83,3 +83,18 @@ def test_a_saved_ledger_knows_it_whatever_the_order_of_its_hashes() -> None:
     assert held(one) == {("hbm", 11), ("hbm", 22)}
     again = Ledger.load(one.dump(), one.settings)
     assert held(again) == held(one) and again.lineage.variants.parent_of == one.lineage.variants.parent_of
+
+
+def test_what_hung_on_a_forgotten_hash_is_not_found_behind_another_hash_of_its_block() -> None:
+    one = Ledger(ledger().settings, remembered_evictions=0)
+    fold(one, store([1, 2, 3]), EngineRemoved([2]), store([11]))  # 2 is forgotten, 3 is still held behind it
+    fold(one, store([22], 11, 1))  # 22 is another hash of the block of 2
+    assert held(one) == {("hbm", 1), ("hbm", 11), ("hbm", 22)}
+    assert 3 not in one.lineage.known
+
+
+def test_what_hung_on_a_detached_hash_is_forgotten_with_it() -> None:
+    one = Ledger(ledger().settings, remembered_evictions=0)
+    fold(one, store([11]), store([1, 2, 3]), EngineRemoved([1]))
+    fold(one, store([22], 11, 1))
+    assert held(one) == {("hbm", 11), ("hbm", 22)}
