@@ -172,7 +172,7 @@ async def test_the_rank_of_a_data_parallel_engine_is_sent(store: Store, valkey_u
         lite_router(fleet, valkey_url, None, {"i": engine.url}) as lite,
     ):
         ranks = [
-            worker(f"i-dp{n}", scope=SCOPE, base_url=engine.url, dp_rank=n, load={"running_decodes": 5 - n})
+            worker(f"i-dp{n}", scope=SCOPE, base_url=engine.url, dp_rank=n, load={"running_decodes": 8 - 6 * n})
             for n in (0, 1)
         ]
         await FleetStore(store).write(pool(*ranks))
