@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvatlas.bus.access import NatsAccess
@@ -31,6 +31,13 @@ class ProcessSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level of the log lines on stderr."
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_text(cls, value: Any) -> Any:
+        if isinstance(value, str | Path) and "\0" in str(value):  # no file, address or name has one, and opening it raises
+            raise ValueError("expected text without a NUL character")
+        return value
 
     @classmethod
     def load(cls, **flags: Any) -> Self:

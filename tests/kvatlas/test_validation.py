@@ -5,10 +5,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import WorkerState
 from kvatlas.identity import Scope
 from kvatlas.request import RequestHints
+from kvatlas.settings import PublishSettings
 from kvatlas.validation import MAX_NUMBER, MAX_OUTPUT_TOKENS
 from router_client import Prompt
 
@@ -57,3 +58,10 @@ def test_a_prompt_with_unbounded_output_is_refused(output_tokens: int) -> None:
     with pytest.raises(InvalidValue, match=f"output_tokens is {output_tokens}; expected 0 to {MAX_OUTPUT_TOKENS}"):
         Prompt.of_tokens(Scope("m", "m"), [1], output_tokens=output_tokens)
     assert MAX_OUTPUT_TOKENS * 1_000 < MAX_NUMBER
+
+
+@pytest.mark.parametrize("name", ["nats_url_file", "state_dir", "worker_id"])
+def test_a_setting_with_a_nul_character_is_refused(name: str) -> None:
+    flags = {"engine": "vllm", "worker_id": "w", "model_id": "m", "endpoint": "tcp://h:1", name: "a\0b"}
+    with pytest.raises(SettingsError, match="expected text without a NUL character"):
+        PublishSettings.load(**flags)

@@ -63,13 +63,10 @@ async def serve_everything(request: Request) -> Response:
 
 @asynccontextmanager
 async def one_engine(store: Store, valkey_url: str) -> AsyncIterator[tuple[FaultyEngine, httpx.AsyncClient]]:
-    async with (
-        running_fleet(store, {}) as fleet,
-        faulty_engine(serve_everything) as engine,
-        running_proxy(valkey_url, tokenizer="none", credentials_to=("*",)) as client,
-    ):
+    async with running_fleet(store, {}) as fleet, faulty_engine(serve_everything) as engine:
         await fleet.report("w1", engine.url)
-        yield engine, client
+        async with running_proxy(valkey_url, tokenizer="none", credentials_to=("*",)) as client:
+            yield engine, client
 
 
 async def test_chats_and_streams_of_the_official_client(store: Store, valkey_url: str) -> None:

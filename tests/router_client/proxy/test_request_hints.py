@@ -73,5 +73,10 @@ async def test_hints_decide_only_where_they_are_switched_on(store: Store, valkey
             assert wrong.status_code == 400
             assert "expected one of cost, load, round_robin" in wrong.json()["error"]["message"]
         async with running_proxy(valkey_url) as client:
-            ignored = await client.post("/v1/completions", json=ASK, headers={"X-KVAtlas-Allow": "w2"})
+            other = {
+                **ASK,
+                "prompt": list(range(1_000, 1_200)),
+            }  # by now each worker is predicted to hold the first prompt
+            await fleet.holds("w1", other["prompt"])  # type: ignore[arg-type]
+            ignored = await client.post("/v1/completions", json=other, headers={"X-KVAtlas-Allow": "w2"})
             assert ignored.headers["x-kvatlas-decision"].startswith('"w1"')

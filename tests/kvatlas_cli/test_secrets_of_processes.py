@@ -1,0 +1,62 @@
+"""Passwords in servers' addresses, of running processes whose servers go away: in no log line and on no status page."""
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+
+from kvatlas.embedded.free_port import free_port
+from kvatlas.embedded.nats import NatsProcess
+from kvatlas.embedded.valkey import ValkeyProcess
+from tests.eventually import until_sync
+from tests.kvatlas_cli.conftest import child_environment
+
+SECRET = "s3cr3t-of-a-server"
+WORKER = ["--engine", "vllm", "--endpoint", "tcp://127.0.0.1:1", "--worker-id", "w", "--model-id", "m"]
+COMMANDS = {
+    "indexer": ["--member-id", "i1", "--status-port"],  # first: routers wait for an index
+    "publish": [*WORKER, "--status-port"],
+    "router": ["--tokenizer", "none", "--port"],
+}
+
+
+def test_processes_show_no_password_of_their_servers(tmp_path: Path) -> None:
+    with NatsProcess(user="someone", password=SECRET) as nats, ValkeyProcess(password=SECRET) as valkey:
+        assert SECRET in nats.url and SECRET in valkey.url
+        environment = child_environment(KVATLAS_NATS_URL=nats.url, KVATLAS_REDIS_URL=valkey.url)
+        ports: dict[str, int] = {}
+        shown = ""
+        with ExitStack() as stack:
+            for command, words in COMMANDS.items():
+                port = ports[command] = free_port()
+                log = stack.enter_context((tmp_path / command).open("w"))
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "kvatlas_cli.main", command, *words, str(port), "--log-level", "debug"],
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                )
+                stack.callback(process.wait, timeout=30)
+                stack.callback(process.terminate)
+                shown += until_sync(lambda port=port: _status(port), deadline_s=60, what=f"{command} answers")  # type: ignore[misc]
+            before = {command: (tmp_path / command).stat().st_size for command in COMMANDS}
+            nats.stop()
+            valkey.stop()
+            for command, port in ports.items():
+
+                def says_so(command: str = command) -> bool:
+                    return (tmp_path / command).stat().st_size > before[command]
+
+                until_sync(says_so, deadline_s=60, what=f"{command} logs that a server is away")
+                shown += _status(port)
+    shown += "".join((tmp_path / command).read_text() for command in COMMANDS)
+    assert SECRET[:6] not in shown
+
+
+def _status(port: int) -> str:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/status", trust_env=False).text
+    except httpx.HTTPError:
+        return ""
