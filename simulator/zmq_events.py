@@ -143,7 +143,9 @@ class ZmqEventFeed:
                 )
                 continue
             client, _, first = frames
-            for sent, (seq, payload) in enumerate(batch for batch in tuple(self._buffer) if batch[0] >= first):
+            for sent, (seq, payload) in enumerate(
+                (seq, payload) for seq, payload in tuple(self._buffer) if seq >= first
+            ):
                 await self._router.send_multipart((client, b"", self._topic, seq, payload))
                 if sent % REPLAY_BURST == REPLAY_BURST - 1:
                     await anyio.lowlevel.checkpoint()  # a send that doesn't wait doesn't yield to the engine

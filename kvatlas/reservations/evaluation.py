@@ -32,6 +32,13 @@ class PrefixMatch:
     ready_us: int
 
 
+class UsablePrediction(NamedTuple):
+    """What a prediction is worth to its worker: the `tokens` that its engine would use, from `ready_us` on."""
+
+    tokens: int
+    ready_us: int
+
+
 class Candidates(NamedTuple):
     """Everybody an ask may choose: its `offers`, then those to every member of its crowds; `limits` in the same order.
 
@@ -71,14 +78,15 @@ def evaluate(
     offers = candidates.offers
     mean = mean_load([load for offer in offers if (load := loads[offer.worker_id].reported) is not None])
     kinds = {offer.worker_id: offer.kind for offer in offers}
-    best: dict[str, tuple[int, int]] = {}
+    best: dict[str, UsablePrediction] = {}
     for one in matches:
         kind = kinds[one.worker_id]
         assert kind.chain is not None
         tokens = usable_tokens(kind, one.steps * ask.chains[kind.chain].step_tokens)
-        if one.worker_id not in best or (-tokens, one.ready_us) < (-best[one.worker_id][0], best[one.worker_id][1]):
-            best[one.worker_id] = (tokens, one.ready_us)
-    in_flight = max((tokens for tokens, ready_us in best.values() if ready_us > now_us), default=0)
+        known = best.get(one.worker_id)
+        if known is None or (-tokens, one.ready_us) < (-known.tokens, known.ready_us):
+            best[one.worker_id] = UsablePrediction(tokens, one.ready_us)
+    in_flight = max((found.tokens for found in best.values() if found.ready_us > now_us), default=0)
 
     scores: list[tuple[int, float]] = []
     by_offer: list[OfferEvaluation] = []
@@ -124,14 +132,14 @@ def evaluate_offer(
     limit: Limit,
     worker: WorkerLoad,
     mean: Load,
-    prediction: tuple[int, int] | None,
+    prediction: UsablePrediction | None,
     in_flight: int,
     now_us: int,
 ) -> tuple[float, OfferEvaluation]:
     """The cost of an offer, and what it comes from.
 
-    `mean` stands in for an unknown load. `prediction`: the best one of the offer's worker, as the tokens that it would use
-    and when they are ready. `in_flight`: the most tokens that some offered worker is computing now.
+    `mean` stands in for an unknown load. `prediction`: the best one of the offer's worker. `in_flight`: the most tokens that
+    some offered worker is computing now.
     """
     prices = offer.kind.prices
     load = (mean if worker.reported is None else worker.reported) + worker.booked
@@ -139,11 +147,11 @@ def evaluate_offer(
     load_us = prices.running_us * load.running_decodes + prices.kv_us * load.kv_tokens
     score = offer.base_us + backlog + load_us
     cached, used, wait, again = offer.cached_tokens, 0, 0.0, 0
-    if prediction is not None and prediction[0] > cached:
-        later = max(0, prediction[1] - now_us - backlog)
-        other = score - (worth_us(prices, prediction[0]) - worth_us(prices, cached)) + later
+    if prediction is not None and prediction.tokens > cached:
+        later = max(0, prediction.ready_us - now_us - backlog)
+        other = score - (worth_us(prices, prediction.tokens) - worth_us(prices, cached)) + later
         if other < score:
-            score, cached, used, wait = other, prediction[0], prediction[0], later
+            score, cached, used, wait = other, prediction.tokens, prediction.tokens, later
     if in_flight > cached:
         again = in_flight - cached
         score = score + ask.again_factor * (worth_us(prices, in_flight) - worth_us(prices, cached))

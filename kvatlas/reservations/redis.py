@@ -9,7 +9,7 @@ import msgpack
 
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import ERRORS, FORM, Evidence
-from kvatlas.reservations.evaluation import WorkerLoad, evaluate_offer
+from kvatlas.reservations.evaluation import UsablePrediction, WorkerLoad, evaluate_offer
 from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits
 from kvatlas.reservations.memory import CALLED_OFF_US
 from kvatlas.reservations.protocol import (
@@ -226,7 +226,7 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
         now_us: int,
         mean: Load,
         in_flight: int,
-        best: Mapping[str, tuple[int, int]],
+        best: Mapping[str, UsablePrediction],
     ) -> None:
         """`crowds`: those of the offers behind the ask's own."""
         self._ask = ask
@@ -281,12 +281,12 @@ def _unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
         raise CrowdsUnknown(f"the store has fewer than {ask.least_members} workers in the crowds of an ask")
     prefill, now_us, mean, in_flight, predictions, records, members = rest
     queued, running, waiting, kv_tokens = mean or (0, 0, 0, 0)
-    best = {worker_id.decode(): (tokens, ready_us) for worker_id, tokens, ready_us in predictions}
+    best = {worker_id.decode(): UsablePrediction(tokens, ready_us) for worker_id, tokens, ready_us in predictions}
     mean_load = Load(running, queued, waiting, kv_tokens)
-    offers, crowds = ask.offers, [ask.crowds[number - 1] for number in members[1::3]]
+    names, numbers, member_records = members[::3], members[1::3], members[2::3]
+    offers, crowds = ask.offers, [ask.crowds[number - 1] for number in numbers]
     if members:
-        names = [name.decode() for name in members[::3]]
-        more = [crowd.offer._replace(worker_id=name) for name, crowd in zip(names, crowds, strict=True)]
-        offers, records = [*offers, *more], [*records, *members[2::3]]
+        more = [crowd.offer._replace(worker_id=name.decode()) for name, crowd in zip(names, crowds, strict=True)]
+        offers, records = [*offers, *more], [*records, *member_records]
     by_offer = _OfferEvaluations(ask, offers, records, crowds, now_us, mean_load, in_flight, best)
     return Evaluation(chosen - 1, offers, by_offer, prefill - 1 if prefill else None)

@@ -35,7 +35,9 @@ class ProcessSettings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _check_text(cls, value: Any) -> Any:
-        if isinstance(value, str | Path) and "\0" in str(value):  # no file, address or name has one, and opening it raises
+        if isinstance(value, str | Path) and "\0" in str(
+            value
+        ):  # no file, address or name has one, and opening it raises
             raise ValueError("expected text without a NUL character")
         return value
 

@@ -13,6 +13,6 @@ Each reads first and judges afterwards; judging takes values and returns finding
 """
 
 from kvatlas_cli.doctor.examination import examine
-from kvatlas_cli.doctor.finding import Finding, Level
+from kvatlas_cli.doctor.report import Finding, Level
 
 __all__ = ["Finding", "Level", "examine"]

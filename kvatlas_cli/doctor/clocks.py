@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from kvatlas_cli.doctor.finding import Finding, Level, join_names
+from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 MAX_SKEW_US = 1_000_000
 _ADVICE = "synchronise the clocks (NTP); reported lags and ages are wrong by the difference"

@@ -24,7 +24,7 @@ from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import clocks, indexers, routers, store_facts, workers
 from kvatlas_cli.doctor import store as store_checks
-from kvatlas_cli.doctor.finding import Finding, Level
+from kvatlas_cli.doctor.report import Finding, Level
 from kvatlas_cli.doctor.stream import examine_stream
 
 CATCH_UP_S = 2.0

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.store import LEASES, MEMBERS
 from kvatlas.store.connection import UNREACHABLE, Store, reason
-from kvatlas_cli.doctor.finding import Finding, Level, join_names
+from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 
 async def read_indexers(store: Store, now_us: int) -> tuple[list[str], dict[int, str]]:

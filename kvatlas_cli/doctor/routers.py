@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from kvatlas.predictions.accuracy import AnswerReport
-from kvatlas_cli.doctor.finding import Finding, Level
+from kvatlas_cli.doctor.report import Finding, Level
 
 
 def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:

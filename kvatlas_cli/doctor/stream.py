@@ -11,7 +11,7 @@ from nats.errors import NoRespondersError
 from kvatlas.bus.stream import microseconds_of
 from kvatlas.bus.subjects import ALL_EVENTS, STREAM
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
-from kvatlas_cli.doctor.finding import Finding, Level
+from kvatlas_cli.doctor.report import Finding, Level
 from kvatlas_cli.output import count_text
 
 SHORT_S = 120

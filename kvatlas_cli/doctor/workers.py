@@ -9,7 +9,7 @@ from kvatlas.fleet.identities import Identities
 from kvatlas.fleet.records import EngineState, FleetRecord, Heartbeat, Liveness, Role
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
-from kvatlas_cli.doctor.finding import Finding, Level, join_names
+from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 MAX_SILENT_US = 5_000_000
 """Without NATS, the time at which an indexer heard the last heartbeat is judged."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.errors import KvatlasError
@@ -39,56 +40,58 @@ class PrefillFailed(KvatlasError):
         self.own_form = own_form
 
 
+@dataclass(frozen=True, slots=True)
+class PairRequest:
+    """One request for both engines of a pair. `decoded`: its body. `fields`: what else the decode engine is to read in it."""
+
+    prefill: Choice
+    decode: Choice
+    request: EngineRequest
+    decoded: Mapping[str, Any]
+    fields: Mapping[str, Any]
+
+    def with_fields(self, fields: Mapping[str, Any]) -> EngineRequest:
+        """The client's request with these fields replaced."""
+        return _with_body(self.request, replace_fields(self.decoded, self.request.body, fields))
+
+
 @asynccontextmanager
 async def send_to_pair(
     pair: PairChoice, decoded: Mapping[str, Any], request: EngineRequest, fields: Mapping[str, Any], send: Send
 ) -> AsyncIterator[Answer]:
     """`async with send_to_pair(...) as answer`: the decode engine's, of any status.
 
-    `decoded`: the request's body. `fields`: what else the decode engine is to read in it. The prefill worker's booking ends
-    when its part is done. Raises PrefillFailed, and for the decode engine what `send` raises.
+    `decoded`, `fields`: see `PairRequest`. The prefill worker's booking ends when its part is done. Raises PrefillFailed, and
+    for the decode engine what `send` raises.
     """
-    protocol = TransferProtocol.of(pair.decode.kind)
     assert pair.prefill is not None
-    one_by_one = protocol is TransferProtocol.KV_TRANSFER_PARAMS
+    one_by_one = TransferProtocol.of(pair.decode.kind) is TransferProtocol.KV_TRANSFER_PARAMS
     way = _one_after_another if one_by_one else _both_at_once
-    async with way(pair, pair.prefill, decoded, request, fields, send) as answer:
+    async with way(PairRequest(pair.prefill, pair.decode, request, decoded, fields), send) as answer:
         yield answer
 
 
 @asynccontextmanager
-async def _one_after_another(
-    pair: PairChoice,
-    prefill: Choice,
-    decoded: Mapping[str, Any],
-    request: EngineRequest,
-    fields: Mapping[str, Any],
-    send: Send,
-) -> AsyncIterator[Answer]:
+async def _one_after_another(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
+    prefill, decode = what.prefill, what.decode
     try:
-        async with send(prefill, _with_body(request, prefill_body(decoded))) as first:
+        async with send(prefill, _with_body(what.request, prefill_body(what.decoded))) as first:
             answer = await _read_good(prefill, first)
     except (EngineRefused, EngineUnreachable, EngineLost) as error:
         raise PrefillFailed(prefill.worker_id, _as_failure(error), own_form=True) from error
     await prefill.done()
     params = read_params(answer)
     if params is None:
-        line = f"worker {prefill.worker_id}: no kv_transfer_params in its answer; {pair.worker_id} computes the prompt again"
+        line = f"worker {prefill.worker_id}: no kv_transfer_params in its answer; {decode.worker_id} computes the prompt again"
         _log.report(prefill.worker_id, f"{line}. Start both engines with --kv-transfer-config")
-    body = replace_fields(decoded, request.body, {**fields, "kv_transfer_params": params} if params else fields)
-    async with send(pair.decode, _with_body(request, body)) as second:
+    to_decode = what.with_fields({**what.fields, "kv_transfer_params": params} if params else what.fields)
+    async with send(decode, to_decode) as second:
         yield second
 
 
 @asynccontextmanager
-async def _both_at_once(
-    pair: PairChoice,
-    prefill: Choice,
-    decoded: Mapping[str, Any],
-    request: EngineRequest,
-    fields: Mapping[str, Any],
-    send: Send,
-) -> AsyncIterator[Answer]:
+async def _both_at_once(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
+    prefill = what.prefill
     rank = prefill.headers.get(RANK_HEADER)
     room = bootstrap_fields(prefill.url, prefill.bootstrap_port, None if rank is None else int(rank))
     failure: EngineRefused | EngineUnreachable | EngineLost | None = None
@@ -98,8 +101,7 @@ async def _both_at_once(
     async def compute_prompt() -> None:
         nonlocal failure
         try:
-            to_prefill = _with_body(request, replace_fields(decoded, request.body, room))
-            async with send(prefill, to_prefill) as answer:
+            async with send(prefill, what.with_fields(room)) as answer:
                 await _read_good(prefill, answer)
             await prefill.done()
         except (EngineRefused, EngineUnreachable, EngineLost) as error:
@@ -112,8 +114,8 @@ async def _both_at_once(
             async with waiting:
                 prefilling = asyncio.create_task(compute_prompt())
                 stack.push_async_callback(_stop, prefilling)
-                to_decode = _with_body(request, replace_fields(decoded, request.body, {**fields, **room}))
-                answer = await stack.enter_async_context(send(pair.decode, to_decode))
+                to_decode = what.with_fields({**what.fields, **room})
+                answer = await stack.enter_async_context(send(what.decode, to_decode))
                 answered = True
         except TimeoutError as error:
             if failure is None:

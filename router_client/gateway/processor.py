@@ -30,7 +30,7 @@ from router_client.gateway.ext_proc.stream_state import (
 from router_client.gateway.field_metrics import FieldMetrics
 from router_client.gateway.picker import EndpointPicker, PickedRequest, Refusal, RequestHead
 from router_client.proxy.client_request import ErrorKind
-from router_client.proxy.tracing import describe_answer, request_span, trace_headers
+from router_client.proxy.request_trace import describe_answer, request_span, trace_headers
 from router_client.tokens.usage import Usage
 
 SELECTION = b"test-epp-endpoint-selection"

@@ -20,7 +20,7 @@ from router_client.proxy.client_request import ClientRequest, ErrorKind, send_an
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import for_client, for_engine
-from router_client.proxy.tracing import trace_headers
+from router_client.proxy.request_trace import trace_headers
 from router_client.results import Choice
 from router_client.tokens.usage import Usage
 from router_client.upstream.engine_addresses import AddressPolicy

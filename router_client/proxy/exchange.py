@@ -30,7 +30,7 @@ from router_client.proxy.client_request import ClientRequest, ErrorKind, send_an
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.headers import decision_header
 from router_client.proxy.request_reader import RequestReader, UnknownModel
-from router_client.proxy.tracing import describe_answer, describe_try, request_span
+from router_client.proxy.request_trace import describe_answer, describe_try, request_span
 from router_client.tokens.prompt_reader import RequestPrompt
 from router_client.upstream.engine_answer import EngineLost, EngineRefused, EngineUnreachable, WholeAnswer
 from router_client.upstream.status import Verdict, judge

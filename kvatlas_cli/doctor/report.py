@@ -1,4 +1,4 @@
-"""A finding of the doctor: the check, its level, one line, and what to do."""
+"""What the doctor reports: findings, each a check with its level, one line, and what to do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
