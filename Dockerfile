@@ -11,7 +11,7 @@ WORKDIR /source
 COPY locks ./locks
 # pip and what lists the packages stay here: neither is in the environment that is copied
 RUN python3 -m venv /opt/tools \
-    && /opt/tools/bin/pip install --no-cache-dir --require-hashes --requirement locks/tools.txt
+    && /opt/tools/bin/pip install --no-cache-dir --require-hashes --requirement locks/build.txt --requirement locks/tools.txt
 COPY pyproject.toml ./
 COPY kvatlas ./kvatlas
 COPY kvatlas_cli ./kvatlas_cli
@@ -20,9 +20,13 @@ COPY indexer ./indexer
 COPY router_client ./router_client
 COPY simulator ./simulator
 ARG EXTRAS
+# --no-build-isolation: what has no wheel is built by the locked setuptools, not by one that pip would fetch without a hash
 RUN python3 -m venv --without-pip /opt/kvatlas \
     && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --require-hashes \
+        --requirement locks/build.txt \
+    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --require-hashes --no-build-isolation \
         --requirement "locks/$(echo "${EXTRAS}" | tr , -).txt" \
+    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 uninstall --yes --quiet setuptools \
     && /opt/tools/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheels . \
     && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --no-deps /opt/wheels/*.whl \
     && /opt/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \

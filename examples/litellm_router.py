@@ -31,7 +31,7 @@ def main(model: str, tokenizer_folder: str, *engines: str) -> None:
         ],
         num_retries=2,
     )
-    tokenizer = BudgetedTokenizer(ThreadedTokenizer(LocalTokenizer.from_folder(tokenizer_folder).encode))
+    tokenizer = BudgetedTokenizer(ThreadedTokenizer(LocalTokenizer.from_folder(tokenizer_folder).prompt_tokens))
     with (
         SyncRouterClient.open(os.environ.get("KVATLAS_REDIS_URL", "redis://127.0.0.1:6379")) as client,
         KvatlasRouting(router, client, tokenizer) as routing,

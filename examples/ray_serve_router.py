@@ -1,5 +1,6 @@
-"""A request router for Ray Serve that asks kvatlas. NOT TESTED in a Ray cluster: it follows the interface of Ray 2.60
-(`ray.serve.request_router.RequestRouter`), as its own prefix-aware router does.
+"""A request router for Ray Serve that asks kvatlas, for Ray 2.60 (`ray.serve.request_router.RequestRouter`).
+
+`make integrations` runs it in a deployment on one machine. With engines of `ray.serve.llm`, which need GPUs, it was NOT TESTED.
 
     from ray.serve.config import RequestRouterConfig
     from ray.serve.llm import LLMConfig
@@ -18,6 +19,7 @@ Each replica needs a publisher for its engine: `kvatlas publish --worker-id` wit
 the order that is returned, and goes on to the next if one's queue is full; so nothing is reserved here.
 """
 
+import asyncio
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -34,8 +36,9 @@ class KvatlasRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not i
         """Ray calls it with `request_router_kwargs`."""
         self._scope = Scope(model, model)
         self._tokenizer = LocalTokenizer.from_folder(tokenizer)
-        self._opening = RouterClient.open(redis_url, wait=False)
+        self._redis_url = redis_url
         self._client: RouterClient | None = None
+        self._opening = asyncio.Lock()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -46,13 +49,20 @@ class KvatlasRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not i
             return [candidate_replicas]
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         try:
-            if self._client is None:
-                self._client = await self._opening.__aenter__()
-            ranking = await self._client.rank(Prompt.of_tokens(self._scope, self._tokenizer.encode(request)))
+            client = await self._open()
+            ranking = await client.rank(Prompt.of_tokens(self._scope, self._tokenizer.encode(request)))
         except KvatlasError:
             return [candidate_replicas]
         ranks = [[by_id.pop(result.worker_id)] for result in ranking if result.worker_id in by_id]
         return [*ranks, list(by_id.values())] if by_id else ranks
+
+    async def _open(self) -> RouterClient:
+        """The client of this router's event loop; it stays open as long as the process runs."""
+        async with self._opening:
+            if self._client is None:
+                self._open_client = RouterClient.open(self._redis_url, wait=False)
+                self._client = await self._open_client.__aenter__()
+        return self._client
 
 
 def _text_request(args: tuple[Any, ...]) -> TextRequest | None:

@@ -5,21 +5,22 @@ themselves under load, up to a limit that keeps one call short (other clients wa
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from time import time_ns
+from time import perf_counter, time_ns
 
 import anyio
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from indexer.counters import IndexerCounters
-from indexer.partition.queue import CallPart, PartitionQueue
-from kvatlas.bus.wire import TS_US, RawMessage
+from kvatlas.bus.queue import CallPart, PartitionQueue
+from kvatlas.bus.wire import INCARNATION, TS_US, WORKER_ID, RawMessage
 from kvatlas.errors import DATA_ERRORS, InvalidValue, KvatlasError
 from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ResidencyIndex
 from kvatlas.runtime.backoff import Backoff
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
-from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent
+from kvatlas.telemetry import LinkCollector, apply_span, current_traceparent, describe_batch, sampled_context
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
@@ -101,8 +102,14 @@ class Applier:
             for _, headers in part.traced:
                 self._links.add(headers)
         messages = sum(len(part.batch.messages) for part in parts)
-        with apply_span(self._links.take(), shard=self.shard, partitions=len(parts), messages=messages):
+        with apply_span(self._links.take(), shard=self.shard, partitions=len(parts), messages=messages) as span:
+            if span.is_recording():
+                raw = (message for part in parts for message in part.batch.messages)
+                describe_batch(span, Counter((message[WORKER_ID], message[INCARNATION]) for message in raw))
+            began = perf_counter()
             outcomes = await self._apply_batches([part.batch for part in parts])
+            sampled = sampled_context()
+            self._counters.apply_time.add(perf_counter() - began, span=sampled)
             traceparent = current_traceparent()
         for applied in outcomes:
             self._count(applied)
@@ -115,7 +122,8 @@ class Applier:
             part.queue.record_applied(part.batch)
             if part.batch.messages:
                 oldest_us = part.batch.messages[0][TS_US]
-                self._counters.event_lag.add((now_us - oldest_us) / 1_000, len(part.batch.messages))
+                lag_s = (now_us - oldest_us) / 1e6
+                self._counters.event_lag.add(lag_s, len(part.batch.messages), span=sampled)
         if self._on_applied is not None:
             traces = {} if traceparent is None else {worker: traceparent for part in parts for worker, _ in part.traced}
             for applied in outcomes:

@@ -1,38 +1,10 @@
 """What an indexer replica counts: plain integers, because the hot path adds to them."""
 
-from bisect import bisect_left
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import Any
 
-LAG_BUCKETS_MS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 500.0, 1_000.0, 5_000.0, 30_000.0, 300_000.0)
-
-
-@dataclass(slots=True)
-class LagHistogram:
-    """Milliseconds from a message's `ts_us` until it is applied. The last count is of lags above every bucket."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(LAG_BUCKETS_MS) + 1))
-    sum_ms: float = 0.0
-
-    def add(self, lag_ms: float, messages: int) -> None:
-        self.counts[bisect_left(LAG_BUCKETS_MS, lag_ms)] += messages
-        self.sum_ms += max(0.0, lag_ms) * messages
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def quantile_ms(self, q: float) -> float | None:
-        """The upper bound of the bucket that holds the quantile; None before the first message."""
-        total = self.count
-        if not total:
-            return None
-        seen = 0
-        for bound, count in zip((*LAG_BUCKETS_MS, float("inf")), self.counts, strict=True):
-            seen += count
-            if seen >= q * total:
-                return bound
-        return float("inf")
+from kvatlas.telemetry.distribution import Distribution, counters_to_jsonable
 
 
 @dataclass(slots=True)
@@ -77,6 +49,8 @@ class IndexerCounters:
     grants_bad: int = 0
     records_bad: int = 0
     """fleet records that could not be written"""
+    pools_repaired: int = 0
+    """times that damaged records of loads and reservations were dropped with all that is booked in their pool"""
     # liveness
     heartbeats: int = 0
     heartbeats_bad: int = 0
@@ -98,7 +72,9 @@ class IndexerCounters:
     scrub_damaged: int = 0
     scrub_strays: int = 0
     scrub_given_up: int = 0
-    event_lag: LagHistogram = field(default_factory=LagHistogram)
+    event_lag: Distribution = field(default_factory=Distribution)
+    """from a message's `ts_us` until it is applied"""
+    apply_time: Distribution = field(default_factory=Distribution)
 
     @property
     def poison(self) -> int:
@@ -106,18 +82,18 @@ class IndexerCounters:
         return sum(getattr(self, one.name) for one in fields(self) if one.name.startswith("poison_"))
 
     def to_jsonable(self) -> dict[str, Any]:
-        counted = asdict(self)
-        lag = counted.pop("event_lag")
+        bounds, counts = self.event_lag.doublings()
         return {
-            **counted,
+            **counters_to_jsonable(self),
             "event_lag": {
-                "buckets_ms": list(LAG_BUCKETS_MS),
-                **lag,
-                "p50_ms": _finite(self.event_lag.quantile_ms(0.5)),
-                "p99_ms": _finite(self.event_lag.quantile_ms(0.99)),
+                "buckets_ms": [bound * 1_000 for bound in bounds],
+                "counts": counts,
+                "sum_ms": self.event_lag.sum * 1_000,
+                "p50_ms": _finite_ms(self.event_lag.quantile(0.5)),
+                "p99_ms": _finite_ms(self.event_lag.quantile(0.99)),
             },
         }
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and value != float("inf") else None
+def _finite_ms(seconds: float | None) -> float | None:
+    return seconds * 1_000 if seconds is not None and isfinite(seconds) else None

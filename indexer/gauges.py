@@ -2,27 +2,35 @@
 
 import logging
 from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import anyio
 from redis.exceptions import RedisError
 
+from indexer.partition.reader import PartitionStatus
 from indexer.replica import Replica
-from kvatlas.blocks.residency import IndexMetrics
+from kvatlas.blocks.residency import IndexMetrics, ModelBlocks
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import Liveness
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.telemetry import export_metrics, metrics_enabled
+from kvatlas.store.connection import Store
+from kvatlas.telemetry import MetricSource, export_metrics, metrics_enabled
 
 SAMPLE_S = 10.0
+MAX_MODELS = 20
+OTHER_MODELS = "(other)"
 
 log = logging.getLogger("kvatlas.indexer")
 
 
 @dataclass(slots=True)
 class ReplicaGauges:
-    """One replica's owned partitions at the last sample."""
+    """One replica's owned partitions at the last sample. `partitions`: of the whole stream."""
 
+    partitions: int = 0
     partitions_owned: int = 0
     messages_pending: int = 0
     workers_alive: int = 0
@@ -39,6 +47,7 @@ def gauges_of(replica: Replica) -> ReplicaGauges:
     partitions = replica.partitions
     liveness = Counter(replica.workers.values())
     return ReplicaGauges(
+        partitions=replica.stream_partitions,
         partitions_owned=len(partitions),
         messages_pending=sum(partition.pending for partition in partitions),
         workers_alive=liveness[Liveness.ALIVE],
@@ -52,18 +61,94 @@ def gauges_of(replica: Replica) -> ReplicaGauges:
     )
 
 
-async def sample(replica: Replica, index: ResidencyIndex, sample_s: float = SAMPLE_S) -> None:
-    """Sample until cancelled; return at once if metrics are off. The index's gauges are of the whole index, and the same
-    from every replica."""
+@dataclass(frozen=True, slots=True)
+class PartitionGauges:
+    """One owned partition at the last sample. `lag_s` None: nothing was applied yet."""
+
+    pending: int
+    lag_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGauges:
+    """The store that the index is in. `limit_bytes` 0: no limit."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
+async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s: float = SAMPLE_S) -> None:
+    """Sample until cancelled; return at once if metrics are off."""
     if not metrics_enabled():
         return
     gauges = ReplicaGauges()
-    whole: IndexMetrics | None = None
-    with export_metrics("replica", lambda: gauges), export_metrics("index", lambda: whole):
+    memory: StoreGauges | None = None
+    with (
+        export_metrics("replica", lambda: gauges),
+        export_metrics("index_work", lambda: index.work),
+        export_metrics("store", lambda: memory),
+        closing(_SourceByName("index", "model")) as models,
+        closing(_SourceByName("partition", "partition")) as partitions,
+    ):
         while True:
             gauges = gauges_of(replica)
+            partitions.update({str(one.partition): _gauges_of_partition(one) for one in replica.partitions})
             try:
-                whole = await index.metrics()
+                measured = await measure([one.partition for one in replica.partitions], index, store)
+                models.update(largest_models(measured[0].models) if measured else {})
+                memory = measured[1] if measured else None
             except (KvatlasError, RedisError) as error:
                 log.debug("index not measured: %s", error)
             await anyio.sleep(sample_s)
+
+
+async def measure(
+    owned: Collection[int], index: ResidencyIndex, store: Store
+) -> tuple[IndexMetrics, StoreGauges] | None:
+    """Measure the whole index and its store, if these partitions are those of the replica that speaks for the index: the owner
+    of the first one, so that sums are right. The others read nothing of the store and get None."""
+    if 0 not in owned:
+        return None
+    return await index.metrics(), StoreGauges(*await _memory_of(store))
+
+
+def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:
+    """The MAX_MODELS with the most blocks by name, and the sum of all others: names bound the number of series."""
+    by_size = sorted(models, key=lambda model: (-sum(models[model].blocks), model))
+    named = {model: models[model] for model in by_size[:MAX_MODELS]}
+    others = [models[model] for model in by_size[MAX_MODELS:]]
+    return {**named, OTHER_MODELS: reduce(ModelBlocks.plus, others)} if others else named
+
+
+def _gauges_of_partition(partition: PartitionStatus) -> PartitionGauges:
+    return PartitionGauges(partition.pending, None if partition.lag_us is None else partition.lag_us / 1e6)
+
+
+class _SourceByName:
+    """Exports one group's gauges once for each name, which is the value of an attribute."""
+
+    def __init__(self, group: str, attribute: str) -> None:
+        self._group = group
+        self._attribute = attribute
+        self._gauges: Mapping[str, object] = {}
+        self._sources: dict[str, MetricSource] = {}
+
+    def update(self, gauges: Mapping[str, object]) -> None:
+        """Export these from now on, and no others."""
+        self._gauges = gauges
+        for name in self._sources.keys() - gauges.keys():
+            self._sources.pop(name).close()
+        for name in gauges.keys() - self._sources.keys():
+            self._sources[name] = export_metrics(self._group, partial(self._gauges_of, name), {self._attribute: name})
+
+    def _gauges_of(self, name: str) -> object | None:
+        return self._gauges.get(name)
+
+    def close(self) -> None:
+        self.update({})
+
+
+async def _memory_of(store: Store) -> tuple[int, int]:
+    """Bytes used and allowed, summed over primaries."""
+    nodes = await store.read_info("memory")
+    return sum(node["used_memory"] for node in nodes), sum(node["maxmemory"] for node in nodes)

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from secrets import token_hex
 from time import time_ns
 from typing import Any
@@ -20,7 +20,6 @@ from indexer.liveness.failure_detector import FailureDetector
 from indexer.liveness.heartbeats import Heartbeats
 from indexer.ownership.membership import Membership
 from indexer.ownership.owned_partitions import OwnedPartitions
-from indexer.partition.admission import PoisonMessage, PoisonReason
 from indexer.partition.dead_letters import DeadLetters
 from indexer.partition.event_stream import EventStream
 from indexer.partition.reader import PartitionReader, PartitionStatus
@@ -28,6 +27,7 @@ from indexer.repair.doubt import Doubt, DoubtJudge
 from indexer.repair.grant_server import GrantServer
 from indexer.repair.grants import GrantBudget
 from indexer.repair.repair_loop import RepairLoop
+from kvatlas.bus.admission import PoisonMessage, PoisonReason
 from kvatlas.bus.subjects import events_subject
 from kvatlas.bus.wire import WORKER_ID, RawMessage
 from kvatlas.fleet.identities import load_identities
@@ -42,9 +42,16 @@ class Replica:
     """Reads the partitions whose leases it holds while `run` runs."""
 
     def __init__(
-        self, settings: IndexerSettings, client: Client, index: ResidencyIndex, fleet: FleetStore, stream: EventStream
+        self,
+        settings: IndexerSettings,
+        client: Client,
+        index: ResidencyIndex,
+        fleet: FleetStore,
+        stream: EventStream,
+        publishers: Sequence[int] = (),
     ) -> None:
-        """Raises SettingsError for a file of identities that can't be used."""
+        """`publishers`: other numbers of partitions than the index's that publishers may use in their subjects. Raises
+        SettingsError for a file of identities that can't be used."""
         self._identities = load_identities(settings.identities, "--identities") if settings.identities else None
         self.member_id = settings.member_id or default_member_id()
         self.counters = counters = IndexerCounters()
@@ -52,10 +59,11 @@ class Replica:
         """Where the status page is served."""
         self._client = client
         self._index = index
+        self._publishers = publishers
         self._stream = stream
         self._doubt = DoubtJudge()
         vouches = self._identities.vouches if self._identities is not None else None
-        self._detector = FailureDetector(settings.retire_after_s, vouches=vouches)
+        self._detector = FailureDetector(settings.retire_after_s, vouches=vouches, describe_doubt=self._describe_doubt)
         self._grants = GrantBudget()
         self._dead_letters = DeadLetters(
             client, counters, replicas=settings.stream_replicas, storage=settings.stream_storage
@@ -85,6 +93,7 @@ class Replica:
             grants=self._grants,
             heartbeats=heartbeats,
             counters=counters,
+            partitions=0 if publishers else index.partitions,
         )
         self._sweeper = Sweeper(index, counters, self.owned)
         self.membership = Membership(
@@ -95,7 +104,7 @@ class Replica:
             self._dead_letters.run,
             heartbeats.run,
             self._repair.run,
-            GrantServer(client, self.owned, self._grants, counters).run,
+            GrantServer(client, self.owned, self._grants, counters, (index.partitions, *publishers)).run,
             self._sweeper.run,
             Scrubber(index, counters, self.owned, settings.scrub_period_s).run,
             ScopeExpiry(index, counters, self.owned).run,
@@ -116,6 +125,11 @@ class Replica:
     def ready(self) -> bool:
         """Is NATS connected, and are the leases alive?"""
         return self._client.is_connected and self.membership.fresh
+
+    @property
+    def stream_partitions(self) -> int:
+        """How many partitions the stream has."""
+        return self._index.partitions
 
     @property
     def partitions(self) -> list[PartitionStatus]:
@@ -169,11 +183,17 @@ class Replica:
             dead_letters=self._dead_letters,
             counters=self.counters,
             identities=self._identities,
+            publishers=self._publishers,
         )
 
     def _on_applied(self, applied: ApplyResult, traces: Mapping[str, str]) -> None:
         self._grants.release_answering(applied.records)
-        self._detector.record_traces(traces)
+        applied_to = [record.worker_id for record in applied.records]
+        self._detector.record_applied(applied_to, traces, time_ns() // 1_000)
+
+    def _describe_doubt(self, worker_id: str) -> str:
+        doubt = self._doubt.doubt_of(worker_id)
+        return "" if doubt is None else doubt.text
 
     def _on_refused(self, partition: int, message: RawMessage, error: Exception) -> None:
         subject = events_subject(message[WORKER_ID], self._index.partitions)

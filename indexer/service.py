@@ -12,13 +12,11 @@ from indexer import gauges
 from indexer.cleanup.library_expiry import LibraryExpiry
 from indexer.partition.event_stream import EventStream, stream_settings
 from indexer.replica import Replica
-from indexer.status import application
 from kvatlas.bus.connection import connect_nats
 from kvatlas.fleet.store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
-from kvatlas.runtime.http_server import listen, serve
 from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.settings import IndexerSettings
 from kvatlas.store.connection import open_store
@@ -42,6 +40,8 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
     async with AsyncExitStack() as stack:
         listener = None
         if settings.status_port is not None:
+            from kvatlas.runtime.http_server import listen  # with the page itself 5 MiB
+
             listener = stack.enter_context(
                 closing(listen(settings.status_host, settings.status_port, "status page", settings.http))
             )
@@ -52,23 +52,28 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
             partitions=settings.partitions,
             shards=settings.shards,
             side_index=settings.side_index,
+            number=settings.layout,
             writer=True,
             wait=settings.wait,
             on_wait=log.warning,
         )
-        fleet = FleetStore(store)
+        fleet = FleetStore(store, layout=index.layout.number)
         await retry_until_reachable(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
         client = await connect_nats(settings.nats, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, client.close)
         stream = EventStream(client, stream_settings(settings))
         await retry_until_reachable(stream.ensure, wait=settings.wait, on_wait=log.warning)
-        replica = Replica(settings, client, index, fleet, stream)
-        with export_metrics("indexer", replica.counters), _rare_collections():
+        replica = Replica(settings, client, index, fleet, stream, index.layout.publishers)
+        counters = replica.counters
+        with export_metrics("indexer", counters), export_metrics("messages_in", counters), _rare_collections():
             async with anyio.create_task_group() as group:
                 if listener is not None:
+                    from indexer.status_page.application import application
+                    from kvatlas.runtime.http_server import serve
+
                     replica.status_url = listener.url
-                    group.start_soon(serve, application(replica), listener)
-                group.start_soon(gauges.sample, replica, index)
+                    group.start_soon(serve, application(replica, index, FleetStore(store)), listener)
+                group.start_soon(gauges.sample, replica, index, store)
                 libraries = [INDEX_LIBRARY, FLEET_LIBRARY, POOL_LIBRARY]
                 group.start_soon(LibraryExpiry(store, libraries, replica.counters, replica.owned).run)
                 group.start_soon(replica.run, (lambda: ready(replica)) if ready is not None else None)

@@ -11,6 +11,10 @@ import xxhash
 from kvatlas.errors import InvalidValue
 
 DEFAULT_TENANT = "default"
+OWN_CHAIN = "own"
+EXTERNAL_PREFIX = "external:"
+DEFAULT_HASH_CHAIN = "default"
+DEFAULT_EXTERNAL_CHAIN = f"{EXTERNAL_PREFIX}{DEFAULT_HASH_CHAIN}"
 MAX_NAME_BYTES = 512
 SCOPE_ID_BYTES = 8
 
@@ -21,14 +25,16 @@ _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Scope:
     """Identity scope: KV blocks are interchangeable only within one scope.
 
-    Matching is exact in all four fields; an absent adapter matches only an absent adapter.
-    Raises InvalidValue for an empty or overlong field.
+    Matching is exact in all fields; an absent adapter matches only an absent adapter. `chain` says what the keys are: those of
+    the own hash chain (`kvatlas.blocks.hashing`), or of block hashes that an engine made itself (`external:<name>`,
+    `kvatlas.blocks.external_chain`). Raises InvalidValue for an empty or overlong field.
     """
 
     model_id: str
     tokenizer_id: str
     adapter_id: str | None = None
     tenant_id: str = DEFAULT_TENANT
+    chain: str = OWN_CHAIN
 
     def __post_init__(self) -> None:
         for name in ("model_id", "tokenizer_id", "adapter_id", "tenant_id"):
@@ -37,10 +43,13 @@ class Scope:
                 continue
             if not isinstance(value, str) or not 0 < len(value.encode()) <= MAX_NAME_BYTES:
                 raise InvalidValue(f"scope field {name} is {value!r:.80}; expected text of 1 to {MAX_NAME_BYTES} bytes")
+        if self.chain != OWN_CHAIN:
+            check_chain(self.chain)
 
     @property
     def canonical(self) -> bytes:
-        """The scope's canonical msgpack: [model_id, tokenizer_id, adapter_id or nil, tenant_id]."""
+        """The scope's canonical msgpack: [model_id, tokenizer_id, adapter_id or nil, tenant_id], and the chain if it is not the
+        own one."""
         return canonical_scope(self)
 
     @property
@@ -53,13 +62,32 @@ class Scope:
         """The pool of workers that serve this scope's model."""
         return pool_id(self.model_id, self.tokenizer_id)
 
+    @property
+    def log_name(self) -> str:
+        """The scope without its tenant, which logs don't tell."""
+        return f"{self.model_id}/{self.tokenizer_id}/{self.adapter_id or '-'}"
+
     def __str__(self) -> str:
-        return f"{self.model_id}/{self.tokenizer_id}/{self.adapter_id or '-'}/{self.tenant_id}"
+        names = f"{self.log_name}/{self.tenant_id}"
+        return names if self.chain == OWN_CHAIN else f"{names}/{self.chain}"
+
+
+def check_chain(chain: str) -> str:
+    """Return the name of a hash chain. Raises InvalidValue unless it is `own` or `external:<name>`."""
+    if chain != OWN_CHAIN:
+        is_text = isinstance(chain, str) and chain.startswith(EXTERNAL_PREFIX)
+        if not is_text or not len(EXTERNAL_PREFIX) < len(chain.encode()) <= MAX_NAME_BYTES:
+            raise InvalidValue(
+                f"chain is {chain!r:.80}; expected {OWN_CHAIN}, or {EXTERNAL_PREFIX}NAME of up to {MAX_NAME_BYTES} bytes"
+            )
+    return chain
 
 
 @lru_cache(maxsize=65_536)
 def canonical_scope(scope: Scope) -> bytes:
     fields = [scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id]
+    if scope.chain != OWN_CHAIN:
+        fields.append(scope.chain)
     packed: bytes = msgpack.packb(fields)
     return packed
 
@@ -72,10 +100,12 @@ def _scope_id(scope: Scope) -> bytes:
 def scope_from_canonical(canonical: bytes) -> Scope:
     """The inverse of `Scope.canonical`. Raises InvalidValue for other bytes."""
     try:
-        model_id, tokenizer_id, adapter_id, tenant_id = msgpack.unpackb(canonical)
+        model_id, tokenizer_id, adapter_id, tenant_id, *chain = msgpack.unpackb(canonical)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise InvalidValue(f"not a canonical scope: {canonical[:64]!r}") from error
-    return Scope(model_id, tokenizer_id, adapter_id, tenant_id)
+    if len(chain) > 1:
+        raise InvalidValue(f"not a canonical scope: {canonical[:64]!r}")
+    return Scope(model_id, tokenizer_id, adapter_id, tenant_id, *chain)
 
 
 @lru_cache(maxsize=65_536)

@@ -4,32 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kvatlas.blocks.external_chain import MAX_HASH, MIN_HASH, ROOT, hash_text
 from kvatlas.blocks.hashing import MAX_TOKEN_ID, extend_chain, unpack_hashes
+from kvatlas.blocks.media import MediaItem, media_keys
 from kvatlas.blocks.residency import BlockKey
 from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
 from kvatlas.cost.protocol import Cost, CostTerm, Plan
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import DEFAULT_TENANT, Scope
+from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain
 from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM, NOTHING, Over
-from kvatlas.validation import Count, OutputTokens, Positive, describe_mistake
+from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive, describe_mistake
 
 DEFAULT_BLOCK_TOKENS = 64
-DEFAULT_DECODE_TOKENS = 128
-ROOT = "root"
-MAX_HASH = (1 << 64) - 1
-
-
-def hash_text(block_hash: int) -> str:
-    """A 64-bit hash as users read and write it: 16 hex digits."""
-    return f"{block_hash:016x}"
+MAX_MEDIA = 1_024
 
 
 def _block_hash(value: Any) -> Any:
     if type(value) is int:
-        if not 0 <= value <= MAX_HASH:
-            raise ValueError("expected an integer from 0 to 2^64-1, or text")
+        if not MIN_HASH <= value <= MAX_HASH:
+            raise ValueError("expected an integer from -2^63 to 2^64-1, or text")
         return hash_text(value)
     return value
 
@@ -57,7 +52,7 @@ class Fallbacks:
 class Slo(BaseModel):
     """The caller's objective: time to the first token, and time for each further token, in milliseconds."""
 
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="allow")
 
     ttft_ms: Annotated[float, Field(gt=0)] = 800
     tpot_ms: Annotated[float, Field(gt=0)] = 80
@@ -67,23 +62,26 @@ DEFAULT_SLO = Slo()
 
 
 class RequestHints(BaseModel):
-    """A caller's description of a request, as JSON or keyword arguments; everything but the id may be absent.
+    """A caller's description of a request, as JSON or keyword arguments; everything may be absent but the prompt.
 
     A prompt is given as `token_ids`, or as precomputed `block_hashes` of blocks of `block_tokens` tokens each: 64-bit
-    integers, or text. `token_count` is the prompt's length if the hashes leave out its partial last block. `labels`, `allow`
-    and `deny` restrict the workers that may get it. `cache_reading`: what the request says of reading the engine's prefix
-    cache (`skip`, `prompt_logprobs`, `logprob_start_len`).
+    integers, or text. `chain`: what these are, sequence hashes (`own`) or an engine's own hashes (`external:<name>`); by
+    default `own` if all can be, else `external:default`. Fields that are not known here are `ignored_fields`. `token_count` is
+    the prompt's length if the hashes leave out its partial last block. `labels`, `allow` and `deny` restrict the workers that
+    may get it. `cache_reading`: what the request says of reading the engine's prefix cache (`skip`, `prompt_logprobs`,
+    `logprob_start_len`). `media`: images among the `token_ids` (`id`, `offset`, `length`).
     """
 
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
 
-    request_id: Annotated[str, Field(min_length=1)]
+    request_id: Annotated[str, Field(min_length=1)] | None = None
     model_id: str | None = None
     tokenizer_id: str | None = None
     adapter_id: str | None = None
     tenant_id: str | None = None
     session_id: Annotated[str, Field(min_length=1)] | None = None
     block_hashes: tuple[BlockHash, ...] | None = None
+    chain: Annotated[str, AfterValidator(check_chain)] | None = None
     token_ids: tuple[TokenId, ...] | None = None
     token_count: Count | None = None
     block_tokens: Positive | None = None
@@ -94,6 +92,7 @@ class RequestHints(BaseModel):
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] = ()
     cache_reading: CacheReading = ALL_READABLE
+    media: Annotated[tuple[MediaItem, ...], Field(max_length=MAX_MEDIA)] = ()
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -102,19 +101,31 @@ class RequestHints(BaseModel):
             return cls.model_validate(value)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "request hints"
-            raise InvalidValue(describe_mistake(f"request field {where}", first)) from error
+            path = ".".join(str(part) for part in first["loc"])
+            raise InvalidValue(describe_mistake(f"request field {path}" if path else "the request", first)) from error
+
+    @property
+    def ignored_fields(self) -> Sequence[str]:
+        """Names of fields that are not known here."""
+        return sorted([*(self.model_extra or ()), *(f"slo.{name}" for name in self.slo.model_extra or ())])
+
+    @property
+    def _what(self) -> str:
+        """The request, in an error."""
+        return "request" if self.request_id is None else f"request {self.request_id}"
 
     def scope(self, fallbacks: Fallbacks) -> Scope:
-        """The request's identity scope. Raises InvalidValue if neither the hints nor the fallbacks name a model."""
+        """The request's identity scope, of the chain that the hints name. Raises InvalidValue if neither the hints nor the
+        fallbacks name a model."""
         model_id = self.model_id or fallbacks.model_id
         if not model_id:
-            raise InvalidValue(f"request {self.request_id} names no model_id, and there is no fallback")
+            raise InvalidValue(f"{self._what} names no model_id, and there is no fallback")
         return Scope(
             model_id,
             self.tokenizer_id or fallbacks.tokenizer_id or model_id,
             self.adapter_id or fallbacks.adapter_id,
             self.tenant_id or fallbacks.tenant_id,
+            self.chain or OWN_CHAIN,
         )
 
     def to_blocks(self, fallbacks: Fallbacks) -> tuple[BlockKey, ...]:
@@ -138,7 +149,7 @@ class RequestHints(BaseModel):
         in_blocks = sum(key.token_count for key in blocks)
         total = len(self.token_ids) if self.token_ids is not None else self.token_count
         if total is not None and total < in_blocks:
-            raise InvalidValue(f"request {self.request_id} has token_count {total}; its blocks alone hold {in_blocks}")
+            raise InvalidValue(f"{self._what} has token_count {total}; its blocks alone hold {in_blocks}")
         decode = self.estimated_decode_tokens
         return RequestShape(
             id=self.request_id,
@@ -150,20 +161,25 @@ class RequestHints(BaseModel):
         )
 
     def _hashes(self, size: int) -> Sequence[str]:
+        if self.token_ids is not None and (self.chain or OWN_CHAIN) != OWN_CHAIN:
+            raise InvalidValue(
+                f"{self._what} has chain {self.chain}, and token_ids; expected block_hashes of that chain"
+            )
         if (self.block_hashes is None) == (self.token_ids is None):
             given = "both" if self.token_ids is not None else "neither"
-            raise InvalidValue(f"request {self.request_id} gives {given} of token_ids and block_hashes; expected one")
+            raise InvalidValue(f"{self._what} gives {given} of token_ids and block_hashes; expected one")
         if self.block_hashes is not None:
             return self.block_hashes
         assert self.token_ids is not None
-        return [hash_text(value) for value in unpack_hashes(extend_chain(self.token_ids, size))]
+        keys = media_keys(self.media, size, len(self.token_ids) // size) if self.media else None
+        return [hash_text(value) for value in unpack_hashes(extend_chain(self.token_ids, size, None, keys))]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
     """A request as cost and ranking see it. `tail_tokens` are those after the last full block."""
 
-    id: str
+    id: str | None
     scope: Scope
     blocks: tuple[BlockKey, ...]
     estimated_decode_tokens: int = DEFAULT_DECODE_TOKENS
@@ -180,13 +196,14 @@ class RequestShape:
 class SelectionResult:
     """One worker as a candidate for a request, and what the request would cost there.
 
-    Blocks are of the worker's own block size. `required_blocks`: full blocks of the prompt. `overlap_blocks`: how many
-    leading ones the worker holds. `resident_tokens`: tokens in them (a lower bound if the worker publishes only every g-th
-    block). `usable_tokens`: how many of these its engine will reuse. `source`: the worker whose copy it would read, for
-    `transferred_tokens` more. `predicted_tokens`: still more that it is predicted to hold, because they are being computed
-    there, or were computed by an engine without events; no event has confirmed them. `load_known` False: the load is the
-    pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss. `plan`: what was
-    priced.
+    Blocks are of the worker's own block size. `required_blocks`: blocks of the prompt, its partial last one among them (which
+    no engine keeps for others). `overlap_blocks`: how many leading ones the worker holds. `resident_tokens`: tokens in them (a
+    lower bound if the worker publishes only every g-th block). `usable_tokens`: how many of these its engine will reuse.
+    `source`: the worker whose copy it would read, for `transferred_tokens` more; with `reads_store` it is a shared store, which
+    its engine reads unasked. `predicted_tokens`: still more that it is predicted to hold, because they are being computed
+    there, or were computed by an engine without events; no event has confirmed them. `load_known` False: the load is the pool's
+    mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss. `plan`: what was priced.
+    `why`: why the worker can't hold any of the prompt's blocks, if it can't.
     """
 
     worker_id: str
@@ -202,6 +219,13 @@ class SelectionResult:
     over: Over = NOTHING
     plan: Plan | None = field(default=None, compare=False, repr=False)
     upper_bound: str = ""
+    why: str = ""
+    reads_store: bool = False
+
+    @property
+    def source_kind(self) -> str | None:
+        """What `source` is: `worker` or `store`; None without one."""
+        return None if self.source is None else "store" if self.reads_store else "worker"
 
     @property
     def cached_tokens(self) -> int:
@@ -223,10 +247,10 @@ class SelectionResult:
             f"{self.worker_id}: {self.overlap_blocks} of {self.required_blocks} blocks resident, "
             f"{'at most ' if self.upper_bound else ''}{self.usable_tokens} tokens usable"
         )
-        if self.upper_bound:
-            text += f" ({self.upper_bound})"
+        for note in filter(None, (self.upper_bound, self.why)):
+            text += f" ({note})"
         if self.source is not None:
-            text += f", {self.transferred_tokens} more read from {self.source}"
+            text += f", {self.transferred_tokens} more read from {'store ' if self.reads_store else ''}{self.source}"
         if self.predicted_tokens:
             text += f", {self.predicted_tokens} more predicted"
         text += f"; {self.cost.explain()}"
@@ -247,9 +271,11 @@ class SelectionResult:
             "resident_tokens": self.resident_tokens,
             "usable_tokens": self.usable_tokens,
             "upper_bound": self.upper_bound,
+            "why": self.why,
             "transferred_tokens": self.transferred_tokens,
             "predicted_tokens": self.predicted_tokens,
             "source": self.source,
+            "source_kind": self.source_kind,
             "load_known": self.load_known,
             "over": list(self.over.names),
             "score_us": self.score_us,

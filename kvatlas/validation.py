@@ -40,6 +40,8 @@ Name = Annotated[str, Field(min_length=1, max_length=512)]
 Text = Annotated[str, Field(max_length=512)]
 Url = Annotated[str, Field(max_length=2_048)]
 OutputTokens = Annotated[int, Field(ge=0, le=MAX_OUTPUT_TOKENS)]
+DEFAULT_DECODE_TOKENS = 128
+"""Of an answer whose length is not told."""
 
 _OF_TYPE = {
     "int_parsing": "an integer",

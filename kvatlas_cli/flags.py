@@ -49,7 +49,7 @@ def with_settings(settings_class: type[S]) -> Callable[[Callable[..., None]], Ca
 
 def _parameter(name: str, info: FieldInfo) -> Parameter:
     kind: Any
-    if info.annotation is bool:
+    if info.annotation in (bool, bool | None):
         kind, metavar = bool, None
         spelled = f"{flag_of(name)}/--no-{name.replace('_', '-')}"
     else:

@@ -1,13 +1,28 @@
-"""Log lines on stderr, one for each record; tracebacks only with `--log-level debug`."""
+"""Log lines on stderr, one for each record: for people, or JSON; a condition that goes on is not a line each second."""
 
+import json
 import logging
+import re
 import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from opentelemetry import trace
+
+from kvatlas.runtime.rate_limited_log import LIMITED, Repetitions
+
+OWN = ("kvatlas", "publishers", "indexer", "router_client", "simulator", "kvatlas_cli")
+ACCESS = "router_client.access"
+"""One line for each request, however many."""
+_WORKER = re.compile(r"worker ([A-Za-z0-9_-]{1,64}):? ")
+"""How a line about one worker begins."""
 
 
-class _OneLineFormatter(logging.Formatter):
-    """`kvatlas: <message>`; an exception is one more line, or its traceback when debugging."""
+class PlainFormatter(logging.Formatter):
+    """`kvatlas: <message>`, for commands that end by themselves. An exception is one more line, or its traceback when
+    debugging."""
 
-    def __init__(self, tracebacks: bool) -> None:
+    def __init__(self, *, tracebacks: bool = False) -> None:
         super().__init__("kvatlas: %(message)s")
         self._tracebacks = tracebacks
 
@@ -18,10 +33,103 @@ class _OneLineFormatter(logging.Formatter):
         return f"  {type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def log_to_stderr(level: str) -> None:
-    """Log kvatlas' own records from this level up, and those of other libraries from warnings up."""
+class ServiceFormatter(PlainFormatter):
+    """`<time> <level> <component>: <message>`, and the trace if there is one. The time is UTC.
+
+    A line about one worker begins with `worker <id>`.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the standard library's name
+        traced = _trace_ids()
+        suffix = f" (trace {traced['trace_id']})" if traced else ""
+        return f"{_time(record)} {_level(record)} {_component(record)}: {record.message}{suffix}"
+
+
+class JsonFormatter(PlainFormatter):
+    """One JSON object a line: time, level, component, message, and worker, trace_id, span_id and error where there are any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        fields: dict[str, Any] = {
+            "time": _time(record),
+            "level": _level(record),
+            "component": _component(record),
+            "message": message,
+        }
+        if named := _WORKER.match(message):
+            fields["worker"] = named[1]
+        fields.update(_trace_ids())
+        if record.exc_info:
+            fields["error"] = self.formatException(record.exc_info).strip()
+        return json.dumps(fields, ensure_ascii=False)
+
+
+class RepetitionFilter(logging.Filter):
+    """Lets the first line of a condition pass, and then ever fewer, each with how many were left out.
+
+    A condition is a logger's line with its first texts, such as a worker's name or an error: shards and partitions, which are
+    numbers, are not told apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._repetitions = Repetitions(most_kinds=1_024)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == ACCESS or record.levelno < logging.INFO or getattr(record, LIMITED, False):
+            return True
+        given = record.args if isinstance(record.args, tuple) else ()
+        texts = [str(one)[:200] for one in given if not isinstance(one, (int, float))]
+        left_out = self._repetitions.admit((record.name, record.msg, *texts[:2]), record.created)
+        if left_out is None:
+            return False
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} similar lines left out)", ()
+        return True
+
+
+_formatter: logging.Formatter = PlainFormatter()
+
+
+def log_to_stderr(level: str, style: str = "plain") -> None:
+    """Log kvatlas' own records from this level up, and those of other libraries from warnings up.
+
+    `style`: `plain`, `console` or `json`, see the formatters.
+    """
+    global _formatter
+    formatters = {"plain": PlainFormatter, "console": ServiceFormatter, "json": JsonFormatter}
+    _formatter = formatters[style](tracebacks=level == "debug")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLineFormatter(tracebacks=level == "debug"))
+    handler.setFormatter(_formatter)
+    handler.addFilter(RepetitionFilter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for name in ("kvatlas", "publishers", "indexer", "router_client", "simulator"):
+    for name in OWN:
         logging.getLogger(name).setLevel(level.upper())
+
+
+def notice_text(line: str) -> str:
+    """A line for the user: JSON if the log is, else plain."""
+    formatter = _formatter if isinstance(_formatter, JsonFormatter) else PlainFormatter()
+    return formatter.format(logging.LogRecord("kvatlas_cli", logging.INFO, "", 0, line, None, None))
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _level(record: logging.LogRecord) -> str:
+    return record.levelname.lower()
+
+
+def _component(record: logging.LogRecord) -> str:
+    """The part of kvatlas that speaks, by its logger; a library by its name."""
+    name = record.name.removeprefix("kvatlas.").replace("router_client", "router")
+    return "kvatlas" if name == "kvatlas_cli" else name
+
+
+def _trace_ids() -> dict[str, str]:
+    """Of the span in which the line is logged."""
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}

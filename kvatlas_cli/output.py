@@ -1,14 +1,24 @@
 """What commands print: JSON for scripts, tables for people, notices on stderr."""
 
 import json
+import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
+
+from kvatlas.quantities import age_text as age_text
+from kvatlas.quantities import count_text as count_text
+from kvatlas_cli.logs import notice_text
+
+PLAIN_WIDTH = 240
+"""Of tables for programs and files."""
 
 
 def print_notice(line: str) -> None:
     """Print one line for the user on stderr, such as why a command waits."""
-    print(f"kvatlas: {line}", file=sys.stderr, flush=True)
+    print(notice_text(line), file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -21,8 +31,26 @@ def print_json_line(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
+def line_width() -> int | None:
+    """How wide lines may be: as the terminal, or as COLUMNS says; None: as wide as they are."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def wrap(text: str, width: int, indent: str, further: str) -> list[str]:
+    """Lines of a text; flags and addresses stay whole if they fit a line. `further`: the indent of all lines but the first."""
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, as wide as the terminal; 240 columns if stdout is not a terminal."""
+    """Print a table; where its lines don't fit, each row as a paragraph, which begins with its first cell."""
+    width = line_width() or PLAIN_WIDTH
+    if rows and _table_width(columns, rows) > width:
+        print(title)
+        for row in rows:
+            print("\n".join(_paragraph(columns, row, width)))
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -31,17 +59,25 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False).print(table)
+    Console(width=width, highlight=False, markup=False).print(table)
 
 
-def count_text(count: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def _table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """With a space on both sides of each cell, and lines between them."""
+    cells = [max(len(column), *(len(row[at]) for row in rows)) for at, column in enumerate(columns)]
+    return sum(cells) + 3 * len(cells) + 1
 
 
-def age_text(age_us: int) -> str:
-    """A duration as people read it."""
-    seconds = age_us / 1e6
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    """The first cell, then the others behind their columns' names; a pair is on one line if it fits."""
+    lines, line = [row[0]], " "
+    for column, cell in zip(columns[1:], row[1:], strict=True):
+        pair = f" {column}: {cell}" if column else f" {cell}"
+        if len(line) + len(pair) + 1 > width and line.strip():
+            lines.append(line)
+            line = " "
+        line += pair + ("," if column is not columns[-1] else "")
+        if len(line) > width:
+            lines += wrap(line.strip(), width, "  ", "    ")
+            line = " "
+    return [*lines, line] if line.strip() else lines

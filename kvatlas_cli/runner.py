@@ -17,25 +17,38 @@ million are blocks, which it would walk again and again in vain."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run_service(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
-    """Run a service until it is stopped. SIGINT and SIGTERM cancel it; a clean stop is success."""
+def run_service(
+    component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None], *, metrics_page: bool = False
+) -> None:
+    """Run a service until it is stopped. SIGINT and SIGTERM cancel it; a clean stop is success.
+
+    `metrics_page`: it serves `kvatlas.telemetry.read_metrics_page`.
+    """
     gc.collect()
     gc.freeze()  # modules and classes stay: they are never walked again
     gc.set_threshold(NEW_OBJECTS, 20, 100)
-    _run(component, settings, body)
+    _run(component, settings, body, style=settings.log_format, metrics_page=metrics_page)
 
 
 def run_query(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> None:
     """Run a command that ends by itself. SIGINT and SIGTERM cancel it and raise KeyboardInterrupt."""
-    if not _run(component, settings, body):
+    style = "plain" if settings.log_format == "console" else settings.log_format
+    if not _run(component, settings, body, style=style):
         raise KeyboardInterrupt
 
 
-def _run(component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None]) -> bool:
+def _run(
+    component: str,
+    settings: ProcessSettings,
+    body: Coroutine[Any, Any, None],
+    *,
+    style: str,
+    metrics_page: bool = False,
+) -> bool:
     """True if the body ended by itself, False if a signal stopped it."""
-    log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, style)
     with closing(body):  # the body never starts if telemetry can't be set up
-        telemetry = setup_telemetry(component)
+        telemetry = setup_telemetry(component, metrics_page=metrics_page)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 return runner.run(_run_until_stopped(body))

@@ -1,53 +1,51 @@
-"""Reads a prompt's token ids from a file or stdin."""
+"""Reads a prompt's token ids, or a request's hints, from a file or stdin."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from kvatlas.blocks.hashing import MAX_TOKEN_ID
+from kvatlas.blocks.token_text import parse_tokens
 from kvatlas.errors import InvalidValue
 
 STDIN = "-"
-MAX_DIGITS = 20
 
 
 def read_tokens(source: str) -> list[int]:
     """Token ids from a file, or from stdin for `-`; see `parse_tokens`. Raises InvalidValue, naming the file."""
-    where = "stdin" if source == STDIN else source
-    try:
-        text = sys.stdin.read() if source == STDIN else Path(source).read_text()
-    except OSError as error:
-        raise InvalidValue(f"--tokens {where}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidValue(f"--tokens {where}: not text ({error.reason} at byte {error.start})") from error
+    where, text = _read(source, "--tokens")
     try:
         return parse_tokens(text)
     except InvalidValue as error:
-        raise InvalidValue(f"--tokens {where}: {error}") from error
+        raise InvalidValue(f"{where}: {error}") from error
 
 
-def parse_tokens(text: str) -> list[int]:
-    """Token ids in a JSON array, or integers separated by white space or commas.
-
-    Raises InvalidValue for anything else, for an empty list, and for a token outside 0..2^32-1.
-    """
-    if text.lstrip().startswith("["):
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-            raise InvalidValue(f"not a JSON array: {error}") from error
-        parts = list(enumerate(found))
-    else:
-        parts = list(enumerate(text.replace(",", " ").split()))
-    tokens = [_check_token(index, part) for index, part in parts]
-    if not tokens:
-        raise InvalidValue("no token ids; expected integers separated by white space or commas, or a JSON array")
-    return tokens
+def read_json(source: str, flag: str) -> Any:
+    """A JSON value from a file, or from stdin for `-`. Raises InvalidValue, naming flag and file."""
+    where, text = _read(source, flag)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
+        raise InvalidValue(f"{where}: not JSON: {error}") from error
 
 
-def _check_token(index: int, part: object) -> int:
-    is_number = isinstance(part, str) and part.isascii() and part.isdigit() and len(part) <= MAX_DIGITS
-    token = int(part) if isinstance(part, str) and is_number else part
-    if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
-        raise InvalidValue(f"token {index} is {part!r:.80}; expected an integer from 0 to {MAX_TOKEN_ID}")
-    return token
+def read_json_or_tokens(source: str, flag: str) -> Any:
+    """A JSON object, or token ids (see `parse_tokens`). Raises InvalidValue, naming flag and file."""
+    where, text = _read(source, flag)
+    try:
+        return json.loads(text) if text.lstrip().startswith("{") else parse_tokens(text)
+    except InvalidValue as error:
+        raise InvalidValue(f"{where}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"{where}: not JSON: {error}") from error
+
+
+def _read(source: str, flag: str) -> tuple[str, str]:
+    """(flag and file for errors, text). Raises InvalidValue."""
+    where = f"{flag} {'stdin' if source == STDIN else source}"
+    try:
+        return where, sys.stdin.read() if source == STDIN else Path(source).read_text()
+    except OSError as error:
+        raise InvalidValue(f"{where}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"{where}: not text ({error.reason} at byte {error.start})") from error

@@ -7,17 +7,21 @@
 
 Pure (no I/O)
     feed/            connection_state, continuity: gaps and restarts of the feed; undecodable: bad payloads
-    engines/         vllm, sglang: an engine's bytes as engine-neutral events; metrics: its metrics page as its load
+    engines/         vllm, sglang, open_events: an engine's bytes as engine-neutral events; metrics: its metrics page as
+                     its load
     ledger/          what the engine holds, and the change of it that is announced (its flow: `ledger/ledger.py`)
+    shared_store/    writes, notice, receiver: an engine's events of a shared store as events of the store's ledger
     stream/          changelog: ledger in, outbox out; incarnation, checkpoints; outbox: go-back-N over the messages
                      that message_split makes; puback: JetStream's answers
 Talking (thin)
     publisher        the embeddable Publisher: sender, control, heartbeat, duplicate_publisher, engines/poller in one task
                      group, stream/grants
     feed/            subscriber, replay: the engine's ZMQ sockets; dead_letters: a file
-    sidecar          `kvatlas publish`: feed, publisher and saved_state of one or several engine ranks; eventless_engine:
-                     engines without KV events
+    feed/            open_batches: batches of the open event forms, whichever way they come
+    sidecar          `kvatlas publish`: feed, publisher and saved_state of one or several engine ranks
+    sources/         engines that are not followed over ZMQ: drained_engine (TensorRT-LLM), eventless_engine, open_engine
     engines/         discovery: what a running engine offers
+    shared_store/    notifier: tells a shared store's publisher what an engine wrote; process: that publisher
 
 Invariants
 - Nothing an engine sends stops its feed; whatever is left out is counted.
@@ -26,7 +30,8 @@ Invariants
 - Memory towards the bus is bounded: after an overflow of the outbox a new incarnation begins with a snapshot.
 """
 
+from publishers.feed.open_batches import OpenBatches
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
 
-__all__ = ["Publisher", "PublisherSettings"]
+__all__ = ["OpenBatches", "Publisher", "PublisherSettings"]

@@ -1,6 +1,6 @@
 """Answers requests on a publisher's control subject: for a snapshot, its status, its digest (thin)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import time_ns
 from typing import Any
 
@@ -78,7 +78,7 @@ class ControlResponder:
             self._log.report("control", f"control request refused: its answer would go to {msg.reply[:80]!r}")
             return
         try:
-            reply = self.reply(ControlRequest.unpack(msg.data))
+            reply = self.reply(ControlRequest.unpack(msg.data), msg.headers)
         except DATA_ERRORS as error:
             self._counters.control_bad += 1
             self._log.report("control", f"control request refused: {error}")
@@ -89,8 +89,11 @@ class ControlResponder:
             except ConnectionClosedError:
                 return  # the publisher is being closed
 
-    def reply(self, request: ControlRequest) -> ControlReply:
-        """Carry a request out, and the reply to it. Raises InvalidValue for an impossible `above`."""
+    def reply(self, request: ControlRequest, headers: Mapping[str, str] | None = None) -> ControlReply:
+        """Carry a request out, and the reply to it. `headers`: with the request's trace context.
+
+        Raises InvalidValue for an impossible `above`.
+        """
         match request.op:
             case ControlOp.SNAPSHOT:
                 check_incarnation(request.above, time_ns() // 1_000)
@@ -98,7 +101,7 @@ class ControlResponder:
                 if not self._is_partition_of(request.partitions):
                     self._counters.snapshot_requests_ignored += 1
                     return self._make_reply(ok=False, note=f"it publishes to one of {self._partitions} partitions")
-                if not self._changelog.request_snapshot(request.above):
+                if not self._changelog.request_snapshot(request.above, headers):
                     self._counters.snapshot_requests_ignored += 1
                     return self._make_reply(
                         note=f"incarnation {self._changelog.outbox.incarnation} is above it already"
@@ -164,6 +167,7 @@ def digests_by_scope(ledger: Ledger) -> list[ScopeDigest] | None:
             tokenizer_id=scope.tokenizer_id,
             adapter_id=scope.adapter_id,
             tenant_id=scope.tenant_id,
+            chain=scope.chain,
             digest=digest.words,
         )
         for scope, digest in scopes

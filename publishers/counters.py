@@ -2,6 +2,9 @@
 
 from dataclasses import asdict, dataclass
 
+from kvatlas.blocks.residency import TierBlocks
+from kvatlas.fleet.records import EngineState
+
 
 @dataclass(slots=True)
 class PublisherCounters:
@@ -33,6 +36,10 @@ class PublisherCounters:
     """batches that the ledger could not take in: everything held was dropped"""
     feed_unheard: int = 0
     """batches ignored because too many were lost like that"""
+    event_gaps: int = 0
+    """in the numbers of events (open event forms)"""
+    event_restarts: int = 0
+    event_duplicates: int = 0
     # published to the index
     events: int = 0
     blocks_stored: int = 0
@@ -73,6 +80,12 @@ class PublisherCounters:
     """times that another, newer publisher of this worker was heard"""
     load_samples: int = 0
     load_failures: int = 0
+    store_notices: int = 0
+    """sent to the publisher of the engine's shared store; of a store's publisher: received"""
+    store_notices_lost: int = 0
+    """not sent because NATS was away, or refused by it"""
+    store_notices_refused: int = 0
+    """received by a store's publisher, and of no use: damaged, or of another model, tenant or block size"""
     saves: int = 0
     saves_failed: int = 0
 
@@ -89,3 +102,33 @@ class PublisherCounters:
 
     def to_jsonable(self) -> dict[str, int]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherGauges:
+    """One worker's publisher now. `silence_s` None: no batch came yet; `feed_connected` None: there is no event socket."""
+
+    feed_connected: int | None
+    silence_s: float | None
+    state: EngineState
+    unsent: int
+    unacked: int
+    tiers: TierBlocks
+    orphans: int
+    awaiting_events: int
+
+    @property
+    def up(self) -> int:
+        return self.state is EngineState.UP
+
+    @property
+    def down(self) -> int:
+        return self.state is EngineState.DOWN
+
+    @property
+    def asleep(self) -> int:
+        return self.state is EngineState.ASLEEP
+
+    @property
+    def draining(self) -> int:
+        return self.state is EngineState.DRAINING

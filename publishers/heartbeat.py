@@ -1,19 +1,28 @@
 """Sends the worker's heartbeat each second: its incarnation, what the stream has of it, the engine's state and load (thin)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import time
+from typing import NamedTuple
 
 import anyio
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from kvatlas.bus.subjects import alive_subject
-from kvatlas.fleet.records import EngineEndpoint, EngineState, Heartbeat, WorkerState
+from kvatlas.fleet.records import Diagnosis, EngineEndpoint, EngineState, Heartbeat, WorkerState
+from kvatlas.version import own_version
 from publishers.counters import PublisherCounters
-from publishers.diagnoses import Diagnoses
 from publishers.stream.outbox import Outbox
 
 HEARTBEAT_S = 1.0
+
+
+class DoctorFacts(NamedTuple):
+    """What a heartbeat says for `kvatlas doctor` alone (`kvatlas.fleet.records.Heartbeat`)."""
+
+    diagnoses: Sequence[Diagnosis] = ()
+    served_names: Sequence[str] = ()
+    awaited_s: int | None = None
 
 
 class HeartbeatSender:
@@ -28,7 +37,7 @@ class HeartbeatSender:
         *,
         state: Callable[[], EngineState],
         load: Callable[[], WorkerState | None],
-        diagnoses: Diagnoses,
+        doctor_facts: Callable[[], DoctorFacts] = DoctorFacts,
         quiet: Callable[[], bool] = lambda: False,
         every_s: float = HEARTBEAT_S,
     ) -> None:
@@ -39,12 +48,14 @@ class HeartbeatSender:
         self._counters = counters
         self._state = state
         self._load = load
-        self._diagnoses = diagnoses
+        self._doctor_facts = doctor_facts
+        self._version = own_version()
         self._quiet = quiet
         self._every_s = every_s
 
     def heartbeat(self, state: EngineState | None = None) -> Heartbeat:
         """The heartbeat to send now; `state`: instead of the engine's."""
+        facts = self._doctor_facts()
         return Heartbeat(
             worker_id=self._outbox.worker_id,
             incarnation=self._outbox.incarnation,
@@ -53,7 +64,10 @@ class HeartbeatSender:
             endpoint=self._endpoint(),
             load=self._load(),
             sent_us=time_us(),
-            diagnoses=tuple(self._diagnoses.current),
+            diagnoses=tuple(facts.diagnoses),
+            version=self._version,
+            served_names=tuple(facts.served_names),
+            awaited_s=facts.awaited_s,
         )
 
     async def send(self, state: EngineState | None = None) -> None:

@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from functools import partial
 from time import monotonic, time_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,29 +21,32 @@ import anyio
 from nats.aio.client import Client
 
 from kvatlas.blocks.hashing import ExtraKeys
+from kvatlas.blocks.residency import TierBlocks
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
-from kvatlas.bus.control import UNGRANTED_SNAPSHOT_BYTES, GrantRequest
 from kvatlas.bus.subjects import events_subject
 from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
-from kvatlas.fleet.records import EngineState, WorkerState
+from kvatlas.fleet.records import MAX_DIAGNOSIS_TEXT, MAX_SERVED_NAMES, Diagnosis, EngineState, WorkerState
+from kvatlas.identity import MAX_NAME_BYTES
 from kvatlas.incarnation import check_incarnation
+from kvatlas.redaction import redact_url
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
 from publishers.block_names import block_names
 from publishers.control import ControlResponder
-from publishers.counters import PublisherCounters
+from publishers.counters import PublisherCounters, PublisherGauges
 from publishers.diagnoses import Diagnoses
 from publishers.duplicate_publisher import DuplicatePublisherWatch
 from publishers.engines.connector_blocks import TICKS_TO_LIVE
-from publishers.heartbeat import HeartbeatSender, time_us
+from publishers.heartbeat import DoctorFacts, HeartbeatSender, time_us
+from publishers.incarnation_starter import IncarnationStarter
 from publishers.ledger.ledger import Ledger
 from publishers.settings import PublisherSettings
+from publishers.shared_store.notifier import StoreNotifier
 from publishers.stream.changelog import Changelog, IncarnationReason
-from publishers.stream.grants import await_grant
 from publishers.stream.message_split import block_count
 from publishers.stream.sender import Sender
 
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from publishers.engines.poller import EnginePoller
 
 LINGER_S = 0.005
+BLOCKED_S = 2.0
+"""A refused message is sent again, and a new leader of the stream elected, within this time."""
 CLOSE_S = 2.0
 HEADERS_BYTES = 1024
 """Room for trace context beside a message's payload."""
@@ -96,6 +100,9 @@ class Publisher:
         self.diagnoses = Diagnoses(self.worker_id)
         self.ledger = ledger or Ledger(settings.ledger)
         self.poller: EnginePoller | None = None
+        self.reported_load: WorkerState | None = None
+        """As an engine of the open event forms told it last."""
+        self._store_notifier: StoreNotifier | None = None
         self._draining = False
         self._heard_rank: int | None = None
         self._rng = rng or random.Random()
@@ -109,6 +116,8 @@ class Publisher:
         self._heartbeat_wakeup = Wakeup()
         self._progress = anyio.Event()
         self._first_pending_s = 0.0
+        self._created_s = monotonic()
+        self._heard_s: float | None = None
         self._first_pending_ns = 0
         self._stack = AsyncExitStack()
         self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
@@ -138,6 +147,9 @@ class Publisher:
                 on_restart=on_engine_restart,
                 on_adapter_moved=self.forget_adapter,
                 on_new_weights=self._on_new_weights,
+                on_block_bytes=self.ledger.set_told_block_bytes,
+                on_hybrid=self._on_hybrid,
+                feed_alive=feed_alive or (lambda: False),
             )
 
     # ---------------------------------------------------------------- life
@@ -160,14 +172,20 @@ class Publisher:
             )
             self._heartbeats = HeartbeatSender(
                 self._client,
-                lambda: self.settings.endpoint(self.block_size, self.ledger.reuse),
+                lambda: self.settings.endpoint(
+                    self.block_size, self.ledger.block_bytes, self.ledger.reuse, self.ledger.chain
+                ),
                 self.changelog.outbox,
                 self.counters,
                 state=lambda: self.engine_state,
                 load=lambda: self.load,
-                diagnoses=self.diagnoses,
+                doctor_facts=self._doctor_facts,
                 quiet=lambda: self.changelog.yielded,
             )
+            if self.settings.shared_store is not None:
+                self._store_notifier = StoreNotifier(
+                    self._client, self.settings.shared_store, self.worker_id, self.counters, lambda: self.ledger
+                )
             control = ControlResponder(
                 self._client,
                 self.worker_id,
@@ -188,6 +206,18 @@ class Publisher:
                 self._log,
                 on_incarnation_due=self._incarnation_wakeup.wake,
             )
+            incarnations = IncarnationStarter(
+                self._client,
+                self.worker_id,
+                self.settings.partitions,
+                self.changelog,
+                self._sender,
+                self._incarnation_wakeup,
+                self.counters,
+                self._log,
+                self._rng,
+                on_begun=self._heartbeat_wakeup.wake,
+            )
             await self._sender.start()
             stack.push_async_callback(self._sender.stop)
             await control.start()
@@ -196,12 +226,14 @@ class Publisher:
             stack.push_async_callback(duplicates.stop)
             worker = {"worker": self.worker_id}
             stack.enter_context(export_metrics("publisher", self.counters, worker))
+            stack.enter_context(export_metrics("messages_out", self.counters, worker))
             stack.enter_context(export_metrics("ledger", self.ledger.counters, worker))
+            stack.enter_context(export_metrics("engine", self.gauges, worker))
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
             tasks.start_soon(self._sender.run)
             tasks.start_soon(self._fold_pending)
-            tasks.start_soon(self._begin_incarnations)
+            tasks.start_soon(incarnations.run)
             tasks.start_soon(self._heartbeats.run)
             tasks.start_soon(self._send_extra_heartbeats)
             tasks.start_soon(self._expire_stored)
@@ -209,6 +241,8 @@ class Publisher:
             tasks.start_soon(duplicates.run)
             if self.poller is not None:
                 tasks.start_soon(self.poller.run)
+            if self._store_notifier is not None:
+                tasks.start_soon(self._store_notifier.run)
             if self._begin:
                 self.begin_publishing()
             self._stack = stack.pop_all()
@@ -236,6 +270,12 @@ class Publisher:
         """Routers send the worker nothing new from now on: its engine is about to stop. It is published on until then."""
         self._draining = True
         self.beat()
+
+    def undrain(self) -> None:
+        """Its engine has begun again."""
+        if self._draining:
+            self._draining = False
+            self.beat()
 
     # ---------------------------------------------------------------- what the engine holds
 
@@ -285,6 +325,7 @@ class Publisher:
     def record(self, batch: EngineBatch) -> None:
         """Record an engine's batch. It is folded with what comes within the next 5 ms, at once if nothing is in flight."""
         before = self.changelog.pending_events
+        self._heard_s = monotonic()
         if batch.dp_rank != self._heard_rank and batch.dp_rank is not None and not self._is_own_rank(batch.dp_rank):
             self.counters.feed_unheard += 1
             return
@@ -336,6 +377,7 @@ class Publisher:
         self.settle()
         log.info("worker %s: adapter %s was loaded from elsewhere; dropping its blocks", self.worker_id, adapter)
         events = self.changelog.forget_adapter(adapter)
+        self._notify_store()
         if self.changelog.incarnation_due is not None:
             self._incarnation_wakeup.wake()
         elif self.changelog.publish(events, time_us(), monotonic()):
@@ -344,7 +386,7 @@ class Publisher:
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        known = self.block_size, self.ledger.reuse, self.ledger.counters.removal_untold
+        known = self.block_size, self.ledger.reuse, self.ledger.chain, self.ledger.counters.removal_untold
         try:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
@@ -353,19 +395,20 @@ class Publisher:
             self._log.report("fold", line, logging.ERROR)
             self.start_over()
             return
-        if (self.block_size, self.ledger.reuse) != known[:2]:
+        self._notify_store()
+        if (self.block_size, self.ledger.reuse, self.ledger.chain) != known[:3]:
             self.beat()  # routers need it to look a prompt up
         self._diagnose_block_size()
-        if (untold := self.ledger.counters.removal_untold) and not known[2]:
+        if (untold := self.ledger.counters.removal_untold) and not known[3]:
             line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)
-        if (why := self.ledger.reuse.upper_bound) != known[1].upper_bound and why:
-            log.warning("worker %s: %s; what it reuses is published as an upper bound", self.worker_id, why)
+        self._tell_upper_bound(known[1].upper_bound)
         if self.changelog.incarnation_due is not None:
             self._incarnation_wakeup.wake()
         if events:
             with flush_span(
                 self.worker_id,
+                incarnation=self.changelog.outbox.incarnation,
                 messages=1,
                 events=len(events),
                 blocks=block_count(events),
@@ -377,6 +420,20 @@ class Publisher:
                     self._incarnation_wakeup.wake()
         elif pending:
             self._signal_progress()  # nothing to publish: a flush that waits for it is done
+
+    def _on_hybrid(self) -> None:
+        before = self.ledger.reuse.upper_bound
+        self.ledger.learn_hybrid()
+        self._tell_upper_bound(before)
+        self.beat()
+
+    def _tell_upper_bound(self, before: str) -> None:
+        if (why := self.ledger.reuse.upper_bound) != before and why:
+            log.warning("worker %s: %s; what it reuses is published as an upper bound", self.worker_id, why)
+
+    def _notify_store(self) -> None:
+        if self._store_notifier is not None:
+            self._store_notifier.collect()
 
     def checkpoint(self) -> None:
         """Publish pending events, and a checkpoint of it all, out of turn."""
@@ -401,12 +458,31 @@ class Publisher:
 
     @property
     def load(self) -> WorkerState | None:
-        return self.poller.load if self.poller is not None else None
+        """The engine's; of the host's memory that it does not tell what is announced from there counts as used."""
+        load = self.poller.load if self.reported_load is None and self.poller is not None else self.reported_load
+        if load is None or load.cpu_used_bytes:
+            return load
+        blocks = self.ledger.digest.count(Tier.CPU_DRAM) * self.settings.granularity
+        return load.model_copy(update={"cpu_used_bytes": blocks * self.ledger.block_bytes}) if blocks else load
 
     @property
     def block_size(self) -> int | None:
         """Tokens a block: from the engine's events, before the first one from its metrics."""
         return self.ledger.block_size or (self.poller.block_size if self.poller is not None else None)
+
+    def gauges(self) -> PublisherGauges:
+        """For metrics; read on the exporter's thread."""
+        outbox, digest = self.changelog.outbox, self.ledger.digest
+        return PublisherGauges(
+            None if self._feed_alive is None else int(self._feed_alive()),
+            None if self._heard_s is None else monotonic() - self._heard_s,
+            self.engine_state,
+            outbox.waiting - outbox.in_flight,
+            outbox.in_flight,
+            TierBlocks(*(digest.count(tier) for tier in Tier)),
+            self.ledger.orphans,
+            self.ledger.awaiting_events,
+        )
 
     def status(self) -> dict[str, Any]:
         """Everything an operator may ask for, as JSON types."""
@@ -420,16 +496,43 @@ class Publisher:
             "wanted": self.changelog.incarnation_due.value if self.changelog.incarnation_due else None,
             "yielded": self.changelog.yielded,
             "trouble": self._sender.trouble,
+            "nats": self._server_name,
             "engine_state": self.engine_state.value,
             "announced": self.ledger.digest.blocks,
             "marked": self.ledger.marked_blocks,
             "groups": {index: group.kind.value for index, group in sorted(self.ledger.groups.told.items())},
             "upper_bound": self.ledger.reuse.upper_bound,
+            "shared_store": self.settings.shared_store,
             "block_size": self.ledger.block_size,
-            "diagnoses": [diagnosis.model_dump() for diagnosis in self.diagnoses.current],
+            "diagnoses": [diagnosis.model_dump() for diagnosis in self._doctor_facts().diagnoses],
             "counters": self.counters.to_jsonable(),
             "ledger": asdict(self.ledger.counters),
         }
+
+    def _doctor_facts(self) -> DoctorFacts:
+        found = list(self.diagnoses.current)
+        if self._sender.blocked_s >= BLOCKED_S:
+            found.append(self._diagnose_blocked())
+        if self.poller is None:
+            return DoctorFacts(found)
+        served = self.poller.served_names
+        awaited_s = None if self.poller.was_up else int(monotonic() - self._created_s)
+        names = () if self.settings.model_id in served else [name[:MAX_NAME_BYTES] for name in served]
+        return DoctorFacts(found, names[:MAX_SERVED_NAMES], awaited_s)
+
+    @property
+    def _server_name(self) -> str | None:
+        """The NATS server that it is connected to."""
+        server = self._client.connected_url
+        return None if server is None else redact_url(server.geturl())
+
+    def _diagnose_blocked(self) -> Diagnosis:
+        seen = f"NATS at {self._server_name} does not take its messages: {self._sender.trouble}"
+        if self._sender.refused_without_stream:
+            cure = "start an indexer on that NATS, or set --nats-url to the NATS that the indexers use"
+        else:
+            cure = "see the storage and limits of JetStream, and what the publisher's NATS user may publish"
+        return Diagnosis(name="publishing", seen=seen[:MAX_DIAGNOSIS_TEXT], cure=cure)
 
     def beat(self) -> None:
         """Send a heartbeat now, out of turn."""
@@ -459,46 +562,6 @@ class Publisher:
             if self.changelog.checkpoint_in(monotonic()) == 0:
                 self.changelog.checkpoint(time_us())
                 self._sender.wake()
-
-    async def _begin_incarnations(self) -> None:
-        """Begins each incarnation that is due, while the stream takes messages; a large snapshot needs a grant."""
-        while True:
-            await self._incarnation_wakeup.wait()
-            while self.changelog.incarnation_due is not None:
-                if not self._sender.ready or self.changelog.yielded:
-                    await self._incarnation_wakeup.wait(1.0)
-                    continue
-                try:
-                    incarnation = self.changelog.next_incarnation(time_us())
-                except InvalidValue as error:
-                    self._log.report("incarnation", str(error))
-                    await anyio.sleep(1.0)
-                    continue
-                await await_grant(
-                    self._client,
-                    self.settings.partitions,
-                    partial(self._grant_request, incarnation),
-                    self.counters,
-                    self._rng,
-                )
-                reason = self.changelog.incarnation_due
-                if self._sender.ready and self.changelog.begin_incarnation(incarnation, time_us()):
-                    log.info(
-                        "worker %s: starting incarnation %d with %d blocks (%s)",
-                        self.worker_id,
-                        incarnation,
-                        self.ledger.digest.blocks,
-                        reason,
-                    )
-                    self._sender.wake()
-                    self._heartbeat_wakeup.wake()
-
-    def _grant_request(self, incarnation: int) -> GrantRequest | None:
-        """For a snapshot as large as it would be now; None if that needs no grant."""
-        size = self.changelog.snapshot_bytes
-        if size <= UNGRANTED_SNAPSHOT_BYTES or self.changelog.yielded:
-            return None
-        return GrantRequest(worker_id=self.worker_id, incarnation=incarnation, snapshot_bytes=size)
 
     async def _expire_stored(self) -> None:
         """Ends the time of blocks whose removal nobody tells."""

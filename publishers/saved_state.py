@@ -69,6 +69,12 @@ class StateFile:
         finally:
             os.close(folder)
 
+    def discard(self) -> bool:
+        """Delete the file. True if there was one. Raises OSError."""
+        there = self.path.exists()
+        self.path.unlink(missing_ok=True)
+        return there
+
     def load(self) -> SavedState | None:
         """The state saved last; None, with one counted warning, if there is none that can be used."""
         try:

@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role, WorkerId
-from kvatlas.identity import DEFAULT_TENANT, rank_worker_id
+from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT, OWN_CHAIN, rank_worker_id
 from kvatlas.settings import PublishSettings
 from kvatlas.validation import (
     MAX_ITEMS,
@@ -19,6 +19,7 @@ from kvatlas.validation import (
     Text,
     Url,
 )
+from publishers.engines.kv_geometry import read_token_bytes
 from publishers.engines.metrics import LoadContext
 from publishers.ledger.engine_groups import ReuseOfGroups
 from publishers.ledger.ledger import LedgerSettings
@@ -27,8 +28,10 @@ from publishers.stream.outbox import OutboxLimits
 
 
 class PublisherSettings(BaseModel):
-    """`engine_url`: where health and metrics are read; without it the engine counts as up. `partitions`: of the whole fleet.
-    `events` False: the engine publishes none."""
+    """`block_bytes`: of KV cache; 0: `token_bytes` for each token of a block, 0: unknown. `engine_url`: where health and
+    metrics are read; without it the engine counts as up. `partitions`: of the whole fleet. `events` False: the engine
+    publishes none. `engine_id` and `hash_chain`: of the open event forms. `shared_store`: the store that the engine reads and
+    writes. `read_setup_us` and `read_us_per_mib`: of a store itself."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
@@ -39,6 +42,7 @@ class PublisherSettings(BaseModel):
     engine: EngineKind = EngineKind.VLLM
     block_size: BlockTokens | None = None
     block_bytes: BlockBytes = 0
+    token_bytes: BlockBytes = 0
     granularity: Granularity = 1
     set_semantics: bool = False
     salt_is_tenant: bool = False
@@ -48,6 +52,9 @@ class PublisherSettings(BaseModel):
     scheduler_block_size: Count = 0
     hybrid: bool = False
     store_ttl_s: Count = 0
+    shared_store: WorkerId | None = None
+    read_setup_us: Count | None = None
+    read_us_per_mib: Count | None = None
     adapter_ids: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_ITEMS)
     dp_rank: Rank | None = None
     engine_url: Url | None = None
@@ -63,6 +70,8 @@ class PublisherSettings(BaseModel):
     outbox_bytes: int = Field(default=64 << 20, ge=1)
     outbox_messages: int = Field(default=65_536, ge=1)
     events: bool = True
+    engine_id: Name | None = None
+    hash_chain: Name = DEFAULT_HASH_CHAIN
 
     @classmethod
     def of(cls, settings: PublishSettings) -> Self:
@@ -76,6 +85,7 @@ class PublisherSettings(BaseModel):
             engine=settings.engine,
             block_size=settings.block_size,
             block_bytes=settings.block_bytes,
+            token_bytes=_token_bytes(settings),
             granularity=settings.granularity,
             set_semantics=settings.set_semantics,
             salt_is_tenant=settings.salt_is_tenant,
@@ -85,6 +95,9 @@ class PublisherSettings(BaseModel):
             scheduler_block_size=settings.scheduler_block_size,
             hybrid=settings.hybrid,
             store_ttl_s=settings.store_ttl_s,
+            shared_store=settings.shared_store,
+            read_setup_us=settings.read_setup_us,
+            read_us_per_mib=settings.read_us_per_mib,
             adapter_ids=settings.adapter_ids,
             dp_rank=rank,
             engine_url=settings.engine_url,
@@ -97,6 +110,8 @@ class PublisherSettings(BaseModel):
             partitions=settings.partitions,
             outbox_bytes=settings.outbox_bytes,
             events=settings.events,
+            engine_id=settings.engine_id,
+            hash_chain=settings.hash_chain,
         )
 
     @property
@@ -108,15 +123,17 @@ class PublisherSettings(BaseModel):
             tenant_id=self.tenant_id,
             block_size=self.block_size,
             block_bytes=self.block_bytes,
+            token_bytes=self.token_bytes,
             granularity=self.granularity,
-            set_semantics=self.set_semantics or self.engine is EngineKind.TENSORRT_LLM,
-            salt_is_tenant=self.salt_is_tenant,
+            set_semantics=self.set_semantics or self.engine in (EngineKind.TENSORRT_LLM, EngineKind.OPEN),
+            salt_is_tenant=self.salt_is_tenant or self.engine is EngineKind.OPEN,
             chunk_tokens=self.chunk_size,
             alignment_tokens=self.scheduler_block_size,
             eagle=self.eagle,
             eagle_groups=frozenset(self.eagle_groups),
             hybrid=self.hybrid,
             keep_untold=self.store_ttl_s > 0,
+            has_store=self.shared_store is not None,
             adapter_ids=self.adapter_ids,
         )
 
@@ -137,10 +154,13 @@ class PublisherSettings(BaseModel):
             locality_domain=self.locality_domain,
             block_size=self.block_size,
             block_bytes=self.block_bytes,
+            token_bytes=self.token_bytes,
         )
 
-    def endpoint(self, block_size: int | None, reuse: ReuseOfGroups) -> EngineEndpoint:
-        """What routers need to know of the worker; `block_size` and `reuse` are the ledger's."""
+    def endpoint(
+        self, block_size: int | None, block_bytes: int, reuse: ReuseOfGroups, chain: str | None = None
+    ) -> EngineEndpoint:
+        """What routers need to know of the worker; `block_size`, `block_bytes`, `reuse` and `chain` are the ledger's."""
         return EngineEndpoint(
             id=self.worker_id,
             kind=self.engine,
@@ -156,7 +176,7 @@ class PublisherSettings(BaseModel):
             transfer_groups=self.transfer_groups,
             dp_rank=self.dp_rank,
             block_size=block_size,
-            block_bytes=self.block_bytes,
+            block_bytes=block_bytes,
             granularity=self.granularity,
             eagle=reuse.eagle,
             groups=reuse.groups,
@@ -165,4 +185,16 @@ class PublisherSettings(BaseModel):
             marks=reuse.rule is not None,
             upper_bound=reuse.upper_bound,
             events=self.events,
+            chain=chain or OWN_CHAIN,
+            salt_is_tenant=self.ledger.salt_is_tenant,
+            stores=() if self.shared_store is None else (self.shared_store,),
+            read_setup_us=self.read_setup_us,
+            read_us_per_mib=self.read_us_per_mib,
         )
+
+
+def _token_bytes(settings: PublishSettings) -> int:
+    """By the model's configuration; 0 without one. Raises SettingsError."""
+    if settings.model_config_path is None:
+        return 0
+    return read_token_bytes(settings.model_config_path, settings.kv_cache_dtype)

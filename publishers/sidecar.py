@@ -1,7 +1,7 @@
 """The publisher as a process: follows the feeds of one or several engine ranks and publishes what they hold."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -15,19 +15,22 @@ from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import InvalidValue, SettingsError
 from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.settings import PublishSettings
-from publishers.eventless_engine import EventlessEngine
 from publishers.feed.continuity import Continuity
 from publishers.feed.dead_letters import DeadLetters
 from publishers.feed.endpoints import endpoint_of_rank
 from publishers.feed.lmcache_subscription import LMCacheSubscription
+from publishers.feed.open_batches import OpenBatches
 from publishers.feed.subscriber import Feed, FeedSettings
 from publishers.ledger.ledger import Ledger
 from publishers.publisher import Publisher
 from publishers.saved_state import SavedState, StateFile
 from publishers.settings import PublisherSettings
+from publishers.sources.eventless_engine import EventlessEngine
+from publishers.sources.open_engine import OpenEngine
 
 if TYPE_CHECKING:
-    from publishers.drained_engine import DrainedEngine
+    from publishers.shared_store.process import SharedStore
+    from publishers.sources.drained_engine import DrainedEngine
 
 SAVE_EVERY_S = 60.0
 SAVE_SHARE = 200
@@ -62,7 +65,9 @@ async def run_sidecar(
         if ready is not None and len(published) == len(sidecars):
             ready(published)
 
-    async with _status_page(every[0], published, len(sidecars)):
+    open_engines = {one.worker_id: one for one in sidecars if isinstance(one, OpenEngine)}
+
+    async with _status_page(every[0], published, len(sidecars), open_engines):
         client = await connect_nats(
             every[0].nats,
             name=f"kvatlas-publisher-{names[0]}",
@@ -85,7 +90,9 @@ async def run_sidecar(
 
 
 @asynccontextmanager
-async def _status_page(settings: PublishSettings, published: Sequence[Publisher], workers: int) -> AsyncIterator[None]:
+async def _status_page(
+    settings: PublishSettings, published: Sequence[Publisher], workers: int, open_engines: Mapping[str, OpenEngine]
+) -> AsyncIterator[None]:
     """Served where a port is given, from before NATS is reached: who waits for it is alive."""
     if settings.status_port is None:
         yield
@@ -95,18 +102,26 @@ async def _status_page(settings: PublishSettings, published: Sequence[Publisher]
 
     listener = listen(settings.status_host, settings.status_port, "status page", settings.http)
     async with anyio.create_task_group() as tasks:
-        await tasks.start(serve, application(published, workers), listener)
+        await tasks.start(serve, application(published, workers, open_engines), listener)
         log.info("status page %s", listener.url)
         yield
         tasks.cancel_scope.cancel()
 
 
-def _sidecar(settings: PublishSettings) -> "EngineSidecar | DrainedEngine | EventlessEngine":
+def _sidecar(
+    settings: PublishSettings,
+) -> "EngineSidecar | DrainedEngine | EventlessEngine | OpenEngine | SharedStore":
+    if settings.engine is EngineKind.STORE:
+        from publishers.shared_store.process import SharedStore  # a process of its own
+
+        return SharedStore(settings)
     if not settings.events:
         return EventlessEngine(settings)
+    if settings.engine is EngineKind.OPEN and settings.endpoint is None:
+        return OpenEngine(settings)
     if settings.engine is not EngineKind.TENSORRT_LLM:
         return EngineSidecar(settings)
-    from publishers.drained_engine import DrainedEngine  # needs httpx: 6 MiB
+    from publishers.sources.drained_engine import DrainedEngine  # needs httpx: 6 MiB
 
     return DrainedEngine(settings)
 
@@ -165,6 +180,13 @@ class EngineSidecar:
                 on_batch=publisher.record,
             )
         self._context = context
+        batches = OpenBatches(publisher) if self._feed_settings.engine is EngineKind.OPEN else None
+
+        def start_over() -> None:
+            publisher.start_over()
+            if batches is not None:
+                batches.forget()
+
         feed = Feed(
             self._feed_settings,
             self.worker_id,
@@ -173,10 +195,10 @@ class EngineSidecar:
             publisher.diagnoses,
             self._dead_letters,
             context,
-            on_batch=publisher.record,
-            on_empty=publisher.start_over,
+            on_batch=publisher.record if batches is None else batches.record,
+            on_empty=start_over,
             on_alive=publisher.beat,
-            engine_up=lambda: publisher.poller is not None and publisher.poller.state is EngineState.UP,
+            engine_up=lambda: None if publisher.poller is None else publisher.poller.state is EngineState.UP,
         )
         feed.open()
         self._feed = feed

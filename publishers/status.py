@@ -1,20 +1,39 @@
-"""The status page of a publisher process: `/healthz`, `/readyz` and `/status` (JSON), for people and for Kubernetes' probes.
+"""The HTTP server of a publisher process: a page for people; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` for probes and
+scripts.
 
-`POST /clear` drops all known blocks: for who resets the engine's prefix cache or updates its weights.
+`POST /clear` drops all known blocks: for who resets the engine's prefix cache or updates its weights. `POST /events` takes a
+batch of the open event forms, JSON or msgpack, for the worker that `?worker=` names, or for the only one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from secrets import token_hex
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvatlas.errors import EngineEventError
+from kvatlas.events import EngineBatch
+from kvatlas.runtime.metrics_page import METRICS_ROUTE
 from publishers.publisher import Publisher
+from publishers.status_page import status_page
 
 
-def application(published: Sequence[Publisher], workers: int) -> Starlette:
-    """`published` grows until every one of the process' `workers` is published."""
+class BatchTaker(Protocol):
+    """Whoever takes batches of the open event forms."""
+
+    def take(self, payload: bytes) -> EngineBatch:
+        """Record a batch. Raises EngineEventError for what is none."""
+
+
+def application(
+    published: Sequence[Publisher], workers: int, takers: Mapping[str, BatchTaker] | None = None
+) -> Starlette:
+    """`published` grows until every one of the process' `workers` is published. `takers`: by worker, those to which batches may
+    be sent here."""
+    life = token_hex(8)
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -32,5 +51,28 @@ def application(published: Sequence[Publisher], workers: int) -> Starlette:
             publisher.clear()
         return PlainTextResponse(f"{len(published)} workers: all known blocks are dropped\n")
 
+    async def events(request: Request) -> Response:
+        takes = takers or {}
+        named = request.query_params.get("worker") or (next(iter(takes)) if len(takes) == 1 else "")
+        if named not in takes:
+            expected = f"?worker= with one of {', '.join(takes)}" if takes else "a publisher with --engine open"
+            return JSONResponse({"error": f"no worker {named!r:.80} takes events here; expected {expected}"}, 404)
+        if all(publisher.worker_id != named for publisher in published):
+            return JSONResponse({"error": f"worker {named} is not published yet"}, 503, {"retry-after": "1"})
+        try:
+            batch = takes[named].take(await request.body())
+        except EngineEventError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        answer = {"worker": named, "publisher": life, "events": len(batch.events), "skipped": list(batch.skipped)}
+        return JSONResponse(answer)
+
     gets = (("/healthz", healthz), ("/readyz", readyz), ("/status", status))
-    return Starlette(routes=[*(Route(path, page) for path, page in gets), Route("/clear", clear, methods=["POST"])])
+    posts = (("/clear", clear), ("/events", events))
+    return Starlette(
+        routes=[
+            *status_page(published, workers).routes,
+            *(Route(path, page) for path, page in gets),
+            METRICS_ROUTE,
+            *(Route(path, page, methods=["POST"]) for path, page in posts),
+        ]
+    )

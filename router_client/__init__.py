@@ -10,7 +10,7 @@ async with RouterClient.open("redis://127.0.0.1:6379") as router:
 
 The way of one choice through the files:
 
-    client.py, sync.py          the calls; results.py and prefill_decode_result.py are what they return
+    client.py, sync.py          the calls; results.py, overlap_result.py and prefill_decode_result.py are what they return
     decision/decider.py         the steps below under one deadline; decision/fail_open.py if the store is slow or away
       decision/fleet_cache.py   read the pool's workers (pricing/pool.py)
       decision/index_lookup.py  look up the prompt's overlap (prompt_chain.py, chain_cache.py, pricing/overlap.py)
@@ -18,6 +18,7 @@ The way of one choice through the files:
       booking/ask.py            ask for the cheapest under load, within its limits (pricing/slo.py)
       booking/booker.py         look or book, in the store or alone (booking/reservation.py, leases.py)
     pricing/ranking.py          every candidate with its terms, computed when it is read
+    choice_statistics.py        what is counted of the choice, and of its answer
     learning/                   afterwards: rates learned from finished requests, and prediction accuracy
 
 Around it: tokens/ from text to token ids, proxy/ for `kvatlas router`, held_bookings.py for requests that other programs

@@ -1,8 +1,9 @@
 """Everything that `router_client` exports: that package imports this one with the first name that is asked of it."""
 
+from kvatlas.blocks.residency import Residency
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.cost import Cost, CostProfile, CostTerm, EngineProfile, EngineRates, QuillcacheProfile, ReadRate
-from kvatlas.errors import InvalidValue, KvatlasError, LayoutMismatch, Unreachable
+from kvatlas.errors import InvalidValue, KvatlasError, LayoutMismatch, NotSupported, Unreachable
 from kvatlas.identity import Scope
 from kvatlas.request import Fallbacks, RequestHints, RequestShape, SelectionResult, Slo
 from kvatlas.reservations import MemoryReservations, RedisReservations, Reservations
@@ -15,11 +16,12 @@ from router_client.decision.selector import Selector
 from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.errors import ClientClosed, NoWorkers
 from router_client.learning.timings import AnswerClock, Timings
+from router_client.overlap_result import PromptOverlap, WorkerOverlap
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.overlap import OverlapIndex
 from router_client.pricing.slo import Advice
 from router_client.prompt import OutputLimits, Prompt, Strategy
-from router_client.results import Choice, PromptOverlap, Ranking, WorkerOverlap
+from router_client.results import Choice, Ranking
 from router_client.settings import (
     BookingSettings,
     LearningSettings,
@@ -52,6 +54,7 @@ __all__ = [
     "LimitSettings",
     "MemoryReservations",
     "NoWorkers",
+    "NotSupported",
     "OutputLimits",
     "Over",
     "OverlapIndex",
@@ -67,6 +70,7 @@ __all__ = [
     "RequestHints",
     "RequestShape",
     "Reservations",
+    "Residency",
     "ReuseRule",
     "ReuseRules",
     "RoundRobin",

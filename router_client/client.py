@@ -12,50 +12,49 @@ from typing import Any, Self
 
 from opentelemetry.trace import Span
 
-from kvatlas.blocks.tiers import Tier
+from kvatlas.blocks.residency import Residency
 from kvatlas.cost.learned_rates import LearnedRates
-from kvatlas.fleet.records import EngineEndpoint, FleetRecord
+from kvatlas.errors import NotSupported
+from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.answering_index import open_answering_index
 from kvatlas.predictions.store import write_answer_report
 from kvatlas.request import RequestHints, RequestShape, SelectionResult
 from kvatlas.reservations import MemoryReservations, Outcome, RedisReservations, Reservations
-from kvatlas.reservations.limits import MISSES_SLO, NO_ROOM
-from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
 from router_client.aliases import ClientAliases
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
+from router_client.choice_statistics import ChoiceStatistics
 from router_client.counters import RouterCounters
 from router_client.decision.decider import Decider, Decision, PairDecision
-from router_client.decision.fail_open import Basis
 from router_client.decision.fleet_cache import FleetCache, FleetReader
+from router_client.decision.history import DecisionHistory
+from router_client.decision.index_access import open_overlap_index
 from router_client.errors import NoWorkers
 from router_client.learning.bound_shares import BoundShares
 from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.prediction_accuracy import AccuracyReporter, PredictionAccuracy
 from router_client.learning.rates import RateLearner
+from router_client.overlap_result import PromptOverlap, list_overlaps
 from router_client.prefill_decode_result import PairChoice
-from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, OverlapIndex
+from router_client.pricing.overlap import BlockIndex, OverlapIndex, ReportsStatus
 from router_client.pricing.pool import Pool
 from router_client.pricing.ranking import RankedResults
-from router_client.pricing.usable_end import describe_bound, why_usable_ends
+from router_client.pricing.usable_end import why_nobody_can
 from router_client.prompt import Prompt
+from router_client.request_feed import RequestFeed
 from router_client.results import (
     Choice,
     LazySequence,
-    PromptOverlap,
     Ranking,
-    WorkerOverlap,
-    fell_open_for_want_of,
     headers_for,
     list_left_out,
 )
 from router_client.settings import RouterSettings
-from router_client.tokens.usage import Usage
 
 _log = logging.getLogger("router_client")
 
@@ -65,6 +64,8 @@ MOST_NAMED = 8
 """An error names up to this many of the workers that are left out."""
 MOST_TRACED = 8
 """A trace explains up to this many candidates of a choice."""
+MOST_REMARKED = 256
+"""Remarks on requests that are logged, each once."""
 
 
 class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine[Any, Any, PairChoice]]):
@@ -93,20 +94,23 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         a URL. Without reservations the client books in this process, and knows only its own choices. `store`: where it
         reports its prediction accuracy (`answers`)."""
         self.settings = settings or RouterSettings()
-        self.counters = RouterCounters()
-        self.answers = PredictionAccuracy()
+        self._index = index
         self._bounds = BoundShares(self.settings.rules)
-        self._log = RateLimitedLog(_log)
+        self._output_lengths = OutputLengths()
+        self._statistics = ChoiceStatistics(self._bounds, self._output_lengths if self.settings.learning.on else None)
+        self.counters: RouterCounters = self._statistics.counters
+        self.answers: PredictionAccuracy = self._statistics.answers
+        self.feed: RequestFeed = self._statistics.feed
+        self.history: DecisionHistory = self._statistics.history
+        self._remarked: set[str] = set()
         shared = reservations or MemoryReservations(now_us)
         self._reservations = shared
         self._learner = RateLearner(shared, self.settings, self.counters)
-        self._output_lengths = OutputLengths()
         self._fleet = FleetCache(
             fleet,
             self.settings.fleet_max_age_ms,
             self._bounds,
             profile=self._learner.profile,
-            on_failure=self._count_fleet_failure,
         )
         self._leases = Leases(shared, self.counters, self.settings.booking.lease_s, self.settings.router_id)
         report = None if store is None else partial(write_answer_report, store, self._leases.router_id)
@@ -131,9 +135,12 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         out by another version, or (without `wait`) not yet.
         """
         async with connected_store(redis, wait=wait, on_wait=on_wait) as store:
-            index = await open_redis_index(store, writer=False, wait=wait, on_wait=on_wait)
-            client = cls(index, FleetStore(store), settings, reservations=RedisReservations(store), store=store)
-            async with client:
+            replica = settings.replica if settings is not None else None
+            stored = await open_answering_index(store, wait=wait, on_wait=on_wait)
+            async with (
+                open_overlap_index(store, stored, replica) as index,
+                cls(index, FleetStore(store), settings, reservations=RedisReservations(store), store=store) as client,
+            ):
                 with export_metrics("router", client.counters), export_metrics("answers", client.answers.counts):
                     yield client
 
@@ -168,6 +175,11 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
     def load_only(self, on: bool) -> None:
         self._decider.index.load_only = on
 
+    @property
+    def replica_status(self) -> Mapping[str, Any] | None:
+        """The state of the replica of the index, its age and its counters; None without one."""
+        return self._index.status() if isinstance(self._index, ReportsStatus) else None
+
     async def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
         """Every worker of the scope's pool by id, also those that get no requests now; as last read if the store does not
         answer within the deadline. Raises Unreachable if it was never read."""
@@ -180,9 +192,23 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
             return await self._reservations.record_first_token(pool_id, id)
         return await self._reservations.release(pool_id, id, outcome)
 
+    async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
+        """Those of these reservations of any router of the pool that are not over. Raises Unreachable."""
+        return await self._reservations.find_booked(pool_id, ids)
+
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
         """The learned rates of the scope's workers, by worker; a worker without evidence has the configured ones."""
         return self._learner.learned(scope.pool_id)
+
+    async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
+        """Every residency of one block, by worker and tier. Raises Unreachable; NotSupported if the client's index answers
+        overlaps only."""
+        return await self._block_index().locate(scope, sequence_hash)
+
+    async def children(self, scope: Scope, prefix_hash: int | None = None) -> Sequence[Residency]:
+        """Every residency of the blocks that follow `prefix_hash` (None: of first blocks), by hash, worker and tier. Raises
+        Unreachable; NotSupported without a side index (`kvatlas indexer --side-index`)."""
+        return await self._block_index().children(scope, prefix_hash)
 
     async def overlap(self, request: Request) -> PromptOverlap:
         """The resident and usable blocks and tokens of the prompt on each worker of the pool, by tier."""
@@ -194,11 +220,8 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
             predicted = await self._decider.predict_tokens(prompt, pool, lookup) if eventless else {}
             describe_decision(span, candidates=len(pool.records))
 
-        def list_workers() -> tuple[WorkerOverlap, ...]:
-            each = (self._worker_overlap(prompt, record, lookup.held, predicted) for record in pool.records.values())
-            return tuple(sorted(each, key=_overlap_order))
-
-        return PromptOverlap(prompt.input_tokens, LazySequence(list_workers))
+        workers = LazySequence(partial(list_overlaps, prompt, pool.records, lookup.held, predicted, self._bounds))
+        return PromptOverlap(prompt.input_tokens, workers, self._remarks(prompt, pool))
 
     async def rank(self, request: Request) -> Ranking:
         """Every candidate with every term of its cost, cheapest first; empty without a candidate."""
@@ -206,7 +229,7 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         with decision_span("rank", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
             decision = await self._decider.rank(prompt)
             describe_decision(span, candidates=len(decision.results))
-        return self._ranking(prompt, decision.results, decision.pool.left_out)
+        return self._ranking(prompt, decision, decision.results, decision.pool.left_out)
 
     async def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> Choice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
@@ -260,14 +283,16 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
                 self.counters.no_workers += 1
                 raise NoWorkers(_explain_no_workers(prompt, decision.pool.left_out))
             pool = decision.pool
-            ranking = self._ranking(prompt, decision.results, pool.left_out, decision.unread)
+            ranking = self._ranking(prompt, decision, decision.results, pool.left_out, decision.unread)
             choice = self._build_choice(
                 prompt, pool, decision.result, ranking, decision, decision.reservation, learns=True
             )
             _describe(span, choice, pool)
             if span.is_recording():
                 span.set_attribute("kvatlas.explanation", json.dumps(choice.explanation(MOST_TRACED)))
-        self._count_choice(choice, started_ns)
+        self._statistics.count_choice(choice, started_ns)
+        if book:
+            self._statistics.remember(prompt, choice)
         return choice
 
     async def _choose_pair(self, request: Request, avoid: Collection[str], *, book: bool) -> PairChoice:
@@ -283,7 +308,7 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
             learns = ranking.prefill is None
 
             def build(result: SelectionResult, results: RankedResults, reservation: Reservation | None) -> Choice:
-                part = self._ranking(prompt, results, pool.unable)
+                part = self._ranking(prompt, decision, results, pool.unable)
                 return self._build_choice(prompt, pool, result, part, decision, reservation, learns=learns)
 
             for_decode, for_prefill = (*decision.reservations, None, None)[:2]
@@ -295,7 +320,9 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
                 span.set_attribute("kvatlas.decode_worker", pair.worker_id)
                 span.set_attribute("kvatlas.explanation", json.dumps(pair.explanation(MOST_TRACED)))
         self.counters.pairs += prefill is not None
-        self._count_choice(prefill or pair.decode, started_ns)
+        self._statistics.count_choice(prefill or pair.decode, started_ns)
+        if book:
+            self._statistics.remember(prompt, prefill or pair.decode)
         return pair
 
     def _build_choice(
@@ -325,51 +352,41 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
             endpoint.bootstrap_port,
             reservation,
             self._learner.feedback(prompt.scope.pool_id, ranking.results, result) if learns else None,
-            partial(self._record_answer, prompt, result, endpoint, decision.basis if learns else None),
+            partial(
+                self._statistics.record_answer,
+                prompt,
+                pool,
+                result,
+                decision.basis if learns else None,
+                time.time_ns() // 1_000,
+            ),
         )
 
-    def _record_answer(
-        self, prompt: Prompt, result: SelectionResult, endpoint: EngineEndpoint, basis: Basis | None, usage: Usage
-    ) -> None:
-        if self.settings.learning.on:
-            self._output_lengths.record(prompt, usage.completion_tokens)
-        if basis is not None:
-            self.answers.record(prompt, result, basis, usage)
-            self._bounds.record(prompt, result, endpoint, usage)
-
     def _ranking(
-        self, prompt: Prompt, results: Sequence[SelectionResult], left_out: Mapping[str, str], unread: int = 0
+        self,
+        prompt: Prompt,
+        decision: Decision | PairDecision,
+        results: Sequence[SelectionResult],
+        left_out: Mapping[str, str],
+        unread: int = 0,
     ) -> Ranking:
-        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self.settings.limits.shed_factor, unread)
+        shed_factor, remarks = self.settings.limits.shed_factor, self._remarks(prompt, decision.pool)
+        return Ranking(prompt.input_tokens, results, left_out, prompt.slo, shed_factor, unread, remarks, decision.index)
 
-    def _count_choice(self, choice: Choice, started_ns: int) -> None:
-        counters, result = self.counters, choice.result
-        counters.routed += 1
-        self._count_fall(choice)
-        counters.by_load += choice.basis is Basis.LOAD
-        counters.by_prefix_hash += choice.basis is Basis.PREFIX_HASH
-        counters.followed += choice.would_be is not None
-        counters.agreed += choice.would_be == choice.worker_id
-        counters.required_blocks += result.required_blocks
-        counters.overlap_blocks += result.overlap_blocks
-        counters.resident_tokens += result.resident_tokens
-        counters.usable_tokens += result.usable_tokens
-        counters.predicted_tokens += result.predicted_tokens
-        counters.no_room += bool(result.over & NO_ROOM)
-        counters.over_slo += bool(result.over & MISSES_SLO)
-        counters.decision_time_us += (time.perf_counter_ns() - started_ns) // 1_000
+    def _remarks(self, prompt: Prompt, pool: Pool) -> tuple[str, ...]:
+        """What of the request was ignored, and why nobody can hold its blocks. Each is logged once."""
+        why = why_nobody_can(prompt, pool)
+        remarks = (*prompt.notes, why) if why else prompt.notes
+        for line in remarks:
+            if line not in self._remarked and len(self._remarked) < MOST_REMARKED:
+                self._remarked.add(line)
+                _log.warning("model %s: %s", prompt.scope.model_id, line)
+        return remarks
 
-    def _count_fleet_failure(self) -> None:
-        self.counters.fleet_failures += 1
-
-    def _count_fall(self, choice: Choice) -> None:
-        """A choice that fell open is counted by its cause, and logged now and then."""
-        if (cause := fell_open_for_want_of(choice)) is None:
-            return
-        self.counters.open_connections += cause == "connections"
-        self.counters.open_index += cause == "index"
-        self.counters.open_booking += cause == "booking"
-        self._log.report(cause, f"chosen without the store's help: {choice.why}; choices go on by what is known here")
+    def _block_index(self) -> BlockIndex:
+        if not isinstance(self._index, BlockIndex):
+            raise NotSupported(f"blocks of {type(self._index).__name__}: it answers overlaps only")
+        return self._index
 
     def _prompt(self, request: Request) -> Prompt:
         if isinstance(request, RequestShape):
@@ -378,34 +395,6 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         if prompt.output_limits is None:
             return prompt
         return replace(prompt, output_tokens=self._output_lengths.expect(prompt))
-
-    def _worker_overlap(
-        self, prompt: Prompt, record: FleetRecord, held: Mapping[str, HeldPrefix], predicted: Mapping[str, int]
-    ) -> WorkerOverlap:
-        endpoint = record.endpoint
-        mine = held.get(endpoint.id, NOTHING_HELD)
-        size = endpoint.block_size or 0
-        rule = self._bounds.of(endpoint)
-        usable = mine.usable_tokens(rule, prompt, endpoint.kind, size or 1)
-        by_tier: dict[Tier, int] = {}
-        for run in mine.runs:
-            by_tier[run.tiers[0]] = by_tier.get(run.tiers[0], 0) + run.tokens
-        return WorkerOverlap(
-            worker_id=endpoint.id,
-            block_size=size,
-            required_blocks=prompt.required_blocks(size) if size else 0,
-            resident_blocks=mine.tokens // size if size else 0,
-            resident_tokens=mine.tokens,
-            usable_blocks=usable // size if size else 0,
-            usable_tokens=usable,
-            tokens_by_tier=dict(sorted(by_tier.items())),
-            routable=record.routable,
-            events=endpoint.events,
-            predicted_tokens=0 if endpoint.events else predicted.get(endpoint.id, 0),
-            marks=endpoint.marks,
-            upper_bound=describe_bound(endpoint, rule),
-            why=why_usable_ends(mine, usable, rule, prompt, endpoint),
-        )
 
 
 def _describe(span: Span, choice: Choice, pool: Pool) -> None:
@@ -424,10 +413,6 @@ def _describe(span: Span, choice: Choice, pool: Pool) -> None:
         span.set_attribute("kvatlas.basis", choice.basis.value)
         if choice.would_be is not None:
             span.set_attribute("kvatlas.would_be", choice.would_be)
-
-
-def _overlap_order(worker: WorkerOverlap) -> tuple[int, int, str]:
-    return -worker.usable_tokens - worker.predicted_tokens, -worker.resident_tokens, worker.worker_id
 
 
 def _explain_no_workers(prompt: Prompt, left_out: Mapping[str, str]) -> str:

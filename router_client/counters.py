@@ -1,6 +1,9 @@
 """The counters of a router client."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvatlas.telemetry.distribution import TOKENS, Distribution
 
 
 @dataclass(slots=True)
@@ -9,14 +12,17 @@ class RouterCounters:
 
     `routed`: choices, of which `by_load` and `by_prefix_hash` without the index, `followed` by another policy (`agreed`: cost
     would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `lookups`: round trips to the index.
-    `index_failures`, `booking_failures`, `fleet_failures`: calls that the store did not answer in time.
-    `open_index`, `open_booking`, `open_connections`: choices that fell open, by what they lacked. `booked`, `released`:
-    reservations in the store; `lapsed`: times that this router's lease had expired when it was renewed. `decision_time_us`:
-    summed over choices. `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those that the chosen worker
-    held; `resident_tokens`: tokens in these, of which its engine would reuse `usable_tokens`. `predicted_tokens`: tokens that
-    it was predicted to hold. `learned`: finished requests that taught rates;
-    `said_nothing`: those that did not. `pairs`: choices with a prefill worker. `no_room`, `over_slo`: choices of a worker
-    that had no room, or would miss the SLO.
+    `index_failures`, `booking_failures`, `fleet_failures`: calls that the store did not answer in time. `open_index`,
+    `open_fleet`, `open_booking`, `open_connections`: choices that fell open, by what they lacked (`open_fleet`: made by the
+    pool's records as last read). `booked`, `released`: reservations in the store; `lapsed`: times that this router's lease
+    had expired when it was renewed. `decision_time`, `lookup_time`, `booking_time`: seconds of each choice, and of its calls
+    to the store. `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those that the chosen worker held;
+    `resident_tokens`: tokens in these, of which its engine would reuse `usable_tokens`. `predicted_tokens`: tokens that it
+    was predicted to hold. `learned`: finished requests that taught rates; `said_nothing`: those that did not. `pairs`:
+    choices with a prefill worker. `no_room`, `over_slo`: choices of a worker that had no room, or would miss the SLO.
+    `found_more`, `found_fewer`: by how many tokens engines found more or fewer cached than predicted. `prompt_tokens`: of
+    answers that report cached tokens. `saved_tokens`, `saved_s`: cached tokens, and the time that computing them would have
+    taken.
     """
 
     routed: int = 0
@@ -30,12 +36,15 @@ class RouterCounters:
     booking_failures: int = 0
     fleet_failures: int = 0
     open_index: int = 0
+    open_fleet: int = 0
     open_booking: int = 0
     open_connections: int = 0
     booked: int = 0
     released: int = 0
     lapsed: int = 0
-    decision_time_us: int = 0
+    decision_time: Distribution = field(default_factory=Distribution)
+    lookup_time: Distribution = field(default_factory=Distribution)
+    booking_time: Distribution = field(default_factory=Distribution)
     required_blocks: int = 0
     overlap_blocks: int = 0
     resident_tokens: int = 0
@@ -46,3 +55,13 @@ class RouterCounters:
     pairs: int = 0
     no_room: int = 0
     over_slo: int = 0
+    found_more: Distribution = field(default_factory=partial(Distribution, TOKENS))
+    found_fewer: Distribution = field(default_factory=partial(Distribution, TOKENS))
+    prompt_tokens: int = 0
+    saved_tokens: int = 0
+    saved_s: float = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Reservations that are not ended."""
+        return self.booked - self.released

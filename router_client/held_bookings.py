@@ -1,8 +1,8 @@
 """Bookings for requests that another program sends: held until it reports their end, or until they are too old.
 
 The id of a booking names its pool, its worker and its reservations in the store. So its end may be reported to any router of
-the pool; only what its answer teaches is left to the router that made it. A booking ends with its router's lease: some
-seconds after a router was killed, or when it stops.
+the pool; only what its answer teaches is left to the router that made it, which lets a booking go when it finds that the store
+has it no more. A booking ends with its router's lease: some seconds after a router was killed, or when it stops.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import msgpack
 from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.reservations import Outcome
 from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas.runtime.background_task import BackgroundTask
 from router_client.client import RouterClient
 from router_client.decision.fail_open import STORE_FAILURES
 from router_client.learning.timings import AnswerClock, Timings
@@ -30,6 +31,8 @@ from router_client.tokens.usage import Usage
 HELD_S = 600.0
 ID_VERSION = 1
 MOST_HELD = 100_000
+CHECK_S = 15.0
+"""A booking whose end was reported to another router is let go after up to twice this time."""
 
 _log = logging.getLogger("router_client.proxy")
 
@@ -81,6 +84,8 @@ class _HeldBooking:
     choice: asyncio.Future[Choice | PairChoice]
     id: BookingId | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    checked: bool = False
+    ended_elsewhere: bool = False
     usage: Usage | None = None
     timings: Timings | None = None
     well: bool = False
@@ -91,7 +96,13 @@ class HeldBookings:
     """Enters and leaves each booking in a task of its own; `close` leaves them all."""
 
     def __init__(
-        self, client: RouterClient, counters: HeldCounters, *, held_s: float = HELD_S, most: int = MOST_HELD
+        self,
+        client: RouterClient,
+        counters: HeldCounters,
+        *,
+        held_s: float = HELD_S,
+        most: int = MOST_HELD,
+        check_s: float = CHECK_S,
     ) -> None:
         """`held_s`: a booking whose end is not reported by then is released."""
         self._client = client
@@ -99,6 +110,8 @@ class HeldBookings:
         self._held_s = held_s
         self._most = most
         self._held: dict[str, _HeldBooking] = {}
+        self._check_s = check_s
+        self._check = BackgroundTask(self._let_go_of_ended, "check of held bookings")
         self._tasks: dict[asyncio.Task[None], _HeldBooking] = {}
 
     def __len__(self) -> int:
@@ -111,6 +124,8 @@ class HeldBookings:
         and TooManyHeld."""
         if len(self._held) >= self._most:
             raise TooManyHeld(f"{len(self._held)} requests are booked and not done; expected /kvatlas/done for each")
+        if not self._check.running:
+            self._check.start()
         route: AbstractAsyncContextManager[Choice | PairChoice]
         route = self._client.route_pd(prompt, avoid=avoid) if pd else self._client.route(prompt, avoid=avoid)
         held = _HeldBooking(asyncio.get_running_loop().create_future())
@@ -160,6 +175,7 @@ class HeldBookings:
 
     async def close(self) -> None:
         """Release everything."""
+        await self._check.stop()
         for held in self._tasks.values():
             held.over.set()
         if self._tasks:
@@ -185,7 +201,7 @@ class HeldBookings:
                 except TimeoutError:
                     self._counters.held_expired += await self._is_booked(id)
                 else:
-                    self._counters.held_done += 1
+                    self._counters.held_done += not held.ended_elsewhere
                 await choice.done(200 if held.well else 0, held.usage, held.timings)
         except Unreachable as error:  # a reservation that could not be released expires
             _log.warning("held booking %s not released (%s); it ends when its lease expires", id, error)
@@ -193,6 +209,25 @@ class HeldBookings:
             self._held.pop(str(id), None)
             if not held.choice.done():
                 held.choice.cancel()
+
+    async def _let_go_of_ended(self) -> None:
+        """Their end was reported to another router, or their router's lease was over."""
+        while self._check.running:
+            await asyncio.sleep(self._check_s)
+            by_pool: dict[str, dict[bytes, _HeldBooking]] = {}
+            for held in self._held.values():
+                if held.checked and held.id is not None and held.id.pool_id:
+                    by_pool.setdefault(held.id.pool_id, {})[held.id.reservations[0]] = held
+                held.checked = True  # the next time: an answer that comes soon is not asked for
+            for pool_id, by_id in by_pool.items():
+                try:
+                    booked = await self._client.find_booked(pool_id, list(by_id))
+                except STORE_FAILURES as error:
+                    _log.debug("held bookings of pool %s not checked: %s", pool_id, error)
+                    continue
+                for id in by_id.keys() - booked:
+                    by_id[id].ended_elsewhere = True
+                    by_id[id].over.set()
 
     async def _is_booked(self, id: BookingId) -> bool:
         """Is it still booked, or was its end reported to another router? True if the store does not say; it is released

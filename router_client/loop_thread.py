@@ -15,6 +15,30 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class _Call:
+    """The block of a task, which `cancel` ends, whether it was entered yet or not."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    def __enter__(self) -> None:
+        if self._cancelled:
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._task = None
+
+    def cancel(self) -> None:
+        """In the loop's thread."""
+        self._cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+
 class LoopThread:
     """Runs coroutine functions for any number of threads; leaving its block cancels what still runs and ends the thread.
 
@@ -62,13 +86,23 @@ class LoopThread:
         """
         if self._thread.ident == get_ident():
             raise RuntimeError("a sync router client is called from its own event loop; use the async one there")
-        future = self.submit(function, *args, **kwargs)
+        call = _Call()
+
+        async def in_call() -> T:
+            with call:
+                return await function(*args, **kwargs)
+
         try:
-            return future.result()
+            return self.submit(in_call).result()
         except CancelledError:
             raise ClientClosed("the router client was closed during the call") from None
-        finally:
-            future.cancel()  # without effect unless it is still running, as after a KeyboardInterrupt
+        except Exception:
+            raise
+        except BaseException:  # a KeyboardInterrupt, which may come before there is a future to cancel
+            with self._closing:
+                if not self._closed:
+                    self._loop.call_soon_threadsafe(call.cancel)
+            raise
 
     @contextmanager
     def enter(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:

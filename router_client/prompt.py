@@ -1,29 +1,27 @@
 """A prompt in its identity scope, as token ids or as ready hashes: what a caller routes."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Self
 
+from kvatlas.blocks.external_chain import external_chain, is_hash_text
 from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
+from kvatlas.blocks.media import MediaItem
 from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import Scope
+from kvatlas.identity import DEFAULT_EXTERNAL_CHAIN, OWN_CHAIN, Scope
 from kvatlas.request import (
     DEFAULT_BLOCK_TOKENS,
-    DEFAULT_DECODE_TOKENS,
     DEFAULT_SLO,
     Fallbacks,
     RequestHints,
     RequestShape,
     Slo,
 )
-from kvatlas.validation import MAX_OUTPUT_TOKENS
+from kvatlas.validation import DEFAULT_DECODE_TOKENS, MAX_OUTPUT_TOKENS
 from router_client.chain_cache import ChainCache
 from router_client.decision.selector import Selector
-
-_HASH = re.compile(r"[0-9A-Fa-f]{16}")
 
 
 class Strategy(StrEnum):
@@ -54,13 +52,15 @@ class Prompt:
 
     `tokens` are hashed for each block size that the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes
     each) are of one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids only, has
-    one entry a block, so it fits workers of one block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose
+    one entry a block, so it fits workers of one block size. `media`, for token ids only: images and other items among them, for
+    any block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose
     fleet record does not say; 0 for unknown. `memory`: keeps the hash chains of token ids for the next turn of a
     conversation; without it each prompt is hashed again. `session_id`: requests of one session keep their worker, if the
     router's settings say so. `select`: which workers may get it. `reading`: what it says of reading the engine's prefix cache.
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
-    like, within these limits. `strategy` None: as the router's settings say.
+    like, within these limits. `strategy` None: as the router's settings say. `notes`: what of the request was ignored, a line
+    each.
     """
 
     scope: Scope
@@ -79,6 +79,8 @@ class Prompt:
     reading: CacheReading = ALL_READABLE
     output_limits: OutputLimits | None = None
     strategy: Strategy | None = None
+    media: Sequence[MediaItem] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.output_tokens <= MAX_OUTPUT_TOKENS:
@@ -99,8 +101,11 @@ class Prompt:
         select: Selector | None = None,
         reading: CacheReading = ALL_READABLE,
         output_limits: OutputLimits | None = None,
+        media: Sequence[MediaItem] = (),
+        input_tokens: int | None = None,
     ) -> Self:
         """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1). `output_tokens` absent: learned.
+        `input_tokens`: the prompt's length, or a guess at it, if only its first tokens are known.
 
         Raises InvalidValue for text or bytes. A token id that is out of range raises it later, when its block is hashed:
         a long prompt is hashed only as far as it matches.
@@ -108,7 +113,7 @@ class Prompt:
         pack_tokens(tokens[:1])
         return cls(
             scope,
-            len(tokens),
+            len(tokens) if input_tokens is None else max(input_tokens, len(tokens)),
             tokens,
             extra_keys=extra_keys,
             output_tokens=DEFAULT_DECODE_TOKENS if output_tokens is None else output_tokens,
@@ -119,6 +124,7 @@ class Prompt:
             select=select,
             reading=reading,
             output_limits=OutputLimits() if output_tokens is None else output_limits,
+            media=media,
         )
 
     @classmethod
@@ -152,9 +158,10 @@ class Prompt:
 
     @classmethod
     def of_hints(cls, hints: RequestHints, fallbacks: Fallbacks | None = None) -> Self:
-        """A prompt from a request's hints. Their block hashes must be sequence hashes: integers or 16 hex digits.
+        """A prompt from a request's hints. Without a chain, block hashes are sequence hashes if all are integers or 16 hex
+        digits, else of `external:default`.
 
-        Raises InvalidValue for other text, a prompt given twice or not at all, or a scope without a model.
+        Raises InvalidValue for other text in the chain `own`, a prompt given twice or not at all, or a scope without a model.
         """
         known = fallbacks or Fallbacks()
         decode = hints.estimated_decode_tokens
@@ -162,7 +169,11 @@ class Prompt:
         output = known.estimated_decode_tokens if decode is None else decode
         scope = hints.scope(known)
         size = hints.block_tokens or known.block_tokens
-        if hints.token_ids is not None and hints.block_hashes is None:
+        if hints.chain == OWN_CHAIN:
+            for text in hints.block_hashes or ():
+                if not is_hash_text(text):
+                    raise InvalidValue(f"block hash {text!r:.80} of chain {OWN_CHAIN}; expected 16 hex digits")
+        if hints.token_ids is not None and hints.block_hashes is None and scope.chain == OWN_CHAIN:
             tokens = hints.token_ids
             prompt = cls(scope, len(tokens), tokens, None, size, None, output, block_bytes, hints.slo, hints.request_id)
         else:
@@ -171,22 +182,30 @@ class Prompt:
         select = Selector(hints.labels, hints.allow, hints.deny) if narrows else None
         limits = OutputLimits() if decode is None else None
         return replace(
-            prompt, session_id=hints.session_id, select=select, reading=hints.cache_reading, output_limits=limits
+            prompt,
+            session_id=hints.session_id,
+            select=select,
+            reading=hints.cache_reading,
+            output_limits=limits,
+            notes=tuple(f"request field {name!r:.80} is not known, and ignored" for name in hints.ignored_fields[:8]),
+            media=hints.media,
         )
 
     @classmethod
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:
-        """A prompt from a request's shape, whose block hashes are sequence hashes of 16 hex digits.
+        """A prompt from a request's shape, whose block hashes are sequence hashes of 16 hex digits, or an engine's own: of its
+        scope's chain, or of `external:default` if other text is among them.
 
         `block_size` absent: that of its blocks. Raises InvalidValue for other hashes, or blocks of different sizes.
         """
         sizes = {key.token_count for key in shape.blocks} or {block_size or DEFAULT_BLOCK_TOKENS}
         if len(sizes) > 1 or (block_size is not None and sizes != {block_size}):
-            raise InvalidValue(f"request {shape.id} has blocks of {sorted(sizes)} tokens; expected one size")
+            raise InvalidValue(f"request {shape.id or ''} has blocks of {sorted(sizes)} tokens; expected one size")
+        scope, hashes = _keys_of(shape)
         return cls(
-            scope=shape.scope,
+            scope=scope,
             input_tokens=shape.input_tokens,
-            hashes=pack_hashes([_parse_hash(key.block_hash) for key in shape.blocks]),
+            hashes=hashes,
             block_size=sizes.pop(),
             output_tokens=shape.estimated_decode_tokens,
             block_bytes=block_bytes,
@@ -194,12 +213,25 @@ class Prompt:
             id=shape.id,
         )
 
+    def of_tenant(self, tenant_id: str) -> Self:
+        """The same prompt in another tenant's scope. Raises InvalidValue for a name that can't be one."""
+        return replace(self, scope=replace(self.scope, tenant_id=tenant_id))
+
+    @property
+    def is_whole(self) -> bool:
+        """Are all of its tokens, or their hashes, known?"""
+        return bool(self.hashes) if self.tokens is None else len(self.tokens) == self.input_tokens
+
     def required_blocks(self, block_size: int) -> int:
-        """Full blocks of the prompt at a block size."""
-        return self.input_tokens // block_size
+        """Blocks of the prompt at a block size, its partial last one among them."""
+        return -(-self.input_tokens // block_size)
 
 
-def _parse_hash(text: str) -> int:
-    if not _HASH.fullmatch(text):
-        raise InvalidValue(f"block hash {text!r:.80}; expected 16 hex digits")
-    return int(text, 16)
+def _keys_of(shape: RequestShape) -> tuple[Scope, bytes]:
+    """(scope, packed keys) of the shape's blocks."""
+    scope, names = shape.scope, [key.block_hash for key in shape.blocks]
+    if scope.chain == OWN_CHAIN:
+        if all(map(is_hash_text, names)):
+            return scope, pack_hashes([int(name, 16) for name in names])
+        scope = replace(scope, chain=DEFAULT_EXTERNAL_CHAIN)
+    return scope, external_chain(names, *(key.prefix_hash for key in shape.blocks[:1]))

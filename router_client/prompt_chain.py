@@ -8,7 +8,8 @@ Ready hashes are looked up at once.
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvatlas.blocks.hashing import HASH_BYTES, lazy_chain, pack_tokens
+from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, lazy_chain, pack_tokens
+from kvatlas.blocks.media import media_keys
 from router_client.prompt import Prompt
 
 FIRST_BLOCKS = 256
@@ -26,10 +27,11 @@ class PromptChain:
         self._pieces: Iterator[bytes] | None = None
         self._ready: bytes | None = None
         self._tokens: Sequence[int] = () if prompt.tokens is None else prompt.tokens
-        if prompt.tokens is not None and prompt.memory is not None and not prompt.extra_keys:
+        if prompt.tokens is not None and prompt.memory is not None and not prompt.extra_keys and not prompt.media:
             self._pieces = prompt.memory.chain(prompt.tokens, block_size, FIRST_BLOCKS, lookahead_tokens)
         elif prompt.tokens is not None:
-            self._pieces = lazy_chain(prompt.tokens, block_size, FIRST_BLOCKS, prompt.extra_keys, lookahead_tokens)
+            keys = _extra_keys(prompt, prompt.tokens, block_size, lookahead_tokens)
+            self._pieces = lazy_chain(prompt.tokens, block_size, FIRST_BLOCKS, keys, lookahead_tokens)
         elif prompt.block_size == block_size and not lookahead_tokens:
             self._ready = prompt.hashes
 
@@ -69,3 +71,16 @@ class PromptChain:
         if first := self.chunk(0):
             return first[-HASH_BYTES:]
         return pack_tokens(self._tokens[:FIRST_BLOCKS])
+
+
+def _extra_keys(
+    prompt: Prompt, tokens: Sequence[int], block_size: int, lookahead_tokens: int
+) -> Sequence[ExtraKeys] | None:
+    """The prompt's own extra keys behind those of its media."""
+    if not prompt.media:
+        return prompt.extra_keys
+    keys = media_keys(prompt.media, block_size, len(tokens) // block_size, lookahead_tokens)
+    for i, own in enumerate((prompt.extra_keys or ())[: len(keys)]):
+        if own:
+            keys[i] = [*(keys[i] or ()), *own]
+    return keys

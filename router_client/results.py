@@ -6,7 +6,6 @@ from itertools import islice
 from math import ceil
 from typing import Any, TypeVar, overload
 
-from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
@@ -31,47 +30,6 @@ MOST_NAMED = 16
 def headers_for(worker: EngineEndpoint) -> dict[str, str]:
     """The headers that a request to this worker needs: the rank of a data-parallel engine."""
     return {} if worker.dp_rank is None else {RANK_HEADER: str(worker.dp_rank)}
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOverlap:
-    """The part of a prompt that one worker holds. Blocks are of its own size; `block_size` 0: it has announced no block yet.
-
-    `resident_tokens` is a lower bound if the worker announces only every g-th block; its engine will really reuse
-    `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests
-    now. `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them
-    because they were computed there; they are never counted as resident. `marks`: where the prompt can be resumed is told by
-    the worker's marks. `upper_bound`: why `usable_tokens` is only an upper bound. `why`: why the usable tokens end where they
-    do, empty if all resident ones are usable.
-    """
-
-    worker_id: str
-    block_size: int
-    required_blocks: int
-    resident_blocks: int
-    resident_tokens: int
-    usable_blocks: int
-    usable_tokens: int
-    tokens_by_tier: Mapping[Tier, int]
-    routable: bool = True
-    events: bool = True
-    predicted_tokens: int = 0
-    marks: bool = False
-    upper_bound: str = ""
-    why: str = ""
-
-    def explain(self) -> str:
-        """One line."""
-        tiers = ", ".join(f"{tokens} in {tier.label}" for tier, tokens in self.tokens_by_tier.items())
-        text = f"{self.worker_id}: {self.resident_blocks} of {self.required_blocks} blocks"
-        if tiers:
-            at_most = "at most " if self.upper_bound else ""
-            text += f", {self.resident_tokens} tokens resident ({tiers}), {at_most}{self.usable_tokens} usable"
-            notes = [note for note in (self.why, self.upper_bound and f"upper bound: {self.upper_bound}") if note]
-            text += f" ({'; '.join(notes)})" if notes else ""
-        if not self.events:
-            text += f", {self.predicted_tokens} tokens predicted (its engine publishes no events)"
-        return text if self.routable else text + " (gets no requests now)"
 
 
 class LazySequence(Sequence[T]):
@@ -112,31 +70,13 @@ class LazySequence(Sequence[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptOverlap:
-    """Every worker of a pool with the part of a prompt that it holds, the most usable tokens first."""
-
-    input_tokens: int
-    workers: Sequence[WorkerOverlap]
-
-    def __iter__(self) -> Iterator[WorkerOverlap]:
-        return iter(self.workers)
-
-    def of(self, worker_id: str) -> WorkerOverlap | None:
-        """One worker's overlap; None for a worker of another pool."""
-        return next((worker for worker in self.workers if worker.worker_id == worker_id), None)
-
-    def explain(self) -> str:
-        """A line for each worker."""
-        lines = [f"prompt of {self.input_tokens} tokens", *(worker.explain() for worker in self.workers)]
-        return "\n  ".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
 class Ranking:
     """Every candidate with its cost, cheapest first, those without room last; empty without a candidate.
 
     `unread`: how many candidates a choice did not have to read, because none of them costs less than the chosen one.
     `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's.
+    `remarks`: what of the request was ignored, and why no worker can hold its blocks, a line each. `index`: who said what the
+    workers hold, and how old that may be, if the router has a replica of the index.
     """
 
     input_tokens: int
@@ -145,6 +85,8 @@ class Ranking:
     slo: Slo = DEFAULT_SLO
     shed_factor: float = LimitSettings().shed_factor
     unread: int = 0
+    remarks: tuple[str, ...] = ()
+    index: str = field(default="", compare=False)
 
     def __iter__(self) -> Iterator[SelectionResult]:
         return iter(self.results)
@@ -170,9 +112,9 @@ class Ranking:
         return "\n  ".join(lines)
 
     def notes(self) -> list[str]:
-        """The candidates that were not read, the advice, if it is not to send the request, and the workers that are left out;
-        a line each."""
-        notes = []
+        """The remarks, the index, the candidates that were not read, the advice, if it is not to send the request, and the
+        workers that are left out; a line each."""
+        notes = [*self.remarks, *([f"index: {self.index}"] if self.index else [])]
         if self.unread:
             notes.append(f"{self.unread} more candidates were not read; none of them costs less")
         if self.results and self.advice is not Advice.GO:
@@ -190,6 +132,8 @@ class Ranking:
             "unread": self.unread,
             "candidates": [result.explanation() for result in self.results[:most]],
             "left_out": dict(self.left_out),
+            "remarks": list(self.remarks),
+            "index": self.index or "store",
         }
 
 
@@ -258,6 +202,11 @@ class ChoiceData:
         return self.result.source
 
     @property
+    def source_kind(self) -> str | None:
+        """What `source` is: `worker` or `store`."""
+        return self.result.source_kind
+
+    @property
     def predicted_cached_tokens(self) -> int:
         """The prompt tokens that the engine should report as cached."""
         return self.result.cached_tokens
@@ -287,6 +236,7 @@ class ChoiceData:
             "headers": dict(self.headers),
             "role": self.role.value,
             "source": self.source,
+            "source_kind": self.source_kind,
             "by": self.mode,
             "why": self.why,
             "would_be": self.would_be,
@@ -305,7 +255,7 @@ class Choice(ChoiceData, ChoiceAliases[AsyncEnd]):
 
     reservation: Reservation | None = field(default=None, compare=False)
     feedback: Feedback | None = field(default=None, compare=False)
-    answered: Callable[[Usage], None] | None = field(default=None, compare=False)
+    answered: Callable[[Usage, Timings | None], None] | None = field(default=None, compare=False)
 
     async def first_token(self) -> None:
         """The first token is there: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
@@ -321,7 +271,7 @@ class Choice(ChoiceData, ChoiceAliases[AsyncEnd]):
         """
         well = 200 <= status < 300
         if well and self.answered is not None and usage is not None:
-            self.answered(usage)
+            self.answered(usage, timings)
         if well and self.feedback is not None and usage is not None and timings is not None:
             self.feedback.record(usage, timings)
         if self.reservation is not None:
@@ -329,9 +279,9 @@ class Choice(ChoiceData, ChoiceAliases[AsyncEnd]):
 
 
 def fell_open_for_want_of(choice: ChoiceData) -> str | None:
-    """What a choice that fell open lacked: `index`, `booking` or `connections`; None for one that did not."""
+    """What a choice that fell open lacked: `index`, `fleet`, `booking` or `connections`; None for one that did not."""
     part = choice.why.partition(":")[0]
-    if part not in ("index", "reservations"):
+    if part not in ("index", "fleet", "reservations"):
         return None
     if "connections" in choice.why.lower():
         return "connections"

@@ -7,6 +7,7 @@ from math import inf
 from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.errors import InvalidValue
+from kvatlas.index.replica.settings import ReplicaSettings
 from kvatlas.request import Fallbacks
 from router_client.decision.fleet_cache import MAX_AGE_MS
 from router_client.decision.selector import Selector
@@ -91,6 +92,8 @@ class RouterSettings:
     of leaving a session's worker; 0: sessions have none. `temperature`: 0 chooses the cheapest; above 0, dearer workers get
     requests too (`router_client.pricing.surcharges`). `explain_all`: every choice reads the load of every candidate, so that
     it can be explained in full; otherwise a choice among more than 16 candidates reads those that it needs.
+    `replica`: overlaps are answered from a copy of the index in this process, kept by the event stream; a client that is not
+    opened from a URL has the index that it is given.
     """
 
     profile: CostProfile = field(default_factory=EngineProfile)
@@ -111,6 +114,7 @@ class RouterSettings:
     session_us: float = 0.0
     temperature: float = 0.0
     explain_all: bool = False
+    replica: ReplicaSettings | None = None
 
     def __post_init__(self) -> None:
         for name in ("session_us", "temperature"):

@@ -5,13 +5,14 @@ with SyncRouterClient.open("redis://127.0.0.1:6379") as router:
         print(choice.url, choice.explain())
 """
 
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from kvatlas.blocks.residency import Residency
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.identity import Scope
@@ -20,12 +21,15 @@ from kvatlas.store.access import RedisAccess
 from router_client.aliases import ChoiceAliases, ClientAliases
 from router_client.client import Request, RouterClient
 from router_client.counters import RouterCounters
+from router_client.decision.history import DecisionHistory
 from router_client.errors import ClientClosed
 from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.learning.timings import Timings
 from router_client.loop_thread import LoopThread
+from router_client.overlap_result import PromptOverlap
 from router_client.prefill_decode_result import PairChoice, PairChoiceData
-from router_client.results import Choice, ChoiceData, PromptOverlap, Ranking
+from router_client.request_feed import RequestFeed
+from router_client.results import Choice, ChoiceData, Ranking
 from router_client.settings import RouterSettings
 from router_client.tokens.usage import Usage
 
@@ -136,6 +140,21 @@ class SyncRouterClient(ClientAliases[Request, SyncChoice, SyncPairChoice]):
         return self._client.counters
 
     @property
+    def history(self) -> DecisionHistory:
+        """See `RouterClient.history`."""
+        return self._client.history
+
+    @property
+    def replica_status(self) -> Mapping[str, Any] | None:
+        """See `RouterClient.replica_status`."""
+        return self._client.replica_status
+
+    @property
+    def feed(self) -> RequestFeed:
+        """See `RouterClient.feed`; it is followed in the client's event loop."""
+        return self._client.feed
+
+    @property
     def answers(self) -> PredictionAccuracy:
         """See `RouterClient.answers`."""
         return self._client.answers
@@ -164,9 +183,21 @@ class SyncRouterClient(ClientAliases[Request, SyncChoice, SyncPairChoice]):
         none (any more). Raises Unreachable."""
         return self._thread.run(self._client.record_end, pool_id, id, outcome)
 
+    def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
+        """Those of these reservations of any router of the pool that are not over. Raises Unreachable."""
+        return self._thread.run(self._client.find_booked, pool_id, ids)
+
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
         """See `RouterClient.rates`."""
         return self._client.rates(scope)
+
+    def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
+        """See `RouterClient.locate`."""
+        return self._thread.run(self._client.locate, scope, sequence_hash)
+
+    def children(self, scope: Scope, prefix_hash: int | None = None) -> Sequence[Residency]:
+        """See `RouterClient.children`."""
+        return self._thread.run(self._client.children, scope, prefix_hash)
 
     def overlap(self, request: Request) -> PromptOverlap:
         """The resident and usable blocks and tokens of the prompt on each worker of the pool, by tier."""

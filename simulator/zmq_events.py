@@ -41,10 +41,12 @@ class EventEncoding:
     """Whether events of the CPU tier carry tokens and parent; otherwise they are placeholders that only name the hashes."""
     groups: tuple[CacheGroup, ...] = (CacheGroup(AttentionKind.FULL),)
     """The KV cache groups, by the events' group index."""
+    rank: int = 0
+    """The engine's data-parallel rank."""
 
     def encode_batch(self, ts: float, events: Sequence[KVEvent]) -> bytes:
         """One payload. `ts` is in seconds since the epoch."""
-        packed: bytes = msgpack.packb([ts, [self._encode(event) for event in events], 0])
+        packed: bytes = msgpack.packb([ts, [self._encode(event) for event in events], self.rank])
         return packed
 
     def _encode(self, event: KVEvent) -> dict[str, Any]:

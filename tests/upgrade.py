@@ -1,62 +1,155 @@
-"""A rolling upgrade with both versions running: `python -m tests.upgrade REV` (a commit of this repository, for example
-HEAD~1).
+"""A rolling upgrade and rollback of each part, under load: `python -m tests.upgrade REV` (a commit of this repository, for
+example HEAD~1).
 
-Indexers of REV and of this tree take turns on the same servers while workers publish; the older one also goes on after
-the newer one has stopped. After every step the index must be exact, read by the newer version's command, and by the
-older one's as long as it knows the store's layout. Exit code 0 if it always was.
+Everything starts in version REV: two routers behind a balancer that goes by `/ready`, two indexers, a sidecar beside each of
+three engines. Then routers, indexers and sidecars are replaced, one process at a time, by those of this tree, by those of REV
+again, and by those of this tree for good; and once more in the opposite order. Clients send requests through the routers all
+the time: none may be lost. After every step the index must be exact, read by both versions' `kvatlas export` as long as the
+older one knows the store's layout. Exit code 0 if it always was.
 """
 
 import asyncio
-import json
+import random
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from time import monotonic
 
 import anyio
+import httpx
 
-from kvatlas.bus.connection import connect_nats
-from kvatlas.bus.stream import StreamSettings, ensure_stream
-from kvatlas.embedded import nats_server, valkey_server
-from kvatlas.index.redis.index import open_redis_index
-from kvatlas.store.connection import open_store
+from tests.chaos.child_process import ChildProcess
+from tests.chaos.exactness import residences_of_export
+from tests.chaos.fleet import MODEL, Fleet, running_fleet
+from tests.chaos.requests.rolled_routers import Balancer, RouterLife, RouterProcess
+from tests.chaos.runner import INDEXER_ARGUMENTS
+from tests.chaos.scenario_run import ScenarioRun
 from tests.end_to_end.processes import ROOT, environment
 from tests.eventually import until
-from tests.indexer.bus_publisher import PARTITIONS, BusPublisher, has_applied_all
-from tests.indexer.running_replica import answering_requests
 
-WORKERS = 6
-BLOCKS = 2_000
-"""Of a message: more than one call to the store takes."""
-
-
-@asynccontextmanager
-async def indexer(tree: Path, nats_url: str, redis_url: str, member_id: str) -> AsyncIterator[None]:
-    """A replica of the version in this folder, from its first leases on."""
-    arguments = ("-m", "tests.indexer.replica_process", nats_url, redis_url, member_id)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**environment(), "PYTHONPATH": str(tree)},
-        cwd=tree,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        with anyio.fail_after(60):
-            assert await process.stdout.readline(), f"the indexer of {tree} ended"
-        yield
-        assert process.returncode is None, f"the indexer of {tree} ended by itself"
-    finally:
-        process.stdin.close()
-        with anyio.CancelScope(shield=True):
-            await process.wait()
+ENGINES = 3
+HYBRIDS = 1
+INDEXERS = 2
+ROUTERS = 2
+CLIENTS = 4
+PARTS = ("routers", "indexers", "sidecars")
+"""In the order in which they are to be upgraded."""
 
 
-async def exported(tree: Path, redis_url: str) -> set[tuple[str, int]] | None:
-    """(worker, sequence hash) of every residency, as the version in this folder reads it; None if it is too old for that."""
+@dataclass(slots=True)
+class Clients:
+    """Requests through the balancer, one after the other from each client, while `run` runs and they are not paused."""
+
+    balancer: Balancer
+    answered: int = 0
+    lost: list[str] = field(default_factory=list)
+    longest_s: float = 0.0
+    _open: int = 0
+    _running: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with (
+            httpx.AsyncClient(timeout=30, trust_env=False, limits=limits) as client,
+            anyio.create_task_group() as tasks,
+        ):
+            for number in range(CLIENTS):
+                tasks.start_soon(self._send_requests, client, random.Random(number))
+
+    def resume(self) -> None:
+        self._running.set()
+
+    async def pause(self) -> None:
+        """Send no more, and wait until none is open."""
+        self._running = anyio.Event()
+        await until(lambda: not self._open, deadline_s=40, what="no request is open")
+
+    async def _send_requests(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        while True:
+            await self._running.wait()
+            head = [rng.randrange(4)] * 64
+            body = {"model": MODEL, "prompt": head + [rng.randrange(50_000) for _ in range(64)], "max_tokens": 4}
+            router, began_s = self.balancer.pick(), monotonic()
+            router.streams += 1
+            self._open += 1
+            try:
+                answer = await client.post(f"{router.life.url}/v1/completions", json=body)
+                if answer.status_code != 200 or "usage" not in answer.text:
+                    self.lost.append(f"{answer.status_code}: {answer.text[-200:]}")
+            except httpx.HTTPError as error:
+                self.lost.append(f"{type(error).__name__}: {error}")
+            finally:
+                router.streams -= 1
+                self._open -= 1
+            self.answered += 1
+            self.longest_s = max(self.longest_s, monotonic() - began_s)
+            await anyio.sleep(0.02)
+
+
+class Upgrade:
+    """A running fleet, its routers, and the versions that run."""
+
+    def __init__(self, fleet: Fleet, balancer: Balancer, clients: Clients, old: Path) -> None:
+        self._fleet = fleet
+        self._balancer = balancer
+        self._clients = clients
+        self._old = old
+        self.router_tree = old
+
+    async def replace(self, part: str, tree: Path) -> None:
+        """Every process of a part, one at a time, by this version's."""
+        if part == "routers":
+            self.router_tree = tree
+            for _ in range(ROUTERS):
+                await self._balancer.replace_oldest()
+            return
+        children = [worker.sidecar for worker in self._fleet.workers]
+        if part == "indexers":
+            children = [indexer.child for indexer in self._fleet.indexers]
+        for child in children:
+            await restart(child, tree)
+
+    async def check(self, what: str) -> None:
+        """Raises AssertionError if a request was lost, or the index is not exact."""
+        run, answered = ScenarioRun(self._fleet, what), self._clients.answered
+        await run.begin()
+        self._clients.resume()
+        await run.wait_for_answers(10)
+        goal = answered + 30
+        await until(lambda: self._clients.answered >= goal, deadline_s=60, what="30 more answers of the routers")
+        await self._clients.pause()
+        outcome = await run.settle()
+        assert not self._clients.lost, f"{what}: {len(self._clients.lost)} requests lost: {self._clients.lost[0]}"
+        lines = await exported(self._old, self._fleet.store_url)
+        older = "older version can't read this layout"
+        if lines is not None:
+            assert residences_of_export(lines) == await self._fleet.export(), (
+                f"{what}: the versions read different blocks"
+            )
+            older = "both versions read the same"
+        print(
+            f"{what}: {outcome.residencies} residencies exact, {older}; "
+            f"{self._clients.answered} requests, 0 lost, longest {self._clients.longest_s:.1f} s",
+            flush=True,
+        )
+        self._clients.resume()
+        self._fleet.load.resume()
+
+
+async def restart(child: ChildProcess, tree: Path) -> None:
+    await child.stop()
+    child.tree = tree
+    child.start()
+    await child.ready()
+
+
+async def exported(tree: Path, redis_url: str) -> Sequence[str] | None:
+    """What `kvatlas export` of the version in this folder prints; None if it does not know the store's layout."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvatlas_cli.main", "export", "--redis-url", redis_url),
         stdout=asyncio.subprocess.PIPE,
@@ -65,33 +158,41 @@ async def exported(tree: Path, redis_url: str) -> set[tuple[str, int]] | None:
         cwd=tree,
     )
     out, err = await process.communicate()
-    if tree != ROOT and process.returncode == 1 and b"layout version" in err:
+    if process.returncode == 1 and b"layout version" in err:
         return None
     assert process.returncode == 0, f"export of {tree} failed: {err.decode()}"
-    rows = [json.loads(line) for line in out.splitlines()]
-    return {(row["worker"], int(row["sequence_hash"], 16)) for row in rows}
+    return out.decode().splitlines()
 
 
-async def check(
-    what: str, trees: Sequence[Path], redis_url: str, nats_url: str, publishers: Sequence[BusPublisher]
-) -> None:
-    """Publish more, wait until it is applied, and compare. Raises AssertionError."""
-    for publisher in publishers:
-        await publisher.store_more(BLOCKS)
-        await publisher.send(publisher.remove(*next((scope, key) for scope, key in publisher.held)))
-    store = await open_store(redis_url, wait=False)
-    try:
-        index = await open_redis_index(store, partitions=PARTITIONS, shards=1, writer=False)
-        await until(lambda: has_applied_all(index, *publishers), deadline_s=120, what=f"{what}: all is applied")
-    finally:
-        await store.close()
-    held = {(one.worker_id, int.from_bytes(key, "little")) for one in publishers for _, key in one.held}
-    for tree in trees:
-        found = await exported(tree, redis_url)
-        if found is None:
-            continue
-        assert found == held, f"{what}: read from {tree}, {len(found - held)} wrong, {len(held - found)} missing"
-    print(f"{what}: {len(held)} residencies exact", flush=True)
+@asynccontextmanager
+async def upgrade_from(old: Path, folder: Path) -> AsyncIterator[Upgrade]:
+    """Everything in the older version, under load."""
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(
+            running_fleet(
+                folder,
+                engines=ENGINES,
+                hybrids=HYBRIDS,
+                indexers=INDEXERS,
+                seed=1,
+                indexer_arguments=INDEXER_ARGUMENTS,
+                tree=old,
+            )
+        )
+
+        async def start_router() -> RouterLife:
+            return await RouterProcess.start(fleet.store_url, folder, stack, upgrade.router_tree)
+
+        balancer = Balancer(start_router)
+        upgrade = Upgrade(fleet, balancer, clients := Clients(balancer), old)
+        for _ in range(ROUTERS):
+            await balancer.add()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(balancer.look)
+            tasks.start_soon(clients.run)
+            yield upgrade
+            await clients.pause()
+            tasks.cancel_scope.cancel()
 
 
 async def run(revision: str, folder: Path) -> None:
@@ -101,28 +202,18 @@ async def run(revision: str, folder: Path) -> None:
     archive = f"git -C '{ROOT}' archive '{revision}' | tar x -C '{old}'"
     process = await asyncio.create_subprocess_shell(archive)
     assert await process.wait() == 0 and (old / "indexer").is_dir(), f"no revision {revision}"
-    async with AsyncExitStack() as servers:
-        nats, store = [await servers.enter_async_context(server) for server in (nats_server(), valkey_server())]
-        client = await connect_nats(nats.url, name="upgrade", wait=False)
-        servers.push_async_callback(client.close)
-        await ensure_stream(client, StreamSettings(storage="memory", max_bytes=256 << 20))
-        publishers = [BusPublisher(client, f"w{number}") for number in range(WORKERS)]
-        await servers.enter_async_context(answering_requests(client, publishers))
-
-        async def exact(what: str) -> None:
-            await check(what, (old, ROOT), store.url, nats.url, publishers)
-
-        async with indexer(old, nats.url, store.url, "old"):
-            for publisher in publishers:
-                await publisher.start()
-            await exact("the older version alone")
-            async with indexer(ROOT, nats.url, store.url, "new"):
-                await exact("both versions")
-            await exact("the older version again")
-            async with indexer(ROOT, nats.url, store.url, "new-again"):
-                await exact("both versions again")
-                await servers.enter_async_context(indexer(ROOT, nats.url, store.url, "newer"))
-        await exact("the newer version alone")
+    async with upgrade_from(old, folder) as upgrade:
+        await upgrade.check("all parts older")
+        for part in PARTS:
+            for tree, name in ((ROOT, "newer"), (old, "older again"), (ROOT, "newer again")):
+                await upgrade.replace(part, tree)
+                await upgrade.check(f"{part} {name}")
+        for part in reversed(PARTS):
+            await upgrade.replace(part, old)
+            await upgrade.check(f"{part} rolled back")
+        for part in reversed(PARTS):
+            await upgrade.replace(part, ROOT)
+            await upgrade.check(f"{part} newer, in the opposite order")
 
 
 def main() -> None:
@@ -131,7 +222,7 @@ def main() -> None:
         sys.exit(2)
     with tempfile.TemporaryDirectory(prefix="kvatlas-upgrade-") as folder:
         try:
-            anyio.run(run, sys.argv[1], Path(folder))
+            anyio.run(partial(run, sys.argv[1], Path(folder)))
         except* (AssertionError, TimeoutError) as errors:
             print(f"NOT EXACT: {errors.exceptions[0]}", file=sys.stderr)
             sys.exit(1)

@@ -1,29 +1,34 @@
-"""`python -m benchmarks.lab [TRACE...]`: replays traces, or generated workloads, and writes docs/results.md with its picture.
+"""`python -m benchmarks.lab [--study NAME] [TRACE...]`: replays traces, or generated workloads, and writes docs/results.md.
 
-Every table is a study of `kvatlas replay`, whose command stands above it.
+Without a name, the chapters that take under ten minutes together; `full`: `benchmarks.lab.study`, which takes hours.
 """
 
+import argparse
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.lab.document import LINES, to_markdown
-from kvatlas.version import own_version
-from simulator.lab.comparison import Cell, Point, Study, compare
+from benchmarks.lab.backends import write_backends
+from benchmarks.lab.document import PICTURE, to_markdown, to_table, write_chapter
+from benchmarks.lab.live import write_live
+from benchmarks.lab.study import Row, count_points, run_study
+from benchmarks.lab.study import to_markdown as study_to_markdown
+from benchmarks.peer.dynamo.processes import PYTHON
+from simulator.lab.comparison import Point, Study, compare
 from simulator.lab.generated_requests import WORKLOADS, generate
-from simulator.lab.policies.catalogue import DEFAULT_POLICIES
+from simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO
 from simulator.lab.report import save_picture, title_of
 from simulator.lab.requests import Workload
 from simulator.lab.traces import read_trace
 
-RESULTS = Path("docs/results.md")
-PICTURE = Path("docs/results.png")
 GENERATED = ("agents", "tenants-bursty")
-MOST_REQUESTS = 4_000
+MOST_REQUESTS = 1_000
+POINT = Point(workers=8, cache_tokens=500_000, speed=2.0)
+FLAGS = "--workers 8 --cache-tokens 500000 --speed 2"
+SEEDS = 2
 TERMS = (
     "kvatlas",
     "kvatlas-no-reservations",
@@ -33,71 +38,112 @@ TERMS = (
     "kvatlas-3-replicas",
     "kvatlas-3-replicas-unshared",
 )
-DELAYS_MS = (5.0, 500.0, 5_000.0, 30_000.0)
+UNRELIABLE = ("kvatlas", "kvatlas-no-events", "weighted-scorers")
+DELAYS_MS = (5.0, 500.0, 2_000.0, 10_000.0, 60_000.0)
+LOSSES = (0.0, 0.001, 0.01, 0.1)
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A study, why it is made, and the flags of `kvatlas replay` that repeat it."""
-
-    heading: str
-    purpose: str
-    study: Study
-    flags: str
+def _jobs() -> int:
+    return os.cpu_count() or 1
 
 
-def sections_of(workload: Workload) -> list[Section]:
-    """The studies of one workload."""
-    point = Point(workers=8, cache_tokens=500_000, speed=2.0)
-    flags = "--workers 8 --cache-tokens 500000 --speed 2"
-    base = Study(workload, DEFAULT_POLICIES, [point], seeds=2)
-    delays = [point._replace(event_delay_ms=delay_ms) for delay_ms in DELAYS_MS]
-    return [
-        Section(f"Policies: {workload.name}", "What each policy makes of it.", base, f"{flags} --seeds 2"),
-        Section(
-            f"Terms of the cost: {workload.name}",
-            "What is lost without each, and with three routers.",
-            replace(base, policies=TERMS),
-            f"{flags} --seeds 2 --policies {','.join(TERMS)}",
-        ),
-        Section(
-            f"Late events: {workload.name}",
-            "At which delay does kvatlas become as good as a policy without events?",
-            replace(base, policies=("kvatlas", "kvatlas-no-events"), points=delays, seeds=1),
-            f"{flags} --seeds 1 --policies kvatlas,kvatlas-no-events "
-            f"--event-delay-ms {','.join(f'{delay:g}' for delay in DELAYS_MS)}",
-        ),
-    ]
+def _write_policies(workloads: Sequence[Workload], began: float) -> None:
+    policies = (*DEFAULT_POLICIES, DYNAMO) if PYTHON.exists() else DEFAULT_POLICIES
+    pages = ["## Policies"]
+    for number, workload in enumerate(workloads):
+        study = Study(workload, policies, [POINT], SEEDS, dynamo_python=str(PYTHON))
+        cells = compare(study, _jobs())
+        command = f"{_command(workload)} {FLAGS} --seeds {SEEDS} --policies {','.join(policies)}"
+        if number == 0:
+            save_picture(study, cells, PICTURE)
+        pages.append(to_markdown(f"### {workload.name}", command, [title_of(study, POINT)], study, cells))
+    write_chapter("policies", "\n".join(pages), time.monotonic() - began)
 
 
-def _load(name: str) -> Workload:
-    workload = generate(name, 0, MOST_REQUESTS) if name in WORKLOADS else read_trace(Path(name))
-    return replace(workload, requests=workload.requests[:MOST_REQUESTS])
+def _write_terms(workloads: Sequence[Workload], began: float) -> None:
+    pages = ["## Terms of the cost", "What is lost without each, and with three routers.", ""]
+    for workload in workloads:
+        study = Study(workload, TERMS, [POINT], SEEDS)
+        command = f"{_command(workload)} {FLAGS} --seeds {SEEDS} --policies {','.join(TERMS)}"
+        title = title_of(study, POINT)
+        pages.append(to_markdown(f"### {workload.name}", command, [title], study, compare(study, _jobs())))
+    write_chapter("terms", "\n".join(pages), time.monotonic() - began)
 
 
-def main(names: Sequence[str]) -> None:
-    began = time.monotonic()
-    pages: list[str] = []
-    for number, name in enumerate(names or GENERATED):
-        for place, section in enumerate(sections_of(_load(name))):
-            print(section.heading, file=sys.stderr, flush=True)
-            cells: list[Cell] = compare(section.study, os.cpu_count() or 1)
-            shown = Path(name).name if "/" in name else name
-            command = f"kvatlas replay {shown} --requests {MOST_REQUESTS} {section.flags}"
-            titles = [title_of(section.study, point) for point in section.study.points]
-            pages.append(to_markdown(section.heading, section.purpose, command, titles, section.study, cells))
-            if number == place == 0:
-                save_picture(section.study, cells, PICTURE)
-            _write(pages, time.monotonic() - began)
+def _write_events(workloads: Sequence[Workload], began: float) -> None:
+    """At which delay, or loss, of events is kvatlas no better than policies that need none? Of the first workload."""
+    workload = workloads[0]
+    pages = ["## Late and lost events", f"{workload.name}; {', '.join(UNRELIABLE[1:])} use no events."]
+    for flag, field, values in (
+        ("--event-delay-ms", "event_delay_ms", DELAYS_MS),
+        ("--event-loss", "event_loss", LOSSES),
+    ):
+        points = [POINT._replace(**{field: value}) for value in values]  # type: ignore[arg-type]  # both are floats
+        study = Study(workload, UNRELIABLE, points, seeds=1)
+        given = f"{flag} {','.join(f'{value:g}' for value in values)}"
+        command = f"{_command(workload)} {FLAGS} --seeds 1 --policies {','.join(UNRELIABLE)} {given}"
+        rows: list[tuple[str, ...]] = []
+        for cell in compare(study, _jobs()):
+            name, mean = cell.summary.policy, cell.summary.mean
+            if name == "kvatlas":
+                name += (
+                    f", {cell.point.event_delay_ms:g} ms late"
+                    if field == "event_delay_ms"
+                    else (f", {cell.point.event_loss:.1%} of messages lost")
+                )
+            row = (name, f"{mean.hit_rate:.1%}", f"{mean.ttft_mean_ms:,.0f}", f"{mean.ttft_p99_ms:,.0f}")
+            if row not in rows:
+                rows.append(row)
+        pages += ["", "```", command, "```", "", to_table(("policy", "hit rate", "TTFT mean ms", "p99"), rows)]
+    write_chapter("events", "\n".join(pages), time.monotonic() - began)
 
 
-def _write(pages: Sequence[str], seconds: float) -> None:
-    """After each study, so that one that is interrupted leaves those before it."""
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    head = LINES.format(
-        version=own_version(), machine=machine, took=f"{seconds / 60:.0f} minutes", picture=PICTURE.name
-    )
-    RESULTS.write_text("\n".join([head, *pages]))
+def _write_study(workloads: Sequence[Workload], began: float, seeds: int) -> None:
+    command = f'make lab STUDY=full SEEDS={seeds} TRACES="{" ".join(workload.name for workload in workloads)}"'
+    python = str(PYTHON) if PYTHON.exists() else None
+
+    def write(rows: Sequence[Row]) -> None:
+        print(f"{len(rows)} points in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        write_chapter(
+            "study", study_to_markdown(rows, command, seeds, count_points(len(workloads))), time.monotonic() - began
+        )
+
+    run_study(workloads, seeds, python, write)
+
+
+def _command(workload: Workload) -> str:
+    return f"kvatlas replay {workload.name} --requests {len(workload.requests)}"
+
+
+def _load(name: str, requests: int | None) -> Workload:
+    workload = generate(name, 0, requests) if name in WORKLOADS and requests else read_trace(Path(name))
+    return replace(workload, requests=workload.requests[:requests])
+
+
+CHAPTERS = {"policies": _write_policies, "terms": _write_terms, "events": _write_events, "backends": write_backends}
+"""Those of the short study: under ten minutes together on two free cores."""
+
+
+def main(words: Sequence[str]) -> None:
+    """`words`: the command line."""
+    parser = argparse.ArgumentParser("benchmarks.lab", description=__doc__)
+    parser.add_argument("--study", choices=("short", "full", "live", *CHAPTERS), default="short")
+    parser.add_argument("--seeds", type=int, default=1, help="of the full study")
+    parser.add_argument("traces", nargs="*")
+    given = parser.parse_args(words)
+    if given.study == "full":
+        if not given.traces:
+            parser.error('the full study needs traces: make lab STUDY=full TRACES="FILE ..."')
+        _write_study([_load(name, None) for name in given.traces], time.monotonic(), given.seeds)
+        return
+    workloads = [_load(name, MOST_REQUESTS) for name in given.traces or GENERATED]
+    if given.study == "live":
+        write_live(workloads[0], time.monotonic())
+        return
+    for name, write in CHAPTERS.items():
+        if given.study in ("short", name):
+            print(name, file=sys.stderr, flush=True)
+            write(workloads, time.monotonic())
 
 
 if __name__ == "__main__":

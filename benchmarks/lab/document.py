@@ -1,12 +1,22 @@
-"""A study as a section of docs/results.md."""
+"""docs/results.md: chapters that are measured apart, each with the commands that repeat it."""
 
+import os
+import platform
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
+from kvatlas.version import own_version
 from simulator.lab.comparison import Cell, Study
 from simulator.lab.report import COLUMNS, rows_of
 
-LINES = """# Measured: what policies make of traffic
-Written by `make lab`; don't edit. kvatlas {version}; {machine}; it took {took}.
+RESULTS = Path("docs/results.md")
+PICTURE = Path("docs/results.png")
+CHAPTERS = ("policies", "study", "terms", "events", "live", "backends")
+"""In their order."""
+
+HEAD = f"""# Measured: what policies make of traffic
+Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter says when, by what and where it was measured.
 
 Requests are replayed against simulated engines in **virtual time**, so the figures depend on neither the machine nor its
 load, and equal seeds give equal figures. kvatlas' own ledger, wire codec, index, prices, reservations and learned rates run as
@@ -17,19 +27,32 @@ has them. Seeds shift each session by up to 3 s, or by the tick of the trace's c
 What the policies are: `kvatlas replay --help`. The oracle sees caches, queues and costs as they are when a request
 arrives, and sends it where it is answered first. It knows no later request, so it is no bound for a whole workload.
 
-![by policy]({picture})
+![by policy]({PICTURE.name})
 """
+_MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 
 
-def to_markdown(
-    heading: str, purpose: str, command: str, titles: Sequence[str], study: Study, cells: Sequence[Cell]
-) -> str:
-    """The section, with a table for each point."""
-    lines = [f"## {heading}", purpose, "", "```", command, "```"]
+def write_chapter(name: str, text: str, seconds: float, path: Path = RESULTS) -> None:
+    """Replace one chapter of the document, with a line on how it was measured; the others stay."""
+    written = path.read_text() if path.exists() else ""
+    parts = _MARK.split(written)[1:]
+    chapters = dict(zip(parts[::2], parts[1::2], strict=True))
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    chapters[name] = f"{text.rstrip()}\n\nkvatlas {own_version()}; {machine}; {seconds / 60:.0f} minutes.\n\n"
+    marked = (f"<!-- chapter: {one} -->\n{chapters[one]}" for one in CHAPTERS if one in chapters)
+    path.write_text(f"{HEAD}\n{''.join(marked)}".rstrip() + "\n")
+
+
+def to_markdown(purpose: str, command: str, titles: Sequence[str], study: Study, cells: Sequence[Cell]) -> str:
+    """A study as a command, and a table for each point."""
+    lines = [purpose, "", "```", command, "```"]
     for point, title in zip(study.points, titles, strict=True):
-        lines += ["", title, "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
-        lines += [_line(row) for row in rows_of([cell for cell in cells if cell.point == point])]
+        lines += ["", title, "", to_table(COLUMNS, rows_of([cell for cell in cells if cell.point == point]))]
     return "\n".join([*lines, ""])
+
+
+def to_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join([_line(columns), _line(["---"] * len(columns)), *map(_line, rows)])
 
 
 def _line(cells: Sequence[str]) -> str:

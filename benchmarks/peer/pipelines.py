@@ -42,6 +42,7 @@ class OurPipeline:
     pids: Mapping[str, int]
     store: Store
     index: ResidencyIndex
+    nats_url: str
 
     async def depth(self, engine: int, tokens: Sequence[int]) -> int:
         overlap = await self.index.overlap(SCOPE, extend_chain(tokens, BLOCK_SIZE))
@@ -64,7 +65,7 @@ class TheirPipeline:
 
 
 @asynccontextmanager
-async def our_pipeline(first_port: int, engines: int) -> AsyncIterator[OurPipeline]:
+async def our_pipeline(first_port: int, engines: int, granularity: int = 1) -> AsyncIterator[OurPipeline]:
     """A sidecar of all engines, NATS, an indexer and a store of its own. The engines must be bound already."""
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_server())
@@ -73,9 +74,10 @@ async def our_pipeline(first_port: int, engines: int) -> AsyncIterator[OurPipeli
         indexer = await stack.enter_async_context(indexer_process(nats.url, valkey.url))
         args = ["publish", "--engine", "vllm", "--worker-id", WORKER, "--model-id", SCOPE.model_id]
         args += ["--endpoint", f"tcp://127.0.0.1:{first_port}", "--dp-size", str(engines), "--nats-url", nats.url]
+        args += ["--granularity", str(granularity)]
         sidecar = await stack.enter_async_context(server_process("kvatlas_cli.main", args, "(is published)"))
         pids = {"publisher": sidecar.pid, "NATS": nats.pid, "indexer": indexer.pid, "store": valkey.pid}
-        yield OurPipeline(pids, store, await open_redis_index(store, writer=False))
+        yield OurPipeline(pids, store, await open_redis_index(store, writer=False), nats.url)
 
 
 @asynccontextmanager

@@ -3,9 +3,8 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from time import perf_counter
 from typing import Any
@@ -14,6 +13,7 @@ import anyio
 import httpx
 
 from benchmarks.timing import quantile
+from kvatlas.runtime.background_task import BackgroundTask
 from simulator.service import EngineAddresses, run_engine
 from simulator.settings import EngineSettings
 
@@ -107,13 +107,14 @@ async def repeating(work: Callable[[], Awaitable[None]], every_s: float) -> Asyn
     """Does the work before the block, and again and again inside it."""
 
     async def repeat() -> None:
-        while True:
+        while task.running:
             await asyncio.sleep(every_s)
             await work()
 
+    task = BackgroundTask(repeat, "repeated work of a benchmark")
     await work()
-    async with AsyncExitStack() as stack:
-        task = asyncio.create_task(repeat())
-        stack.push_async_callback(partial(asyncio.gather, task, return_exceptions=True))
-        stack.callback(task.cancel)
+    task.start()
+    try:
         yield
+    finally:
+        await task.stop()

@@ -36,10 +36,10 @@ class RouteWorkload:
         self._chains = [extend_chain(tokens, BLOCK_SIZE) for tokens in self._tokens]
         self._prompts = 0
 
-    async def write(self, store: Store) -> None:
+    async def write(self, store: Store, *, shards: int | None = None) -> None:
         """Write the workers and what they hold into the store, which is emptied first."""
         await store.client.flushall()
-        index = await open_redis_index(store, writer=True)
+        index = await open_redis_index(store, shards=shards, writer=True)
         use = ScopeUse(SCOPE, BLOCK_SIZE)
         rng = random.Random(1)
         for chain in self._chains:

@@ -5,10 +5,10 @@ dropped. No worker is retired if most of the fleet fell silent at the same time:
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Heartbeat, Liveness, WorkerState
+from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Heartbeat, Liveness, Repair, WorkerState
 
 LOST_AFTER_S = 5.0
 RETIRE_AFTER_S = 60.0
@@ -40,18 +40,38 @@ class _Worker:
     load_age_us: int | None = None
 
 
+@dataclass(slots=True)
+class _Notes:
+    """What else a worker's record says."""
+
+    applied_us: int = 0
+    trace: str | None = None
+    repair: Repair | None = None
+
+
+_NO_NOTES = _Notes()
+
+
 class FailureDetector:
     """Judges the workers of the owned partitions, and knows when each worker of the fleet was last heard."""
 
-    def __init__(self, retire_after_s: float = RETIRE_AFTER_S, *, vouches: Callable[[str], bool] | None = None) -> None:
-        """`vouches`: was this worker's address compared with its publisher's identity?"""
+    def __init__(
+        self,
+        retire_after_s: float = RETIRE_AFTER_S,
+        *,
+        vouches: Callable[[str], bool] | None = None,
+        describe_doubt: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        """`vouches`: was this worker's address compared with its publisher's identity? `describe_doubt`: why the index may be
+        wrong about a worker, for people."""
         self._vouches = vouches
+        self._describe_doubt = describe_doubt
         self._retire_after_s = retire_after_s
         self._workers: dict[str, _Worker] = {}
         self._changed: set[str] = set()
         self._last_heard_s: dict[str, float] = {}
         self._unheard_since_s: dict[str, float] = {}
-        self._traces: dict[str, str] = {}
+        self._notes: dict[str, _Notes] = {}
         self.lost = 0
         """Workers lost so far; one that comes back may be lost again."""
         self.held_back = 0
@@ -76,6 +96,7 @@ class FailureDetector:
                     now_s,
                     record.load_age_us,
                 )
+                self._notes.setdefault(worker_id, _Notes(record.applied_us, record.trace, record.repair))
 
     def pool_of(self, worker_id: str) -> str | None:
         """The pool of a judged worker; None for any other."""
@@ -111,18 +132,27 @@ class FailureDetector:
         self._changed.add(beat.worker_id)
         return urgent
 
-    def record_traces(self, traces: Mapping[str, str]) -> None:
-        """W3C traceparent of the last applied batch that began in an engine, by worker, if this replica traces."""
-        self._traces.update(traces)
+    def record_applied(self, worker_ids: Iterable[str], traces: Mapping[str, str], now_us: int) -> None:
+        """Messages of these workers were applied. `traces`: W3C traceparent of the last applied batch that began in an engine,
+        by worker, if this replica traces."""
+        for worker_id in worker_ids:
+            self._notes_of(worker_id).applied_us = now_us
+        for worker_id, trace in traces.items():
+            self._notes_of(worker_id).trace = trace
+
+    def record_repair(self, worker_id: str, repair: Repair) -> None:
+        """A snapshot of this worker was requested."""
+        self._notes_of(worker_id).repair = repair
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
         """These workers' partitions are another replica's now, or they are retired."""
         for worker_id in [w for w in self._workers if is_gone(w)]:
             del self._workers[worker_id]
             self._changed.discard(worker_id)
-        for by_worker in (self._unheard_since_s, self._traces):
-            for worker_id in [w for w in by_worker if is_gone(w)]:
-                del by_worker[worker_id]
+        for worker_id in [w for w in self._unheard_since_s if is_gone(w)]:
+            del self._unheard_since_s[worker_id]
+        for worker_id in [w for w in self._notes if is_gone(w)]:
+            del self._notes[worker_id]
 
     def skip_pause(self, seconds: float, now_s: float) -> None:
         """This process itself stood still (it was paused, or its machine slept): no worker was silent for that."""
@@ -178,7 +208,7 @@ class FailureDetector:
         return {worker_id: worker.liveness for worker_id, worker in self._workers.items()}
 
     def _record(self, worker_id: str) -> FleetRecord:
-        worker = self._workers[worker_id]
+        worker, notes = self._workers[worker_id], self._notes.get(worker_id, _NO_NOTES)
         return FleetRecord(
             endpoint=worker.endpoint,
             state=worker.state,
@@ -187,9 +217,17 @@ class FailureDetector:
             incarnation=worker.incarnation,
             heard_us=worker.heard_us,
             load_age_us=worker.load_age_us,
-            trace=self._traces.get(worker_id),
+            trace=notes.trace,
             vouched=self._vouches is not None and self._vouches(worker_id),
+            applied_us=notes.applied_us,
+            doubt=self._describe_doubt(worker_id),
+            repair=notes.repair,
         )
+
+    def _notes_of(self, worker_id: str) -> _Notes:
+        if (notes := self._notes.get(worker_id)) is None:
+            notes = self._notes[worker_id] = _Notes()
+        return notes
 
 
 def _most_fell_silent(last_heard_s: list[float], at_s: float, now_s: float) -> bool:

@@ -20,7 +20,7 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import ALL_ALIVE
 from kvatlas.errors import DATA_ERRORS, InvalidValue, KvatlasError
 from kvatlas.fleet.identities import Identities
-from kvatlas.fleet.records import EngineEndpoint, FleetRecord, read_heartbeat
+from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Repair, read_heartbeat
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -88,6 +88,10 @@ class Heartbeats:
         self._detector.watch({record.worker_id for record in owned if _unretired(record)}, now_s)
         self._expiry.update(owned, now_s)
 
+    def record_repair(self, worker_id: str, reason: str) -> None:
+        """A snapshot of this worker was requested: its record says so from the next round on."""
+        self._detector.record_repair(worker_id, Repair(at_us=time_ns() // 1_000, reason=reason))
+
     async def listen(self) -> Subscription:
         """Receive heartbeats until unsubscribed."""
         return await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
@@ -132,6 +136,7 @@ class Heartbeats:
             self._detector.restore_changed(changed)
             raise
         self._counters.fleet_writes += len(changed)
+        self._counters.pools_repaired = self._fleet.pools_repaired
         # a paused replica, once resumed, writes what it heard last: workers that are lost by now as alive
         await self._fleet.update_existing(self._detector.lost_records())
         for retirement in retirements:

@@ -19,6 +19,7 @@ from indexer.ownership.owned_partitions import OwnedPartitions
 from indexer.ownership.rendezvous import target_partitions
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.store import FleetStore
+from kvatlas.quantities import ranges_text
 
 LEASE_MS = 3_000
 RENEW_EVERY_S = 0.5
@@ -114,7 +115,9 @@ class Membership:
         if acquired := sorted(held - self._held):
             self._counters.partitions_taken += len(acquired)
             self._held |= held
-            log.info("member %s: started reading %d partitions (%s)", self.member_id, len(acquired), _ranges(acquired))
+            log.info(
+                "member %s: started reading %d partitions (%s)", self.member_id, len(acquired), ranges_text(acquired)
+            )
             self._owned.start(acquired)
 
     async def _stop_expired(self) -> None:
@@ -125,7 +128,9 @@ class Membership:
     async def _stop(self, partitions: Sequence[int]) -> None:
         self._held.difference_update(partitions)
         self._counters.partitions_given += len(partitions)
-        log.info("member %s: stopped reading %d partitions (%s)", self.member_id, len(partitions), _ranges(partitions))
+        log.info(
+            "member %s: stopped reading %d partitions (%s)", self.member_id, len(partitions), ranges_text(partitions)
+        )
         await self._owned.stop(partitions)
 
     async def _leave(self) -> None:
@@ -137,14 +142,3 @@ class Membership:
             log.warning(
                 "member %s: leases not released (%s), they expire in %g s", self.member_id, error, LEASE_MS / 1_000
             )
-
-
-def _ranges(partitions: Sequence[int]) -> str:
-    """`0-3,7`: ascending partitions as a person reads them."""
-    spans: list[list[int]] = []
-    for partition in partitions:
-        if spans and spans[-1][1] == partition - 1:
-            spans[-1][1] = partition
-        else:
-            spans.append([partition, partition])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)

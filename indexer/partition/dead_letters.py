@@ -9,15 +9,12 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfi
 from nats.js.errors import APIError, NotFoundError
 
 from indexer.counters import IndexerCounters
-from indexer.partition.admission import PoisonMessage
-from kvatlas.bus.subjects import ALL_DEAD, DEAD_STREAM, dead_subject
+from kvatlas.bus.admission import PoisonMessage
+from kvatlas.bus.subjects import ALL_DEAD, DEAD_REASON, DEAD_STREAM, DEAD_SUBJECT, DEAD_WHY, dead_subject
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 
-REASON_HEADER = "Kvatlas-Reason"
-WHY_HEADER = "Kvatlas-Why"
-SUBJECT_HEADER = "Kvatlas-Subject"
 QUEUE_LETTERS = 256
 
 log = logging.getLogger("kvatlas.indexer")
@@ -61,7 +58,7 @@ class DeadLetters:
         if len(self._letters) >= QUEUE_LETTERS:
             self._counters.dead_letters_dropped += 1
             return
-        headers = {REASON_HEADER: poison.reason.value, WHY_HEADER: why, SUBJECT_HEADER: subject}
+        headers = {DEAD_REASON: poison.reason.value, DEAD_WHY: why, DEAD_SUBJECT: subject}
         worker = subject.rsplit(".", 1)[-1]
         self._letters.append((dead_subject(partition, worker), headers, payload[:MAX_MESSAGE_BYTES]))
         self._wakeup.wake()

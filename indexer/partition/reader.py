@@ -5,36 +5,32 @@ starts from the stored position: messages that come twice are duplicates for the
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from time import monotonic
 
 import anyio
 from nats.aio.client import Client
-from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from redis.exceptions import RedisError
 
 from indexer.applier import Applier
 from indexer.counters import IndexerCounters
-from indexer.partition.admission import Admission
 from indexer.partition.dead_letters import DeadLetters
 from indexer.partition.event_stream import EventStream
-from indexer.partition.pull_consumer import SILENCE_S, PullConsumer
-from kvatlas.bus.connection import unsubscribe
-from kvatlas.bus.stream import StreamInfo, stream_info
-from kvatlas.bus.subjects import STREAM, partition_events
+from kvatlas.bus.admission import Admission, PoisonMessage
+from kvatlas.bus.pull_consumer import PullConsumer, open_pull_consumer
+from kvatlas.bus.stream import StreamInfo
+from kvatlas.bus.subjects import partition_events
+from kvatlas.bus.wire import RawMessage
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.identities import Identities
 from kvatlas.index.protocol import Position, ResidencyIndex
 from kvatlas.runtime.backoff import Backoff
 
-INACTIVE_THRESHOLD_S = 30
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
-WATCH_S = 0.5
-CLOSE_DEADLINE_S = 1.0
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -65,8 +61,10 @@ class PartitionReader:
         dead_letters: DeadLetters,
         counters: IndexerCounters,
         identities: Identities | None = None,
+        publishers: Sequence[int] = (),
     ) -> None:
-        """`identities`: what each worker's publisher may speak for; None: everything."""
+        """`identities`: what each worker's publisher may speak for; None: everything. `publishers`: other numbers of
+        partitions than the index's that publishers may use."""
         self.partition = partition
         self._client = client
         self._stream = stream
@@ -74,7 +72,8 @@ class PartitionReader:
         self._applier = applier
         self._dead_letters = dead_letters
         self._counters = counters
-        self._admission = Admission(partition, index.partitions, identities)
+        self._admission = Admission(partition, index.partitions, identities, publishers)
+        self._filters = partition_events(partition, index.partitions, publishers)
         self._consumer: PullConsumer | None = None
         """None between two consumers."""
 
@@ -134,66 +133,36 @@ class PartitionReader:
                 "partition %d: restarting from stored position %d (%s)", self.partition, position.seq, restarted_because
             )
         name = f"kva-{self.partition}-{token_hex(6)}"
-        info = await self._client.jetstream().add_consumer(
-            STREAM,
-            ConsumerConfig(
-                name=name,
-                deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-                opt_start_seq=position.seq + 1,
-                ack_policy=AckPolicy.NONE,
-                filter_subject=partition_events(self.partition),
-                inactive_threshold=INACTIVE_THRESHOLD_S,
-                mem_storage=True,
-                num_replicas=1,
-            ),
-        )
-        consumer = PullConsumer(
-            name,
-            position,
-            info.num_pending or 0,
-            client=self._client,
-            admission=self._admission,
-            applier=self._applier,
-            dead_letters=self._dead_letters,
-            counters=self._counters,
-        )
-        reconnects = self._client.stats["reconnects"]
-        subscription: Subscription | None = None
-        try:
-            if (await stream_info(self._client)).creation_us != position.creation_us:
-                return "the stream was made again"
-            subscription = await self._client.subscribe(consumer.inbox, cb=consumer.on_message)
-            self._applier.attach(consumer.queue)
-            self._consumer = consumer
-            self._counters.readings_started += 1
-            await consumer.pull()
-            return await self._watch(consumer, reconnects)
-        finally:
-            self._consumer = None
-            self._applier.detach(consumer.queue)
-            await self._close(name, subscription)
 
-    async def _watch(self, consumer: PullConsumer, reconnects: int) -> str:
-        """Wait until the consumer is lost; returns why."""
-        while True:
-            with anyio.move_on_after(WATCH_S):
-                await consumer.queue.failed.wait()
-                return consumer.queue.failure
-            if self._client.stats["reconnects"] != reconnects or not self._client.is_connected:
-                return "NATS connection lost"
-            if consumer.silent:
-                return f"consumer silent for {SILENCE_S:g} s"
+        def make(pending: int) -> PullConsumer:
+            return PullConsumer(
+                name,
+                position,
+                pending,
+                partition=self.partition,
+                client=self._client,
+                admit=self._admit,
+                on_queued=self._applier.wake,
+                counters=self._counters,
+            )
 
-    async def _close(self, consumer: str, subscription: Subscription | None) -> None:
-        """Delete the consumer; if that fails, the server deletes it after the inactive threshold."""
+        async with open_pull_consumer(self._client, name, self._filters, position, make) as consumer:
+            try:
+                self._applier.attach(consumer.queue)
+                self._consumer = consumer
+                self._counters.readings_started += 1
+                await consumer.pull()
+                return await consumer.wait_until_lost()
+            finally:
+                self._consumer = None
+                self._applier.detach(consumer.queue)
+
+    def _admit(self, subject: str, payload: bytes) -> RawMessage | None:
         try:
-            if subscription is not None:
-                await unsubscribe(subscription, self._client)
-            with anyio.move_on_after(CLOSE_DEADLINE_S, shield=True):
-                if self._client.is_connected:
-                    await self._client.publish(f"$JS.API.CONSUMER.DELETE.{STREAM}.{consumer}", b"")
-        except NatsError as error:
-            log.debug("consumer %s not deleted (%s), left to its inactive threshold", consumer, error)
+            return self._admission.admit(subject, payload)
+        except PoisonMessage as poison:
+            self._dead_letters.put(self.partition, subject, payload, poison)
+            return None
 
 
 async def start_position(index: ResidencyIndex, partition: int, stream: StreamInfo) -> tuple[Position, bool]:

@@ -34,6 +34,20 @@ class Doubt(StrEnum):
     FOREIGN = "foreign"
     """No publisher reports the incarnation of its record."""
 
+    @property
+    def text(self) -> str:
+        """For people, in a few words."""
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Doubt.UNKNOWN: "unknown to the index",
+    Doubt.BEHIND: "missing last messages",
+    Doubt.BAD: "unusable incarnation",
+    Doubt.GAP: "missing message",
+    Doubt.FOREIGN: "incarnation of no publisher",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
@@ -74,6 +88,11 @@ class DoubtJudge:
     def doubts(self) -> Mapping[str, Doubt]:
         """The workers in doubt now."""
         return {worker_id: one.doubt for worker_id, one in self._open.items()}
+
+    def doubt_of(self, worker_id: str) -> Doubt | None:
+        """Why this worker is in doubt now, if it is."""
+        one = self._open.get(worker_id)
+        return None if one is None else one.doubt
 
     def judge(
         self, records: Mapping[str, WorkerRecord], at_end: Callable[[str], bool], now_s: float

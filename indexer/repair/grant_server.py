@@ -1,7 +1,7 @@
 """Answers the requests of publishers to send a large snapshot, for the owned partitions."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic, time_ns
 
 import anyio
@@ -15,6 +15,7 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.control import GrantRequest
 from kvatlas.bus.subjects import ALL_GRANTS, ALL_GRANTS_BEFORE, is_inbox
 from kvatlas.errors import InvalidValue
+from kvatlas.identity import partition_of
 from kvatlas.incarnation import check_incarnation
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
@@ -28,8 +29,11 @@ class GrantServer:
         owned: OwnedPartitions,
         grants: GrantBudget,
         counters: IndexerCounters,
+        partitions: Sequence[int],
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        """`partitions`: how many there are, in each way in which publishers may count them; the first is ours."""
+        self._partitions = partitions
         self._client = client
         self._owned = owned
         self._grants = grants
@@ -49,14 +53,17 @@ class GrantServer:
 
     async def _on_request(self, msg: Msg) -> None:
         _, _, partition, *worker = msg.subject.split(".")
-        if not is_inbox(msg.reply) or not partition.isdecimal() or int(partition) not in self._owned.partitions:
+        if not is_inbox(msg.reply) or not partition.isdecimal() or not self._may_own(int(partition), worker):
             return
         try:
             request = GrantRequest.unpack(msg.data)
             if worker and worker != [request.worker_id]:
                 raise InvalidValue(f"it names worker {request.worker_id}; expected {worker[0]}")
-            if (right := self._owned.partition_of(request.worker_id)) != int(partition):
-                raise InvalidValue(f"worker {request.worker_id} is of partition {right}; expected {partition}")
+            right = [partition_of(request.worker_id, count) for count in self._partitions]
+            if int(partition) not in right:
+                raise InvalidValue(f"worker {request.worker_id} is of partition {right[0]}; expected {partition}")
+            if not self._owned.owns(request.worker_id):
+                return
             check_incarnation(request.incarnation, time_ns() // 1_000)
         except InvalidValue as error:
             self._counters.grants_bad += 1
@@ -68,3 +75,9 @@ class GrantServer:
         else:
             self._counters.grants_refused += 1
         await self._client.publish(msg.reply, reply.pack())
+
+    def _may_own(self, partition: int, worker: Sequence[str]) -> bool:
+        """Before the request is read, which may be anybody's: can its worker be an owned one?"""
+        if len(self._partitions) == 1:
+            return partition in self._owned.partitions
+        return not worker or self._owned.owns(worker[0])

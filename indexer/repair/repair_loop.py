@@ -21,6 +21,7 @@ from kvatlas.bus.subjects import control_subject
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.identity import shard_of
 from kvatlas.index.protocol import ResidencyIndex, Room, WorkerRecord
+from kvatlas.telemetry import inject_headers, snapshot_request_span
 
 JUDGE_EVERY_S = 1.0
 ROOM_FRACTION = 0.1
@@ -40,9 +41,12 @@ class RepairLoop:
         grants: GrantBudget,
         heartbeats: Heartbeats,
         counters: IndexerCounters,
+        partitions: int,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        """`partitions`: how many a publisher must have to be read; 0: several numbers will do."""
         self._client = client
+        self._partitions = partitions
         self._index = index
         self._owned = owned
         self._doubt = doubt
@@ -111,14 +115,18 @@ class RepairLoop:
 
     async def _request(self, request: SnapshotRequest) -> None:
         self._counters.snapshots_asked += 1
+        self._heartbeats.record_repair(request.worker_id, request.doubt.text)
         log.info(
             "worker %s: requesting a snapshot above incarnation %d (%s)",
             request.worker_id,
             request.above,
             request.doubt.value,
         )
-        control = ControlRequest(op=ControlOp.SNAPSHOT, above=request.above, partitions=self._index.partitions)
-        await self._client.publish(control_subject(request.worker_id), control.pack(), reply=self._inbox)
+        control = ControlRequest(op=ControlOp.SNAPSHOT, above=request.above, partitions=self._partitions)
+        with snapshot_request_span(request.worker_id, above=request.above, doubt=request.doubt.value):
+            await self._client.publish(
+                control_subject(request.worker_id), control.pack(), reply=self._inbox, headers=inject_headers()
+            )
 
     async def _on_reply(self, msg: Msg) -> None:
         if (msg.headers or {}).get("Status") == "503":

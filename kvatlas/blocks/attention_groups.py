@@ -10,7 +10,8 @@ every group allows (`HybridKVCacheCoordinator.find_longest_cache_hit`, `single_t
 - mamba: the block before p is held (its state is that of the block's end);
 - an EAGLE group without lookahead hashes must hold one block more, which is given up;
 - groups of several block sizes: p is a multiple of all of them (the scheduler's block size). A larger block has the hash of
-  the last small one that it covers.
+  the last small one that it covers. Of several groups of full attention, residency is that of the smallest blocks; those of
+  larger ones must be held up to p too. Windows may have smaller blocks than full attention (Gemma 4).
 
 Groups that never share blocks (circular buffers, bounded replay) publish none and say nothing.
 """
@@ -84,7 +85,8 @@ class AttentionGroup:
 
     @property
     def longest_run(self) -> int:
-        """Beyond this many blocks of this group held in a row, more make no difference."""
+        """Beyond this many blocks of this group held in a row, more make no difference. Not for full attention, which needs
+        all of them."""
         if self.kind in _WINDOWED:
             assert self.window_tokens is not None
             needed = -(-(self.window_tokens - 1) // self.block_size)
@@ -111,7 +113,8 @@ class ResumptionRule:
     """What the groups of one engine need together, counted in blocks of `block_size` tokens, those that the index has.
 
     `alignment`: positions are multiples of this many blocks. `dropped`: a position needs this many blocks behind it to be
-    resident too. `sparse`: the groups that residency says nothing of, in the order of their bits in `Block.held_by`.
+    resident too. `sparse`: the groups that residency says nothing of, in the order of their bits in `Block.held_by`; among them
+    full attention with larger blocks than the smallest.
     """
 
     block_size: int
@@ -128,19 +131,46 @@ class ResumptionRule:
 
         Raises InvalidValue where these sizes can't be those of one engine.
         """
-        if not any(group.kind.is_full for group in groups):
+        full_sizes = [group.block_size for group in groups if group.kind.is_full]
+        if not full_sizes:
             raise InvalidValue("no group of full attention; residency of such a model is not known")
         unit = gcd(*(group.block_size for group in groups)) if block_size is None else block_size
         common = lcm(*(group.block_size for group in groups))
         aligned = common if alignment_tokens is None else alignment_tokens
-        if unit < 1 or any(group.block_size % unit for group in groups):
-            sizes = sorted({group.block_size for group in groups})
-            raise InvalidValue(f"block size {unit} with groups of {sizes}; expected a divisor of these")
+        if unit < 1:
+            raise InvalidValue(f"block size {unit}; expected at least 1")
+        small = [group for group in groups if group.block_size % unit]
+        for group in small:
+            if (
+                unit % group.block_size
+                or group.kind not in _WINDOWED
+                or group.drops
+                or group.block_size != small[0].block_size
+            ):
+                raise InvalidValue(
+                    f"{group.kind} group with blocks of {group.block_size} tokens beside blocks of {unit}: where a prompt can "
+                    "be resumed is not known"
+                )
         if aligned < 1 or aligned % common:
             raise InvalidValue(f"scheduler block size {aligned}; expected a multiple of {common}")
         dropped = max((group.block_size // unit for group in groups if group.drops), default=0)
-        sparse = tuple(group for group in groups if not group.kind.is_full)
+        resident = min(full_sizes)
+        sparse = tuple(group for group in groups if not group.kind.is_full or group.block_size > resident)
         return cls(unit, sparse, aligned // unit, dropped)
+
+    @property
+    def parts(self) -> int:
+        """How many blocks of the groups with smaller ones are in one that the index has."""
+        return max((self.block_size // group.block_size for group in self.sparse), default=1) or 1
+
+    @property
+    def first_bits(self) -> tuple[int, ...]:
+        """Of each sparse group its first bit in `Block.held_by`, which has one for each of its blocks in an announced one."""
+        bits, bit = [], 1
+        for group in self.sparse:
+            bits.append(bit)
+            bit <<= max(1, self.block_size // group.block_size)
+        return tuple(bits)
 
     @property
     def needs_marks(self) -> bool:

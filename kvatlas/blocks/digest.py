@@ -8,6 +8,7 @@ in the wrong scope shows. (20 bits, because the store's Lua computes in doubles.
 
 import sys
 from array import array
+from collections.abc import Sequence
 from functools import lru_cache
 from struct import unpack
 
@@ -70,8 +71,9 @@ class MarkDigest:
 
     __slots__ = ("_words",)
 
-    def __init__(self) -> None:
-        self._words = [0] * MARK_WORDS
+    def __init__(self, words: Sequence[int] | None = None) -> None:
+        """`words`: of another digest."""
+        self._words = list(words) if words is not None else [0] * MARK_WORDS
 
     def add_marks(self, scope_id: bytes, packed_hashes: bytes, sign: int = 1) -> None:
         """Add (sign 1) or subtract (sign -1) marked blocks."""

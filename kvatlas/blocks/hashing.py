@@ -24,7 +24,7 @@ The LoRA adapter is never among them: it is in the scope. A router that knows a 
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from functools import lru_cache
 from struct import Struct
 from typing import Any
 
@@ -88,23 +88,37 @@ def extend_chain(
     if not count:
         pack_tokens(tokens)
         return b""
-    packed = pack_tokens(tokens)[: count * block_size * 4]
-    blocks = chain.from_iterable(Struct(f"{4 * block_size}s").iter_unpack(packed))
+    packed = pack_tokens(tokens)
+    if len(tokens) % block_size:
+        packed = packed[: count * block_size * 4]
+    blocks = _block_of(4 * block_size).iter_unpack(packed)
     if extra_keys and any(extra_keys):
         keys = [*extra_keys[:count], *[None] * (count - len(extra_keys))]
-        local_hashes = [_local(block, key) for block, key in zip(blocks, keys, strict=True)]
-    else:
-        local_hashes = list(map(xxh3_64_intdigest, blocks, repeat(SEED)))
+        return chain_of_local_hashes([_local(block, key) for (block,), key in zip(blocks, keys, strict=True)], parent)
+    if parent is None:
+        return chain_of_local_hashes([xxh3_64_intdigest(block, SEED) for (block,) in blocks])
+    pack, digest = _PAIR.pack, xxh3_64_intdigest
+    return pack_hashes([parent := digest(pack(parent, digest(block, SEED)), SEED) for (block,) in blocks])
+
+
+def chain_of_local_hashes(local_hashes: Sequence[int], parent: int | None = None) -> bytes:
+    """Packed sequence hashes of blocks by their local hashes; `parent` is the sequence hash of the block before them."""
     values = iter(local_hashes)
     hashes: list[int] = []
     if parent is None:
-        parent = next(values)
+        parent = next(values, None)
+        if parent is None:
+            return b""
         hashes.append(parent)
     pack = _PAIR.pack
-    for value in values:
-        parent = xxh3_64_intdigest(pack(parent, value), SEED)
-        hashes.append(parent)
+    hashes += [parent := xxh3_64_intdigest(pack(parent, value), SEED) for value in values]
     return pack_hashes(hashes)
+
+
+@lru_cache(maxsize=64)
+def _block_of(size: int) -> Struct:
+    """Cuts packed tokens into blocks of this many bytes."""
+    return Struct(f"{size}s")
 
 
 def lookahead_chain(tokens: TokenIds, lookahead_tokens: int) -> tuple[int | None, TokenIds]:

@@ -1,8 +1,9 @@
 """Keys of blocks, residencies, and overlaps as the index answers them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, reduce
+from operator import add
 from struct import unpack
 from types import MappingProxyType
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class BlockKey:
 class Residency:
     """One block held by one worker in one tier.
 
-    `last_access_ms` and `ref_count` are None, and `bytes` is 0, if the engine does not report them. `resumable`: is it marked,
+    `bytes`: of the block; 0 if the worker's publisher does not know it. `pinned`: it was put so. `resumable`: is it marked,
     that is, does its engine's every group hold what a prompt needs to go on behind it (`kvatlas.blocks.attention_groups`)? None
     of a worker without marks.
     """
@@ -55,10 +56,13 @@ class Residency:
     worker_id: str
     tier: Tier
     bytes: int = 0
-    last_access_ms: int | None = None
-    ref_count: int | None = None
     pinned: bool = False
     resumable: bool | None = None
+
+
+def residency_order(residency: Residency) -> tuple[int, str, Tier]:
+    """The order of residencies in answers: by hash, worker and tier."""
+    return residency.sequence_hash, residency.worker_id, residency.tier
 
 
 WorkerRuns = tuple[tuple[int, int], ...]
@@ -210,12 +214,14 @@ class Overlap(NamedTuple):
     """Which workers hold how much of a prompt's start, counted in looked-up blocks (every granularity-th of the chain).
 
     Depths are exact, because residency is prefix-closed. The tiers of a run are exact at its first and last block.
-    `differences` is filled by a verified lookup: (worker, depth by galloping, depth by a full walk).
+    `differences` is filled by a verified lookup: (worker, depth by galloping, depth by a full walk). `source`: who answered, if
+    a router has a replica of the index.
     """
 
     shards: Sequence[ShardRuns]
     looked_up: int
     differences: Sequence[tuple[str, int, int]] = ()
+    source: str = ""
 
     def depths(self) -> dict[str, int]:
         """Leading looked-up blocks that each worker holds in any tier; workers that hold none are left out."""
@@ -250,15 +256,100 @@ class Overlap(NamedTuple):
         return []
 
 
+class TierBlocks(NamedTuple):
+    """Residencies by tier, in the tiers' order."""
+
+    hbm: int = 0
+    remote_hbm: int = 0
+    cpu_dram: int = 0
+    local_ssd: int = 0
+    object_store: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentBlocks:
+    """What all workers hold of a scope in a tier. `bytes`: each worker's blocks times the size that it told last; blocks of
+    unknown size count as 0."""
+
+    scope: Scope
+    tier: Tier
+    blocks: int
+    bytes: int
+
+
+class ResidentCount:
+    """Adds up blocks and bytes by scope id and tier."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[bytes, Tier], tuple[int, int]] = {}
+
+    def add(self, scope_id: bytes, tier: Tier, blocks: int, block_bytes: int) -> None:
+        before, bytes_before = self._found.get((scope_id, tier), (0, 0))
+        self._found[scope_id, tier] = before + blocks, bytes_before + blocks * block_bytes
+
+    @property
+    def scope_ids(self) -> set[bytes]:
+        return {scope_id for scope_id, _ in self._found}
+
+    def by_scope(self, scopes: Mapping[bytes, Scope]) -> list[ResidentBlocks]:
+        """By the scopes' text, then by tier."""
+        rows = [ResidentBlocks(scopes[id], tier, *held) for (id, tier), held in self._found.items()]
+        return sorted(rows, key=lambda row: (str(row.scope), row.tier))
+
+    def by_model(self, scopes: Mapping[bytes, Scope]) -> "IndexMetrics":
+        """Summed over each model's scopes."""
+        blocks: dict[str, list[int]] = {}
+        sizes: dict[str, list[int]] = {}
+        for (scope_id, tier), (held, size) in self._found.items():
+            model_id = scopes[scope_id].model_id
+            blocks.setdefault(model_id, [0] * len(Tier))[tier] += held
+            sizes.setdefault(model_id, [0] * len(Tier))[tier] += size
+        return IndexMetrics({one: ModelBlocks(TierBlocks(*blocks[one]), TierBlocks(*sizes[one])) for one in blocks})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBlocks:
+    """What all workers hold of one model's scopes, by tier: residencies, and bytes (see `ResidentBlocks`)."""
+
+    blocks: TierBlocks = field(default_factory=TierBlocks)
+    bytes: TierBlocks = field(default_factory=TierBlocks)
+
+    def plus(self, other: "ModelBlocks") -> "ModelBlocks":
+        return ModelBlocks(
+            TierBlocks(*map(add, self.blocks, other.blocks)), TierBlocks(*map(add, self.bytes, other.bytes))
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class IndexMetrics:
-    """Counters since the index was opened, and its size now.
+    """How large the index is now, by model id."""
 
-    `bytes_written` counts the key and value bytes of block entries sent to the store.
+    models: Mapping[str, ModelBlocks]
+
+    @property
+    def tiers(self) -> TierBlocks:
+        """Residencies of all models."""
+        return reduce(ModelBlocks.plus, self.models.values(), ModelBlocks()).blocks
+
+    @property
+    def resident_blocks(self) -> int:
+        """In all tiers."""
+        return sum(self.tiers)
+
+    @property
+    def resident_bytes(self) -> int:
+        """In all tiers."""
+        return sum(sum(model.bytes) for model in self.models.values())
+
+
+@dataclass(frozen=True, slots=True)
+class IndexWork:
+    """What this process did since it opened the index; reading it asks no store.
+
+    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: overlaps and children looked up.
+    `bytes_written`: keys and values of block entries sent to the store.
     """
 
-    resident_blocks: int
-    resident_bytes: int
     puts: int
     removes: int
     prefix_scans: int

@@ -3,10 +3,10 @@
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from kvatlas.fleet.records import WireRecord, WorkerId
-from kvatlas.identity import Scope
+from kvatlas.identity import OWN_CHAIN, Scope, check_chain
 from kvatlas.validation import AckedSeq, Count, Incarnation, Name
 
 DigestWords = Annotated[list[Count], Field(max_length=64)]
@@ -43,11 +43,12 @@ class ScopeDigest(WireRecord):
     tokenizer_id: Name
     adapter_id: Name | None = None
     tenant_id: Name
+    chain: Annotated[str, AfterValidator(check_chain)] = OWN_CHAIN
     digest: DigestWords
 
     @property
     def scope(self) -> Scope:
-        return Scope(self.model_id, self.tokenizer_id, self.adapter_id, self.tenant_id)
+        return Scope(self.model_id, self.tokenizer_id, self.adapter_id, self.tenant_id, self.chain)
 
 
 class ControlReply(WireRecord):

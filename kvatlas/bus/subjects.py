@@ -1,5 +1,8 @@
 """NATS subjects and streams: the only place that spells them."""
 
+from collections.abc import Sequence
+from math import gcd
+
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id, partition_of
 
@@ -12,8 +15,11 @@ ALL_GRANTS_BEFORE = "kvatlas.grant.*"
 """Where publishers of the version before ask; permissions of this version forbid it to publishers."""
 GRANTS = "kvatlas.grant.>"
 """Both of them, as a permission."""
+ALL_STORE_NOTICES = "kvatlas.store.*.*"
 DEAD_STREAM = "KVATLAS_DEAD"
 ALL_DEAD = "kvatlas.dead.*.*"
+DEAD_REASON, DEAD_WHY, DEAD_SUBJECT = "Kvatlas-Reason", "Kvatlas-Why", "Kvatlas-Subject"
+"""Headers of a message there: why it was refused, in a word and in a line, and the subject that it came on."""
 
 
 def events_subject(worker_id: str, partitions: int) -> str:
@@ -26,9 +32,14 @@ def events_of_worker(worker_id: str) -> str:
     return f"kvatlas.events.*.{check_worker_id(worker_id)}"
 
 
-def partition_events(partition: int) -> str:
-    """The filter for all messages of one partition."""
-    return f"kvatlas.events.{partition}.*"
+def partition_events(partition: int, partitions: int = 0, others: Sequence[int] = ()) -> list[str]:
+    """The filters for all messages of one partition of `partitions`. `others`: numbers of partitions that publishers may use
+    instead; these filters let messages of other partitions' workers through, too."""
+    numbers = {partition}
+    for count in others:  # a worker's hash is known modulo both counts, and so modulo what divides them
+        common = gcd(count, partitions)
+        numbers.update(range(partition % common, count, common))
+    return [f"kvatlas.events.{number}.*" for number in sorted(numbers)]
 
 
 def worker_of(subject: str) -> tuple[int, str]:
@@ -59,9 +70,32 @@ def grants_of_worker(worker_id: str) -> str:
     return f"kvatlas.grant.*.{check_worker_id(worker_id)}"
 
 
+def shared_store_subject(store_id: str, worker_id: str) -> str:
+    """What a worker's publisher tells the publisher of a shared store (core NATS)."""
+    return f"kvatlas.store.{check_worker_id(store_id)}.{check_worker_id(worker_id)}"
+
+
+def notices_to_store(store_id: str) -> str:
+    """What all writers tell of one store."""
+    return f"kvatlas.store.{check_worker_id(store_id)}.*"
+
+
+def notices_of_writer(worker_id: str) -> str:
+    """What one writer tells of any store, as a permission."""
+    return f"kvatlas.store.*.{check_worker_id(worker_id)}"
+
+
 def dead_subject(partition: int, worker_token: str) -> str:
     """Messages that an indexer must not apply; `worker_token` is the last token of the subject a message came on."""
     return f"kvatlas.dead.{partition}.{worker_token}"
+
+
+def writer_of(subject: str) -> str:
+    """The worker that a notice of a shared store is from. Raises InvalidValue for another subject."""
+    parts = subject.split(".")
+    if len(parts) != 4 or parts[:2] != ["kvatlas", "store"]:
+        raise InvalidValue(f"subject {subject!r}; expected kvatlas.store.<store>.<worker>")
+    return check_worker_id(parts[3])
 
 
 def is_inbox(reply: str) -> bool:

@@ -14,6 +14,8 @@ Version 2 adds, of workers whose residency does not say where a prompt can be re
     [6 and 7, with a digest of 21 words]            [9, scope id, hashes]           unmarked
                                                     [10, scope id, hashes, bits]    heads (8 big-endian bytes of bits each)
 
+Version 3 adds the chain as a seventh field of the scopes whose keys are not of the own chain (`kvatlas.identity.Scope.chain`).
+
 Messages without any of these are of version 1, so an indexer that knows only that goes on with all other workers.
 A message does bounded work: besides its hashes at most one begin, one end and one cleared.
 """
@@ -41,14 +43,14 @@ from kvatlas.events import (
     Stored,
     Unmarked,
 )
-from kvatlas.identity import SCOPE_ID_BYTES, Scope, check_worker_id
+from kvatlas.identity import OWN_CHAIN, SCOPE_ID_BYTES, Scope, check_worker_id
 from kvatlas.msgpack_input import unpack
 from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 
 MESSAGE_VERSION, WORKER_ID, INCARNATION, SEQ, TS_US, SCOPES, EVENTS = range(7)
 """Indexes of a message's fields."""
-BLOCK_SIZE, BLOCK_BYTES = 4, 5
-"""Indexes of a scope entry's last fields; the four names come first."""
+BLOCK_SIZE, BLOCK_BYTES, CHAIN = 4, 5, 6
+"""Indexes of a scope entry's fields after the four names; the chain only if it is not the own one."""
 CODE, SCOPE_ID, TIER, HASHES, PARENT, FIRST_INDEX, FLAGS = range(7)
 """Indexes of an event's fields; a removed event ends with its hashes."""
 CHUNKS, END_DIGEST = 1, 2
@@ -62,6 +64,7 @@ MARK_HASHES, HEAD_BITS = 2, 3
 
 VERSION = 1
 VERSION_WITH_MARKS = 2
+VERSION_WITH_CHAINS = 3
 MAX_DROPPED = 255
 MAX_MESSAGE_BYTES = 512 * 1024
 MAX_SNAPSHOT_MESSAGE_BYTES = 64 * 1024
@@ -71,7 +74,7 @@ MAX_SEQ = (1 << 53) - 1
 
 STORED, REMOVED, CLEARED, BEGIN, CHUNK, END, CHECKPOINT, MARKED, UNMARKED, HEADS = range(1, 11)
 """Event codes."""
-LAST_CODE = {VERSION: CHECKPOINT, VERSION_WITH_MARKS: HEADS}
+LAST_CODE = {VERSION: CHECKPOINT, VERSION_WITH_MARKS: HEADS, VERSION_WITH_CHAINS: HEADS}
 
 _WITH_HASHES = frozenset((STORED, CHUNK, REMOVED))
 _AT_MOST_ONE = (CLEARED, BEGIN, END)
@@ -92,11 +95,14 @@ def encode(message: Message) -> bytes:
             use.scope.tenant_id,
             use.block_size,
             use.block_bytes,
+            *([] if use.scope.chain == OWN_CHAIN else [use.scope.chain]),
         ]
         for scope_id, use in message.scopes.items()
     }
     events = [_encode_event(event) for event in message.events]
     version = VERSION_WITH_MARKS if any(map(_needs_marks, message.events)) else VERSION
+    if any(len(entry) > CHAIN for entry in scopes.values()):
+        version = VERSION_WITH_CHAINS
     return msgpack.packb([version, message.worker_id, message.incarnation, message.seq, message.ts_us, scopes, events])
 
 
@@ -112,7 +118,7 @@ def decode_raw(payload: bytes) -> RawMessage:
     if not isinstance(raw, list) or not raw:
         raise WireError(f"message is {type(raw).__name__}; expected an array")
     if type(raw[MESSAGE_VERSION]) is not int or raw[MESSAGE_VERSION] not in LAST_CODE:
-        raise WireError(f"message version {raw[MESSAGE_VERSION]!r:.40}; expected {VERSION} or {VERSION_WITH_MARKS}")
+        raise WireError(f"message version {raw[MESSAGE_VERSION]!r:.40}; expected {VERSION} to {VERSION_WITH_CHAINS}")
     if len(raw) != 7:
         raise WireError(f"message of {len(raw)} fields; expected 7")
     version, worker_id, incarnation, seq, ts_us, scopes, events = raw
@@ -129,7 +135,7 @@ def decode_raw(payload: bytes) -> RawMessage:
     if type(scopes) is not dict or type(events) is not list:
         raise WireError("scopes and events; expected a map and an array")
     for entry in scopes.values():
-        _check_entry(entry)
+        _check_entry(entry, version)
     for event in events:
         _check_event(event, scopes, version)
     if len(events) > 1:
@@ -159,20 +165,20 @@ def to_raw(message: Message) -> RawMessage:
 
 def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
     """One entry of the scopes map. Raises WireError unless it is well formed and its fields hash to the id."""
-    _check_entry(entry)
-    block_size, block_bytes = entry[BLOCK_SIZE:]
+    _check_entry(entry, VERSION_WITH_CHAINS)
     try:
-        scope = Scope(*entry[:BLOCK_SIZE])
+        scope = Scope(*entry[:BLOCK_SIZE], *entry[CHAIN:])
     except InvalidValue as error:
         raise WireError(str(error)) from error
     if scope.scope_id != scope_id:
-        raise WireError(f"scope id {scope_id!r:.40} is not that of {scope}")
-    return ScopeUse(scope, block_size, block_bytes)
+        raise WireError(f"scope id {scope_id!r:.40} is not that of its scope ({scope.log_name})")
+    return ScopeUse(scope, entry[BLOCK_SIZE], entry[BLOCK_BYTES])
 
 
-def _check_entry(entry: Any) -> None:
+def _check_entry(entry: Any, version: int) -> None:
     """Its form and its numbers, types included: 16.0 equals 16, and can't be packed as it."""
-    if type(entry) is not list or len(entry) != 6:
+    most = CHAIN + (version == VERSION_WITH_CHAINS)
+    if type(entry) is not list or not CHAIN <= len(entry) <= most:
         raise WireError(f"scope entry {entry!r:.80}; expected four names, block size, block bytes")
     block_size, block_bytes = entry[BLOCK_SIZE], entry[BLOCK_BYTES]
     if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_TOKENS:
@@ -216,7 +222,7 @@ def _check_event(event: Any, scopes: dict[Any, Any], version: int) -> None:
             raise WireError(f"snapshot end of {event[CHUNKS]!r:.40} chunks")
     elif code in _OF_MARKS:
         _check_marks(event, scopes)
-    elif code == BEGIN and len(event) == 2 and version == VERSION_WITH_MARKS:
+    elif code == BEGIN and len(event) == 2 and version != VERSION:
         if type(event[DROPPED]) is not int or not 0 <= event[DROPPED] <= MAX_DROPPED:
             raise WireError(f"snapshot begin that drops {event[DROPPED]!r:.80} blocks; expected 0 to {MAX_DROPPED}")
     elif len(event) != 1:
@@ -236,7 +242,7 @@ def _check_marks(event: list[Any], scopes: dict[Any, Any]) -> None:
 
 
 def _needs_marks(event: IndexEvent) -> bool:
-    """Can only version 2 say this?"""
+    """Can version 1 not say this?"""
     match event:
         case Marked() | Unmarked() | Heads():
             return True

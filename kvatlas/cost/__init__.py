@@ -1,7 +1,7 @@
 """What a request costs on a worker, in microseconds, term by term: one protocol, two profiles."""
 
-from kvatlas.cost.engine import EngineProfile, EngineRates, ReadRate
-from kvatlas.cost.protocol import Cost, CostProfile, CostTerm, Load, Piece, Plan, Prices, TermKind, mean_load
+from kvatlas.cost.engine import EngineProfile, EngineRates
+from kvatlas.cost.protocol import Cost, CostProfile, CostTerm, Load, Piece, Plan, Prices, ReadRate, TermKind, mean_load
 from kvatlas.cost.quillcache import QuillcacheProfile
 
 __all__ = [

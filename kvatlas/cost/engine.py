@@ -11,7 +11,8 @@ The default rates are those of an 8-billion-parameter model with grouped-query a
 - a decode step reads 16 GB of weights: 5,300 us, with launch overhead 7,000 us (t0); each running request adds its own
   compute and sampling: 40 us (t1); each KV token is 128 KiB to read: 0.045 us (t2).
 - a transfer is a set-up and a bandwidth: remote HBM 100 us and 40 GiB/s; CPU DRAM 50 us and 20 GiB/s; local SSD 200 us
-  and 5 GiB/s; object store 20,000 us and 0.8 GiB/s. Another worker's lower tier crosses the network as well.
+  and 5 GiB/s; object store 20,000 us and 0.8 GiB/s. Another worker's lower tier crosses the network as well. A shared store
+  may say itself how fast it is read.
 
 Only differences between candidates matter for a choice; the rates may be set for the pool and for each worker.
 """
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.cost.protocol import MIB_BYTES, Cost, Piece, Plan, Prices, TermKind
+from kvatlas.cost.protocol import MIB_BYTES, Cost, Piece, Plan, Prices, ReadRate, TermKind
 from kvatlas.errors import InvalidValue
 
 TERMS = (
@@ -33,16 +34,10 @@ TERMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRate:
-    """Time to read one contiguous piece from a tier: `setup_us` once, `us_per_mib` for its size."""
-
-    setup_us: float
-    us_per_mib: float
-
-    def __post_init__(self) -> None:
-        if not (self.setup_us >= 0 and self.us_per_mib >= 0):
-            raise InvalidValue(f"read rate {self}; expected no negative number")
+_REMOTE_HBM = ReadRate(100.0, 25.0)
+_CPU_DRAM = ReadRate(50.0, 50.0)
+_LOCAL_SSD = ReadRate(200.0, 200.0)
+_OBJECT_STORE = ReadRate(20_000.0, 1_250.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +55,10 @@ class EngineRates:
     tpot_us_per_kv_token: float = 0.045
     tokens_per_waiting_request: int = 1_024
     kv_bytes_per_token: int = 131_072
-    remote_hbm: ReadRate = ReadRate(100.0, 25.0)
-    cpu_dram: ReadRate = ReadRate(50.0, 50.0)
-    local_ssd: ReadRate = ReadRate(200.0, 200.0)
-    object_store: ReadRate = ReadRate(20_000.0, 1_250.0)
+    remote_hbm: ReadRate = _REMOTE_HBM
+    cpu_dram: ReadRate = _CPU_DRAM
+    local_ssd: ReadRate = _LOCAL_SSD
+    object_store: ReadRate = _OBJECT_STORE
     domain_us: float = 350.0
 
     def __post_init__(self) -> None:
@@ -98,9 +93,9 @@ class EngineRates:
         if piece.at_hand:
             return 0.0
         mib = (piece.bytes or piece.tokens * self.kv_bytes_per_token) / MIB_BYTES
-        rate = self.read_rate(piece.price_tier)
+        rate = piece.rate or self.read_rate(piece.price_tier)
         us = rate.setup_us + rate.us_per_mib * mib
-        if not piece.own and piece.price_tier is not Tier.REMOTE_HBM:
+        if piece.rate is None and not piece.own and piece.price_tier is not Tier.REMOTE_HBM:
             us += self.remote_hbm.us_per_mib * mib
         return us if piece.own or piece.same_domain else us + self.domain_us
 

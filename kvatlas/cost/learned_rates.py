@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeGuard
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.cost.engine import EngineProfile, EngineRates, ReadRate
-from kvatlas.cost.protocol import MIB_BYTES, Load, Piece, Plan
+from kvatlas.cost.engine import EngineProfile, EngineRates
+from kvatlas.cost.protocol import MIB_BYTES, Load, Piece, Plan, ReadRate
 from kvatlas.cost.regression import RATES, Estimate, Evidence, Latency, Rate, Row, Vector
 
 UNITS: Final = EngineRates()
@@ -107,7 +107,10 @@ def _ttft_terms(request: FinishedRequest) -> tuple[Vector, float] | None:
 
 
 def _read_us(piece: Piece) -> tuple[float, float, float]:
-    """What reading a piece takes at the units: in its tier, in the network, and for crossing to another domain."""
+    """What reading a piece takes at the units: in its tier, in the network, and what is not learned: crossing to another
+    domain, and all of a piece whose holder says how fast it is read."""
+    if piece.rate is not None:
+        return 0.0, 0.0, UNITS.read_us(piece)
     mib = (piece.bytes or piece.tokens * UNITS.kv_bytes_per_token) / MIB_BYTES
     rate = UNITS.read_rate(piece.price_tier)
     own_us = rate.setup_us + rate.us_per_mib * mib

@@ -8,16 +8,30 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvatlas.blocks.tiers import Tier
+from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import WorkerState
 
 MIB_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRate:
+    """Time to read one contiguous piece from a tier: `setup_us` once, `us_per_mib` for its size."""
+
+    setup_us: float
+    us_per_mib: float
+
+    def __post_init__(self) -> None:
+        if not (self.setup_us >= 0 and self.us_per_mib >= 0):
+            raise InvalidValue(f"read rate {self}; expected no negative number")
 
 
 class Piece(NamedTuple):
     """A contiguous run of cached tokens that is read in one go, from one tier of one worker.
 
     `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or in the candidate's locality
-    domain. `bytes` 0: the size of a block is unknown.
+    domain. `bytes` 0: the size of a block is unknown. `rate`: how fast its holder says that it is read; None: as the reader's
+    rates say of the tier.
     """
 
     tokens: int
@@ -25,6 +39,7 @@ class Piece(NamedTuple):
     tier: Tier
     own: bool = True
     same_domain: bool = True
+    rate: ReadRate | None = None
 
     @property
     def price_tier(self) -> Tier:

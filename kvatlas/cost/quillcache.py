@@ -49,6 +49,22 @@ class QuillcacheProfile:
     def name(self) -> str:
         return "quillcache"
 
+    def prefill_us(self, new_tokens: int) -> int:
+        """Of computing prompt tokens."""
+        return self.prefill_us_per_token * new_tokens
+
+    def decode_us(self, output_tokens: int, running_decodes: int = 0) -> int:
+        """Of an answer, beside the requests that the worker decodes already."""
+        return self.decode_us_per_token * output_tokens + self.running_decode_us * running_decodes
+
+    def queue_us(self, queued_prefill_tokens: int) -> int:
+        """Of waiting behind prompt tokens that are still to be computed."""
+        return self.queue_us_per_token * queued_prefill_tokens
+
+    def transfer_us(self, size_bytes: int, tier: Tier, *, own: bool = True, same_domain: bool = True) -> int:
+        """Of reading cached KV of this size in one piece; the worker's own HBM is a hit."""
+        return self.read_us(Piece(0, size_bytes, tier, own, same_domain))
+
     def tier_us_per_mib(self, tier: Tier) -> int:
         """The price of a MiB read from a tier other than the worker's own HBM."""
         match tier:
@@ -80,13 +96,13 @@ class QuillcacheProfile:
         new, output = plan.new_tokens, plan.output_tokens
         queued, running = plan.load.queued_prefill_tokens, plan.load.running_decodes
         us = (
-            self.prefill_us_per_token * new,
+            self.prefill_us(new),
             self.hbm_hit_us * at_hand,
             moved_us,
             self.domain_us * crossing,
-            self.queue_us_per_token * queued,
-            self.decode_us_per_token * output,
-            self.running_decode_us * running,
+            self.queue_us(queued),
+            self.decode_us(output),
+            self.decode_us(0, running),
         )
         amounts = (new, at_hand, moved_mib, crossing, queued, output, running)
         return Cost(self.name, TERMS, us, amounts, sum(us))

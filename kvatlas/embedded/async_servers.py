@@ -89,7 +89,7 @@ class EmbeddedServer(_EmbeddedProcesses):
 
 
 class EmbeddedCluster(_EmbeddedProcesses):
-    """A cluster of primaries as an async context manager; each of `nodes` can be killed and restarted."""
+    """A cluster as an async context manager; each of `nodes` can be killed and restarted."""
 
     def __init__(self, processes: ClusterProcesses) -> None:
         super().__init__(processes)
@@ -113,7 +113,12 @@ valkey_server = _on_asyncio(ValkeyProcess)
 
 
 def valkey_cluster(
-    *, primaries: int = 3, binary: Path | None = None, settings: Mapping[str, str] = MappingProxyType({})
+    *,
+    primaries: int = 3,
+    replicas: int = 0,
+    binary: Path | None = None,
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> EmbeddedCluster:
-    """A cluster of Valkey servers without replicas. Raises EmbeddedServerError if its program is not found."""
-    return EmbeddedCluster(ClusterProcesses(primaries=primaries, binary=binary, settings=settings))
+    """A cluster of Valkey servers, each primary with so many replicas. Raises EmbeddedServerError if its program is not
+    found."""
+    return EmbeddedCluster(ClusterProcesses(primaries=primaries, replicas=replicas, binary=binary, settings=settings))

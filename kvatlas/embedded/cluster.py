@@ -1,4 +1,4 @@
-"""An embedded Valkey (or Redis) cluster of primaries."""
+"""An embedded Valkey (or Redis) cluster: primaries, and replicas of them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,12 +16,14 @@ _PROBE_INTERVAL_S = 0.01
 
 
 class ClusterProcesses(StartedProcesses):
-    """`primaries` servers that share the slots of a cluster evenly. Blocking; for parameters see ValkeyProcess."""
+    """`primaries` servers that share the slots of a cluster evenly, each with `replicas` replicas, which follow in `nodes` in
+    the order of their primaries. Blocking; for parameters see ValkeyProcess."""
 
     def __init__(
         self,
         *,
         primaries: int = 3,
+        replicas: int = 0,
         binary: Path | None = None,
         settings: Mapping[str, str] = MappingProxyType({}),
         start_deadline_s: float = 20.0,
@@ -29,7 +31,9 @@ class ClusterProcesses(StartedProcesses):
         if primaries < 3:
             raise EmbeddedServerError(f"a cluster needs at least 3 primaries to agree on a failure, not {primaries}")
         self._start_deadline_s = start_deadline_s
-        self.nodes = [ValkeyProcess(binary=binary, cluster=True, settings=settings) for _ in range(primaries)]
+        self._primaries = primaries
+        nodes = primaries * (1 + replicas)
+        self.nodes = [ValkeyProcess(binary=binary, cluster=True, settings=settings) for _ in range(nodes)]
 
     @property
     def url(self) -> str:
@@ -42,26 +46,47 @@ class ClusterProcesses(StartedProcesses):
         """
         for node in self.nodes:
             node.start(while_waiting=while_waiting)
-        for index, node in enumerate(self.nodes):
-            first, end = (SLOTS * i // len(self.nodes) for i in (index, index + 1))
+        primaries = self.nodes[: self._primaries]
+        for index, node in enumerate(primaries):
+            first, end = (SLOTS * i // len(primaries) for i in (index, index + 1))
             node.command("CLUSTER ADDSLOTSRANGE", first, end - 1)
+        for index, node in enumerate(self.nodes):
             node.command("CLUSTER SET-CONFIG-EPOCH", index + 1)
             if index > 0:
                 node.command("CLUSTER MEET", LOOPBACK, self.nodes[0].port)
-        deadline = time.monotonic() + self._start_deadline_s
-        while not all(self._sees_all(node) for node in self.nodes):
-            if time.monotonic() > deadline:
-                raise EmbeddedServerError(f"the cluster at {self.url} did not form within {self._start_deadline_s:g} s")
-            while_waiting()
-            time.sleep(_PROBE_INTERVAL_S)
+        self._wait_until("form", self._sees_primaries, while_waiting)
+        for index, node in enumerate(self.nodes[self._primaries :]):
+            node.command("CLUSTER REPLICATE", primaries[index % len(primaries)].command("CLUSTER MYID"))
+        self._wait_until("bring its replicas up to date", self._sees_replicas, while_waiting)
 
     def close(self) -> None:
         for node in self.nodes:
             node.close()
 
-    def _sees_all(self, node: ValkeyProcess) -> bool:
+    def _wait_until(
+        self, what: str, is_done: Callable[[ValkeyProcess], bool], while_waiting: Callable[[], object]
+    ) -> None:
+        """For every node. Raises EmbeddedServerError at the deadline."""
+        deadline = time.monotonic() + self._start_deadline_s
+        while not all(is_done(node) for node in self.nodes):
+            if time.monotonic() > deadline:
+                raise EmbeddedServerError(
+                    f"the cluster at {self.url} did not {what} within {self._start_deadline_s:g} s"
+                )
+            while_waiting()
+            time.sleep(_PROBE_INTERVAL_S)
+
+    def _sees_primaries(self, node: ValkeyProcess) -> bool:
         try:
-            info, shards = node.command("CLUSTER INFO"), node.command("CLUSTER SHARDS")
+            info = node.command("CLUSTER INFO")
         except RedisError:
             return False
-        return bool(info["cluster_state"] == "ok" and len(shards) == len(self.nodes))
+        whole = info["cluster_state"] == "ok" and int(info["cluster_size"]) == self._primaries
+        return whole and int(info["cluster_known_nodes"]) == len(self.nodes)
+
+    def _sees_replicas(self, node: ValkeyProcess) -> bool:
+        try:
+            info, shards = node.command("INFO", "replication"), node.command("CLUSTER SHARDS")
+        except RedisError:
+            return False
+        return len(shards) == self._primaries and info.get("master_link_status", "up") == "up"

@@ -1,14 +1,15 @@
 """Fleet records: what a worker is, its state and its load. Border types, checked by pydantic."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
 import msgpack
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
-from kvatlas.identity import DEFAULT_TENANT, check_worker_id, pool_id
+from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, check_worker_id, pool_id
 from kvatlas.incarnation import check_incarnation
 from kvatlas.msgpack_input import unpack
 from kvatlas.validation import (
@@ -31,11 +32,12 @@ from kvatlas.validation import (
 
 WorkerId = Annotated[str, AfterValidator(check_worker_id)]
 MAX_DIAGNOSIS_TEXT = 512
+MAX_SERVED_NAMES = 8
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class WireRecord(BaseModel):
-    """A frozen border value that travels as a msgpack map; unknown fields of newer versions are ignored."""
+    """A frozen border value that travels as a msgpack map; unknown fields of newer versions are ignored there."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", protected_namespaces=())
     max_bytes: ClassVar[int] = 256 * 1024
@@ -52,7 +54,7 @@ class WireRecord(BaseModel):
         except InvalidValue as error:
             raise InvalidValue(f"not a {cls.__name__}: {error}") from error
         try:
-            return cls.model_validate(fields)
+            return cls.model_validate(fields, extra="ignore")
         except ValidationError as error:
             first = error.errors()[0]
             path = ".".join(str(part) for part in first["loc"])
@@ -65,7 +67,10 @@ class EngineKind(StrEnum):
     SGLANG = "sglang"
     TENSORRT_LLM = "tensorrt_llm"
     LMCACHE = "lmcache"
+    OPEN = "open"
     MOCK = "mock"
+    STORE = "store"
+    """Not an engine: a shared store, which holds blocks that several engines read."""
 
 
 class Role(StrEnum):
@@ -90,12 +95,16 @@ class EngineEndpoint(WireRecord):
 
     The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups` are
     the groups whose members' caches this worker can read; with none, the default, blocks held elsewhere are of no use to it.
+    `stores`: the shared stores that its engine reads and writes. Of a shared store itself (kind `store`), `read_setup_us` and
+    `read_us_per_mib` say how fast it is read; None: as its tier usually is.
     `bootstrap_port`: of an SGLang prefill server's bootstrap server (None: SGLang's own default). `granularity`: every g-th
     block of a chain is published. `eagle`: a hit drops a block. `groups`: how many KV cache groups the model has;
     `alignment_tokens`: hits are multiples of this (0: of blocks). `lookahead_tokens`: how many tokens behind a block its hash
     covers (`kvatlas.blocks.hashing`). `marks`: residency does not say where a prompt can be resumed, the worker's marks do.
     `upper_bound`: why what is published is only an upper bound of what the engine reuses; empty if it is not. `events` False:
-    the engine publishes no KV events, so what it holds can only be predicted from the requests it gets.
+    the engine publishes no KV events, so what it holds can only be predicted from the requests it gets. `chain`: the one that
+    its blocks' keys are of (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks are of the tenants that requests'
+    cache salts name, besides `tenant_id`; None: a publisher of a version before does not say.
     """
 
     id: WorkerId
@@ -121,6 +130,16 @@ class EngineEndpoint(WireRecord):
     marks: bool = False
     upper_bound: Text = ""
     events: bool = True
+    chain: Text = OWN_CHAIN
+    salt_is_tenant: bool | None = None
+    stores: tuple[WorkerId, ...] = Field(default=(), max_length=MAX_ITEMS)
+    read_setup_us: Count | None = None
+    read_us_per_mib: Count | None = None
+
+    @property
+    def is_store(self) -> bool:
+        """Is it a shared store, which gets no requests?"""
+        return self.kind is EngineKind.STORE
 
     @property
     def url(self) -> str:
@@ -136,19 +155,34 @@ class EngineEndpoint(WireRecord):
         return pool_id(self.model_id, self.tokenizer_id)
 
 
-class ForwardPassMetrics(WireRecord):
-    """An engine's forward-pass metrics; cache usage and prefix hit rate are fractions 0..1."""
+class _Load(WireRecord):
+    """A load whose fields nobody knows would count as idle: whoever makes one may name known fields alone."""
 
-    active_request_slots: Count = 0
-    total_request_slots: Count = 0
-    active_kv_blocks: KvBlocks = 0
-    total_kv_blocks: KvBlocks = 0
-    requests_waiting: Count = 0
-    cache_usage: Fraction = 0.0
-    prefix_hit_rate: Fraction = 0.0
+    model_config = ConfigDict(extra="forbid")
 
 
-class WorkerState(WireRecord):
+class ForwardPassMetrics(_Load):
+    """An engine's forward-pass metrics; cache usage and prefix hit rate are fractions 0..1. Made from fields of these names, or
+    from those of the router protocol."""
+
+    active_request_slots: Count = Field(
+        default=0, validation_alias=AliasChoices("active_request_slots", "request_active_slots")
+    )
+    total_request_slots: Count = Field(
+        default=0, validation_alias=AliasChoices("total_request_slots", "request_total_slots")
+    )
+    active_kv_blocks: KvBlocks = Field(default=0, validation_alias=AliasChoices("active_kv_blocks", "kv_active_blocks"))
+    total_kv_blocks: KvBlocks = Field(default=0, validation_alias=AliasChoices("total_kv_blocks", "kv_total_blocks"))
+    requests_waiting: Count = Field(
+        default=0, validation_alias=AliasChoices("requests_waiting", "num_requests_waiting")
+    )
+    cache_usage: Fraction = Field(default=0.0, validation_alias=AliasChoices("cache_usage", "gpu_cache_usage_perc"))
+    prefix_hit_rate: Fraction = Field(
+        default=0.0, validation_alias=AliasChoices("prefix_hit_rate", "gpu_prefix_cache_hit_rate")
+    )
+
+
+class WorkerState(_Load):
     """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970)."""
 
     id: WorkerId
@@ -163,6 +197,42 @@ class WorkerState(WireRecord):
     sampled_us: Count = 0
 
 
+_STATE_FIELDS = frozenset(WorkerState.model_fields) - {"id", "locality_domain", "forward_pass", "sampled_us"}
+_METRIC_NAMES = frozenset(
+    str(name)
+    for field in ForwardPassMetrics.model_fields.values()
+    if isinstance(field.validation_alias, AliasChoices)
+    for name in field.validation_alias.choices
+)
+
+
+def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality_domain: str = "") -> WorkerState:
+    """A load as an engine tells it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
+
+    Raises InvalidValue, naming the field, for a value out of bounds and for a name that is none of theirs.
+    """
+    state = {name: value for name, value in told.items() if name in _STATE_FIELDS}
+    metrics = {name: value for name, value in told.items() if name not in _STATE_FIELDS}
+    try:
+        forward = ForwardPassMetrics.model_validate(metrics, strict=True)
+        return WorkerState.model_validate(
+            {
+                **state,
+                "id": worker_id,
+                "locality_domain": locality_domain,
+                "forward_pass": forward,
+                "sampled_us": sampled_us,
+            }
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"load field {first['loc'][0] if first['loc'] else ''}"
+        if first["type"] != "extra_forbidden":
+            raise InvalidValue(describe_mistake(where, first)) from error
+        known = ", ".join(sorted(_STATE_FIELDS | _METRIC_NAMES))
+        raise InvalidValue(f"{where} is not known, or given by both of its names; expected {known}") from error
+
+
 class Diagnosis(WireRecord):
     """A setting that contradicts what a publisher sees: its stable name, what is seen, and what to do about it."""
 
@@ -175,7 +245,11 @@ class Heartbeat(WireRecord):
     """Sent each second on `kvatlas.alive.<worker>`.
 
     `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first; it shows if an idle
-    worker's last messages were lost. `load` is None if the engine does not report it. `diagnoses`: for `kvatlas doctor`.
+    worker's last messages were lost. `load` is None if the engine does not report it.
+
+    For `kvatlas doctor`: `diagnoses`; `version`, of the publisher; `served_names`, under which the engine serves its model, if
+    none of them is the endpoint's; `awaited_s`, for how long an engine has been awaited that was never up. Earlier publishers
+    send none of the last three.
     """
 
     worker_id: WorkerId
@@ -186,6 +260,9 @@ class Heartbeat(WireRecord):
     load: WorkerState | None = None
     sent_us: Count = 0
     diagnoses: Annotated[tuple[Diagnosis, ...], Field(max_length=16)] = ()
+    version: Text = ""
+    served_names: Annotated[tuple[Text, ...], Field(max_length=MAX_SERVED_NAMES)] = ()
+    awaited_s: Count | None = None
 
 
 def read_heartbeat(payload: bytes, worker_id: str, now_us: int) -> Heartbeat:
@@ -206,13 +283,21 @@ class Liveness(StrEnum):
     LOST = "lost"
 
 
+class Repair(WireRecord):
+    """A snapshot that the partition's owner requested of a worker: when, and why, in a few words."""
+
+    at_us: Count
+    reason: Text
+
+
 class FleetRecord(WireRecord):
     """One worker in its pool, as the partition's owner last wrote it and routers read it.
 
     `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
     clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
     publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the worker's
-    publisher may advertise.
+    publisher may advertise. For people: `applied_us`: when messages of it were last applied, 0 if that is not known; `doubt`:
+    why the index may be wrong about it now, in a few words, empty if it is not in doubt; `repair`: the last one.
     """
 
     endpoint: EngineEndpoint
@@ -224,11 +309,14 @@ class FleetRecord(WireRecord):
     load_age_us: Count | None = None
     trace: Text | None = None
     vouched: bool = False
+    applied_us: Count = 0
+    doubt: Text = ""
+    repair: Repair | None = None
 
     @property
     def routable(self) -> bool:
         """True if routers may send requests to it."""
-        return self.liveness is Liveness.ALIVE and self.state is EngineState.UP
+        return not self.endpoint.is_store and self.liveness is Liveness.ALIVE and self.state is EngineState.UP
 
 
 def to_jsonable(record: WireRecord) -> dict[str, Any]:

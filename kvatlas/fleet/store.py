@@ -2,6 +2,7 @@
 
     kva:{fleet}:members   HASH  member id -> expiry (ms of the store's clock)
     kva:{fleet}:leases    HASH  partition -> "<expiry ms> <member id>"
+    (of a layout with another number than 0: kva:{fleet}:members:<number>, kva:{fleet}:leases:<number>)
     kva:{fleet}:pools     SET   pool ids
     kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord; the pool's other keys: `kvatlas/reservations/functions/_pool.lua`
 
@@ -30,7 +31,19 @@ POOLS = "kva:{fleet}:pools"
 RECORDS_A_SLICE = 16
 """Records that are unpacked before other tasks get their turn, at 30 us each."""
 
+log = logging.getLogger("kvatlas.fleet")
+
 FLEET_LIBRARY = FunctionLibrary("kvatlas_fleet", Path(__file__).parent / "functions", ("_register", "_clock"))
+
+
+def members_key(layout: int) -> str:
+    """The key of a layout's replicas."""
+    return f"{MEMBERS}:{layout}" if layout else MEMBERS
+
+
+def leases_key(layout: int) -> str:
+    """The key of a layout's leases."""
+    return f"{LEASES}:{layout}" if layout else LEASES
 
 
 def pool_workers_key(pool_id: str) -> str:
@@ -40,9 +53,16 @@ def pool_workers_key(pool_id: str) -> str:
 class FleetStore:
     """Every call raises Unreachable if the store does not answer."""
 
-    def __init__(self, store: Store, on_refused: Callable[[str, InvalidValue], None] | None = None) -> None:
-        """`on_refused(worker, error)`: a record can't be read; without it one line is logged."""
+    def __init__(
+        self, store: Store, on_refused: Callable[[str, InvalidValue], None] | None = None, *, layout: int = 0
+    ) -> None:
+        """`on_refused(worker, error)`: a record can't be read; without it one line is logged. `layout`: the number of that
+        whose replicas and leases are meant; workers belong to all."""
         self._store = store
+        self._members, self._leases = members_key(layout), leases_key(layout)
+        self._log = RateLimitedLog(log)
+        self.pools_repaired = 0
+        """Times that reports were told of a pool with damaged records."""
         self._on_refused = on_refused or _log_refused
         self._read: dict[str, dict[bytes, tuple[bytes, FleetRecord]]] = {}
         """By pool, the records read last, packed and unpacked: unpacking takes 30 us, and records change once a second."""
@@ -62,7 +82,10 @@ class FleetStore:
             report = WorkerReport.of(record, now_us)
             by_pool.setdefault(record.endpoint.pool_id, {})[worker_id] = record.pack(), report
         for pool_id, reports in by_pool.items():
-            await write_reports(self._store, pool_id, reports)
+            if damage := await write_reports(self._store, pool_id, reports):
+                self.pools_repaired += damage.times
+                line = f"pool {pool_id}: damaged in the store ({damage.what:.200}); its bookings and loads were dropped"
+                self._log.report(pool_id, line)
         if by_pool:
             await self._call("kvatlas_fleet_pools", [POOLS], list(by_pool))
 
@@ -134,32 +157,32 @@ class FleetStore:
 
     async def renew_membership(self, member_id: str, ttl_ms: int) -> list[str]:
         """Record that this replica lives for `ttl_ms` from now. Returns the live members, this one among them, sorted."""
-        live = await self._call("kvatlas_fleet_beat", [MEMBERS], [member_id, ttl_ms])
+        live = await self._call("kvatlas_fleet_beat", [self._members], [member_id, ttl_ms])
         return sorted(member.decode() for member in live)
 
     async def is_member(self, member_id: str) -> bool:
         """Does the store know this replica, alive or expired?"""
-        return bool(await self._store.ask(self._store.client.hexists(MEMBERS, member_id)))
+        return bool(await self._store.ask(self._store.client.hexists(self._members, member_id)))
 
     async def end_membership(self, member_id: str) -> None:
         """Give up membership and every lease at once."""
-        await self._call("kvatlas_fleet_leave", [MEMBERS, LEASES], [member_id])
+        await self._call("kvatlas_fleet_leave", [self._members, self._leases], [member_id])
 
     async def claim_leases(self, member_id: str, ttl_ms: int, partitions: Sequence[int]) -> list[int]:
         """Take or renew the leases among `partitions` that are free, expired or one's own; those held now, ascending."""
         if not partitions:
             return []
-        held = await self._call("kvatlas_fleet_claim", [LEASES], [member_id, ttl_ms, *partitions])
+        held = await self._call("kvatlas_fleet_claim", [self._leases], [member_id, ttl_ms, *partitions])
         return sorted(int(partition) for partition in held)
 
     async def release_leases(self, member_id: str, partitions: Sequence[int]) -> None:
         """Give up the leases among `partitions` that are one's own."""
         if partitions:
-            await self._call("kvatlas_fleet_release", [LEASES], [member_id, *partitions])
+            await self._call("kvatlas_fleet_release", [self._leases], [member_id, *partitions])
 
     async def leases(self) -> dict[int, str]:
         """The holder of each partition's lease, without expired ones."""
-        flat = await self._call("kvatlas_fleet_leases", [LEASES], [])
+        flat = await self._call("kvatlas_fleet_leases", [self._leases], [])
         return {int(partition): member.decode() for partition, member in zip(flat[::2], flat[1::2], strict=True)}
 
     # ------------------------------------------------------------ pieces
@@ -187,7 +210,7 @@ def _name_of(field: bytes) -> str:
     return field.decode(errors="backslashreplace")
 
 
-_refusals = RateLimitedLog(logging.getLogger("kvatlas.fleet"))
+_refusals = RateLimitedLog(log)
 
 
 def _log_refused(worker_id: str, error: InvalidValue) -> None:

@@ -21,7 +21,7 @@ _HASHES_A_MESSAGE = 32_768
 
 
 class DirectWrites(ABC):
-    """Put, remove and clear for an index that has `apply` and `record`; see `ResidencyIndex` for their promises."""
+    """Put, remove, clear and `is_empty` for an index that has the rest; see `ResidencyIndex` for their promises."""
 
     partitions: int
     shards: int
@@ -31,6 +31,12 @@ class DirectWrites(ABC):
 
     @abstractmethod
     async def record(self, worker_id: str) -> WorkerRecord | None: ...
+
+    @abstractmethod
+    async def length(self) -> int: ...
+
+    async def is_empty(self) -> bool:
+        return await self.length() == 0
 
     async def put(
         self,
@@ -48,32 +54,37 @@ class DirectWrites(ABC):
         for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
             part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]
             event = Stored(use.scope.scope_id, tier, part, before, first_index + first // HASH_BYTES, flags)
-            await self._write(worker_id, event, use)
+            await self._write(worker_id, [event], use)
             before = part[-HASH_BYTES:]
 
-    async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
-        use = ScopeUse(scope, 1)
-        for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
-            part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]
-            await self._write(worker_id, Removed(scope.scope_id, tier, part), use)
+    async def remove(self, scope: Scope, worker_id: str, tier: Tier | None, hashes: bytes) -> int:
+        use, removed = ScopeUse(scope, 1), 0
+        tiers = tuple(Tier) if tier is None else (tier,)
+        part_bytes = _HASHES_A_MESSAGE // len(tiers) * HASH_BYTES
+        for first in range(0, len(hashes), part_bytes):
+            part = hashes[first : first + part_bytes]
+            events = [Removed(scope.scope_id, one, part) for one in tiers]
+            removed += (await self._write(worker_id, events, use)).removed
+        return removed
 
     async def clear_worker(self, worker_id: str) -> None:
-        await self._write(worker_id, Cleared(), None)
+        await self._write(worker_id, [Cleared()], None)
 
-    async def _write(self, worker_id: str, event: IndexEvent, use: ScopeUse | None) -> None:
+    async def _write(self, worker_id: str, changes: Sequence[IndexEvent], use: ScopeUse | None) -> ApplyResult:
         partition = partition_of(check_worker_id(worker_id), self.partitions)
         uses = {use.scope.scope_id: use} if use is not None else {}
         for _ in range(_TRIES):
             record = await self.record(worker_id)
-            events: list[IndexEvent] = [event]
+            events = changes
             if record is None or record.closed or not record.answering:
                 last = record.incarnation if record is not None else 0
                 incarnation, seq = max(last + 1, time.time_ns()), 0
-                events = [SnapshotBegin(), SnapshotEnd(0, Digest().words), event]
+                events = [SnapshotBegin(), SnapshotEnd(0, Digest().words), *changes]
             else:
                 incarnation, seq = record.incarnation, record.seq + 1
             message = Message(worker_id, incarnation, seq, events, uses, time.time_ns() // 1000)
             batch = PartitionBatch(partition, [wire.to_raw(message)])
-            if (await self.apply(shard_of(partition, self.shards), [batch])).applied:
-                return
+            result = await self.apply(shard_of(partition, self.shards), [batch])
+            if result.applied:
+                return result
         raise KvatlasError(f"worker {worker_id}: it has another publisher; {_TRIES} direct writes were out of step")

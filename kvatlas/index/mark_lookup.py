@@ -104,6 +104,12 @@ def find_sized(value: bytes, number: bytes, entry_bytes: int) -> tuple[int, bool
     return at, value[at : at + NUMBER_BYTES] == number
 
 
+def without_sized(value: bytes, number: bytes, entry_bytes: int) -> bytes:
+    """The value without the holder's entry; the same object if it has none."""
+    at, found = find_sized(value, number, entry_bytes)
+    return value[:at] + value[at + entry_bytes :] if found else value
+
+
 def has_mark(value: bytes | None, number: bytes) -> bool:
     """Is the holder in a mark's value?"""
     return value is not None and find_sized(value, number, NUMBER_BYTES)[1]

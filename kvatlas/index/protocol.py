@@ -14,12 +14,15 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency
+from kvatlas.blocks.residency import IndexMetrics, IndexWork, Overlap, Residency, ResidentBlocks
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import RawMessage
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
 from kvatlas.index.apply_counts import ApplyCounts
+
+DEFAULT_PARTITIONS = 64
+DEFAULT_SHARDS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,9 @@ class WorkerRecord:
 class ApplyResult:
     """What became of a batch: the records of its workers after it, and its messages by outcome.
 
-    `moved`: partitions whose stored position is not where their batch begins. Nothing of them was applied; their reader
-    starts over from the stored position. `no_room`: the store is out of memory; workers that had stores among the messages
-    are closed (`oom`), the rest was applied.
+    `stored`, `removed`: residencies that came and went. `moved`: partitions whose stored position is not where their batch
+    begins. Nothing of them was applied; their reader starts over from the stored position. `no_room`: the store is out of
+    memory; workers that had stores among the messages are closed (`oom`), the rest was applied.
     """
 
     records: Sequence[WorkerRecord]
@@ -83,6 +86,8 @@ class ApplyResult:
     gaps: int = 0
     refused: int = 0
     failed_checks: int = 0
+    stored: int = 0
+    removed: int = 0
     moved: Sequence[int] = ()
     no_room: bool = False
 
@@ -99,6 +104,8 @@ class ApplyResult:
             counts.gaps,
             counts.refused,
             counts.failed_checks,
+            counts.stored,
+            counts.removed,
             tuple(moved),
             no_room,
         )
@@ -156,6 +163,10 @@ class ResidencyIndex(Protocol):
     """Which worker holds which blocks. Hashes are packed sequence hashes (8 little-endian bytes each) or one as an integer."""
 
     @property
+    def name(self) -> str:
+        """The implementation: `memory`, `sqlite` or `redis`."""
+
+    @property
     def partitions(self) -> int:
         """Slices of the stream."""
 
@@ -188,8 +199,9 @@ class ResidencyIndex(Protocol):
         """Add blocks to a worker, parent first. For callers that are the worker's only source: it takes the worker's next
         seq, so a publisher of the same worker would be out of step. Running indexers retire a worker without heartbeats."""
 
-    async def remove(self, scope: Scope, worker_id: str, tier: Tier, hashes: bytes) -> None:
-        """Take blocks from a worker, child first. See `put`."""
+    async def remove(self, scope: Scope, worker_id: str, tier: Tier | None, hashes: bytes) -> int:
+        """Take blocks from a worker, child first: from one tier, or (None) from all. Returns how many residencies it took, one
+        for each (block, tier). See `put`."""
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         """Every residency of one block, by worker and tier."""
@@ -201,8 +213,9 @@ class ResidencyIndex(Protocol):
         `limit` (None: all), counted from the chain's start. `first_index`: the first hash's index in the chain, a multiple of
         64. `verify` walks every block too, and returns the differences."""
 
-    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
-        """Held blocks whose parent is `prefix_hash` (None: roots), ascending. Raises NotSupported without a side index."""
+    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[Residency]:
+        """Every residency of the blocks that follow `prefix_hash` (None: of first blocks), by hash, worker and tier. Raises
+        NotSupported without a side index."""
 
     async def clear_worker(self, worker_id: str) -> None:
         """Take all blocks from a worker: O(1), `sweep` gives the memory back. See `put`."""
@@ -261,5 +274,15 @@ class ResidencyIndex(Protocol):
     async def length(self) -> int:
         """Residencies of active holders: one for each (block, worker, tier)."""
 
+    async def is_empty(self) -> bool:
+        """Does no active holder have a block?"""
+
+    async def resident_blocks(self) -> Sequence[ResidentBlocks]:
+        """Blocks and bytes of active holders by the scopes' text and tier."""
+
     async def metrics(self) -> IndexMetrics:
-        """See IndexMetrics."""
+        """See IndexMetrics. Reads the store: some calls for each holder."""
+
+    @property
+    def work(self) -> IndexWork:
+        """See IndexWork."""

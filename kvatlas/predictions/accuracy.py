@@ -6,11 +6,13 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from kvatlas.fleet.records import WireRecord
+from kvatlas.fleet.records import WireRecord, WorkerId
+from kvatlas.validation import Count, Name
 
 WRONG_SHARE = 0.05
 """The share of deviating answers from which on it is a finding; at moderate load less than 0.01 deviate."""
 ENOUGH_ANSWERS = 50
+MAX_FOREIGN_TENANTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,24 @@ class AnswerCounts:
                 self.cached_evicted += 1
 
 
+class ForeignTenant(WireRecord):
+    """Requests of a tenant that went lately to workers whose blocks are another tenant's, the last of them to `worker_id`."""
+
+    tenant_id: Name
+    published_tenant_id: Name
+    worker_id: WorkerId
+    requests: Count
+
+
 class AnswerReport(WireRecord):
-    """One router's counts of the answers in one pool, and the last prompt whose tokens differed, in words."""
+    """One router's counts of the answers in one pool, and the last prompt whose tokens differed, in words.
+
+    `prompt_tokens`: of the answers that say how many were cached. Earlier routers report neither it nor `foreign_tenants`."""
 
     counts: AnswerCounts = Field(default_factory=AnswerCounts)
     example: str = ""
+    prompt_tokens: Count = 0
+    foreign_tenants: tuple[ForeignTenant, ...] = Field(default=(), max_length=MAX_FOREIGN_TENANTS)
 
     def findings(self) -> list[tuple[str, str]]:
         """(finding, advice) of each problem, a line each."""

@@ -25,6 +25,6 @@ async def read_answer_reports(store: Store, pool_id: str, now_us: int) -> dict[s
     reports: dict[str, AnswerReport] = {}
     for router_id, value in (await store.ask(store.client.hgetall(answers_key(pool_id)))).items():
         ends_us, _, packed = value.partition(b" ")
-        if int(ends_us) > now_us:
+        if ends_us.isdigit() and int(ends_us) > now_us:
             reports[router_id.decode()] = AnswerReport.unpack(packed)
     return reports

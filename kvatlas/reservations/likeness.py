@@ -37,6 +37,7 @@ def likeness_of(record: FleetRecord) -> bytes:
         endpoint.eagle,
         endpoint.events,
         cache_blocks,
+        *endpoint.stores,  # without any, the same as in versions that know none
     )
 
 

@@ -63,6 +63,9 @@ class MemoryReservations:
             else:
                 self.release_now(pool_id, id, outcome)
 
+    async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
+        return self._pool(pool_id).booked.keys() & set(ids)
+
     async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
         pool, now = self._purge(pool_id)
         lived = router_id in pool.routers
@@ -140,7 +143,7 @@ class MemoryReservations:
             if sample is not None and now - sample.age_us >= worker.sampled_us:
                 worker.reported, worker.sampled_us = sample.load, now - sample.age_us
                 if sample.covers:
-                    pool.cover(worker, worker.sampled_us - ARRIVAL_US)
+                    worker.reported = pool.cover(worker, worker.sampled_us - ARRIVAL_US, sample)
 
     def predicted_steps(self, pool_id: str, worker_id: str) -> int:
         """How many steps a worker is predicted to hold."""

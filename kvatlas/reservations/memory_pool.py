@@ -11,6 +11,7 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
 from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit
+from kvatlas.reservations.protocol import LoadReport
 
 SLACK = 64
 
@@ -66,6 +67,10 @@ class Deadlines:
 
     def discard(self, id: bytes) -> None:
         self._due_us.pop(id, None)
+
+    def list_due(self, until_us: int) -> list[tuple[int, bytes]]:
+        """When each id is due, and the id, of those that are due by then, first ones first."""
+        return sorted((due_us, id) for id, due_us in self._due_us.items() if due_us <= until_us)
 
     def take_due(self, now_us: int) -> list[bytes]:
         """The ids that are due by now; they are removed."""
@@ -163,11 +168,34 @@ class MemoryPool:
             del self._of_router[request.router_id]
         return request
 
-    def cover(self, worker: PoolWorker, until_us: int) -> None:
-        """A load sample includes the worker's bookings up to this time."""
-        worker.covered_us = max(worker.covered_us, until_us)
+    def cover(self, worker: PoolWorker, until_us: int, sample: LoadReport) -> Load:
+        """A load sample includes the worker's bookings up to this time, except of prompts that its engine has not computed:
+        as many as wait there, and one of those that run, as it may have begun that only; the newest ones. Engines compute in
+        the order of arrival.
+
+        Returns the sample's load without the requests whose bookings go on counting. An engine that reports tokens and no
+        waiting requests knows what it has queued: its sample includes all.
+        """
+        load, waiting = sample.load, sample.waiting
+        in_time = worker.uncovered.list_due(until_us)
+        most = 0 if load.queued_prefill_tokens and not waiting else waiting + min(1, load.running_decodes)
+        covered_us, kept = until_us, 0
+        for booked_us, id in reversed(in_time):
+            if kept == most or not self.booked[id].prefilling:
+                break
+            kept, covered_us = kept + 1, booked_us - 1
+        going_on = [self.booked[id] for booked_us, id in in_time if booked_us > covered_us]
+        worker.covered_us = max(worker.covered_us, covered_us)
         for id in worker.uncovered.take_due(worker.covered_us):
             worker.count(self.booked[id], -1)
+        known = min(len(going_on), waiting)
+        begun = going_on[: len(going_on) - known]
+        return Load(
+            max(0, load.running_decodes - len(begun)),
+            int(load.queued_prefill_tokens * ((waiting - known) / waiting)) if waiting else load.queued_prefill_tokens,
+            max(0, load.waiting_requests - known),
+            max(0, load.kv_tokens - sum(one.kv_tokens for one in begun)),
+        )
 
     def booked_by(self, router_id: str) -> list[bytes]:
         return list(self._of_router.get(router_id, ()))

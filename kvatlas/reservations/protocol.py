@@ -215,11 +215,16 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A worker's load sample, `age_us` old. `covers`: does it include the bookings made ARRIVAL_US before it was taken?"""
+    """A worker's load sample, `age_us` old. `covers`: does it include the bookings made ARRIVAL_US before it was taken?
+
+    `waiting`: requests whose prompts the engine had not begun. Of their tokens it tells little: the bookings of the newest of
+    them, and of the one before, which may be computed in part, go on counting instead (`MemoryPool.cover`).
+    """
 
     load: Load
     age_us: int = 0
     covers: bool = True
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +252,10 @@ def _load_report(record: FleetRecord, now_us: int) -> LoadReport | None:
     if not record.load.sampled_us:  # taken at an unknown time: it may include any booking or none
         return LoadReport(load, 0, covers=False)
     if record.load_age_us is None or not record.heard_us:
-        return LoadReport(load, max(0, now_us - record.load.sampled_us))
-    return LoadReport(load, max(0, now_us - record.heard_us) + record.load_age_us)
+        age_us = max(0, now_us - record.load.sampled_us)
+    else:
+        age_us = max(0, now_us - record.heard_us) + record.load_age_us
+    return LoadReport(load, age_us, waiting=record.load.forward_pass.requests_waiting)
 
 
 class Reservations(Protocol):
@@ -282,6 +289,9 @@ class Reservations(Protocol):
 
     async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
         """`record_first_token` (outcome None) and `release` of many, in order."""
+
+    async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
+        """Those of these reservations that were not released. One that ended by itself lately may still be among them."""
 
     async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
         """Renew a router's lease. False if it was over, and with it every reservation made under it."""

@@ -1,14 +1,18 @@
 """Reservations in the store: every router of a pool books in the same place, in one call each."""
 
+import logging
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
+from math import isfinite
 from struct import Struct
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import msgpack
+from redis.exceptions import ResponseError
 
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import ERRORS, FORM, Evidence
+from kvatlas.errors import DATA_ERRORS
 from kvatlas.reservations.evaluation import UsablePrediction, WorkerLoad, evaluate_offer
 from kvatlas.reservations.limits import UNKNOWN_LIMIT, Limit, Limits
 from kvatlas.reservations.memory import CALLED_OFF_US
@@ -27,6 +31,7 @@ from kvatlas.reservations.protocol import (
     WorkerReport,
 )
 from kvatlas.reservations.redis_calls import call_pool, call_pool_ro
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 
 _WORKER = Struct(">12d")
@@ -35,7 +40,19 @@ _WORKER = Struct(">12d")
 WORKERS_A_CALL = 32
 ENDS_A_CALL = 32
 """Up to this many are reported, or given evidence, or ended, in one call, so that other calls wait for a millisecond or two."""
+IDS_A_CALL = 500
 MOST_SLICES = 10_000
+_DAMAGED = "DAMAGED "
+"""A function that may only read found a record that it can't work with."""
+
+log = logging.getLogger("kvatlas.reservations")
+
+
+class PoolDamage(NamedTuple):
+    """A pool was repaired so often since its last report; what was damaged the last time."""
+
+    times: int
+    what: str
 
 
 class RedisReservations:
@@ -45,9 +62,18 @@ class RedisReservations:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._log = RateLimitedLog(log)
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        evaluation = _unpack_evaluation(ask, await call_pool_ro(self._store, "look", pool_id, [_pack_ask(ask)]))
+        args = [_pack_ask(ask)]
+        try:
+            answer = await call_pool_ro(self._store, "look", pool_id, args)
+        except ResponseError as error:
+            if not str(error).startswith(_DAMAGED):
+                raise
+            await call_pool(self._store, "mend", pool_id, [str(error).removeprefix(_DAMAGED).partition(" script:")[0]])
+            answer = await call_pool_ro(self._store, "look", pool_id, args)
+        evaluation = _unpack_evaluation(ask, answer)
         assert evaluation is not None
         return evaluation
 
@@ -72,6 +98,13 @@ class RedisReservations:
     async def record_ends(self, pool_id: str, ends: Sequence[tuple[bytes, Outcome | None]]) -> None:
         for first in range(0, len(ends), ENDS_A_CALL):
             await self._end(pool_id, ends[first : first + ENDS_A_CALL])
+
+    async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
+        found: set[bytes] = set()
+        for first in range(0, len(ids), IDS_A_CALL):
+            some = ids[first : first + IDS_A_CALL]
+            found.update(compress(some, await call_pool_ro(self._store, "booked", pool_id, some)))
+        return found
 
     async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
         return bool(await call_pool(self._store, "beat", pool_id, [router_id, lease_us]))
@@ -101,26 +134,40 @@ class RedisReservations:
         flat = await call_pool_ro(self._store, "learned", pool_id, [])
         found = {}
         for worker_id, packed in zip(flat[::2], flat[1::2], strict=True):
-            form, requests, sums = msgpack.unpackb(packed)
-            if form == FORM:  # another version's evidence has no meaning here
-                found[worker_id.decode()] = Evidence(requests, sums=tuple(map(float, sums)))
+            try:
+                form, requests, sums = msgpack.unpackb(packed)
+                if form == FORM:  # another version's evidence has no meaning here
+                    sums = tuple(map(float, sums))
+                    if not all(map(isfinite, (requests, *sums))):
+                        raise ValueError("a number is not finite")
+                    found[worker_id.decode()] = Evidence(requests, sums=sums)
+            except DATA_ERRORS as error:  # replaced by the next evidence
+                name = worker_id.decode(errors="backslashreplace")
+                self._log.report(name, f"worker {name:.64}: its learned rates in the store can't be read: {error}")
         return found
 
 
-async def write_reports(store: Store, pool_id: str, reports: Mapping[str, tuple[bytes, WorkerReport]]) -> None:
-    """Report workers, each with its packed fleet record; an empty one leaves the stored record as it is. Raises
-    Unreachable."""
+async def write_reports(
+    store: Store, pool_id: str, reports: Mapping[str, tuple[bytes, WorkerReport]]
+) -> PoolDamage | None:
+    """Report workers, each with its packed fleet record; an empty one leaves the stored record as it is. Returns if the pool
+    was repaired. Raises Unreachable."""
     rows = [_report_row(worker_id, record, report) for worker_id, (record, report) in reports.items()]
+    damage = None
     for first in range(0, len(rows), WORKERS_A_CALL):
-        await call_pool(store, "report", pool_id, [_pack(rows[first : first + WORKERS_A_CALL])])
+        found = await call_pool(store, "report", pool_id, [_pack(rows[first : first + WORKERS_A_CALL])])
+        if found:
+            times, what = found
+            damage = PoolDamage(int(times) + (damage.times if damage else 0), what.decode(errors="backslashreplace"))
+    return damage
 
 
 def _report_row(worker_id: str, record: bytes, report: WorkerReport) -> tuple[Any, ...]:
     """As `functions/report.lua` takes it."""
     sample, incarnation = report.sample, str(report.incarnation)
-    known, age_us, covered_age_us, load = 0, 0, -1, Load()
+    known, age_us, covered_age_us, load, waiting = 0, 0, -1, Load(), 0
     if sample is not None:
-        known, age_us, load = 1, sample.age_us, sample.load
+        known, age_us, load, waiting = 1, sample.age_us, sample.load, sample.waiting
         covered_age_us = sample.age_us + ARRIVAL_US if sample.covers else -1
     return (
         worker_id,
@@ -136,6 +183,7 @@ def _report_row(worker_id: str, record: bytes, report: WorkerReport) -> tuple[An
         report.likeness,
         report.limit.slots,
         report.limit.kv_tokens,
+        waiting,
     )
 
 
@@ -163,7 +211,9 @@ def _pack_ask(ask: Ask) -> bytes:
         offers += (worker_id, number_of(kind), held_steps, cached_tokens, base_us, work_us)
     for likeness, (_, kind, held_steps, cached_tokens, base_us, work_us), _ in ask.crowds:
         crowds += (likeness, number_of(kind), held_steps, cached_tokens, base_us, work_us)
-    layout = ask.pair_layout
+    layout, skipped = ask.pair_layout, list(ask.skipped)
+    if skipped and ask.offers:  # an offer of its own counts
+        skipped = list(set(skipped).difference(offer.worker_id for offer in ask.offers))
     return _pack(
         (
             ask.again_factor,
@@ -173,7 +223,7 @@ def _pack_ask(ask: Ask) -> bytes:
             0 if ask.limits is None else _limit_fields(ask.limits, ask.crowds),
             0 if layout is None else (layout.prefills, layout.decodes, layout.groups, layout.transfers_us),
             crowds,
-            list(ask.skipped),
+            skipped,
             ask.least_members,
             ask.ring,
         )
@@ -256,8 +306,10 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
 
     def _evaluate(self, number: int) -> OfferEvaluation:
         ask, offer = self._ask, self._offers[number]
-        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv, _, slots, kv_limit = map(
-            int, _WORKER.unpack_from(self._records[number])
+        fields = _WORKER.unpack_from(self._records[number])
+        # the store works with none that is damaged, but does not look at all of them for each choice
+        sampled_us, _, queued, running, waiting, kv, more_queued, more_running, more_kv, _, slots, kv_limit = (
+            int(field) if isfinite(field) else 0 for field in fields
         )
         limit, first_member = UNKNOWN_LIMIT, len(ask.offers)
         if ask.limits is not None:

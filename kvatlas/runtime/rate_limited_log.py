@@ -1,31 +1,61 @@
-"""One clear log line for each kind of trouble, not one for each of a thousand bad messages."""
+"""One clear log line for each kind of trouble, not one for each of a thousand bad messages, nor one each second."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from time import monotonic
 
 QUIET_S = 10.0
+LONGEST_QUIET_S = 600.0
 MAX_KINDS = 64
+LIMITED = "limited"
+"""An attribute of log records that need no further limit."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """When its last line was let through, how long none is now, how many were left out since, and when the last one came."""
+
+    logged_s: float
+    quiet_s: float
+    left_out: int
+    seen_s: float
+
+
+class Repetitions:
+    """Lets the first of a kind through at once, the next after QUIET_S, then after twice that, and so on up to LONGEST_QUIET_S;
+    a kind that was not seen for as long begins again. Pure."""
+
+    def __init__(self, most_kinds: int = MAX_KINDS) -> None:
+        self._most_kinds = most_kinds
+        self._kinds: dict[Hashable, _Kind] = {}
+
+    def admit(self, kind: Hashable, now_s: float) -> int | None:
+        """How many were left out before this one; None: leave this one out."""
+        known = self._kinds.get(kind)
+        if known is not None and now_s - known.logged_s < known.quiet_s:
+            known.left_out += 1
+            known.seen_s = now_s
+            return None
+        goes_on = known is not None and now_s - known.seen_s < known.quiet_s
+        quiet_s = min(2 * known.quiet_s, LONGEST_QUIET_S) if known is not None and goes_on else QUIET_S
+        if known is None and len(self._kinds) >= self._most_kinds:
+            self._kinds.clear()
+        self._kinds[kind] = _Kind(now_s, quiet_s, 0, now_s)
+        return known.left_out if known is not None else 0
 
 
 class RateLimitedLog:
-    """Logs the first line of a kind at once, then at most one in QUIET_S, with how many were left out."""
+    """Logs lines as `Repetitions` admits their kinds, with how many were left out."""
 
     def __init__(self, logger: logging.Logger, prefix: str = "", clock: Callable[[], float] = monotonic) -> None:
         self._logger = logger
         self._prefix = prefix
         self._clock = clock
-        self._logged: dict[str, tuple[float, int]] = {}
-        """By kind: when the last line was logged, and how many were left out since."""
+        self._repetitions = Repetitions()
 
     def report(self, kind: str, line: str, level: int = logging.WARNING) -> None:
-        now_s = self._clock()
-        logged_s, left_out = self._logged.get(kind, (-QUIET_S, 0))
-        if now_s - logged_s < QUIET_S:
-            self._logged[kind] = (logged_s, left_out + 1)
-            return
-        if len(self._logged) >= MAX_KINDS:
-            self._logged.clear()
-        self._logged[kind] = (now_s, 0)
-        more = f" ({left_out} similar lines left out)" if left_out else ""
-        self._logger.log(level, "%s%s%s", self._prefix, line, more)
+        left_out = self._repetitions.admit(kind, self._clock())
+        if left_out is not None:
+            more = f" ({left_out} similar lines left out)" if left_out else ""
+            self._logger.log(level, "%s%s%s", self._prefix, line, more, extra={LIMITED: True})

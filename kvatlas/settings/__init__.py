@@ -4,14 +4,23 @@
 
     process.py      what every process takes; flags and variables to settings; a mistake as one line (`SettingsError`)
     field_types.py  types of fields: URLs, ports, names, lists
-    commands.py     up, doctor, and questions about one prompt
+    commands.py     up, doctor, top, and questions about one block or prompt
     http.py         limits, certificate and tokens of an HTTP server
     indexer.py, publisher.py, proxy.py, gateway.py
 
 The command line makes its flags from these classes (`kvatlas_cli.flags`), so the three spellings can't drift apart.
 """
 
-from kvatlas.settings.commands import DoctorSettings, PromptSettings, QuerySettings, UpSettings
+from kvatlas.settings.commands import (
+    BlockSettings,
+    DoctorSettings,
+    LayoutSettings,
+    PromptSettings,
+    QuerySettings,
+    RecordSettings,
+    TopSettings,
+    UpSettings,
+)
 from kvatlas.settings.field_types import (
     CommaList,
     HttpUrl,
@@ -32,6 +41,7 @@ from kvatlas.settings.publisher import PublishSettings
 
 __all__ = [
     "ENV_PREFIX",
+    "BlockSettings",
     "CommaList",
     "DoctorSettings",
     "GatewaySettings",
@@ -39,6 +49,7 @@ __all__ = [
     "HttpUrl",
     "IndexerSettings",
     "Labels",
+    "LayoutSettings",
     "Name",
     "NatsUrl",
     "Port",
@@ -47,10 +58,12 @@ __all__ = [
     "ProxySettings",
     "PublishSettings",
     "QuerySettings",
+    "RecordSettings",
     "RedisUrl",
     "RoutingSettings",
     "ServerSettings",
     "Settings",
+    "TopSettings",
     "UpSettings",
     "WorkerId",
     "ZmqEndpoint",

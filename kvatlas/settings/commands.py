@@ -1,18 +1,26 @@
 """Settings of commands that are no service of a fleet: `up`, and those that ask a question."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, field_validator
 
 from kvatlas.errors import SettingsError
-from kvatlas.identity import DEFAULT_TENANT, Scope
+from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain
 from kvatlas.redaction import redact_url
-from kvatlas.request import DEFAULT_DECODE_TOKENS
-from kvatlas.settings.field_types import Name, NatsUrl, Port, RedisUrl
+from kvatlas.settings.field_types import CommaList, Name, NatsUrl, Port, RedisUrl
 from kvatlas.settings.http import HttpSettings
-from kvatlas.settings.process import ServerSettings, Settings, flag_of, variable_of
-from kvatlas.validation import OutputTokens
+from kvatlas.settings.process import (
+    ProcessSettings,
+    ServerSettings,
+    Settings,
+    flag_of,
+    missing_line,
+    read_secret,
+    variable_of,
+)
+from kvatlas.validation import DEFAULT_DECODE_TOKENS, OutputTokens, Positive
 
 
 class UpSettings(ServerSettings, HttpSettings):
@@ -43,6 +51,28 @@ class UpSettings(ServerSettings, HttpSettings):
         return settings
 
 
+class RecordSettings(ProcessSettings):
+    """What is recorded, and how much of it."""
+
+    routers: CommaList = Field(description="URLs of routers that were started with --record, separated by commas.")
+    minutes: float = Field(default=60.0, gt=0, le=1e6, description="For how long.")
+    mib: Positive = Field(default=64, description="Stop when this many MiB are written, before they are compressed.")
+    model_id: Name | None = Field(default=None, description="Record requests for this model only; default: all.")
+    token_file: Path | None = Field(default=None, description="File that holds a token that the routers ask for.")
+
+    @field_validator("routers")
+    @classmethod
+    def _check_routers(cls, routers: tuple[str, ...]) -> tuple[str, ...]:
+        if not routers or not all(url.startswith(("http://", "https://")) for url in routers):
+            raise ValueError("expected URLs that begin with http:// or https://, separated by commas")
+        return routers
+
+    @property
+    def token(self) -> str | None:
+        """Raises SettingsError for a file that can't be read."""
+        return None if self.token_file is None else read_secret(self.token_file, "--token-file").strip()
+
+
 class QuerySettings(Settings):
     """A question. It does not wait for ever for an answer unless it is told to."""
 
@@ -51,8 +81,34 @@ class QuerySettings(Settings):
     )
 
 
-class DoctorSettings(QuerySettings):
-    """One examination."""
+class LayoutSettings(QuerySettings):
+    """`kvatlas layout`."""
+
+    answer: int | None = Field(
+        default=None, ge=0, description="Let the layout with this number answer, as soon as it holds all workers."
+    )
+    delete: int | None = Field(default=None, ge=0, description="Delete the layout with this number and its blocks.")
+    deadline_s: float = Field(default=300.0, gt=0, description="Seconds to wait until the layout holds all workers.")
+
+
+class ScopeSettings(QuerySettings):
+    """A question within one identity scope."""
+
+    model_id: Name | None = Field(default=None, description="Model that the request is for, unless its hints say it.")
+    tokenizer_id: Name | None = Field(default=None, description="Tokenizer of the model; default: the model id.")
+    adapter_id: Name | None = Field(default=None, description="LoRA adapter; default: none.")
+    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the request.")
+
+    @property
+    def scope(self) -> Scope:
+        """Raises SettingsError without a model."""
+        if self.model_id is None:
+            raise SettingsError(missing_line("model_id", "expected the model that the request is for"))
+        return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
+
+
+class DoctorSettings(ScopeSettings):
+    """One examination; the scope is that of --request, if it names none itself."""
 
     identities: Path | None = Field(
         default=None, description="The indexers' file of identities: tells which workers they refuse."
@@ -60,21 +116,42 @@ class DoctorSettings(QuerySettings):
     listen_s: float = Field(
         default=2.5, gt=0, description="Seconds to listen for heartbeats; each worker sends one a second."
     )
+    status_urls: CommaList = Field(
+        default=(),
+        description="Status pages of publishers to ask too, separated by commas: finds those that use another NATS.",
+    )
+    strict: bool = Field(default=False, description="Exit with 1 for warnings too.")
 
 
-class PromptSettings(QuerySettings):
-    """A question about one prompt."""
+class TopSettings(QuerySettings):
+    """The fleet, live."""
 
-    model_id: Name = Field(description="Model that the request is for.")
-    tokenizer_id: Name | None = Field(default=None, description="Tokenizer of the model; default: the model id.")
-    adapter_id: Name | None = Field(default=None, description="LoRA adapter; default: none.")
-    tenant_id: Name = Field(default=DEFAULT_TENANT, description="Tenant of the request.")
-    output_tokens: OutputTokens = Field(default=DEFAULT_DECODE_TOKENS, description="Expected length of the output.")
-    cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="Cost profile to price with.")
+    interval_s: float = Field(default=2.0, ge=0.2, le=3600, description="Seconds between two looks at the fleet.")
+
+
+class BlockSettings(ScopeSettings):
+    """A question about one block."""
+
+    chain: Annotated[str, AfterValidator(check_chain)] = Field(
+        default=OWN_CHAIN,
+        description="What the hash is of: own, or external:NAME of an engine that names its blocks itself.",
+    )
 
     @property
     def scope(self) -> Scope:
-        return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
+        """Raises SettingsError without a model."""
+        return replace(super().scope, chain=self.chain)
+
+
+class PromptSettings(ScopeSettings):
+    """A question about one prompt."""
+
+    output_tokens: OutputTokens = Field(default=DEFAULT_DECODE_TOKENS, description="Expected length of the output.")
+    cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="Cost profile to price with.")
+    rates_file: Path | None = Field(
+        default=None,
+        description="File with rates for cost profile engine, written by `kvatlas calibrate`; default: none.",
+    )
 
 
 def _spelled(field: str) -> str:

@@ -11,11 +11,12 @@ from pydantic_settings import NoDecode
 from kvatlas.addresses import check_origin
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
+from kvatlas.store.access import CLUSTER_SCHEMES, split_urls
 from kvatlas.validation import Name as Name
 from kvatlas.validation import Text, Url
 
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
-REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
+REDIS_SCHEMES = ("redis", "rediss", "unix", *CLUSTER_SCHEMES)
 ZMQ_SCHEMES = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES = ("http", "https")
 MAX_PARTITIONS = 4_096
@@ -24,7 +25,7 @@ MAX_SECONDS = 10 * 365 * 86_400
 
 
 def _url(*schemes: str, port: bool = False) -> AfterValidator:
-    """`port`: a tcp:// URL must have one."""
+    """`port`: a tcp:// or grpc:// URL must have one."""
     return AfterValidator(_url_check(*schemes, port=port))
 
 
@@ -39,7 +40,7 @@ def _url_check(*schemes: str, port: bool = False) -> Callable[[str], str]:
             raise ValueError(f"{expected}, with a port from 0 to 65535") from error
         if parts.scheme not in schemes or not (parts.netloc or parts.path.strip("/")):
             raise ValueError(expected)
-        if port and parts.scheme == "tcp" and number is None and not value.rpartition(":")[2].isdigit():
+        if port and parts.scheme in ("tcp", "grpc") and number is None and not value.rpartition(":")[2].isdigit():
             raise ValueError(f"{expected}, and a port")
         return value
 
@@ -69,11 +70,15 @@ def _check_inbox(value: str) -> str:
     return value
 
 
-def _check_redis_database(value: str) -> str:
+_check_redis_url = _url_check(*REDIS_SCHEMES)
+
+
+def _check_redis_urls(value: str) -> str:
     """Redis' own client takes database 0 for a path that is not a number."""
-    parts = urlsplit(value)
-    if parts.scheme != "unix" and not re.fullmatch(r"/?[0-9]{0,9}", parts.path):
-        raise ValueError("expected a database number or nothing after the port")
+    for one in split_urls(value):
+        parts = urlsplit(_check_redis_url(one))
+        if parts.scheme != "unix" and not re.fullmatch(r"/?[0-9]{0,9}", parts.path):
+            raise ValueError("expected a database number or nothing after the port")
     return value
 
 
@@ -99,8 +104,9 @@ def _split_labels(value: Any) -> Any:
 
 
 NatsUrl = Annotated[str, AfterValidator(_check_nats_urls)]
-RedisUrl = Annotated[str, _url(*REDIS_SCHEMES), AfterValidator(_check_redis_database)]
+RedisUrl = Annotated[str, AfterValidator(_check_redis_urls)]
 ZmqEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, port=True)]
+LMCacheEndpoint = Annotated[str, _url(*ZMQ_SCHEMES, "grpc", port=True)]
 HttpUrl = Annotated[Url, _url(*HTTP_SCHEMES)]
 EngineUrl = Annotated[str, AfterValidator(_check_engine_url)]
 Inbox = Annotated[str, AfterValidator(_check_inbox)]

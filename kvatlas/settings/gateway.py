@@ -37,6 +37,11 @@ class GatewaySettings(RoutingSettings):
         description="The pool's pods: HOST:PORT, by commas; a headless Service's name stands for all of its pods. "
         "Default: the workers that have publishers.",
     )
+    kubernetes_pool: bool = Field(
+        default=False,
+        description="The pool's pods: those that the InferencePool --pool-name selects, read from Kubernetes, each with all of "
+        "its target ports.",
+    )
     pool_name: Name = Field(default="kvatlas", description="Name of the InferencePool, for metrics and objects.")
     extension_objects: Literal["none", "inference.networking.x-k8s.io", "llm-d.ai"] = Field(
         default="none",
@@ -75,11 +80,13 @@ class GatewaySettings(RoutingSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """As every settings'; certificate and key belong together."""
+        """As every settings'; certificate and key belong together, and the pool has one source."""
         settings = super().load(**flags)
         if (settings.tls_certificate is None) != (settings.tls_key is None):
             absent = "tls_key" if settings.tls_key is None else "tls_certificate"
             raise SettingsError(missing_line(absent, "both a certificate and its key, or neither"))
         if settings.plaintext and settings.tls_certificate is not None:
             raise SettingsError("--plaintext and --tls-certificate are both given; expected one of them")
+        if settings.kubernetes_pool and settings.pods:
+            raise SettingsError("--kubernetes-pool and --pods are both given; expected one of them")
         return settings

@@ -26,8 +26,16 @@ class IndexerSettings(Settings, HttpSettings):
     retire_after_s: Seconds = Field(
         default=60, description="Seconds without a heartbeat after which a worker is retired and its blocks dropped."
     )
-    side_index: bool = Field(
-        default=False, description="Store each block's parent too, so that the children of a prefix can be listed."
+    layout: int | None = Field(
+        default=None,
+        ge=0,
+        le=9_999,
+        description="Number of the layout to fill, beside the one that answers (`kvatlas layout`); default: that one.",
+    )
+    side_index: bool | None = Field(
+        default=None,
+        description="Store each block's parent too, so that `kvatlas children` can list what follows a prefix; "
+        "default: as the store was laid out, off in an empty store.",
     )
     identities: Path | None = Field(
         default=None,

@@ -31,6 +31,9 @@ class ProcessSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level of the log lines on stderr."
     )
+    log_format: Literal["console", "json"] = Field(
+        default="console", description="Log lines for people, or one JSON object a line."
+    )
 
     @field_validator("*", mode="before")
     @classmethod

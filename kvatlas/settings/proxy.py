@@ -1,15 +1,17 @@
 """Settings of `kvatlas router`, the OpenAI-compatible proxy."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from kvatlas.identity import DEFAULT_TENANT
-from kvatlas.request import DEFAULT_DECODE_TOKENS
 from kvatlas.settings.field_types import CommaList, Labels, Name, Port
 from kvatlas.settings.http import HttpSettings
 from kvatlas.settings.process import Settings
-from kvatlas.validation import Count, OutputTokens, Positive
+from kvatlas.store.access import RedisAccess
+from kvatlas.validation import DEFAULT_DECODE_TOKENS, Count, OutputTokens, Positive
 
 
 class RoutingSettings(Settings):
@@ -34,6 +36,10 @@ class RoutingSettings(Settings):
         description="Expected output in tokens of a request without max_tokens, until a model's answers have shown theirs.",
     )
     cost_profile: Literal["engine", "quillcache"] = Field(default="engine", description="Cost profile to price with.")
+    rates_file: Path | None = Field(
+        default=None,
+        description="File with rates for cost profile engine, written by `kvatlas calibrate`; default: none.",
+    )
     decision_deadline_ms: float = Field(
         default=10.0,
         gt=0,
@@ -44,7 +50,22 @@ class RoutingSettings(Settings):
         gt=0,
         description="The same where the store's answers take longer, as measured: up to this.",
     )
+    read_replicas: bool = Field(
+        default=False,
+        description="Read overlaps from the replicas of a Redis or Valkey cluster, up to 3 seconds late; choices are booked at "
+        "its primaries.",
+    )
     load_only: bool = Field(default=False, description="Route by load alone, without the index.")
+    replica: bool = Field(
+        default=False,
+        description="Keep a copy of the index in this process, fed by NATS: overlaps need no call to the store.",
+    )
+    replica_max_stale_ms: float = Field(
+        default=1_000.0, gt=0, description="Milliseconds that the copy may be old; beyond that the store answers."
+    )
+    replica_memory_mib: Positive = Field(
+        default=1_024, description="MiB that the copy may take, as estimated; beyond that the store answers."
+    )
     marks: bool = Field(
         default=True,
         description="Believe hybrid models' marks; if off, route as if they reused all that is resident, to compare.",
@@ -103,6 +124,11 @@ class RoutingSettings(Settings):
         default=True, description="Request usage for streams too, and strip it if the client did not ask for it."
     )
 
+    @property
+    def redis(self) -> RedisAccess:
+        """How to connect to the store."""
+        return replace(super().redis, read_replicas=self.read_replicas)
+
 
 class ProxySettings(RoutingSettings, HttpSettings):
     """One proxy process."""
@@ -119,6 +145,9 @@ class ProxySettings(RoutingSettings, HttpSettings):
         default=(),
         description="Networks and names of engines that get clients' Authorization, Cookie and API keys, separated by commas; "
         "* for all; default: none.",
+    )
+    record: bool = Field(
+        default=False, description="Let `kvatlas record` follow requests: hashes, sizes and times at /kvatlas/requests."
     )
     request_hints: bool = Field(
         default=False,

@@ -8,13 +8,14 @@ from pydantic import BeforeValidator, Field
 
 from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind, Role
-from kvatlas.identity import DEFAULT_TENANT
+from kvatlas.identity import DEFAULT_HASH_CHAIN, DEFAULT_TENANT
 from kvatlas.settings.field_types import (
     MAX_SECONDS,
     CommaList,
     EngineUrl,
     GroupList,
     Labels,
+    LMCacheEndpoint,
     Name,
     PartitionCount,
     Port,
@@ -38,21 +39,47 @@ from kvatlas.validation import (
 
 def _check_kind(value: Any) -> Any:
     if value not in get_args(_Kinds):
-        raise ValueError("expected 'vllm', 'sglang', 'tensorrt_llm' or 'mock', the kinds whose events can be read")
+        raise ValueError(
+            "expected 'vllm', 'sglang', 'tensorrt_llm', 'open' or 'mock', the kinds whose events can be read, or 'store'"
+        )
     return value
 
 
-_Kinds = Literal[EngineKind.VLLM, EngineKind.SGLANG, EngineKind.TENSORRT_LLM, EngineKind.MOCK]
+_Kinds = Literal[
+    EngineKind.VLLM,
+    EngineKind.SGLANG,
+    EngineKind.TENSORRT_LLM,
+    EngineKind.OPEN,
+    EngineKind.MOCK,
+    EngineKind.STORE,
+]
 PublishedKind = Annotated[_Kinds, BeforeValidator(_check_kind)]
 
 
 class PublishSettings(Settings, HttpSettings):
     """One publisher process: for one engine, or for all ranks of one."""
 
-    engine: PublishedKind = Field(description="Kind of engine; mock: a simulated one.")
+    engine: PublishedKind = Field(
+        description="Kind of engine; open: one that speaks the open event forms; mock: a simulated one; store: a shared store, "
+        "of which engines' publishers tell."
+    )
     events: bool = Field(
         default=True,
         description="The engine publishes KV events. Without them routers predict what it holds from what they send to it.",
+    )
+    source: Literal["-"] | None = Field(
+        default=None,
+        description="Where batches of the open event forms come from, if not from a ZMQ socket: - for JSON lines on standard "
+        "input. They may be sent to the status page too (POST /events).",
+    )
+    engine_id: Name | None = Field(
+        default=None,
+        description="Name of the engine in its batches (open event forms); default: the first one heard. Others' are ignored.",
+    )
+    hash_chain: Name = Field(
+        default=DEFAULT_HASH_CHAIN,
+        description="Name of the engine's own block hashes: requests ask for blocks that are told without token ids by the "
+        "chain external:NAME (open event forms).",
     )
     endpoint: ZmqEndpoint | None = Field(
         default=None,
@@ -66,7 +93,16 @@ class PublishSettings(Settings, HttpSettings):
     block_size: BlockTokens | None = Field(
         default=None, description="Tokens in a block; default: learned from the events."
     )
-    block_bytes: BlockBytes = Field(default=0, description="Bytes of KV cache in a block; 0: unknown.")
+    block_bytes: BlockBytes = Field(
+        default=0, description="Bytes of KV cache in a block; 0: by --model-config-path, or as the engine says."
+    )
+    model_config_path: Path | None = Field(
+        default=None,
+        description="The model's config.json, or its folder: layers, KV heads, head size and data type give the bytes a block.",
+    )
+    kv_cache_dtype: Text = Field(
+        default="auto", description="Data type of the KV cache, as the engine's flag says it; auto: the model's."
+    )
     dp_rank: Rank | None = Field(
         default=None, description="Data-parallel rank N: N is added to the ports, and the worker is W-dpN."
     )
@@ -120,10 +156,23 @@ class PublishSettings(Settings, HttpSettings):
         description="Seconds for which a block is published that a connector stored where nobody tells its removal (Mooncake, "
         "files, object stores). 0: it is left out.",
     )
-    lmcache_endpoint: ZmqEndpoint | None = Field(
+    shared_store: WorkerId | None = Field(
         default=None,
-        description="Socket of the LMCache multiprocess server that the engine is attached to, e.g. tcp://127.0.0.1:5555: what "
-        "its CPU memory holds is published too.",
+        description="The shared store that the engine's connector reads and writes: the --worker-id of the publisher of kind "
+        "store that it has.",
+    )
+    read_setup_us: Count | None = Field(
+        default=None,
+        description="Of a shared store: microseconds until a read's first byte; default: as its tier usually takes.",
+    )
+    read_us_per_mib: Count | None = Field(
+        default=None, description="Of a shared store: microseconds to read a MiB (5 GiB/s: 195); default: as its tier."
+    )
+    lmcache_endpoint: LMCacheEndpoint | None = Field(
+        default=None,
+        description="Address of the LMCache multiprocess server that the engine is attached to, e.g. tcp://127.0.0.1:5555, "
+        "or grpc://127.0.0.1:5555 (extra lmcache): what its CPU memory holds is published too. Of a shared store: the server "
+        "that it is.",
     )
     lmcache_model: Name | None = Field(
         default=None, description="The model as the engine names it to LMCache; default: the model id."
@@ -152,12 +201,28 @@ class PublishSettings(Settings, HttpSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. An engine with events needs `endpoint`, one without needs `engine_url`; TensorRT-LLM's
+        """See `ProcessSettings.load`. A shared store needs `block_size`, and `store_ttl_s` unless it is LMCache's server. An
+        engine with events needs `endpoint`, one without needs `engine_url`; TensorRT-LLM's
         events are read at `engine_url`."""
         settings = super().load(**flags)
+        if settings.source is not None and settings.engine is not EngineKind.OPEN:
+            raise SettingsError(
+                f"--source is {settings.source}, but --engine is {settings.engine.value}; expected --engine open"
+            )
+        if settings.engine is EngineKind.STORE:
+            settings._check_store()
+            return settings
+        for flag, given in (
+            ("--read-setup-us", settings.read_setup_us),
+            ("--read-us-per-mib", settings.read_us_per_mib),
+        ):
+            if given is not None:
+                raise SettingsError(f"{flag} is {given}; expected none: it is a flag of --engine store")
         drained = settings.events and settings.engine is EngineKind.TENSORRT_LLM
         if drained:
             settings._check_drained()
+        elif settings.engine is EngineKind.OPEN and settings.events:
+            settings._check_open()
         elif settings.events and settings.endpoint is None:
             raise SettingsError(missing_line("endpoint", "expected the engine's event socket, or --no-events"))
         if not settings.events and settings.engine_url is None:
@@ -166,6 +231,40 @@ class PublishSettings(Settings, HttpSettings):
         if settings.dp_rank is not None and settings.dp_size is not None:
             raise SettingsError("--dp-rank and --dp-size are both given; expected one of them")
         return settings
+
+    def _check_open(self) -> None:
+        """Batches come from a socket, from standard input, or to the status page."""
+        if self.source is not None and self.endpoint is not None:
+            raise SettingsError(f"--source is {self.source}, and --endpoint {self.endpoint}; expected one of them")
+        if self.source is not None and self.dp_size is not None:
+            raise SettingsError(
+                f"--source is {self.source}, and --dp-size {self.dp_size}; expected a process for each rank"
+            )
+        if self.source is None and self.endpoint is None and self.status_port is None:
+            expected = (
+                "expected the engine's event socket, --source - for JSON lines, or --status-port for POST /events"
+            )
+            raise SettingsError(missing_line("endpoint", expected))
+
+    def _check_store(self) -> None:
+        """A shared store has no engine's addresses, and its block size must be given: routers need it to look prompts up."""
+        if self.block_size is None:
+            raise SettingsError(missing_line("block_size", "expected the block size of the engines that use the store"))
+        for flag, given in (
+            ("--endpoint", self.endpoint),
+            ("--replay-endpoint", self.replay_endpoint),
+            ("--engine-url", self.engine_url),
+            ("--shared-store", self.shared_store),
+            ("--dp-rank", self.dp_rank),
+            ("--dp-size", self.dp_size),
+        ):
+            if given is not None:
+                raise SettingsError(f"{flag} is {given}; expected none: a shared store is no engine")
+        if not self.store_ttl_s and self.lmcache_endpoint is None:
+            expected = (
+                "expected a time after which a block counts as evicted, since nobody tells; or --lmcache-endpoint"
+            )
+            raise SettingsError(missing_line("store_ttl_s", expected))
 
     def _check_drained(self) -> None:
         """An engine whose events are read over HTTP has no sockets, and one answer for all its ranks."""

@@ -4,26 +4,55 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvatlas.errors import InvalidValue
 from kvatlas.redaction import redact_url
 
+CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
+CLUSTER_PREFIXES = tuple(f"{scheme}://" for scheme in CLUSTER_SCHEMES)
+
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """`url`: with user and password, if the store asks for them. `ca_file` is trusted instead of the system's authorities;
-    `cert_file` and `key_file` are this client's, for a store that asks for certificates. They need `rediss://` or
-    `rediss+cluster://`."""
+    """`url`: with user and password, if the store asks for them; of a cluster, any servers of it, separated by commas.
+    `ca_file` is trusted instead of the system's authorities; `cert_file` and `key_file` are this client's, for a store that
+    asks for certificates. They need `rediss://` or `rediss+cluster://`. `read_replicas`: overlaps are
+    read from a cluster's replicas, a few seconds old at most."""
 
     url: str
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
+    read_replicas: bool = False
+
+    @property
+    def urls(self) -> list[str]:
+        """One, or those of a cluster's servers."""
+        return split_urls(self.url)
 
     @property
     def name(self) -> str:
         """The store as it may be shown."""
         return f"Redis at {redact_url(self.url)}"
+
+    @property
+    def attributes(self) -> dict[str, str | int]:
+        """The store in the words of OpenTelemetry's conventions for database clients."""
+        parts = urlsplit(self.url)
+        if parts.scheme == "unix":
+            return {"server.address": parts.path}
+        try:
+            port = parts.port
+        except ValueError:  # connecting says so
+            port = None
+        attributes: dict[str, str | int] = {
+            "server.address": parts.hostname or "localhost",
+            "server.port": port or 6379,
+        }
+        return (
+            attributes if "+cluster" in parts.scheme else {**attributes, "db.namespace": parts.path.strip("/") or "0"}
+        )
 
     def options(self) -> dict[str, Any]:
         """Arguments of redis-py's `from_url`. Raises InvalidValue for certificates without TLS, OSError for a file that
@@ -35,6 +64,12 @@ class RedisAccess:
                 raise InvalidValue(f"{self.name} has no TLS; expected rediss:// with a file of certificates")
             tls_context(self.ca_file, self.cert_file, self.key_file)
         return options
+
+
+def split_urls(url: str) -> list[str]:
+    """The URLs in a list of a cluster's servers; any other URL alone: a comma may be a password's."""
+    several = [one.strip() for one in url.split(",")]
+    return several if all(one.startswith(CLUSTER_PREFIXES) for one in several) else [url]
 
 
 def tls_context(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> ssl.SSLContext:

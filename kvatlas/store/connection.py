@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis.asyncio as redis
-from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -29,12 +30,12 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
 from kvatlas.runtime.retry import retry_until_reachable
-from kvatlas.store.access import RedisAccess
+from kvatlas.store.access import CLUSTER_SCHEMES, RedisAccess
+from kvatlas.store.read_replicas import ReadReplicas
 from kvatlas.store.redis_connections import RedisConnections
 
 T = TypeVar("T")
 
-CLUSTER_SCHEMES = ("redis+cluster", "rediss+cluster")
 CALL_TIMEOUT_S = 5.0
 
 _ONCE = Retry(NoBackoff(), 0)  # no hidden retries: the caller knows whether a second call is right
@@ -59,8 +60,13 @@ class Store:
         self.client: Any = client  # redis-py types answers as unions of sync and async
         self.url = access.url
         self.name = access.name
+        self.attributes = access.attributes
         self._nodes: dict[str, RedisConnections] = {}
         """By node of a cluster; a standalone store has one without a name."""
+        self._replica_nodes: dict[str, RedisConnections] = {}
+        self._replicas: ReadReplicas | None = None
+        if access.read_replicas and isinstance(client, RedisCluster):
+            self._replicas = ReadReplicas(client, self._connections_to_replica)
 
     @property
     def is_cluster(self) -> bool:
@@ -75,8 +81,11 @@ class Store:
         return (await self._call([("FCALL_RO", function, len(keys), *keys, *args)], retry=True))[0]
 
     async def fcall_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
-        """Several read-only calls in one pipelined round trip (in a cluster: one to each node); answers in order."""
+        """Several read-only calls in one pipelined round trip (in a cluster: one to each node); answers in order, of read
+        replicas if the store has them."""
         commands = [("FCALL_RO", function, len(keys), *keys, *args) for keys, args in calls]
+        if self._replicas is not None:
+            return list(await asyncio.gather(*(self._call_replica(self._replicas, command) for command in commands)))
         return await self._call(commands, retry=True)
 
     async def ask(self, command: Awaitable[T]) -> T:
@@ -105,6 +114,10 @@ class Store:
         except UNREACHABLE as error:
             raise self.unreachable(error) from error
 
+    async def _call_replica(self, replicas: ReadReplicas, command: tuple[Any, ...]) -> Any:
+        found = await replicas.call(command)
+        return (await self._call([command], retry=True))[0] if found is None else found[0]
+
     async def _call_node(self, command: tuple[Any, ...], *, retry: bool) -> Any:
         """A function call, at the node that has the slot of its first key as far as is known."""
         first_key = command[3]
@@ -116,7 +129,21 @@ class Store:
             return (await connections.call([command], retry=retry))[0]
         except (AskError, TryAgainError, ClusterError, RedisClusterException, ReadOnlyError, RedisConnectionError):
             # the slot has moved, or its node is gone: redis-py finds the new one, and remembers it
+            return await self._follow(command)
+
+    async def _follow(self, command: tuple[Any, ...]) -> Any:
+        try:
             return await self.client.execute_command(*command)
+        except AttributeError as error:  # redis-py's answer to an ASK that names a node that it does not know yet
+            raise RedisConnectionError("a slot moves to a server that is not known yet") from error
+
+    def _connections_to_replica(self, node: ClusterNode) -> RedisConnections:
+        options = {**node.connection_kwargs, "retry": _ONCE, "redis_connect_func": self.client.on_connect}
+        connections = self._replica_nodes.get(node.name)
+        if connections is None:
+            connections = RedisConnections(lambda: node.connection_class(**options), CALL_TIMEOUT_S)
+            self._replica_nodes[node.name] = connections
+        return connections
 
     def _connections_to(self, name: str, connect: Callable[[], Any]) -> RedisConnections:
         connections = self._nodes.get(name)
@@ -149,6 +176,19 @@ class Store:
             if "Library not found" not in str(error):
                 raise
 
+    async def read_info(self, section: str) -> list[dict[str, Any]]:
+        """A section of INFO, of every primary. Raises Unreachable."""
+        found = await self.ask(self._on_primaries("INFO", section))
+        by_node = self.is_cluster and all(isinstance(one, dict) for one in found.values())
+        return list(found.values()) if by_node else [found]
+
+    async def read_config(self, name: str) -> dict[str, str]:
+        """A setting of every primary that says it, by node; of a standalone store under an empty name. Raises Unreachable, and
+        redis' ResponseError if the server hides its configuration."""
+        found = await self.ask(self._on_primaries("CONFIG GET", name))
+        answers = found if self.is_cluster and name not in found else {"": found}
+        return {node: one[name] for node, one in answers.items() if isinstance(one, dict) and name in one}
+
     def _on_primaries(self, *command: str) -> Awaitable[Any]:
         where = {"target_nodes": RedisCluster.PRIMARIES} if self.is_cluster else {}
         answer: Awaitable[Any] = self.client.execute_command(*command, **where)
@@ -163,7 +203,7 @@ class Store:
         return any(code.encode() in library for library in found)
 
     async def close(self) -> None:
-        for connections in self._nodes.values():
+        for connections in (*self._nodes.values(), *self._replica_nodes.values()):
             await connections.close()
         await self.client.aclose()
 
@@ -173,7 +213,8 @@ async def open_store(
 ) -> Store:
     """A store that has answered once; `access` may be the URL alone.
 
-    URLs: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` and `rediss+cluster://` (any node of a cluster). With
+    URLs: `redis://`, `rediss://`, `unix://`, or `redis+cluster://` and `rediss+cluster://` (any nodes of a cluster,
+    separated by commas). With
     `wait` an unreachable server is tried again with back-off, and `on_wait` gets the line for the user each time. Raises
     Unreachable, naming the address, at once without `wait`; AccessDenied for wrong credentials, or a file of certificates
     that can't be used; InvalidValue for any other URL.
@@ -197,7 +238,7 @@ async def connected_store(
 async def _open(access: RedisAccess) -> Store:
     store = Store(_client(access), access)
     try:
-        await store.client.ping()
+        await (_initialize(store.client) if store.is_cluster else store.client.ping())
         return store
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
         await store.close()
@@ -205,6 +246,22 @@ async def _open(access: RedisAccess) -> Store:
     except (RedisError, *UNREACHABLE) as error:
         await store.close()
         raise store.unreachable(error) from error
+
+
+async def _initialize(client: RedisCluster) -> None:
+    """Read the cluster's map, and what commands there are, from any servers that answer: redis-py insists on its first
+    primary for the second."""
+    silent: set[str] = set()
+    while True:
+        try:
+            await client.initialize()
+            return
+        except (RedisConnectionError, RedisTimeoutError):
+            primaries = [node.name for node in client.get_primaries()]
+            if not primaries or primaries[0] in silent:
+                raise
+            silent.add(primaries[0])
+            client.nodes_manager.move_node_to_end_of_cached_nodes(primaries[0])
 
 
 def reason(error: BaseException) -> str:
@@ -227,8 +284,11 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
     try:
         scheme, options = urlsplit(access.url).scheme, access.options()
         if scheme in CLUSTER_SCHEMES:
+            first, *more = (url.replace("+cluster", "", 1) for url in access.urls)
             return RedisCluster.from_url(
-                access.url.replace("+cluster", "", 1),
+                first,
+                startup_nodes=[_cluster_node(url) for url in more],
+                require_full_coverage=False,  # a shard without a primary does not stop the others
                 socket_timeout=CALL_TIMEOUT_S,
                 socket_connect_timeout=2,
                 **options,
@@ -244,3 +304,8 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error
     raise InvalidValue(f"{access.name}; expected redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://")
+
+
+def _cluster_node(url: str) -> ClusterNode:
+    parts = parse_url(url)
+    return ClusterNode(parts.get("host", "localhost"), parts.get("port", 6379))

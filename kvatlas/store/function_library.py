@@ -7,11 +7,12 @@ process has used it for long (`indexer/cleanup/library_expiry.py`): each process
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,8 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from kvatlas.errors import Unreachable
 from kvatlas.store.connection import Store
+from kvatlas.telemetry import sampled_context, store_span
+from kvatlas.telemetry.durations import Durations
 
 MARK_EVERY_S = 600.0
 USED_FOR_S = 24 * 3600
@@ -38,6 +41,11 @@ redis.register_function({
 })"""
 
 log = logging.getLogger("kvatlas.store")
+_durations = Durations(
+    "store_call",
+    ("db.operation.name", "db.stored_procedure.name", "error.type"),
+    {"db.system.name": "redis"},
+)
 
 
 class FunctionLibrary:
@@ -86,17 +94,20 @@ class FunctionLibrary:
         await store.load_functions(self.code)
 
     async def call(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        return await self._call(store, store.fcall, function, keys, args)
+        with _observed("FCALL", function, store):
+            return await self._call(store, store.fcall, function, keys, args)
 
     async def call_ro(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """`call` for a function that writes nothing."""
-        return await self._call(store, store.fcall_ro, function, keys, args)
+        with _observed("FCALL_RO", function, store):
+            return await self._call(store, store.fcall_ro, function, keys, args)
 
     async def call_ro_many(
         self, store: Store, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]
     ) -> list[Any]:
         """Several (keys, args) of one function that writes nothing: see `Store.fcall_ro_many`."""
-        answers: list[Any] = await self._call(store, store.fcall_ro_many, function, calls)
+        with _observed("FCALL_RO", function, store, len(calls)):
+            answers: list[Any] = await self._call(store, store.fcall_ro_many, function, calls)
         return answers
 
     async def _call(self, store: Store, call: Callable[..., Awaitable[Any]], function: str, *what: Any) -> Any:
@@ -123,6 +134,20 @@ class FunctionLibrary:
             line = f"it has no function library {self.name}, and this user may not load it; start an indexer of this version"
             raise Unreachable(f"{store.name}: {line}") from error
         return await call(self.function(function), *what)
+
+
+@contextmanager
+def _observed(operation: str, function: str, store: Store, calls: int = 1) -> Iterator[None]:
+    """A call's span, and its duration by function."""
+    began, failure = perf_counter(), ""
+    with store_span(operation, function, store.attributes, calls):
+        try:
+            yield
+        except Exception as error:
+            failure = type(error).__name__
+            raise
+        finally:
+            _durations.add((operation, function, failure), perf_counter() - began, sampled_context())
 
 
 def mark_key(library: str) -> str:

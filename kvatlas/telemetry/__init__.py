@@ -11,24 +11,33 @@ client) keeps its own providers and does not call `setup_telemetry`.
 
 from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument
 from kvatlas.telemetry.metric_export import MetricSource, export_metrics, metrics_enabled
-from kvatlas.telemetry.setup import Telemetry, requested_exporters, setup_telemetry
+from kvatlas.telemetry.setup import Telemetry, read_metrics_page, requested_exporters, setup_telemetry
 from kvatlas.telemetry.spans import (
     MAX_LINKS,
+    CurrentSpan,
     LinkCollector,
     apply_span,
     current_traceparent,
     decision_span,
+    describe_batch,
     describe_decision,
     extract_link,
     flush_span,
     inject_headers,
     link_of,
+    sampled_context,
+    snapshot_request_span,
+    snapshot_span,
+    step_span,
+    store_span,
+    tracer,
     tracing_enabled,
 )
 
 __all__ = [
     "INSTRUMENTS",
     "MAX_LINKS",
+    "CurrentSpan",
     "Instrument",
     "LinkCollector",
     "MetricSource",
@@ -36,6 +45,7 @@ __all__ = [
     "apply_span",
     "current_traceparent",
     "decision_span",
+    "describe_batch",
     "describe_decision",
     "export_metrics",
     "extract_link",
@@ -43,7 +53,14 @@ __all__ = [
     "inject_headers",
     "link_of",
     "metrics_enabled",
+    "read_metrics_page",
     "requested_exporters",
+    "sampled_context",
     "setup_telemetry",
+    "snapshot_request_span",
+    "snapshot_span",
+    "step_span",
+    "store_span",
+    "tracer",
     "tracing_enabled",
 ]

@@ -14,11 +14,12 @@ from enum import StrEnum
 class Kind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
+    HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, slots=True)
 class Instrument:
-    """One metric. `unit` in UCUM, as OpenTelemetry has it: `{block}`, `By`, `us`."""
+    """One metric. `unit` in UCUM, as OpenTelemetry has it: `{block}`, `By`, `s`."""
 
     name: str
     unit: str
@@ -28,10 +29,12 @@ class Instrument:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What one field is exported as: a series of an instrument, with attributes of its own."""
+    """What one field is exported as: a series of an instrument, with attributes of its own. `factor`: from the field's unit to
+    the instrument's."""
 
     instrument: Instrument
     attributes: Mapping[str, str] = field(default_factory=dict)
+    factor: float = 1
 
 
 def _counter(name: str, unit: str, description: str) -> Instrument:
@@ -42,14 +45,22 @@ def _gauge(name: str, unit: str, description: str) -> Instrument:
     return Instrument(f"kvatlas.{name}", unit, description, Kind.GAUGE)
 
 
+def _histogram(name: str, unit: str, description: str) -> Instrument:
+    """Of a field that is a `Distribution`."""
+    return Instrument(f"kvatlas.{name}", unit, description, Kind.HISTOGRAM)
+
+
 def _by(instrument: Instrument, attribute: str, **fields: str) -> dict[str, Series]:
     """Several fields of one instrument, distinguished by the value of one attribute."""
     return {name: Series(instrument, {attribute: value}) for name, value in fields.items()}
 
 
-def _single(instrument: Instrument, name: str) -> dict[str, Series]:
+def _single(instrument: Instrument, name: str, factor: float = 1) -> dict[str, Series]:
     """The only field of an instrument."""
-    return {name: Series(instrument)}
+    return {name: Series(instrument, factor=factor)}
+
+
+_TIERS = ("hbm", "remote_hbm", "cpu_dram", "local_ssd", "object_store")
 
 
 # ---------------------------------------------------------------- publisher: publishers.counters.PublisherCounters
@@ -74,6 +85,7 @@ SEND_FAILURES = _counter(
     "publisher.send.failures", "{failure}", "Failed sends, by reason; the messages wait or are sent again"
 )
 PUBLISHER_GRANTS = _counter("publisher.grants", "{request}", "Requests for a grant to send a large snapshot, by answer")
+CONTROL_ANY = _counter("publisher.control.requests", "{request}", "Requests received on the control subject")
 CONTROL_REQUESTS = _counter("publisher.control", "{request}", "Requests received on the control subject, by kind")
 HEARTBEATS_SENT = _counter("publisher.heartbeats", "{heartbeat}", "Heartbeats sent")
 HEARTBEATS_BAD = _counter(
@@ -81,6 +93,7 @@ HEARTBEATS_BAD = _counter(
 )
 YIELDS = _counter("publisher.yields", "{yield}", "Times this publisher yielded to a newer publisher of the same worker")
 LOAD_SAMPLES = _counter("publisher.load.samples", "{sample}", "Samples of the engine's health and metrics, by outcome")
+STORE_NOTICES = _counter("publisher.store.notices", "{notice}", "Notices of a shared store's blocks, by outcome")
 SAVES = _counter("publisher.saves", "{save}", "Saves of the ledger, by outcome")
 
 PUBLISHER = {
@@ -104,6 +117,9 @@ PUBLISHER = {
         feed_replays="replay",
         feed_replays_failed="replay_failed",
         feed_restarts="restart",
+        event_gaps="event_gap",
+        event_restarts="event_restart",
+        event_duplicates="event_duplicate",
         feed_started_over="started_over",
         feed_lost="lost",
         feed_unheard="unheard",
@@ -126,20 +142,53 @@ PUBLISHER = {
         refused_busy="busy",
         refused_other="other",
     ),
+    **_by(
+        STORE_NOTICES,
+        "outcome",
+        store_notices="passed_on",
+        store_notices_lost="lost",
+        store_notices_refused="refused",
+    ),
     **_by(PUBLISHER_GRANTS, "answer", grants_asked="asked", grants_denied="denied", grants_unanswered="unanswered"),
     **_by(
         CONTROL_REQUESTS,
         "kind",
-        control_requests="any",
         control_bad="bad",
         snapshot_requests="snapshot",
         snapshot_requests_ignored="snapshot_ignored",
     ),
+    **_single(CONTROL_ANY, "control_requests"),
     **_single(HEARTBEATS_SENT, "heartbeats"),
     **_single(HEARTBEATS_BAD, "heartbeats_bad"),
     **_single(YIELDS, "yields"),
     **_by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
     **_by(SAVES, "outcome", saves="saved", saves_failed="failed"),
+}
+
+# ---------------------------------------------------------------- engine: publishers.counters.PublisherGauges
+
+FEED_CONNECTED = _gauge("publisher.feed.connected", "{feed}", "1 while the engine's event socket is connected")
+FEED_SILENCE = _gauge("publisher.feed.silence", "s", "Time since the engine's last batch of events")
+ENGINE_STATE = _gauge("publisher.engine.state", "{engine}", "1 for the state that the engine is in")
+OUTBOX_DEPTH = _gauge(
+    "publisher.outbox.messages", "{message}", "Messages in the outbox: waiting, or sent and not acknowledged"
+)
+LEDGER_TIERS = _gauge("ledger.held", "{block}", "Blocks that the worker is published to hold, by tier")
+LEDGER_ORPHANS = _gauge("ledger.orphans", "{block}", "Blocks that the engine holds behind a hole: not published")
+LEDGER_AWAITING = _gauge("ledger.awaiting", "{event}", "Stored events that wait for their parent")
+
+ENGINE = {
+    **_single(FEED_CONNECTED, "feed_connected"),
+    **_single(FEED_SILENCE, "silence_s"),
+    **_by(ENGINE_STATE, "state", up="up", down="down", asleep="asleep", draining="draining"),
+    **_by(OUTBOX_DEPTH, "state", unsent="waiting", unacked="sent"),
+    **_by(
+        LEDGER_TIERS,
+        "tier",
+        **{f"tiers.{tier}": tier for tier in _TIERS},
+    ),
+    **_single(LEDGER_ORPHANS, "orphans"),
+    **_single(LEDGER_AWAITING, "awaiting_events"),
 }
 
 # ---------------------------------------------------------------- ledger: publishers.ledger.counters.LedgerCounters
@@ -169,7 +218,7 @@ LEDGER_REGROUPED = _counter(
 LEDGER_LEARNED = _counter("ledger.block_size.learned", "{event}", "Times the block size was learned from an event")
 
 LEDGER = {
-    **_by(LEDGER_BLOCKS, "change", stored="stored", removed="removed"),
+    **_by(LEDGER_BLOCKS, "change", stored="stored", removed="removed", store_told="told_of_store"),
     **_single(LEDGER_JUDGED, "judged_removals"),
     **_single(LEDGER_CLEARED, "cleared_events"),
     **_by(
@@ -182,6 +231,7 @@ LEDGER = {
         placeholder_unknown="placeholder_unknown",
         adapter_unnamed="adapter_unnamed",
         removal_untold="removal_untold",
+        store_unknown="store_unknown",
     ),
     **_by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored"),
     **_single(LEDGER_FORGOTTEN, "forgotten"),
@@ -207,20 +257,26 @@ STORE_FULL = _counter(
     "indexer.store.full", "{call}", "Apply calls refused because the store is out of memory: an alarm"
 )
 INDEXED_MESSAGES = _counter("indexer.messages", "{message}", "Messages handed to the index, by outcome")
-LAG = _counter("indexer.lag.time", "ms", "Time from a message's creation until it is applied, summed over messages")
-LAG_MESSAGES = _counter("indexer.lag.messages", "{message}", "Messages whose lag is in `indexer.lag.time`")
+LAG = _histogram("indexer.lag", "s", "Age of the oldest message of a batch when it is applied, once for each message")
+APPLY_TIME = _histogram("indexer.apply.duration", "s", "Calls to the store that apply messages, retries included")
 SNAPSHOT_REQUESTS = _counter(
     "indexer.snapshot.requests", "{request}", "Snapshots requested from publishers, by outcome"
 )
 GRANTS = _counter("indexer.grants", "{request}", "Publishers' requests to send a large snapshot, by answer")
 HEARTBEATS = _counter("indexer.heartbeats", "{heartbeat}", "Heartbeats received, by validity")
 RECORDS_REFUSED = _counter("indexer.records.refused", "{record}", "Fleet records that could not be written")
+POOLS_REPAIRED = _counter(
+    "indexer.pools.repaired",
+    "{repair}",
+    "Times that a pool's bookings and loads were dropped because a record was damaged",
+)
 FLEET_WRITES = _counter("indexer.fleet.writes", "{write}", "Fleet records written")
 LIVENESS = _counter("indexer.liveness", "{worker}", "Workers whose liveness changed, by change")
 PARTITION_MOVES = _counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
 SWEEPS = _counter("indexer.sweeps", "{sweep}", "Sweeps of retired holders")
 SCOPES_FORGOTTEN = _counter("indexer.scopes.forgotten", "{scope}", "Unused scopes forgotten")
 SCRUBS = _counter("indexer.scrubs", "{scrub}", "Scrub rounds, each over all holders of a shard")
+SCRUB_CHECKED = _counter("indexer.scrub.checked", "{worker}", "Workers recounted against their digest")
 SCRUBBED = _counter("indexer.scrub.workers", "{worker}", "Workers recounted against their digest, by finding")
 STRAYS = _counter("indexer.scrub.strays", "{entry}", "Entries without a holder that a scrub removed from blocks")
 
@@ -256,8 +312,8 @@ INDEXER = {
         failed_checks="failed_check",
         moved="moved",
     ),
-    **_single(LAG, "event_lag.sum_ms"),
-    **_single(LAG_MESSAGES, "event_lag.count"),
+    **_single(LAG, "event_lag"),
+    **_single(APPLY_TIME, "apply_time"),
     **_by(
         SNAPSHOT_REQUESTS,
         "outcome",
@@ -269,17 +325,20 @@ INDEXER = {
     **_by(HEARTBEATS, "validity", heartbeats="good", heartbeats_bad="bad", heartbeats_refused="refused"),
     **_single(FLEET_WRITES, "fleet_writes"),
     **_single(RECORDS_REFUSED, "records_bad"),
+    **_single(POOLS_REPAIRED, "pools_repaired"),
     **_by(LIVENESS, "change", workers_lost="lost", workers_retired="retired", retirements_held="retirement_held"),
     **_by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
     **_single(SWEEPS, "sweeps"),
     **_single(SCOPES_FORGOTTEN, "scopes_forgotten"),
     **_single(SCRUBS, "scrubs"),
-    **_by(SCRUBBED, "found", scrub_checked="any", scrub_damaged="damage", scrub_given_up="no_rest"),
+    **_single(SCRUB_CHECKED, "scrub_checked"),
+    **_by(SCRUBBED, "found", scrub_damaged="damage", scrub_given_up="no_rest"),
     **_single(STRAYS, "scrub_strays"),
 }
 
 # ---------------------------------------------------------------- replica: indexer.gauges.ReplicaGauges
 
+PARTITIONS = _gauge("indexer.partitions.configured", "{partition}", "Partitions of the stream")
 PARTITIONS_OWNED = _gauge("indexer.partitions.owned", "{partition}", "Partitions owned by this replica")
 MESSAGES_PENDING = _gauge("indexer.pending", "{message}", "Messages of owned partitions that are not applied yet")
 WORKERS = _gauge("indexer.workers", "{worker}", "Workers of owned partitions, by liveness")
@@ -293,6 +352,7 @@ RETIRED_HOLDERS = _gauge("indexer.holders.retired", "{holder}", "Retired holders
 GRANTED_BYTES = _gauge("indexer.grants.bytes", "By", "Bytes of snapshots that publishers hold grants for")
 
 REPLICA = {
+    **_single(PARTITIONS, "partitions"),
     **_single(PARTITIONS_OWNED, "partitions_owned"),
     **_single(MESSAGES_PENDING, "messages_pending"),
     **_by(WORKERS, "liveness", workers_alive="alive", workers_lost="lost"),
@@ -304,17 +364,44 @@ REPLICA = {
     **_single(GRANTED_BYTES, "granted_snapshot_bytes"),
 }
 
-# ---------------------------------------------------------------- index: kvatlas.blocks.residency.IndexMetrics
+# ---------------------------------------------------------------- partition: indexer.partition.reader.PartitionStatus
 
-INDEX_BLOCKS = _gauge("index.size", "{residency}", "Residencies in the index: one for each block, worker and tier")
-INDEX_BYTES = _gauge("index.bytes", "By", "Bytes of KV cache that the index describes")
+PARTITION_PENDING = _gauge("indexer.partition.pending", "{message}", "Messages that are not applied yet, by partition")
+PARTITION_LAG = _gauge(
+    "indexer.partition.lag", "s", "Age of the last applied message when it was applied, by partition"
+)
+
+PARTITION = {**_single(PARTITION_PENDING, "pending"), **_single(PARTITION_LAG, "lag_s")}
+
+# ---------------------------------------------------------------- index: kvatlas.blocks.residency.ModelBlocks
+
+INDEX_BLOCKS = _gauge(
+    "index.size",
+    "{residency}",
+    "Residencies in the index, one for each block, worker and tier, by tier and model; from one replica only",
+)
+INDEX_BYTES = _gauge(
+    "index.bytes", "By", "Bytes of KV cache that the index describes, by tier and model; from one replica only"
+)
+STORE_MEMORY = _gauge(
+    "store.memory", "By", "Memory of all primaries of the store, used and allowed; from one replica only"
+)
 INDEX_CHANGES = _counter("index.changes", "{residency}", "Residencies added to and removed from the index, by change")
 INDEX_SCANS = _counter("index.prefix_scans", "{scan}", "Overlap and children lookups answered")
 INDEX_WRITTEN = _counter("index.written", "By", "Key and value bytes of block entries sent to the store")
 
 INDEX = {
-    **_single(INDEX_BLOCKS, "resident_blocks"),
-    **_single(INDEX_BYTES, "resident_bytes"),
+    **_by(INDEX_BLOCKS, "tier", **{f"blocks.{tier}": tier for tier in _TIERS}),
+    **_by(INDEX_BYTES, "tier", **{f"bytes.{tier}": tier for tier in _TIERS}),
+}
+
+# ---------------------------------------------------------------- store: indexer.gauges.StoreGauges
+
+STORE = _by(STORE_MEMORY, "what", used_bytes="used", limit_bytes="limit")
+
+# ---------------------------------------------------------------- index of one replica: kvatlas.blocks.residency.IndexWork
+
+INDEX_WORK = {
     **_by(INDEX_CHANGES, "change", puts="put", removes="remove"),
     **_single(INDEX_SCANS, "prefix_scans"),
     **_single(INDEX_WRITTEN, "bytes_written"),
@@ -324,7 +411,19 @@ INDEX = {
 
 DECISIONS = _counter("router.decisions", "{decision}", "Routing decisions, by outcome")
 LOOKUPS = _counter("router.lookups", "{call}", "Overlap lookups sent to the index")
-DECISION_TIME = _counter("router.decision.time", "us", "Time spent on decisions, summed over decisions")
+DECISION_TIME = _histogram("router.decision.duration", "s", "Decisions, with all that they wait for")
+STEP_TIME = _histogram("router.decision.step.duration", "s", "Calls to the store that a decision waits for, by step")
+PREDICTION_ERROR = _histogram(
+    "router.prediction.error",
+    "{token}",
+    "By how many tokens an engine's cached prompt tokens differ from the prediction, by direction; equal ones are not in it",
+)
+ANSWERED_TOKENS = _counter(
+    "router.prompt.tokens", "{token}", "Prompt tokens of answers whose engines report how many of them were cached"
+)
+SAVED_TOKENS = _counter("router.saved.tokens", "{token}", "Prompt tokens that engines did not compute, as they report")
+SAVED_TIME = _counter("router.saved.time", "s", "Engine time that computing these tokens would have taken")
+BOOKED_NOW = _gauge("router.in_flight", "{reservation}", "Reservations of this router that are not ended")
 PROMPT_BLOCKS = _counter("router.blocks.required", "{block}", "Blocks of the routed prompts")
 HELD_TOKENS = _counter(
     "router.held.tokens",
@@ -364,7 +463,14 @@ ROUTER = {
     **_by(WITHOUT_INDEX, "instead", by_load="load", by_prefix_hash="prefix_hash"),
     **_by(SHADOWED, "outcome", followed="followed", agreed="agreed"),
     **_by(ROUTER_FAILURES, "part", index_failures="index", booking_failures="reservations", fleet_failures="fleet"),
-    **_by(FELL_OPEN, "cause", open_index="index", open_booking="booking", open_connections="connections"),
+    **_by(
+        FELL_OPEN,
+        "cause",
+        open_index="index",
+        open_fleet="fleet",
+        open_booking="booking",
+        open_connections="connections",
+    ),
     **_by(RESERVATIONS, "change", booked="booked", released="released"),
     **_single(LEASES_LAPSED, "lapsed"),
     **_single(IN_FLIGHT_TOKENS, "predicted_tokens"),
@@ -372,7 +478,13 @@ ROUTER = {
     **_by(OVER_LIMITS, "limit", no_room="room", over_slo="slo"),
     **_by(LEARNED, "outcome", learned="learned", said_nothing="nothing"),
     **_single(LOOKUPS, "lookups"),
-    **_single(DECISION_TIME, "decision_time_us"),
+    **_single(DECISION_TIME, "decision_time"),
+    **_by(STEP_TIME, "step", lookup_time="lookup", booking_time="booking"),
+    **_by(PREDICTION_ERROR, "direction", found_more="more", found_fewer="fewer"),
+    **_single(ANSWERED_TOKENS, "prompt_tokens"),
+    **_single(SAVED_TOKENS, "saved_tokens"),
+    **_single(SAVED_TIME, "saved_s"),
+    **_single(BOOKED_NOW, "in_flight"),
     **_single(PROMPT_BLOCKS, "required_blocks"),
     **_single(OVERLAP_BLOCKS, "overlap_blocks"),
     **_by(HELD_TOKENS, "what", resident_tokens="resident", usable_tokens="usable"),
@@ -381,18 +493,18 @@ ROUTER = {
 # ---------------------------------------------------------------- rates: kvatlas.cost.learned_rates.LearnedRates
 
 RATE_REQUESTS = _gauge("router.rates.requests", "{request}", "Requests that a worker's rates were learned from")
-PREFILL_RATE = _gauge("router.rates.prefill", "us", "Learned time to compute one prompt token")
+PREFILL_RATE = _gauge("router.rates.prefill", "s", "Learned time to compute one prompt token")
 STEP_RATE = _gauge(
-    "router.rates.step", "us", "Learned base time of a decode step, without the share of each running request"
+    "router.rates.step", "s", "Learned base time of a decode step, without the share of each running request"
 )
-OVERHEAD = _gauge("router.rates.overhead", "us", "Learned time before the first token, without prefill")
+OVERHEAD = _gauge("router.rates.overhead", "s", "Learned time before the first token, without prefill")
 RATE_ERROR = _gauge("router.rates.error", "1", "Recent relative error of the expected times")
 
 RATES = {
     **_single(RATE_REQUESTS, "requests"),
-    **_single(PREFILL_RATE, "rates.prefill_us_per_token"),
-    **_single(STEP_RATE, "rates.tpot_base_us"),
-    **_single(OVERHEAD, "overhead_us"),
+    **_single(PREFILL_RATE, "rates.prefill_us_per_token", 1e-6),
+    **_single(STEP_RATE, "rates.tpot_base_us", 1e-6),
+    **_single(OVERHEAD, "overhead_us", 1e-6),
     **_by(RATE_ERROR, "of", first_error="first token", next_error="next token"),
 }
 
@@ -403,7 +515,16 @@ PROXY_ENDS = _counter("proxy.ends", "{request}", "Requests ended, by how")
 PROXY_RETRIES = _counter("proxy.retries", "{try}", "Attempts moved to another worker, by reason")
 PROXY_UNTOKENIZED = _counter("proxy.untokenized", "{request}", "Requests routed without their token ids")
 PROXY_SENT = _counter("proxy.sent", "{try}", "Requests sent to engines, each attempt counted")
-PROXY_WAIT = _counter("proxy.wait.time", "us", "Time from a request's arrival until it is sent, summed over attempts")
+PROXY_WAIT = _histogram("proxy.overhead", "s", "From a request's arrival until it is sent to an engine, by attempt")
+GENAI_TTFT = Instrument(
+    "gen_ai.server.time_to_first_token",
+    "s",
+    "From a request's arrival to the first token of its streamed answer",
+    Kind.HISTOGRAM,
+)
+GENAI_TIME = Instrument(
+    "gen_ai.server.request.duration", "s", "From a request's arrival to the end of its complete answer", Kind.HISTOGRAM
+)
 PROXY_HELD = _counter("proxy.held", "{booking}", "Bookings made over HTTP, by change")
 
 PROXY_APART = _counter(
@@ -430,11 +551,27 @@ PROXY = {
     **_by(PROXY_APART, "event", apart="sent", apart_failed="failed"),
     **_by(PROXY_BUDGET, "outcome", retried="allowed", retries_denied="denied"),
     **_single(PROXY_SENT, "sent"),
-    **_single(PROXY_WAIT, "wait_us"),
+    **_single(PROXY_WAIT, "overhead"),
+    **_single(GENAI_TTFT, "ttft"),
+    **_single(GENAI_TIME, "request_time"),
     **_by(PROXY_QUEUED, "outcome", queued="served", queue_full="refused"),
     **_by(
         PROXY_HELD, "change", held="booked", held_done="done", held_expired="expired", done_elsewhere="done_elsewhere"
     ),
+}
+
+# ---------------------------------------------------------------- proxy_load: router_client.proxy.exchange.Exchange
+
+PROXY_IN_FLIGHT = _gauge("proxy.in_flight", "{request}", "Requests that run in this router")
+PROXY_IN_FLIGHT_TOKENS = _gauge(
+    "proxy.in_flight.tokens", "{token}", "Prompt tokens of the requests that run in this router"
+)
+PROXY_WAITING = _gauge("proxy.waiting", "{request}", "Requests that wait in this router for an engine with room")
+
+PROXY_LOAD = {
+    **_single(PROXY_IN_FLIGHT, "in_flight"),
+    **_single(PROXY_IN_FLIGHT_TOKENS, "in_flight_tokens"),
+    **_single(PROXY_WAITING, "waiting"),
 }
 
 # ---------------------------------------------------------------- gateway: router_client.gateway.counters.GatewayCounters
@@ -450,7 +587,7 @@ GATEWAY_STREAM_ERRORS = _counter(
 GATEWAY_NO_ADDRESS = _counter(
     "gateway.workers.no_address", "{worker}", "Times that a worker was read whose address no gateway can use"
 )
-GATEWAY_PICK_TIME = _counter("gateway.pick.time", "us", "Time from a request's reading to its decision, summed")
+GATEWAY_PICK_TIME = _histogram("gateway.pick.duration", "s", "From a request's reading to its decision")
 
 GATEWAY = {
     **_single(GATEWAY_STREAMS, "streams"),
@@ -471,14 +608,66 @@ GATEWAY = {
     **_single(GATEWAY_SERVED_ELSEWHERE, "served_elsewhere"),
     **_by(GATEWAY_STREAM_ERRORS, "reason", out_of_order="out_of_order", observed="observed"),
     **_single(GATEWAY_NO_ADDRESS, "no_address"),
-    **_single(GATEWAY_PICK_TIME, "pick_time_us"),
+    **_single(GATEWAY_PICK_TIME, "pick_time"),
 }
+
+# ---------------------------------------------------------------- gateway_load: router_client.gateway.counters.GatewayGauges
+
+GATEWAY_IN_FLIGHT = _gauge("gateway.in_flight", "{request}", "Requests with an endpoint whose end is not known yet")
+GATEWAY_WAITING = _gauge("gateway.waiting", "{request}", "Requests that wait in this picker for an engine with room")
+
+GATEWAY_LOAD = {**_single(GATEWAY_IN_FLIGHT, "in_flight"), **_single(GATEWAY_WAITING, "waiting")}
+
+# ---------------------------------------------------------------- index_replica: kvatlas.index.replica.counters.ReplicaCounters
+
+COPY_ANSWERS = _counter(
+    "index_replica.answers", "{lookup}", "Lookups of a router with a replica of the index, by who answered and why"
+)
+COPIES = _counter("index_replica.copies", "{copy}", "Copies of the index made, and given up")
+COPY_CHECKS = _counter("index_replica.checks", "{worker}", "Workers whose digests were compared with the store's")
+COPY_MESSAGES = _counter(
+    "index_replica.messages", "{message}", "Messages read from the stream, those refused among them"
+)
+COPY_READ_BYTES = _counter("index_replica.read.bytes", "By", "Bytes of messages read from the stream")
+
+COPY_CURRENT = _gauge(
+    "index_replica.current", "{copy}", "1 while the replica of the index answers, 0 while the store does"
+)
+COPY_STALENESS = _gauge("index_replica.staleness", "s", "The most that the replica may be behind the stream")
+COPY_BLOCKS = _gauge("index_replica.blocks", "{block}", "Blocks in the replica")
+COPY_MEMORY = _gauge("index_replica.memory", "By", "Memory of the replica, as estimated")
+
+INDEX_REPLICA = {
+    **_by(
+        COPY_ANSWERS,
+        "by",
+        answered="replica",
+        while_loading="store_while_loading",
+        while_stale="store_while_stale",
+        while_large="store_while_too_large",
+    ),
+    **_by(COPIES, "change", loads="made", losses="given_up"),
+    **_by(COPY_CHECKS, "outcome", verified="compared", mismatches="different"),
+    **_by(COPY_MESSAGES, "kind", messages_read="read", refused="refused"),
+    **_single(COPY_READ_BYTES, "bytes_read"),
+}
+INDEX_REPLICA_NOW = {
+    **_single(COPY_CURRENT, "current"),
+    **_single(COPY_STALENESS, "staleness_s"),
+    **_single(COPY_BLOCKS, "blocks"),
+    **_single(COPY_MEMORY, "memory_bytes"),
+}
+"""Of kvatlas.index.replica.replica.IndexReplica."""
 
 # ---------------------------------------------------------------- outliers: router_client.outliers.monitor.OutlierCounters
 
 ENGINE_ANSWERS = _counter("outliers.answers", "{answer}", "Engines' answers, by what they say about their worker")
 EJECTIONS = _counter("outliers.changes", "{worker}", "Workers ejected because they fail, and readmitted")
 
+EJECTED_NOW = _gauge("outliers.ejected", "{worker}", "Workers left alone because they fail")
+
+EJECTED = _single(EJECTED_NOW, "ejected_workers")
+"""Of router_client.outliers.monitor.OutlierMonitor."""
 OUTLIERS = {
     **_by(ENGINE_ANSWERS, "verdict", good="good", bad="bad"),
     **_by(EJECTIONS, "change", ejections="ejected", readmissions="readmitted"),
@@ -487,7 +676,7 @@ OUTLIERS = {
 # ---------------------------------------------------------------- tokens: router_client.tokens.counters.TokenCounters
 
 TOKENIZED = _counter("tokens.requests", "{request}", "Requests, by how their token ids were found or why not")
-TOKENIZE_TIME = _counter("tokens.time", "us", "Time spent waiting for token ids, summed over requests")
+TOKENIZE_TIME = _histogram("tokens.duration", "s", "Waiting for a prompt's token ids")
 
 TOKENS = {
     **_by(
@@ -500,7 +689,7 @@ TOKENS = {
         unsupported="unsupported",
         failed="failed",
     ),
-    **_single(TOKENIZE_TIME, "time_us"),
+    **_single(TOKENIZE_TIME, "reading_time"),
 }
 
 # ---------------------------------------------------------------- answers: kvatlas.predictions.accuracy.AnswerCounts
@@ -545,22 +734,76 @@ HTTP = _by(
     denied="denied",
 )
 
+# ---------------------------------------------------------------- by OpenTelemetry's conventions for all kinds of systems
+
+DB_TIME = Instrument(
+    "db.client.operation.duration", "s", "Calls to functions of the store, by function", Kind.HISTOGRAM
+)
+HTTP_TIME = Instrument(
+    "http.server.request.duration",
+    "s",
+    "Requests to engines through this router, to the end of the answer",
+    Kind.HISTOGRAM,
+)
+MESSAGES_SENT = Instrument(
+    "messaging.client.sent.messages", "{message}", "Messages sent to the stream, each try counted"
+)
+MESSAGES_CONSUMED = Instrument("messaging.client.consumed.messages", "{message}", "Messages read from the stream")
+MESSAGES_TIME = Instrument(
+    "messaging.process.duration", "s", "Applying batches of messages to the index", Kind.HISTOGRAM
+)
+MESSAGING: Mapping[str, str] = {
+    "messaging.system": "nats",
+    "messaging.destination.template": "kvatlas.events.{partition}.{worker}",
+}
+
+
+def _messaging(operation: str) -> Mapping[str, str]:
+    return {**MESSAGING, "messaging.operation.name": operation}
+
+
+STORE_CALL = _single(DB_TIME, "duration")
+"""Of kvatlas.telemetry.durations.Duration, as the next."""
+HTTP_REQUEST = _single(HTTP_TIME, "duration")
+MESSAGES_OUT = {"sends": Series(MESSAGES_SENT, _messaging("send"))}
+"""Of the publisher's counters, once more, as the next of the indexer's."""
+MESSAGES_IN = {
+    "messages_read": Series(MESSAGES_CONSUMED, _messaging("receive")),
+    "apply_time": Series(MESSAGES_TIME, _messaging("process")),
+}
+
 INSTRUMENTS: dict[str, dict[str, Series]] = {
     "publisher": PUBLISHER,
+    "engine": ENGINE,
     "ledger": LEDGER,
     "indexer": INDEXER,
     "replica": REPLICA,
+    "partition": PARTITION,
     "index": INDEX,
+    "store": STORE,
+    "index_work": INDEX_WORK,
     "router": ROUTER,
     "rates": RATES,
     "proxy": PROXY,
+    "proxy_load": PROXY_LOAD,
     "gateway": GATEWAY,
+    "gateway_load": GATEWAY_LOAD,
+    "index_replica": INDEX_REPLICA,
+    "index_replica_now": INDEX_REPLICA_NOW,
     "outliers": OUTLIERS,
+    "ejected": EJECTED,
     "tokens": TOKENS,
     "answers": ANSWERS,
     "http": HTTP,
+    "http_request": HTTP_REQUEST,
+    "store_call": STORE_CALL,
+    "messages_out": MESSAGES_OUT,
+    "messages_in": MESSAGES_IN,
 }
 """Group -> field of the group's counters (a dot leads into a field) -> its series."""
 
-TOTALS: dict[str, set[str]] = {"publisher": {"poison"}}
-"""Fields that are not exported, because they are sums of others that are."""
+TOTALS: dict[str, set[str]] = {
+    "publisher": {"poison"},
+    "engine": {"state"},
+}
+"""Fields that are not exported, because they are told by others that are, or in another group."""

@@ -1,6 +1,9 @@
-"""Exports plain integers through OpenTelemetry's observable instruments; they are read when an exporter asks."""
+"""Exports plain integers through OpenTelemetry's observable instruments; they are read when an exporter asks.
 
-from collections.abc import Callable, Iterable, Mapping
+Distributions are read by `histogram_export`: the API has no observable histogram.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from threading import Lock
 from typing import Any, Self
@@ -9,6 +12,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from kvatlas.errors import InvalidValue
+from kvatlas.telemetry.distribution import Distribution
 from kvatlas.telemetry.instruments import INSTRUMENTS, Instrument, Kind, Series
 
 Provider = object | Callable[[], object | None]
@@ -74,7 +78,8 @@ def _create_instruments(group: str) -> None:
     meter = metrics.get_meter("kvatlas")
     by_instrument: dict[Instrument, list[tuple[str, Series]]] = {}
     for name, series in INSTRUMENTS[group].items():
-        by_instrument.setdefault(series.instrument, []).append((name, series))
+        if series.instrument.kind is not Kind.HISTOGRAM:
+            by_instrument.setdefault(series.instrument, []).append((name, series))
     for instrument, fields in by_instrument.items():
         create = meter.create_observable_counter if instrument.kind is Kind.COUNTER else meter.create_observable_gauge
         create(
@@ -98,7 +103,28 @@ def _callback(group: str, fields: list[tuple[str, Series]]) -> Callable[[Callbac
                 value = None if counters is None else read_field(counters)
                 if value is not None:
                     attributes = tuple(sorted({**source.attributes, **series.attributes}.items()))
-                    sums[attributes] = sums.get(attributes, 0) + value
+                    sums[attributes] = sums.get(attributes, 0) + value * series.factor
         return [Observation(value, dict(attributes)) for attributes, value in sums.items()]
 
     return read
+
+
+def read_distributions() -> Mapping[Instrument, Sequence[tuple[Mapping[str, str], Distribution]]]:
+    """Every distribution that is exported now, with the attributes of its series."""
+    with _lock:
+        sources = [source for group in _sources.values() for source in group.values()]
+    found: dict[Instrument, dict[tuple[tuple[str, str], ...], Distribution]] = {}
+    for source in sources:
+        counters = source.current()
+        for name, series in INSTRUMENTS[source.group].items():
+            if series.instrument.kind is not Kind.HISTOGRAM or counters is None:
+                continue
+            value: Distribution = attrgetter(name)(counters)
+            by_attributes = found.setdefault(series.instrument, {})
+            attributes = tuple(sorted({**source.attributes, **series.attributes}.items()))
+            before = by_attributes.get(attributes)
+            by_attributes[attributes] = value if before is None else before.plus(value)
+    return {
+        instrument: [(dict(attributes), value) for attributes, value in series.items()]
+        for instrument, series in found.items()
+    }

@@ -26,6 +26,7 @@ SHUTDOWN_S = 2.0
 
 Signal = Literal["traces", "metrics"]
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_HISTOGRAMS = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"
 _PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 
@@ -59,7 +60,7 @@ class Telemetry:
 def requested_exporters(environ: Mapping[str, str] | None = None) -> dict[Signal, list[str]]:
     """The exporters that the OTEL_* variables request for each signal; a signal that is off has no entry."""
     env = process_environ if environ is None else environ
-    if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    if _is_disabled(env):
         return {}
     requested: dict[Signal, list[str]] = {}
     signals: tuple[Signal, ...] = ("traces", "metrics")
@@ -73,24 +74,34 @@ def requested_exporters(environ: Mapping[str, str] | None = None) -> dict[Signal
     return requested
 
 
-def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) -> Telemetry:
+def setup_telemetry(
+    component: str, environ: Mapping[str, str] | None = None, *, metrics_page: bool = False
+) -> Telemetry:
     """Switch on what the environment requests. Without any OTEL_* variable nothing is imported and nothing runs.
 
     `component` names the process: its `service.name` is `kvatlas-<component>` unless the environment sets one.
+    `metrics_page`: the process serves `read_metrics_page`, so its metrics are on unless OTEL_SDK_DISABLED is true.
     Raises SettingsError if an exporter or the SDK is not installed, or if the providers are already set.
     """
     env = process_environ if environ is None else environ
     requested = requested_exporters(env)
-    if not requested:
+    with_page = metrics_page and not _is_disabled(env)
+    if not requested and not with_page:
         return Telemetry()
     exporters = {
         signal: [_load_exporter(signal, name, env)() for name in names] for signal, names in requested.items()
     }  # before any provider is set: a wrong name must not leave half of them running
+    if with_page and "prometheus" not in requested.get("metrics", ()):  # that one fills the same page
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+
+        exporters.setdefault("metrics", []).append(PrometheusMetricReader())
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    from kvatlas.telemetry.histogram_export import add_distributions
 
     attributes: dict[str, Any] = {"service.version": own_version()}
     if not env.get("OTEL_SERVICE_NAME") and "service.name=" not in env.get("OTEL_RESOURCE_ATTRIBUTES", ""):
@@ -109,7 +120,30 @@ def setup_telemetry(component: str, environ: Mapping[str, str] | None = None) ->
         ]
         telemetry.meter_provider = MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
         metrics.set_meter_provider(telemetry.meter_provider)
+        explicit = env.get(_HISTOGRAMS, "").strip().lower() == "explicit_bucket_histogram"
+        for reader in readers:  # Prometheus' text has explicit bounds only
+            pushes = isinstance(reader, PeriodicExportingMetricReader)
+            add_distributions(reader, resource, exponential=pushes and not explicit)
+            if not pushes and hasattr(reader, "_collector"):
+                from kvatlas.telemetry.prometheus_exemplars import with_exemplars
+
+                collector: Any = reader._collector
+                collector.collect = with_exemplars(collector.collect)
     return telemetry
+
+
+def read_metrics_page(accept: str = "") -> tuple[bytes, str]:
+    """The process' metrics in the form of Prometheus' text that a client accepts, and its content type. Takes milliseconds:
+    not for an event loop."""
+    from prometheus_client import REGISTRY
+    from prometheus_client.exposition import choose_encoder
+
+    encode, content_type = choose_encoder(accept)
+    return encode(REGISTRY), content_type
+
+
+def _is_disabled(env: Mapping[str, str]) -> bool:
+    return env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 def _load_exporter(signal: Signal, name: str, env: Mapping[str, str]) -> Any:

@@ -1,9 +1,13 @@
 """Spans from engine batch to applied batch to decision, and the trace context that links them.
 
-    send kvatlas.events.{partition}.{worker}      PRODUCER  one for each batch that a publisher flushes
-    process kvatlas.events.{partition}.{worker}   CONSUMER  one for each batch that an indexer applies; links to sends
-    route | rank | overlap                        INTERNAL  one for each call of the router client; links to the last
-                                                            applied batch of the picked worker that links to a send
+    send kvatlas.events.{partition}.{worker}      PRODUCER  a batch that a publisher flushes, or a snapshot; a snapshot links to
+                                                            the request for it
+    request snapshot                              PRODUCER  an indexer's request for a snapshot of a worker in doubt
+    process kvatlas.events.{partition}.{worker}   CONSUMER  a batch with a traced message that an indexer applies;
+                                                            child of the first such send, links to all of them
+    route | route_pd | rank | overlap kvatlas     INTERNAL  a call of the router client; links to the last applied batch of the
+                                                            picked worker that links to a send
+    FCALL kvatlas_book, FCALL_RO ...              CLIENT    a call to the store, inside a sampled span only
 
 A span costs about 15 us and 64 links another 100 us, hence one span a batch and at most MAX_LINKS links. OpenTelemetry has
 no conventions for NATS, so names, kinds and attributes follow its general messaging conventions. The context travels as W3C
@@ -12,16 +16,32 @@ no conventions for NATS, so names, kinds and attributes follow its general messa
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from types import TracebackType
 from typing import Any
 
-from opentelemetry import trace
-from opentelemetry.trace import INVALID_SPAN, Link, ProxyTracerProvider, Span, SpanKind, Tracer
+from opentelemetry import context, trace
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    TracerProvider,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 MAX_LINKS = 32
 DESTINATION_TEMPLATE = "kvatlas.events.{partition}.{worker}"
 SEND = f"send {DESTINATION_TEMPLATE}"
 PROCESS = f"process {DESTINATION_TEMPLATE}"
+WORKER = "kvatlas.worker"
+INCARNATION = "kvatlas.incarnation"
+"""As text: not every trace store has integers of 64 bits."""
 
 _TRACEPARENT = "traceparent"
 _OFF: AbstractContextManager[Span] = nullcontext(INVALID_SPAN)
@@ -31,16 +51,30 @@ _MESSAGING: dict[str, Any] = {
     "messaging.destination.name": "KVATLAS_EVENTS",
     "messaging.destination.template": DESTINATION_TEMPLATE,
 }
+_SENDING: dict[str, Any] = {
+    **_MESSAGING,
+    "messaging.operation.name": "send",
+    "messaging.operation.type": "send",
+}
 
 
 def tracing_enabled() -> bool:
     """True if this process has a tracer provider. Cheap: checked before anything else is done."""
-    return not isinstance(trace.get_tracer_provider(), ProxyTracerProvider)
+    # what get_tracer_provider asks first; next it asks the environment, which takes ten times as long
+    return trace._TRACER_PROVIDER is not None
+
+
+def sampled_context() -> SpanContext | None:
+    """The current span's context, for the exemplar of a value; None while tracing is off or no sampled span is current."""
+    if not tracing_enabled():
+        return None
+    current = trace.get_current_span().get_span_context()
+    return current if current.trace_flags.sampled else None
 
 
 def inject_headers() -> dict[str, str] | None:
     """The current span's context as NATS headers; None while tracing is off or no sampled span is current."""
-    if not tracing_enabled() or not trace.get_current_span().get_span_context().trace_flags.sampled:
+    if sampled_context() is None:
         return None
     headers: dict[str, str] = {}
     _PROPAGATOR.inject(headers)
@@ -57,13 +91,41 @@ def extract_link(headers: Mapping[str, str] | None) -> Link | None:
     """A link to the span whose context the headers carry; None if it is missing or malformed."""
     if not headers or _TRACEPARENT not in headers:
         return None
-    context = trace.get_current_span(_PROPAGATOR.extract(headers)).get_span_context()
-    return Link(context) if context.is_valid else None
+    named = trace.get_current_span(_PROPAGATOR.extract(headers)).get_span_context()
+    return Link(named) if named.is_valid else None
 
 
 def link_of(traceparent: str | None) -> Link | None:
     """A link to the span that a W3C traceparent names; None if it is missing or malformed."""
     return extract_link({_TRACEPARENT: traceparent}) if traceparent else None
+
+
+class CurrentSpan(AbstractContextManager[Span]):
+    """Makes a span the current one for a block, at whose end it ends; an error that leaves the block is recorded. As
+    OpenTelemetry's `use_span`, at half the time."""
+
+    __slots__ = ("_span", "_token")
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def __enter__(self) -> Span:
+        self._token = context.attach(trace.set_span_in_context(self._span))
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        context.detach(self._token)
+        if isinstance(error, Exception) and self._span.is_recording():
+            self._span.record_exception(error)
+            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        self._span.end()
+
+
+def _without_children(span: Span) -> AbstractContextManager[Span]:
+    """The span as the current one if it is sampled; else nothing in its block asks for it."""
+    return CurrentSpan(span) if span.is_recording() else nullcontext(span)
 
 
 class LinkCollector:
@@ -90,7 +152,13 @@ class LinkCollector:
 
 
 def flush_span(
-    worker_id: str, *, messages: int, events: int = 0, blocks: int = 0, started_ns: int | None = None
+    worker_id: str,
+    *,
+    incarnation: int = 0,
+    messages: int,
+    events: int = 0,
+    blocks: int = 0,
+    started_ns: int | None = None,
 ) -> AbstractContextManager[Span]:
     """The PRODUCER span of one flushed batch; it is the current span inside, so `inject_headers` returns its context.
 
@@ -99,23 +167,70 @@ def flush_span(
     if not tracing_enabled():
         return _OFF
     attributes = {
-        **_MESSAGING,
-        "messaging.operation.name": "send",
-        "messaging.operation.type": "send",
+        **_SENDING,
         "messaging.batch.message_count": messages,
-        "kvatlas.worker": worker_id,
+        WORKER: worker_id,
+        INCARNATION: str(incarnation),
         "kvatlas.events": events,
         "kvatlas.blocks": blocks,
     }
-    return _tracer().start_as_current_span(SEND, kind=SpanKind.PRODUCER, attributes=attributes, start_time=started_ns)
+    return _without_children(
+        tracer().start_span(SEND, kind=SpanKind.PRODUCER, attributes=attributes, start_time=started_ns)
+    )
+
+
+def snapshot_span(
+    worker_id: str, *, incarnation: int, blocks: int, reason: str, request: Mapping[str, str] | None = None
+) -> AbstractContextManager[Span]:
+    """The PRODUCER span of a snapshot, which begins an incarnation; see `flush_span`.
+
+    `reason`: why it begins. `request`: headers of the request for it, if that is why; the span links to it.
+    """
+    if not tracing_enabled():
+        return _OFF
+    attributes = {
+        **_SENDING,
+        WORKER: worker_id,
+        INCARNATION: str(incarnation),
+        "kvatlas.blocks": blocks,
+        "kvatlas.snapshot": reason,
+    }
+    link = extract_link(request)
+    links = [link] if link is not None else []
+    return _without_children(tracer().start_span(SEND, kind=SpanKind.PRODUCER, attributes=attributes, links=links))
+
+
+def snapshot_request_span(worker_id: str, *, above: int, doubt: str) -> AbstractContextManager[Span]:
+    """The PRODUCER span of an indexer's request for a snapshot; `inject_headers` inside it returns its context.
+
+    `above`: the incarnation in doubt. `doubt`: why it is.
+    """
+    if not tracing_enabled():
+        return _OFF
+    attributes = {
+        "messaging.system": "nats",
+        "messaging.destination.template": "kvatlas.control.{worker}",
+        "messaging.operation.name": "request",
+        "messaging.operation.type": "send",
+        WORKER: worker_id,
+        INCARNATION: str(above),
+        "kvatlas.doubt": doubt,
+    }
+    return _without_children(tracer().start_span("request snapshot", kind=SpanKind.PRODUCER, attributes=attributes))
 
 
 def apply_span(
     links: Iterable[Link] = (), *, shard: int | None = None, partitions: int = 1, messages: int = 0
 ) -> AbstractContextManager[Span]:
-    """The CONSUMER span of one batch that an indexer applies to the index. Keeps the first MAX_LINKS links."""
-    if not tracing_enabled():
+    """The CONSUMER span of one batch that an indexer applies to the index. Keeps the first MAX_LINKS links.
+
+    It is also a child of the first one: a batch is sampled if one of its messages is, and has no span without one.
+    `describe_batch` adds whose messages they are.
+    """
+    kept = list(islice(links, MAX_LINKS))
+    if not kept or not tracing_enabled():
         return _OFF
+    parent = trace.set_span_in_context(NonRecordingSpan(kept[0].context))
     attributes = {
         **_MESSAGING,
         "messaging.operation.name": "process",
@@ -125,9 +240,55 @@ def apply_span(
     }
     if shard is not None:
         attributes["kvatlas.shard"] = shard
-    return _tracer().start_as_current_span(
-        PROCESS, kind=SpanKind.CONSUMER, attributes=attributes, links=list(links)[:MAX_LINKS]
+    return _without_children(
+        tracer().start_span(PROCESS, context=parent, kind=SpanKind.CONSUMER, attributes=attributes, links=kept)
     )
+
+
+def describe_batch(span: Span, workers: Mapping[tuple[str, int], int]) -> None:
+    """Record whose messages a batch has: how many of each (worker, incarnation).
+
+    One worker's are attributes, those of several an event for each of the first MAX_LINKS: a search for a worker or an
+    incarnation finds both.
+    """
+    if len(workers) == 1:
+        ((worker_id, incarnation),) = workers
+        span.set_attributes({WORKER: worker_id, INCARNATION: str(incarnation)})
+        return
+    for (worker_id, incarnation), messages in list(workers.items())[:MAX_LINKS]:
+        attributes: dict[str, Any] = {
+            WORKER: worker_id,
+            INCARNATION: str(incarnation),
+            "kvatlas.messages": messages,
+        }
+        span.add_event("messages of a worker", attributes)
+
+
+def store_span(
+    operation: str, function: str, server: Mapping[str, Any], calls: int = 1
+) -> AbstractContextManager[Span]:
+    """The CLIENT span of calls to a function of the store, which are sent at once; only inside a sampled span.
+
+    `operation`: Redis' command. `server`: attributes that name the store.
+    """
+    if not tracing_enabled() or not trace.get_current_span().is_recording():
+        return _OFF
+    attributes = {
+        "db.system.name": "redis",
+        "db.operation.name": operation,
+        "db.stored_procedure.name": function,
+        **server,
+    }
+    if calls > 1:
+        attributes["db.operation.batch.size"] = calls
+    return CurrentSpan(tracer().start_span(f"{operation} {function}", kind=SpanKind.CLIENT, attributes=attributes))
+
+
+def step_span(name: str) -> AbstractContextManager[Span]:
+    """An INTERNAL span for a step of a larger one; only inside a sampled span."""
+    if not tracing_enabled() or not trace.get_current_span().is_recording():
+        return _OFF
+    return CurrentSpan(tracer().start_span(name))
 
 
 def decision_span(operation: str, *, request_id: str | None = None, model_id: str = "") -> AbstractContextManager[Span]:
@@ -140,7 +301,7 @@ def decision_span(operation: str, *, request_id: str | None = None, model_id: st
     attributes: dict[str, Any] = {"kvatlas.operation": operation, "kvatlas.model": model_id}
     if request_id is not None:
         attributes["kvatlas.request"] = request_id
-    return _tracer().start_as_current_span(f"{operation} kvatlas", kind=SpanKind.INTERNAL, attributes=attributes)
+    return CurrentSpan(tracer().start_span(f"{operation} kvatlas", kind=SpanKind.INTERNAL, attributes=attributes))
 
 
 def describe_decision(
@@ -160,7 +321,7 @@ def describe_decision(
     span.set_attribute("kvatlas.overlap_blocks", overlap_blocks)
     span.set_attribute("kvatlas.candidates", candidates)
     if worker_id is not None:
-        span.set_attribute("kvatlas.worker", worker_id)
+        span.set_attribute(WORKER, worker_id)
     if fallback is not None:
         span.set_attribute("kvatlas.fallback", fallback)
     for traceparent in [t for t in dict.fromkeys(applied) if t][:MAX_LINKS]:
@@ -168,5 +329,13 @@ def describe_decision(
             span.add_link(link.context)
 
 
-def _tracer() -> Tracer:
-    return trace.get_tracer("kvatlas")
+_last: tuple[TracerProvider, Tracer] | None = None
+
+
+def tracer() -> Tracer:
+    """This package's tracer; the SDK makes a new one each time that it is asked."""
+    global _last
+    provider = trace.get_tracer_provider()
+    if _last is None or _last[0] is not provider:
+        _last = provider, provider.get_tracer("kvatlas")
+    return _last[1]

@@ -1,6 +1,8 @@
-"""Users of NATS: each publisher, the indexers and the auditor (`doctor`, `audit`), with the subjects that each may use.
+"""Users of NATS: each publisher, the indexers, the routers and the auditor (`doctor`, `audit`), with the subjects that each may
+use.
 
-A router does not use NATS. Every user has inboxes of its own: nobody reads another's answers.
+A router uses NATS only for a replica of the index (`--replica`). Every user has inboxes of its own: nobody reads another's
+answers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +16,7 @@ from kvatlas.bus.subjects import (
     ALL_DEAD,
     ALL_EVENTS,
     ALL_GRANTS,
+    ALL_STORE_NOTICES,
     DEAD_STREAM,
     GRANTS,
     STREAM,
@@ -21,11 +24,13 @@ from kvatlas.bus.subjects import (
     control_subject,
     events_of_worker,
     grants_of_worker,
+    notices_of_writer,
+    notices_to_store,
 )
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.identities import Identities, Identity
 
-INDEXER, AUDITOR = "indexer", "auditor"
+INDEXER, ROUTER, AUDITOR = "indexer", "router", "auditor"
 EVERY_PUBLISHER = Identities({"publisher": Identity(workers=("*",))})
 """One user for all publishers: each may speak for every worker."""
 
@@ -65,15 +70,16 @@ def inbox_of(user: str) -> str:
     return f"{DEFAULT_INBOX}.{user}"
 
 
-def nats_permissions(identities: Identities = EVERY_PUBLISHER) -> dict[str, Permissions]:
-    """What each user may do, by name. Raises InvalidValue for a publisher named as another user."""
-    for taken in (INDEXER, AUDITOR):
+def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: bool = False) -> dict[str, Permissions]:
+    """What each user may do, by name. `with_routers`: a user for routers that keep a replica, which read the stream. Raises
+    InvalidValue for a publisher named as another user."""
+    for taken in (INDEXER, ROUTER, AUDITOR):
         if taken in identities.by_user:
             raise InvalidValue(f"publisher {taken}: that is another user's name; expected a different one")
     api = "$JS.API"
     streams = [f"{api}.STREAM.{call}.{name}" for name in (STREAM, DEAD_STREAM) for call in ("INFO", "CREATE")]
     consumers = [f"{api}.CONSUMER.{call}.{STREAM}.>" for call in ("CREATE", "DELETE", "MSG.NEXT")]
-    own_inbox = {user: f"{inbox_of(user)}.>" for user in (*identities.by_user, INDEXER, AUDITOR)}
+    own_inbox = {user: f"{inbox_of(user)}.>" for user in (*identities.by_user, INDEXER, ROUTER, AUDITOR)}
     users = {
         INDEXER: Permissions(
             publish=[ALL_CONTROL, ALL_DEAD, *streams, *consumers, own_inbox[INDEXER]],
@@ -81,21 +87,45 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER) -> dict[str, Perm
             responds=True,
         ),
         AUDITOR: Permissions(
-            publish=[ALL_CONTROL, f"{api}.STREAM.INFO.{STREAM}"],
+            publish=[
+                ALL_CONTROL,
+                *(f"{api}.STREAM.INFO.{name}" for name in (STREAM, DEAD_STREAM)),
+                f"{api}.STREAM.MSG.GET.{DEAD_STREAM}",
+            ],
             subscribe=[ALL_ALIVE, own_inbox[AUDITOR]],
         ),
     }
+    if with_routers:
+        users[ROUTER] = Permissions(
+            publish=[
+                *(f"{api}.STREAM.{call}.{STREAM}" for call in ("INFO", "MSG.GET")),
+                *consumers,
+                f"{api}.CONSUMER.INFO.{STREAM}.*",
+            ],
+            subscribe=[own_inbox[ROUTER]],
+        )
     for user, identity in identities.by_user.items():
         workers = identity.worker_ids()
         others = [] if identity.names_workers else identities.named_workers
         users[user] = Permissions(
-            publish=_subjects(workers, events_of_worker, alive_subject, grants_of_worker)
-            or [ALL_EVENTS, ALL_ALIVE, ALL_GRANTS],
+            publish=_subjects(workers, events_of_worker, alive_subject, grants_of_worker, notices_of_writer)
+            or [ALL_EVENTS, ALL_ALIVE, ALL_GRANTS, ALL_STORE_NOTICES],
             subscribe=[
-                *(_subjects(workers, control_subject, alive_subject) or [ALL_CONTROL, ALL_ALIVE]),
+                *(
+                    _subjects(workers, control_subject, alive_subject, notices_to_store)
+                    or [ALL_CONTROL, ALL_ALIVE, ALL_STORE_NOTICES]
+                ),
                 own_inbox[user],
             ],
-            denied=_subjects(others, events_of_worker, alive_subject, control_subject, grants_of_worker),
+            denied=_subjects(
+                others,
+                events_of_worker,
+                alive_subject,
+                control_subject,
+                grants_of_worker,
+                notices_of_writer,
+                notices_to_store,
+            ),
             responds=True,
         )
     return users

@@ -11,6 +11,7 @@ from hashlib import sha256
 
 from kvatlas.fleet.store import FLEET_LIBRARY
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from kvatlas.store.function_library import FunctionLibrary, mark_key
@@ -29,8 +30,10 @@ _NO_WRITES = frozenset(
             "srandmember",
             "sscan",
             "time",
+            "type",
             "zcard",
             "zcount",
+            "zlexcount",
             "zrange",
             "zrangebylex",
             "zrangebyscore",
@@ -49,10 +52,8 @@ _POOL = "*"
 
 def redis_users() -> dict[str, str]:
     """The rules of each user as an ACL file has them, without the password."""
-    fleet_key, *booked = (
-        *pool_keys(_POOL),
-        answers_key(_POOL),
-    )  # the first has the fleet's records, which routers only read
+    fleet_key = pool_keys(_POOL)[0]  # has the fleet's records, which routers only read
+    booked = [*pool_keys(_POOL)[1:], answers_key(_POOL), outliers_key(_POOL)]
     every_key = fleet_key.partition("}")[0] + "}:*"
     reads = f"%R~{_ALL_KEYS} -@all {_READ}"
     return {
@@ -64,8 +65,9 @@ def redis_users() -> dict[str, str]:
             _CALLS,
             ["function|load", "function|delete"],
         ),
+        # `info` says whether a replica hears from its primary
         # a call needs the right to write all keys that it is given; what is called inside is checked by itself
-        "router": f"{reads} {_allow(_CLUSTER, ['fcall_ro'])} "
+        "router": f"{reads} {_allow(_CLUSTER, ['fcall_ro', 'info'])} "
         f"(~{every_key} -@all +fcall) ({' '.join(f'~{key}' for key in booked)} -@all {_allow(_writes(POOL_LIBRARY))}) "
         f"(~{mark_key('*')} -@all +fcall +set)",
         "auditor": f"{reads} {_allow(_CLUSTER, _SERVER, ['fcall_ro'])}",

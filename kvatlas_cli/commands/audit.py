@@ -102,6 +102,7 @@ def _jsonable(one: WorkerAudit) -> dict[str, Any]:
                 "tokenizer_id": each.scope.tokenizer_id,
                 "adapter_id": each.scope.adapter_id,
                 "tenant_id": each.scope.tenant_id,
+                "chain": each.scope.chain,
                 "tier": each.tier.label,
                 "told": each.ledger_blocks,
                 "held": each.index_blocks,

@@ -38,10 +38,13 @@ def nats(
     nats_url: Annotated[
         str, typer.Option(help="NATS servers, separated by commas, for the users' URLs.")
     ] = DEFAULT_NATS_URL,
+    with_routers: Annotated[
+        bool, typer.Option("--with-routers", help="A user for routers with --replica, too: it only reads the stream.")
+    ] = False,
 ) -> None:
     """Write NATS users: each publisher, indexer and auditor, their permissions, and the identities for the indexers."""
     identities = EVERY_PUBLISHER if publishers is None else _read_publishers(publishers)
-    users = nats_permissions(identities)
+    users = nats_permissions(identities, with_routers=with_routers)
     folder = SecretFolder(out)
     proofs = _prove(folder, list(users), method, nats_url)
     written = {"nats-users.conf": "include it in nats-server's configuration"}

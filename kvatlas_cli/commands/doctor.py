@@ -1,51 +1,104 @@
-"""`kvatlas doctor`: checks every part of the installation."""
+"""`kvatlas doctor`: checks every part of the installation, or follows one request."""
 
+import shutil
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 
 from kvatlas.fleet.identities import load_identities
 from kvatlas.settings import DoctorSettings
-from kvatlas_cli.doctor import Finding, Level, examine
+from kvatlas_cli.doctor import Finding, Level, examine, follow_request, read_request
+from kvatlas_cli.doctor.heartbeats import Told
 from kvatlas_cli.flags import JsonFlag, with_settings
-from kvatlas_cli.output import count_text, print_json, print_notice
+from kvatlas_cli.output import count_text, line_width, print_json, print_notice, wrap
 from kvatlas_cli.runner import run_query
 
-_CHECK_WIDTH = 19
+_LEVEL_WIDTH, _CHECK_WIDTH = 8, 19
+
+RequestFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Follow one prompt: why is its overlap what it is? An OpenAI request, a router's hints, or token ids (with "
+        "--model-id); `-` for stdin.",
+    ),
+]
 
 
 @with_settings(DoctorSettings)
-def doctor(settings: DoctorSettings, as_json: JsonFlag = False) -> None:
+def doctor(settings: DoctorSettings, request: RequestFlag = None, as_json: JsonFlag = False) -> None:
     """Check servers, indexers, workers and routers; print each finding and what to do; exit code 1 if one is an error."""
     found: list[Finding] = []
-    run_query("doctor", settings, _examine(settings, found))
+    run_query("doctor", settings, _examine(settings, found) if request is None else _follow(settings, request, found))
     if as_json:
         print_json([_jsonable(one) for one in found])
     else:
         _print(found)
-    if any(one.level is Level.ERROR for one in found):
+    wrong = (Level.ERROR, Level.WARNING) if settings.strict else (Level.ERROR,)
+    if any(one.level in wrong for one in found):
         raise typer.Exit(1)
 
 
 async def _examine(settings: DoctorSettings, found: list[Finding]) -> None:
     identities = load_identities(settings.identities, "--identities") if settings.identities else None
-    found += await examine(
-        settings.nats,
-        settings.redis,
-        identities=identities,
-        listen_s=settings.listen_s,
-        wait=settings.wait,
-        on_wait=print_notice,
-    )
+    with _progress() as on_step:
+        found += await examine(
+            settings.nats,
+            settings.redis,
+            identities=identities,
+            listen_s=settings.listen_s,
+            status_urls=settings.status_urls,
+            wait=settings.wait,
+            on_wait=print_notice,
+            on_step=on_step,
+        )
+
+
+async def _follow(settings: DoctorSettings, source: str, found: list[Finding]) -> None:
+    request = read_request(source)
+    scope = None if settings.model_id is None else settings.scope
+    with _progress() as on_step:
+        found += await follow_request(
+            settings.nats, settings.redis, request, scope, settings.tenant_id, settings.listen_s, on_step
+        )
+
+
+@contextmanager
+def _progress() -> Iterator[Told]:
+    """What is being done, on one line of a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+
+    def show(line: str) -> None:
+        width = shutil.get_terminal_size().columns
+        print(f"\r\x1b[K{line[: width - 4]} ...", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _print(found: list[Finding]) -> None:
+    """A finding a line; of a terminal's width if there is one."""
+    margin = " " * (_LEVEL_WIDTH + 1 + _CHECK_WIDTH + 1)
+    width = line_width() or 0
     for one in found:
-        print(f"{one.level.value:8} {one.check:{_CHECK_WIDTH}} {one.line}")
+        _print_wrapped(f"{one.level.value:{_LEVEL_WIDTH}} {one.check:{_CHECK_WIDTH}} {one.line}", margin, width)
         if one.advice:
-            print(f"{'':8} {'':{_CHECK_WIDTH}} -> {one.advice}")
+            _print_wrapped(f"{margin}-> {one.advice}", f"{margin}   ", width)
     counts = Counter(one.level for one in found)
     print(f"{count_text(counts[Level.ERROR], 'error')}, {count_text(counts[Level.WARNING], 'warning')}")
+
+
+def _print_wrapped(line: str, margin: str, width: int) -> None:
+    """`width` 0: as long as it is."""
+    print("\n".join(wrap(line, width, "", margin)) if width > len(margin) + 20 else line)
 
 
 def _jsonable(one: Finding) -> dict[str, str]:

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from kvatlas.blocks.residency import Residency
-from kvatlas.request import hash_text
+from kvatlas.blocks.residency import ResidentBlocks
+from kvatlas.errors import SettingsError
 from kvatlas.settings import QuerySettings
 from kvatlas_cli.flags import with_settings
+from kvatlas_cli.residency_output import ResidencyPrinter, scope_fields
 from kvatlas_cli.runner import run_query
 from kvatlas_cli.store_connection import check_worker_known, connect_store, open_index
 
@@ -18,10 +19,16 @@ from kvatlas_cli.store_connection import check_worker_known, connect_store, open
 def export(
     settings: QuerySettings,
     worker: Annotated[str | None, typer.Option(help="Export only what this worker holds.")] = None,
+    summary: Annotated[
+        bool,
+        typer.Option("--summary", help="Print one line a scope and tier instead: blocks and bytes of all workers."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON lines.")] = False,
 ) -> None:
     """Print every residency as one JSON line, with the hash as 16 hex digits (JSON numbers don't carry 64 bits)."""
-    run_query("export", settings, _export(settings, worker))
+    if summary and worker is not None:
+        raise SettingsError(f"--worker is {worker}, but --summary is of all workers; expected one of the two")
+    run_query("export", settings, _summarize(settings) if summary else _export(settings, worker))
 
 
 async def _export(settings: QuerySettings, worker: str | None) -> None:
@@ -29,27 +36,23 @@ async def _export(settings: QuerySettings, worker: str | None) -> None:
         index = await open_index(store, settings)
         if worker is not None:
             await check_worker_known(store, index, worker)
+        printer = await ResidencyPrinter.of_fleet(store)
         lines: list[str] = []
         async for residency in index.snapshot(worker):
-            lines.append(_line(residency))
+            lines.append(json.dumps(printer.jsonable(residency)))
             if len(lines) == 4096:
                 _write(lines)
         _write(lines)
 
 
-def _line(residency: Residency) -> str:
-    return json.dumps(
-        {
-            "worker": residency.worker_id,
-            "model_id": residency.scope.model_id,
-            "tokenizer_id": residency.scope.tokenizer_id,
-            "adapter_id": residency.scope.adapter_id,
-            "tenant_id": residency.scope.tenant_id,
-            "tier": residency.tier.label,
-            "sequence_hash": hash_text(residency.sequence_hash),
-            "resumable": residency.resumable,
-        }
-    )
+async def _summarize(settings: QuerySettings) -> None:
+    async with connect_store(settings) as store:
+        rows = await (await open_index(store, settings)).resident_blocks()
+    _write([json.dumps(scope_fields(row.scope) | _amounts(row)) for row in rows])
+
+
+def _amounts(row: ResidentBlocks) -> dict[str, str | int]:
+    return {"tier": row.tier.label, "blocks": row.blocks, "bytes": row.bytes}
 
 
 def _write(lines: list[str]) -> None:

@@ -16,7 +16,9 @@ def indexer(settings: IndexerSettings) -> None:
     """Apply what publishers send to the index. Any number of replicas share the partitions."""
     from indexer.service import run_indexer  # needs the extra
 
-    run_service("indexer", settings, run_indexer(settings, ready=_print_ready))
+    run_service(
+        "indexer", settings, run_indexer(settings, ready=_print_ready), metrics_page=settings.status_port is not None
+    )
 
 
 def _print_ready(replica: "Replica") -> None:

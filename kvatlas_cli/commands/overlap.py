@@ -5,15 +5,17 @@ from typing import Any
 from kvatlas.settings import PromptSettings
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import count_text, print_json, print_notice, print_table
-from kvatlas_cli.prompt_query import TokensFlag, open_router, read_prompt
+from kvatlas_cli.prompt_query import HintsFlag, TokensFlag, open_router, read_prompt
 from kvatlas_cli.runner import run_query
 from router_client import Prompt, PromptOverlap, WorkerOverlap
 
 
 @with_settings(PromptSettings)
-def overlap(settings: PromptSettings, tokens: TokensFlag, as_json: JsonFlag = False) -> None:
-    """Show what each worker holds of a prompt: resident and usable blocks and tokens, by tier."""
-    run_query("overlap", settings, _overlap(settings, read_prompt(settings, tokens), as_json))
+def overlap(
+    settings: PromptSettings, tokens: TokensFlag = None, hints: HintsFlag = None, as_json: JsonFlag = False
+) -> None:
+    """Show what each worker and shared store holds of a prompt: resident and usable blocks and tokens, by tier."""
+    run_query("overlap", settings, _overlap(settings, read_prompt(settings, tokens, hints), as_json))
 
 
 async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> None:
@@ -24,18 +26,21 @@ async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> N
     if as_json:
         print_json(_jsonable(found))
         return
-    headers = ["worker", "resident blocks", "of", "resident tokens", "usable tokens", "tiers", "routable"]
+    headers = ["worker", "kind", "resident blocks", "of", "resident tokens", "usable tokens", "tiers", "routable"]
     rows = [_row(worker) for worker in found]
     notes = [_notes(worker) for worker in found]
     if any(notes):
         headers.append("why they end there")
         rows = [[*row, note or "-"] for row, note in zip(rows, notes, strict=True)]
+    for remark in found.remarks:
+        print_notice(remark)
     print_table(f"prompt of {count_text(found.input_tokens, 'token')}", headers, rows)
 
 
 def _row(worker: WorkerOverlap) -> list[str]:
     return [
         worker.worker_id,
+        worker.kind,
         str(worker.resident_blocks),
         str(worker.required_blocks),
         str(worker.resident_tokens),
@@ -59,12 +64,14 @@ def _tiers_text(worker: WorkerOverlap) -> str:
 
 
 def _jsonable(found: PromptOverlap) -> dict[str, Any]:
-    return {"input_tokens": found.input_tokens, "workers": [_worker_jsonable(worker) for worker in found]}
+    workers = [_worker_jsonable(worker) for worker in found]
+    return {"input_tokens": found.input_tokens, "workers": workers, "remarks": list(found.remarks)}
 
 
 def _worker_jsonable(worker: WorkerOverlap) -> dict[str, Any]:
     return {
         "worker": worker.worker_id,
+        "kind": worker.kind,
         "block_size": worker.block_size,
         "required_blocks": worker.required_blocks,
         "resident_blocks": worker.resident_blocks,

@@ -20,7 +20,9 @@ def publish(settings: PublishSettings) -> None:
     from publishers.sidecar import run_sidecar  # needs the extra
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the workers are published there is nothing to drain
-    run_service("publisher", settings, run_sidecar(settings.ranks, ready=_ready))
+    run_service(
+        "publisher", settings, run_sidecar(settings.ranks, ready=_ready), metrics_page=settings.status_port is not None
+    )
 
 
 def _ready(publishers: "Sequence[Publisher]") -> None:

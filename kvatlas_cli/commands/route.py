@@ -6,8 +6,8 @@ import typer
 
 from kvatlas.settings import PromptSettings
 from kvatlas_cli.flags import JsonFlag, with_settings
-from kvatlas_cli.output import print_json, print_table
-from kvatlas_cli.prompt_query import TokensFlag, open_router, read_prompt
+from kvatlas_cli.output import print_json, print_notice, print_table
+from kvatlas_cli.prompt_query import HintsFlag, TokensFlag, open_router, read_prompt
 from kvatlas_cli.runner import run_query
 from router_client import Prompt
 
@@ -15,9 +15,15 @@ PdFlag = Annotated[bool, typer.Option("--pd", help="Pick separate workers for pr
 
 
 @with_settings(PromptSettings)
-def route(settings: PromptSettings, tokens: TokensFlag, pd: PdFlag = False, as_json: JsonFlag = False) -> None:
+def route(
+    settings: PromptSettings,
+    tokens: TokensFlag = None,
+    hints: HintsFlag = None,
+    pd: PdFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Pick the worker on which a prompt costs least, and show every candidate's cost. Nothing is reserved."""
-    prompt = read_prompt(settings, tokens)
+    prompt = read_prompt(settings, tokens, hints)
     run_query("route", settings, _route_pd(settings, prompt, as_json) if pd else _route(settings, prompt, as_json))
 
 
@@ -27,6 +33,8 @@ async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> Non
     if as_json:
         print_json(choice.explanation())
         return
+    for remark in choice.ranking.remarks:
+        print_notice(remark)
     print_table(
         f"{choice.worker_id} at {choice.url or '(no address)'}",
         ("worker", "score us", "resident blocks", "of", "resident tokens", "usable tokens", "terms"),

@@ -11,7 +11,7 @@ def router(settings: ProxySettings) -> None:
     """Serve the OpenAI API and send each request to the engine on which it costs least."""
     from router_client.proxy.service import run_proxy  # needs the extra
 
-    run_service("router", settings, run_proxy(settings, ready=_print_ready))
+    run_service("router", settings, run_proxy(settings, ready=_print_ready), metrics_page=True)
 
 
 def _print_ready(url: str) -> None:

@@ -127,7 +127,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
             name: getattr(settings, name) for name in ServerSettings.model_fields if not name.endswith("_url_file")
         }
         servers = {**access, "nats_url": nats_url, "redis_url": redis_url}
-        sidecars = [one for flags in engines for one in await _discover_sidecars(flags, servers, state_dir)]
+        sidecars = [one for flags in engines for one in await discover_sidecars(flags, servers, state_dir)]
         page = {name: getattr(settings, name) for name in HttpSettings.model_fields}
         indexer_settings = IndexerSettings.load(**{**servers, **page}, status_port=settings.status_port)
         ready = anyio.Event()
@@ -174,10 +174,14 @@ async def _start_valkey(stack: AsyncExitStack, settings: UpSettings, state_dir: 
     return (await stack.enter_async_context(server)).url
 
 
-async def _discover_sidecars(
+async def discover_sidecars(
     flags: dict[str, str], servers: dict[str, object], state_dir: Path
 ) -> list[PublishSettings]:
-    """Settings of a publisher for each rank of an engine, from the flags, else discovered. Raises Unreachable."""
+    """Settings of a publisher for each rank of an engine, from the flags, else discovered. Raises Unreachable.
+
+    The block size is learned from events: those of an engine with context parallelism, or with several kinds of attention, have
+    other blocks than the engine's flag says.
+    """
     from publishers.engines.discovery import discover, shift_port
 
     folder = state_dir / "publishers" / flags["worker_id"]
@@ -191,13 +195,13 @@ async def _discover_sidecars(
     )
     for note in offer.notes:
         print_notice(f"worker {flags['worker_id']}: {note}")
-    shared |= {"block_size": offer.block_size, "eagle": offer.eagle}
-    shared |= {"engine": offer.kind, "model_id": offer.model_id, "role": offer.role}
+    shared |= {"engine": offer.kind, "model_id": offer.model_id, "role": offer.role, "eagle": offer.eagle}
     shared |= {"bootstrap_port": offer.bootstrap_port, **flags}
     if "endpoint" in flags or offer.kind is EngineKind.TENSORRT_LLM:
         return [PublishSettings.load(**shared)]
     if not offer.sources:
-        return [PublishSettings.load(**{**shared, "events": False, "dp_rank": rank}) for rank in offer.ranks]
+        shared = {"block_size": offer.block_size, **shared, "events": False}
+        return [PublishSettings.load(**shared, dp_rank=rank) for rank in offer.ranks]
     found: list[PublishSettings] = []
     for source in offer.sources:
         back = -(source.rank or 0)  # settings have the ports of the first rank

@@ -1,63 +1,85 @@
 """The whole examination: checks NATS, the store and the workers, and returns every finding in order."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import anyio
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from redis.exceptions import RedisError
 
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
-from kvatlas.bus.subjects import ALL_ALIVE
+from kvatlas.bus.stream import StreamInfo
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.identities import Identities
-from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Heartbeat
+from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Liveness
 from kvatlas.fleet.store import FleetStore
 from kvatlas.index.protocol import WorkerRecord
-from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.index.redis.layout import Layout
 from kvatlas.predictions.store import read_answer_reports
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, open_store
-from kvatlas_cli.doctor import clocks, indexers, routers, store_facts, workers
+from kvatlas_cli.doctor import clocks, indexers, pools, routers, sidecars, store_facts, stream, workers
 from kvatlas_cli.doctor import store as store_checks
-from kvatlas_cli.doctor.report import Finding, Level
-from kvatlas_cli.doctor.stream import examine_stream
+from kvatlas_cli.doctor.heartbeats import HeartbeatListener, ReceivedHeartbeat, Told
+from kvatlas_cli.doctor.report import Finding, Level, join_names
 
-CATCH_UP_S = 2.0
-"""Time for the index to catch up with the workers' heartbeats."""
-_POLL_S = 0.1
+LONGEST_S = 9.0
+"""The examination takes no longer, whatever hangs, unless it waits for servers."""
+SETTLE_S = 6.0
+"""Longest wait for what settles by itself while a fleet is rolled: another indexer takes a partition over in 5 s."""
+_POLL_S = 0.2
 _MAX_ROUND_TRIP_US = 200_000
 """The store's clock is not compared if reading it took longer."""
 
 
-@dataclass(slots=True)
-class _HeartbeatListener:
-    """The last heartbeat of each worker, and how far each clock is ahead by the heartbeat that was delayed least."""
+class _Order(NamedTuple):
+    """How to examine. `ends_s`: by when to be done, on the monotonic clock."""
 
-    heard: dict[str, workers.ReceivedHeartbeat] = field(default_factory=dict)
-    ahead_us: dict[str, int] = field(default_factory=dict)
-    malformed: str = ""
+    identities: Identities | None
+    listen_s: float
+    settle_s: float
+    ends_s: float
+    wait: bool
+    on_wait: Told | None
+    on_step: Told
 
-    async def on_heartbeat(self, msg: Msg) -> None:
-        try:
-            heartbeat = Heartbeat.unpack(msg.data)
-        except InvalidValue as error:
-            self.malformed = f"{msg.subject}: {error}"
-            return
-        if not heartbeat.worker_id == heartbeat.endpoint.id == msg.subject.rpartition(".")[2]:
-            self.malformed = (
-                f"{msg.subject}: heartbeat of worker {heartbeat.worker_id}, endpoint {heartbeat.endpoint.id}"
-            )
-            return
-        now_us = _now_us()
-        self.heard[heartbeat.worker_id] = workers.ReceivedHeartbeat(heartbeat, now_us)
-        if heartbeat.sent_us:
-            ahead_us = heartbeat.sent_us - now_us
-            self.ahead_us[heartbeat.worker_id] = max(ahead_us, self.ahead_us.get(heartbeat.worker_id, ahead_us))
+
+class _Bus(NamedTuple):
+    """NATS while it is examined. `stream` None: there is no event stream. `answers`: JetStream does."""
+
+    client: Client
+    name: str
+    listener: HeartbeatListener
+    stream: StreamInfo | None
+    answers: bool
+
+
+class _Fleet(NamedTuple):
+    """What the store has of the fleet at one time. `index_records` None: the index can't be read."""
+
+    members: list[str]
+    leases: dict[int, str]
+    records: dict[str, FleetRecord]
+    index_records: dict[str, WorkerRecord] | None
+    behind: set[str]
+
+    def unsettled(self, partitions: int, heard: Mapping[str, ReceivedHeartbeat]) -> list[str]:
+        """What may be so for seconds only, while indexers, publishers or engines are being replaced."""
+        if not self.members:
+            return []
+        found = []
+        if free := partitions - len(self.leases):
+            found.append(f"an owner of {free} partitions")
+        new = {id for id in heard if id not in self.records}
+        lost = {id for id in heard if id in self.records and self.records[id].liveness is Liveness.LOST}
+        behind = {id for id in self.behind if not heard[id].heartbeat.diagnoses}
+        if late := new | lost | behind:
+            found.append(f"the index to catch up with {join_names(late)}")
+        return found
 
 
 async def examine(
@@ -66,121 +88,187 @@ async def examine(
     *,
     identities: Identities | None = None,
     listen_s: float,
+    settle_s: float = SETTLE_S,
+    status_urls: Sequence[str] = (),
     wait: bool = False,
-    on_wait: Callable[[str], None] | None = None,
+    on_wait: Told | None = None,
+    on_step: Told = lambda _: None,
 ) -> list[Finding]:
     """Run every check that is possible; the store's findings come first.
 
-    Without `wait` a server that does not answer is a finding. It waits for `listen_s` of heartbeats and at most CATCH_UP_S
-    for the index to catch up, otherwise for nothing.
+    `status_urls`: publishers' status pages. Without `wait` a server that does not answer is a finding, and all is done in
+    LONGEST_S, or `listen_s` if that is longer. It waits for `listen_s` of heartbeats, and up to `settle_s` for what may settle
+    by itself.
     """
+    ends_s = time.monotonic() + max(LONGEST_S, listen_s)
+    order = _Order(identities, listen_s, settle_s, ends_s, wait, on_wait, on_step)
     found: list[Finding] = []
     nats = NatsAccess(nats) if isinstance(nats, str) else nats
+    on_step(f"connecting to {nats.name}")
     client = await _connect_nats(nats, found, wait, on_wait)
     try:
-        listener = await _listen(client, listen_s) if client is not None else None
-        try:
-            store = await open_store(redis, wait=wait, on_wait=on_wait)
-        except Unreachable as error:
-            found.insert(0, Finding("store.reachable", Level.ERROR, str(error), "is it running, at this --redis-url?"))
-        else:
-            try:
-                found[:0] = await _examine_store(store)
-                found += await _examine_fleet(store, listener, listen_s)
-                if identities is not None and listener is not None:
-                    found += workers.judge_identities(listener.heard.values(), identities)
-            except (Unreachable, RedisError) as error:
-                found.append(Finding("store.reachable", Level.ERROR, str(error), "see the store's log"))
-            finally:
-                await store.close()
+        bus = None if client is None else await _listen(client, nats.name, found, order)
+        if status_urls:
+            on_step(f"asking {len(status_urls)} status pages")
+            heard = bus.listener.heard if bus is not None else {}
+            found += sidecars.judge_status_pages(await sidecars.read_status_pages(status_urls), heard, nats.name)
+        of_store: list[Finding] = []
+        with anyio.move_on_after(None if wait else max(1.0, order.ends_s - time.monotonic())) as limit:
+            await _examine_store(redis, of_store, bus, order)
+        if limit.cancelled_caught:
+            line = "the store answers too slowly: not everything was examined"
+            of_store.append(Finding("store.reachable", Level.ERROR, line, "see its load, and SLOWLOG GET"))
+        found = [*(one for one in of_store if one.check.startswith("store.")), *found]
+        found += [one for one in of_store if not one.check.startswith("store.")]
     finally:
         if client is not None:
             await client.close()
     return found
 
 
-async def _connect_nats(
-    nats: NatsAccess, found: list[Finding], wait: bool, on_wait: Callable[[str], None] | None
-) -> Client | None:
+async def _connect_nats(nats: NatsAccess, found: list[Finding], wait: bool, on_wait: Told | None) -> Client | None:
     try:
         client = await connect_nats(nats, name="kvatlas-doctor", wait=wait, on_wait=on_wait)
     except Unreachable as error:
         found.append(Finding("nats.reachable", Level.ERROR, str(error), "is it running, at this --nats-url?"))
         return None
     found.append(Finding("nats.reachable", Level.OK, f"{nats.name} answers"))
-    try:
-        found += await examine_stream(client)
-    except (NatsError, TimeoutError) as error:
-        line = f"JetStream does not answer: {error or type(error).__name__}"
-        found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
     return client
 
 
-async def _listen(client: Client, listen_s: float) -> _HeartbeatListener:
-    listener = _HeartbeatListener()
-    subscription = await client.subscribe(ALL_ALIVE, cb=listener.on_heartbeat)
-    await anyio.sleep(listen_s)
-    await subscription.unsubscribe()
-    return listener
+async def _listen(client: Client, name: str, found: list[Finding], order: _Order) -> _Bus:
+    listener = HeartbeatListener()
+    subscription = await listener.start(client)
+    order.on_step(f"listening to heartbeats for {order.listen_s:g} s")
+    began_s, info, answers = time.monotonic(), None, True
+    try:
+        found += await stream.examine_stream(client)
+        info = await stream.read_identity(client)
+        found += stream.judge_refused(await stream.read_dead_letters(client), _now_us())
+    except (NatsError, TimeoutError) as error:
+        answers = False
+        line = f"JetStream does not answer: {str(error) or type(error).__name__}"
+        found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
+    await anyio.sleep(max(0.0, began_s + order.listen_s - time.monotonic()))
+    await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of what was read of the index
+    return _Bus(client, name, listener, info, answers)
 
 
-async def _examine_store(store: Store) -> list[Finding]:
-    found = [Finding("store.reachable", Level.OK, f"{store.name} answers")]
-    servers = await store_facts.read_servers(store)
-    found += store_checks.judge_servers(servers, store_checks.own_libraries())
-    return found
+async def _examine_store(redis: RedisAccess | str, found: list[Finding], bus: _Bus | None, order: _Order) -> None:
+    order.on_step("reading the store")
+    try:
+        store = await open_store(redis, wait=order.wait, on_wait=order.on_wait)
+    except Unreachable as error:
+        found.append(Finding("store.reachable", Level.ERROR, str(error), "is it running, at this --redis-url?"))
+        return
+    try:
+        found.append(Finding("store.reachable", Level.OK, f"{store.name} answers"))
+        servers = await store_facts.read_servers(store)
+        found += store_checks.judge_servers(servers, store_checks.own_libraries())
+        layout_finding, layout = await store_checks.examine_layout(store)
+        found.append(layout_finding)
+        if layout is not None:
+            found += await _examine_fleet(store, layout, bus, order)
+        elif bus is not None and bus.listener.heard:
+            line = (
+                f"workers send heartbeats, but no indexer has written into this store: {join_names(bus.listener.heard)}"
+            )
+            found.append(Finding("workers.heartbeats", Level.ERROR, line, "is this the indexers' --redis-url?"))
+        if order.identities is not None and bus is not None:
+            found += workers.judge_identities(bus.listener.heard.values(), order.identities)
+    except (Unreachable, RedisError) as error:
+        found.append(Finding("store.reachable", Level.ERROR, str(error), "see the store's log"))
+    finally:
+        await store.close()
 
 
-async def _examine_fleet(store: Store, listener: _HeartbeatListener | None, listened_s: float) -> list[Finding]:
-    layout_finding, layout = await store_checks.examine_layout(store)
-    found = [layout_finding]
-    if layout is None:
-        return found
+async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: _Order) -> list[Finding]:
     began_us = _now_us()
     store_us = await store_facts.read_time(store)
     store_ahead_us = store_us - _now_us() if _now_us() - began_us < _MAX_ROUND_TRIP_US else None
-    members, leases = await indexers.read_indexers(store, store_us)
-    found += indexers.judge_indexers(members, leases, layout[0])
+    heard = bus.listener.heard if bus is not None else None
     try:
-        fleet = await FleetStore(store).all()
+        index = await open_redis_index(store, writer=False)
+    except KvatlasError:
+        index = None  # reported by the functions' finding
+    try:
+        settle_s = min(order.settle_s, order.ends_s - time.monotonic() - 1.0)
+        fleet = await _read_settled(store, index, layout.partitions, heard or {}, settle_s, order.on_step)
     except InvalidValue as error:
-        found.append(Finding("workers", Level.ERROR, str(error), "use the same version of kvatlas everywhere"))
-        return found
-    heard = listener.heard if listener is not None else None
-    index_records, behind = await _read_index_records(store, listener)
-    found += workers.judge_workers(fleet, index_records, heard, behind=behind, listened_s=listened_s, now_us=_now_us())
-    if listener is not None and listener.malformed:
-        line = f"a heartbeat can't be decoded: {listener.malformed}"
+        return [Finding("workers", Level.ERROR, str(error), "use the same version of kvatlas everywhere")]
+    found = list(indexers.judge_indexers(fleet.members, fleet.leases, layout.partitions))
+    if bus is not None and bus.answers and index is not None and fleet.members:
+        position = await index.position(min(fleet.leases, default=0))
+        found += stream.judge_identity(bus.name, bus.stream, position)
+    found += workers.judge_workers(
+        fleet.records,
+        fleet.index_records,
+        heard,
+        nats=bus.name if bus is not None else "",
+        behind=fleet.behind,
+        listened_s=order.listen_s,
+        now_us=_now_us(),
+    )
+    if bus is not None and bus.listener.malformed:
+        line = f"a heartbeat can't be decoded: {bus.listener.malformed}"
         found.append(Finding("workers.heartbeats", Level.ERROR, line, "use the same version of kvatlas everywhere"))
-    pools: dict[str, list[FleetRecord]] = {}
-    for record in fleet.values():
-        pools.setdefault(record.endpoint.pool_id, []).append(record)
-    names = {pool_id: _pool_name(records[0].endpoint) for pool_id, records in pools.items()}
-    found += workers.judge_pools({names[pool_id]: records for pool_id, records in pools.items()})
-    for pool_id in pools:
-        found += routers.judge_answers(names[pool_id], await read_answer_reports(store, pool_id, store_us))
-    indexers_ahead_us = max((record.heard_us - _now_us() for record in fleet.values()), default=0)
-    workers_ahead_us = listener.ahead_us if listener is not None else {}
+    found += await _examine_pools(store, fleet.records, heard or {}, store_us)
+    indexers_ahead_us = max((record.heard_us - _now_us() for record in fleet.records.values()), default=0)
+    workers_ahead_us = bus.listener.ahead_us if bus is not None else {}
     found += clocks.judge_clocks(store_ahead_us, workers_ahead_us, max(0, indexers_ahead_us))
     return found
 
 
-async def _read_index_records(
-    store: Store, listener: _HeartbeatListener | None
-) -> tuple[dict[str, WorkerRecord] | None, set[str]]:
-    """The index's worker records, and the workers with which the index has not caught up after CATCH_UP_S."""
-    try:
-        index = await open_redis_index(store, writer=False)
-    except KvatlasError:
-        return None, set()  # reported by the layout's finding
-    heard = listener.heard if listener is not None else {}
-    deadline = time.monotonic() + CATCH_UP_S
+async def _examine_pools(
+    store: Store,
+    fleet: Mapping[str, FleetRecord],
+    heard: Mapping[str, ReceivedHeartbeat],
+    store_us: int,
+) -> list[Finding]:
+    by_pool: dict[str, list[FleetRecord]] = {}
+    for record in fleet.values():
+        by_pool.setdefault(record.endpoint.pool_id, []).append(record)
+    names = {pool_id: _pool_name(records[0].endpoint) for pool_id, records in by_pool.items()}
+    found = list(pools.judge_pools({names[pool_id]: records for pool_id, records in by_pool.items()}))
+    found += pools.judge_served_names([one.heartbeat for one in heard.values()])
+    for pool_id in by_pool:
+        reports = await read_answer_reports(store, pool_id, store_us)
+        found += routers.judge_answers(names[pool_id], reports)
+        found += routers.judge_tenants(names[pool_id], reports)
+    return found
+
+
+async def _read_settled(
+    store: Store,
+    index: RedisIndex | None,
+    partitions: int,
+    heard: Mapping[str, ReceivedHeartbeat],
+    settle_s: float,
+    on_step: Told,
+) -> _Fleet:
+    """The fleet as soon as nothing is unsettled, at the latest after `settle_s`."""
+    deadline_s, told = time.monotonic() + settle_s, ""
     while True:
-        records = {one.worker_id: one for shard in range(index.shards) for one in await index.records(shard)}
-        behind = {id for id, one in heard.items() if workers.is_behind(one.heartbeat, records.get(id))}
-        if not behind or time.monotonic() > deadline:
-            return records, behind
+        fleet = await _read_fleet(store, index, heard)
+        unsettled = fleet.unsettled(partitions, heard)
+        if not unsettled or time.monotonic() >= deadline_s:
+            return fleet
+        if unsettled[0] != told:
+            told = unsettled[0]
+            on_step(f"waiting up to {settle_s:.0f} s for {told}")
         await anyio.sleep(_POLL_S)
+
+
+async def _read_fleet(store: Store, index: RedisIndex | None, heard: Mapping[str, ReceivedHeartbeat]) -> _Fleet:
+    number = index.layout.number if index is not None else 0
+    members, leases = await indexers.read_indexers(store, await store_facts.read_time(store), number)
+    records = await FleetStore(store).all()
+    if index is None:
+        return _Fleet(members, leases, records, None, set())
+    shards: Sequence[Sequence[WorkerRecord]] = [await index.records(shard) for shard in range(index.shards)]
+    of_index = {one.worker_id: one for shard in shards for one in shard}
+    behind = {id for id, one in heard.items() if workers.is_behind(one.heartbeat, of_index.get(id))}
+    return _Fleet(members, leases, records, of_index, behind)
 
 
 def _pool_name(endpoint: EngineEndpoint) -> str:

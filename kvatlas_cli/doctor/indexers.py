@@ -3,18 +3,21 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from kvatlas.errors import Unreachable
-from kvatlas.fleet.store import LEASES, MEMBERS
+from kvatlas.fleet.store import leases_key, members_key
+from kvatlas.quantities import ranges_text
 from kvatlas.store.connection import UNREACHABLE, Store, reason
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 
-async def read_indexers(store: Store, now_us: int) -> tuple[list[str], dict[int, str]]:
-    """The members alive at this time of the store, sorted, and the holder of each partition's lease. Raises Unreachable.
+async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[list[str], dict[int, str]]:
+    """A layout's members alive at this time of the store, sorted, and the holder of each partition's lease. Raises
+    Unreachable.
 
     Read directly (keys: `kvatlas.fleet.store`), because the functions may be missing or of another version.
     """
     try:
-        members, leases = await store.client.hgetall(MEMBERS), await store.client.hgetall(LEASES)
+        members = await store.client.hgetall(members_key(layout))
+        leases = await store.client.hgetall(leases_key(layout))
     except UNREACHABLE as error:
         raise Unreachable(f"{store.name}: {reason(error)}") from error
     live = sorted(member.decode() for member, ends_ms in members.items() if int(ends_ms) * 1_000 > now_us)
@@ -39,7 +42,7 @@ def judge_indexers(members: Collection[str], leases: Mapping[int, str], partitio
     free = [partition for partition in range(partitions) if partition not in leases]
     unknown = set(leases.values()) - set(members)
     if free:
-        line = f"{len(free)} of {partitions} partitions have no owner: {join_names(str(p) for p in free)}"
+        line = f"{len(free)} of {partitions} partitions have no owner: {ranges_text(free)}"
         advice = "a running indexer takes them within 5 s; if it does not, it can't reach NATS: see its /readyz and log"
         yield Finding("indexers.leases", Level.ERROR, line, advice)
     elif unknown:

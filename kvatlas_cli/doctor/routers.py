@@ -19,3 +19,18 @@ def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
                 f", {counts.cached_equal / compared:.1%} with the predicted number of cached tokens" if compared else ""
             )
             yield Finding("routers.answers", Level.OK, f"{where}: {compared:,} answers{share}")
+
+
+def judge_tenants(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
+    """Requests of tenants whose blocks the workers that got them can't have."""
+    for router_id, report in sorted(reports.items()):
+        for one in report.foreign_tenants:
+            line = (
+                f"router {router_id}, {pool}: {one.requests:,} requests of tenant {one.tenant_id} went to workers that publish "
+                f"tenant {one.published_tenant_id} ({one.worker_id}): nothing of theirs can match"
+            )
+            advice = (
+                f"set the publishers' --tenant-id {one.tenant_id} (or --salt-is-tenant, if cache salts are tenants), or the "
+                f"router's --tenant-id {one.published_tenant_id}"
+            )
+            yield Finding("routers.tenants", Level.ERROR, line, advice)

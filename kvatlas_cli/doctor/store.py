@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from kvatlas.errors import LayoutMismatch
 from kvatlas.fleet.store import FLEET_LIBRARY
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
-from kvatlas.index.redis.layout import read_layout
+from kvatlas.index.redis.layout import Layout, read_layout
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.connection import Store
 from kvatlas.version import own_version
@@ -31,8 +31,8 @@ def judge_servers(servers: Sequence[ServerFacts], libraries: Collection[str]) ->
         yield _judge_persistence(server)
 
 
-async def examine_layout(store: Store) -> tuple[Finding, tuple[int, int] | None]:
-    """The finding, and (partitions, shards) if the layout is of this version."""
+async def examine_layout(store: Store) -> tuple[Finding, Layout | None]:
+    """The finding, and the layout if the layout is of this version."""
     try:
         found = await read_layout(store)
     except LayoutMismatch as error:
@@ -44,9 +44,8 @@ async def examine_layout(store: Store) -> tuple[Finding, tuple[int, int] | None]
     if found is None:
         line = "no indexer has created a layout in this store yet"
         return Finding("store.layout", Level.ERROR, line, "start `kvatlas indexer` on it"), None
-    return Finding(
-        "store.layout", Level.OK, f"{count_text(found[0], 'partition')} in {count_text(found[1], 'shard')}"
-    ), found
+    line = f"{count_text(found.partitions, 'partition')} in {count_text(found.shards, 'shard')}"
+    return Finding("store.layout", Level.OK, line + (", with a side index" if found.side_index else "")), found
 
 
 def own_libraries() -> list[str]:

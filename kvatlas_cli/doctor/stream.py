@@ -1,22 +1,32 @@
-"""NATS and the event stream: whether it exists, is configured as kvatlas needs it, and reaches far enough back."""
+"""NATS and the event stream: whether it exists, is the one that indexers read, is configured as kvatlas needs it, reaches far
+enough back, and which messages indexers refused."""
 
+import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from base64 import b64decode
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nats.aio.client import Client
 from nats.errors import NoRespondersError
+from nats.js.errors import APIError
 
-from kvatlas.bus.stream import microseconds_of
-from kvatlas.bus.subjects import ALL_EVENTS, STREAM
+from kvatlas.bus.stream import StreamInfo, microseconds_of, stream_info
+from kvatlas.bus.subjects import ALL_EVENTS, DEAD_REASON, DEAD_STREAM, DEAD_SUBJECT, DEAD_WHY, STREAM
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
-from kvatlas_cli.doctor.report import Finding, Level
+from kvatlas.index.protocol import Position
+from kvatlas_cli.doctor.report import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 SHORT_S = 120
 """A replica that takes over, or one that fell behind, needs the messages of the last minutes."""
-ANSWER_S = 5.0
+ANSWER_S = 2.0
+LATELY_US = 120_000_000
+"""Messages that were refused before are not reported."""
+MOST_LETTERS = 64
+"""So many of the last refused messages are looked at."""
 _NO_STREAM = 10059
 _RECREATE = "delete the stream; an indexer creates it again"
 
@@ -39,6 +49,84 @@ async def examine_stream(client: Client) -> list[Finding]:
             return [Finding("nats.stream", Level.ERROR, line, "an indexer creates it when it starts; is one running?")]
         return [Finding("nats.stream", Level.ERROR, f"stream {STREAM}: {error.get('description')}")]
     return list(judge_stream(answer["config"], answer["state"], client.max_payload, time.time_ns() // 1_000))
+
+
+async def read_identity(client: Client) -> StreamInfo | None:
+    """The event stream; None without one. Raises nats errors if the server does not answer in time."""
+    try:
+        return await stream_info(client)
+    except (APIError, NoRespondersError):
+        return None
+
+
+def judge_identity(nats: str, stream: StreamInfo | None, position: Position | None) -> Iterator[Finding]:
+    """Do the indexers read the stream of this NATS? `position`: of a partition that one of them owns."""
+    if position is None or (stream is not None and stream.creation_us == position.creation_us):
+        return
+    here = "has none" if stream is None else f"has another one, created {_time_text(stream.creation_us)}"
+    line = f"the indexers read a stream {STREAM} that was created {_time_text(position.creation_us)}; {nats} {here}"
+    advice = "the indexers use another NATS: give them, the publishers and this command the same --nats-url"
+    yield Finding("nats.other", Level.ERROR, line, advice)
+
+
+class DeadLetter(NamedTuple):
+    """A message that an indexer refused: the worker of its subject, and why."""
+
+    worker: str
+    reason: str
+    why: str
+    refused_us: int
+
+
+async def read_dead_letters(client: Client) -> Sequence[DeadLetter]:
+    """The last MOST_LETTERS; none if this user may not read them."""
+    try:
+        state = (await _ask(client, f"$JS.API.STREAM.INFO.{DEAD_STREAM}")).get("state")
+        if state is None:
+            return []  # no indexer ever refused a message
+        first, last = int(state["first_seq"]), int(state["last_seq"])
+        seqs = range(max(first, last - MOST_LETTERS + 1), last + 1)
+        answers = await asyncio.gather(
+            *(_ask(client, f"$JS.API.STREAM.MSG.GET.{DEAD_STREAM}", {"seq": seq}) for seq in seqs)
+        )
+    except (NoRespondersError, TimeoutError):
+        return []
+    return [_letter_of(answer["message"]) for answer in answers if "message" in answer]
+
+
+async def _ask(client: Client, subject: str, question: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    payload = b"" if question is None else json.dumps(question).encode()
+    answer: dict[str, Any] = json.loads((await client.request(subject, payload, timeout=ANSWER_S)).data)
+    return answer
+
+
+def _letter_of(message: Mapping[str, Any]) -> DeadLetter:
+    lines = b64decode(message.get("hdrs", "")).decode(errors="replace").split("\r\n")
+    headers = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    subject = headers.get(DEAD_SUBJECT, "")
+    refused_us = microseconds_of(message["time"])
+    return DeadLetter(subject.rpartition(".")[2], headers.get(DEAD_REASON, "?"), headers.get(DEAD_WHY, ""), refused_us)
+
+
+_CURES = {
+    "version": "use the same version of kvatlas everywhere: upgrade the indexers first",
+    "wrong_partition": "give its publisher the --partitions of the store's layout",
+    "identity": "change what its publisher speaks for, or the identities (`kvatlas auth nats`)",
+    "wrong_subject": "it speaks for another worker: give each publisher a --worker-id of its own",
+    "incarnation": "the clock of the publisher's machine is wrong: synchronise it",
+}
+
+
+def judge_refused(letters: Sequence[DeadLetter], now_us: int) -> Iterator[Finding]:
+    """Messages that indexers refused lately, those for one reason together."""
+    by_reason: dict[str, list[DeadLetter]] = defaultdict(list)
+    for letter in letters:
+        if letter.refused_us >= now_us - LATELY_US:
+            by_reason[letter.reason].append(letter)
+    for reason, some in sorted(by_reason.items()):
+        names = join_names({letter.worker for letter in some})
+        line = f"indexers refused {count_text(len(some), 'message')} of {names} within 2 minutes ({reason}): {some[-1].why}"
+        yield Finding("nats.refused", Level.ERROR, line, _CURES.get(reason, "what else writes into the stream?"))
 
 
 def judge_stream(
@@ -105,3 +193,7 @@ def _limits_text(config: Mapping[str, Any]) -> str:
     size = f"{most / (1 << 20):,.0f} MiB" if most > 0 else "without a size limit"
     replicas = count_text(int(config.get("num_replicas", 1)), "replica")
     return f"stream {STREAM} keeps {age}, {size}, in {config.get('storage')}, {replicas}"
+
+
+def _time_text(us: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(us / 1e6))

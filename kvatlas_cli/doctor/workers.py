@@ -1,26 +1,23 @@
 """Workers: their fleet records, their heartbeats now, and the index's records of them, compared."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.identities import Identities
-from kvatlas.fleet.records import EngineState, FleetRecord, Heartbeat, Liveness, Role
+from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Heartbeat, Liveness
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
+from kvatlas.version import own_version
+from kvatlas_cli.doctor.heartbeats import ReceivedHeartbeat
 from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 MAX_SILENT_US = 5_000_000
 """Without NATS, the time at which an indexer heard the last heartbeat is judged."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedHeartbeat:
-    """A heartbeat, and when it arrived by our clock."""
-
-    heartbeat: Heartbeat
-    received_us: int
+STARTING_S = 600
+"""An engine that was never up may still be loading its model for this long."""
+MOST_ALIKE = 8
+"""Diagnoses with one cure that are shown in full."""
 
 
 def judge_workers(
@@ -28,23 +25,26 @@ def judge_workers(
     index_records: Mapping[str, WorkerRecord] | None,
     heard: Mapping[str, ReceivedHeartbeat] | None,
     *,
+    nats: str = "",
     behind: Iterable[str] = (),
     listened_s: float,
     now_us: int,
 ) -> Iterator[Finding]:
-    """`index_records`: None if they could not be read; `heard`: None if NATS is unreachable; `behind`: workers whose index
-    record did not catch up with their heartbeat while we waited."""
+    """`index_records`: None if they could not be read; `heard`: None if NATS is unreachable; `nats`: its name in a line;
+    `behind`: workers whose index record did not catch up with their heartbeat while we waited."""
     if not fleet and not heard:
         yield Finding(
             "workers.heartbeats", Level.WARNING, "no worker is known", "start `kvatlas publish` beside each engine"
         )
         return
-    yield from _judge_heartbeats(fleet, heard, listened_s, now_us)
+    yield from _judge_heartbeats(fleet, heard, nats, listened_s, now_us)
     yield from _judge_diagnoses(heard or {})
-    yield from _judge_engines(fleet)
+    yield from _judge_versions(heard or {})
+    yield from _judge_engines(fleet, heard or {})
     yield from _judge_index_records(fleet, index_records, set(behind))
     yield from _judge_load(fleet)
     yield from _judge_endpoints(fleet)
+    yield from _judge_stores(fleet)
 
 
 def is_behind(heartbeat: Heartbeat, record: WorkerRecord | None) -> bool:
@@ -63,35 +63,12 @@ def judge_identities(heard: Iterable[ReceivedHeartbeat], identities: Identities)
             yield Finding("workers.identity", Level.ERROR, f"the indexers refuse it: {error}", advice)
 
 
-def judge_pools(pools: Mapping[str, Sequence[FleetRecord]]) -> Iterator[Finding]:
-    """`pools`: by their name in a line."""
-    tokenizers: dict[str, set[str]] = defaultdict(set)
-    for name, records in pools.items():
-        endpoints = [record.endpoint for record in records]
-        for endpoint in endpoints:
-            tokenizers[endpoint.model_id].add(endpoint.tokenizer_id)
-        sizes = sorted({endpoint.block_size for endpoint in endpoints if endpoint.block_size})
-        if len(sizes) > 1:
-            line = f"{name} has blocks of {', '.join(map(str, sizes))} tokens"
-            advice = "this works, but each prompt is hashed once for each size; use one size to save that"
-            yield Finding("pools.block_sizes", Level.INFO, line, advice)
-        roles = {endpoint.role for endpoint in endpoints}
-        if roles and Role.BOTH not in roles and len(roles) == 1:
-            line = f"{name} has only {next(iter(roles)).value} workers"
-            yield Finding("pools.roles", Level.WARNING, line, "requests need both roles: start workers of the other")
-    for model_id, ids in tokenizers.items():
-        if len(ids) > 1:
-            line = f"model {model_id} is served with {len(ids)} tokenizer ids ({join_names(ids)}): their pools share nothing"
-            yield Finding(
-                "pools.tokenizers",
-                Level.INFO,
-                line,
-                "if it is one tokenizer, give all publishers the same --tokenizer-id",
-            )
-
-
 def _judge_heartbeats(
-    fleet: Mapping[str, FleetRecord], heard: Mapping[str, ReceivedHeartbeat] | None, listened_s: float, now_us: int
+    fleet: Mapping[str, FleetRecord],
+    heard: Mapping[str, ReceivedHeartbeat] | None,
+    nats: str,
+    listened_s: float,
+    now_us: int,
 ) -> Iterator[Finding]:
     check = "workers.heartbeats"
     if heard is None:
@@ -111,7 +88,7 @@ def _judge_heartbeats(
         yield Finding(check, Level.INFO, line, "routers skip them, and indexers retire them after a minute")
     if silent:
         line = f"{len(silent)} of {len(fleet)} workers {how}: {join_names(silent)}"
-        advice = "is `kvatlas publish` running there, and does it reach NATS? Indexers retire them after a minute"
+        advice = f"is `kvatlas publish` running there, and connected to {nats or 'NATS'}? Indexers retire them after a minute"
         yield Finding(check, Level.ERROR, line, advice)
     if lost:
         line = f"workers send heartbeats but the indexers count them as lost: {join_names(lost)}"
@@ -124,22 +101,46 @@ def _judge_heartbeats(
 
 
 def _judge_diagnoses(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
-    """What the publishers themselves see, alike diagnoses of several workers together."""
-    workers: dict[tuple[str, str], list[str]] = defaultdict(list)
-    seen: dict[tuple[str, str], str] = {}
+    """What the publishers themselves see: those who see the same together, and of those with one cure the first few."""
+    by_cure: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for id, one in sorted(heard.items()):
         for diagnosis in one.heartbeat.diagnoses:
-            alike = diagnosis.name, diagnosis.cure
-            workers[alike].append(id)
-            seen.setdefault(alike, diagnosis.seen)
-    for alike, ids in workers.items():
-        yield Finding("workers.settings", Level.ERROR, f"{join_names(ids)}: {seen[alike]}", alike[1])
+            by_cure[diagnosis.name, diagnosis.cure][diagnosis.seen].append(id)
+    for (_, cure), by_seen in by_cure.items():
+        shown = list(by_seen.items())
+        for seen, ids in shown[:MOST_ALIKE]:
+            yield Finding("workers.settings", Level.ERROR, f"{join_names(ids)}: {seen}", cure)
+        if more := [id for _, ids in shown[MOST_ALIKE:] for id in ids]:
+            yield Finding("workers.settings", Level.ERROR, f"{join_names(more)}: likewise", cure)
 
 
-def _judge_engines(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
+def _judge_versions(heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
+    """Versions work together; which one behaves how, and whether an upgrade is complete, is good to know."""
+    workers: dict[str, list[str]] = defaultdict(list)
+    for id, one in heard.items():
+        workers[one.heartbeat.version or "before 0.1.0"].append(id)
+    if set(workers) - {own_version()}:
+        parts = "; ".join(f"{version}: {join_names(ids)}" for version, ids in sorted(workers.items()))
+        line = f"publishers of other versions than this kvatlas {own_version()}: {parts}"
+        yield Finding(
+            "workers.versions", Level.INFO, line, "versions work together; upgrade indexers first, then publishers"
+        )
+
+
+def _judge_engines(fleet: Mapping[str, FleetRecord], heard: Mapping[str, ReceivedHeartbeat]) -> Iterator[Finding]:
     states: dict[EngineState, list[str]] = defaultdict(list)
-    for id, record in fleet.items():
-        states[record.state].append(id)
+    awaited: dict[str, int] = {}
+    engines = [id for id, record in fleet.items() if not record.endpoint.is_store]
+    for id in engines:
+        since_s = heard[id].heartbeat.awaited_s if id in heard else None
+        if fleet[id].state is EngineState.DOWN and since_s is not None and since_s < STARTING_S:
+            awaited[id] = since_s
+        else:
+            states[fleet[id].state].append(id)
+    if awaited:
+        line = f"engines that have not been up yet: {join_names(f'{id} ({s} s)' for id, s in awaited.items())}"
+        advice = "loading a model takes minutes; if one is up, its publisher's --engine-url is wrong"
+        yield Finding("workers.engines", Level.INFO, line, advice)
     for state, level, advice in (
         (EngineState.DOWN, Level.ERROR, "see the engine's log, and check the publisher's --engine-url"),
         (EngineState.ASLEEP, Level.INFO, "routers skip them until they wake up"),
@@ -148,7 +149,7 @@ def _judge_engines(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
         if ids := states.get(state):
             yield Finding("workers.engines", level, f"engines {state.value}: {join_names(ids)}", advice)
     if up := states.get(EngineState.UP):
-        yield Finding("workers.engines", Level.OK, f"{len(up)} of {len(fleet)} engines are up")
+        yield Finding("workers.engines", Level.OK, f"{len(up)} of {len(engines)} engines are up")
 
 
 def _judge_index_records(
@@ -196,8 +197,17 @@ def _judge_load(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
 
 
 def _judge_endpoints(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
-    endpoints = [record.endpoint for record in fleet.values()]
+    endpoints = [record.endpoint for record in fleet.values() if not record.endpoint.is_store]
     nowhere = [one.id for one in endpoints if not one.url]
+    at_address: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for one in (record.endpoint for record in fleet.values() if record.routable):  # not one that another replaces there
+        if one.url:
+            at_address[one.url, one.dp_rank].append(one.id)
+    for (url, _), ids in at_address.items():
+        if len(ids) > 1:
+            line = f"{join_names(ids)} have the same address, {url}: routers take one engine for several"
+            advice = "give each publisher its own engine's --engine-url (or --advertise-url), and ranks --dp-rank"
+            yield Finding("workers.address", Level.ERROR, line, advice)
     eventless = [one.id for one in endpoints if not one.events]
     unpredictable = [one.id for one in endpoints if not one.events and one.block_size is None]
     unlearned = [one.id for one in endpoints if one.events and one.block_size is None]
@@ -214,3 +224,34 @@ def _judge_endpoints(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
         line = f"workers whose block size is unknown yet: {join_names(unlearned)}"
         advice = "it is learned from the first event; or set the publisher's --block-size"
         yield Finding("workers.block_size", Level.INFO, line, advice)
+
+
+def _judge_stores(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
+    """Shared stores, and the workers that name them; one of another pool or block size is of no use to them."""
+    check, sound = "workers.stores", True
+    stores = {id: record.endpoint for id, record in fleet.items() if record.endpoint.is_store}
+    readers: dict[str, list[EngineEndpoint]] = {id: [] for id in stores}
+    for record in fleet.values():
+        for store_id in record.endpoint.stores:
+            readers.setdefault(store_id, []).append(record.endpoint)
+    for store_id, named_by in sorted(readers.items()):
+        store, names = stores.get(store_id), join_names([one.id for one in named_by])
+        if store is None:
+            line = f"{names}: --shared-store is {store_id}, which nobody publishes"
+            advice = f"start `kvatlas publish --engine store --worker-id {store_id}`"
+        elif not named_by:
+            line = f"shared store {store_id} is named by no worker"
+            advice = "set --shared-store at the publishers of the engines that use it"
+        elif wrong := [one.id for one in named_by if not _fits(one, store)]:
+            line = f"{join_names(wrong)}: the model or block size is not that of shared store {store_id}"
+            advice = "give each model and block size a store of its own"
+        else:
+            continue
+        sound = False
+        yield Finding(check, Level.ERROR, line, advice)
+    if stores and sound:
+        yield Finding(check, Level.OK, f"shared stores that workers read: {join_names(sorted(stores))}")
+
+
+def _fits(reader: EngineEndpoint, store: EngineEndpoint) -> bool:
+    return reader.pool_id == store.pool_id and reader.block_size in (None, store.block_size)

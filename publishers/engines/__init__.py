@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from kvatlas.errors import EngineEventError
 from kvatlas.events import EngineBatch
 from kvatlas.fleet.records import EngineKind
-from publishers.engines import sglang, vllm
+from publishers.engines import open_events, sglang, vllm
 from publishers.engines.payload import MAX_PAYLOAD_BYTES
 
 __all__ = ["MAX_PAYLOAD_BYTES", "decode_batch"]
@@ -14,6 +14,7 @@ _DECODERS: Mapping[EngineKind, Callable[[bytes], EngineBatch]] = {
     EngineKind.VLLM: vllm.decode_batch,
     EngineKind.MOCK: vllm.decode_batch,  # the simulated engine speaks vLLM's protocols
     EngineKind.SGLANG: sglang.decode_batch,
+    EngineKind.OPEN: open_events.decode_batch,
 }
 
 

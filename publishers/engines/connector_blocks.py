@@ -7,9 +7,10 @@ removals.
   held for a time after they were last stored.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineHash, EngineRemoved, EngineStored
 from publishers.ledger.counters import LedgerCounters
@@ -40,7 +41,7 @@ class ConnectorBlocks:
 
     def stored(self, event: EngineStored, block_size: int | None) -> Sequence[EngineStored]:
         """The event as the ledger folds it; none if its blocks are left out."""
-        event = self._cut(event, block_size)
+        event = cut_chunks(event, block_size)
         if event.removal_told:
             return (event,)
         if not self._keep:
@@ -67,6 +68,14 @@ class ConnectorBlocks:
             self._stored_at.pop((event.tier, event.group, name), None)
         return event if len(names) == len(event.hashes) else replace(event, hashes=names)
 
+    def clear(self, tiers: Collection[Tier]) -> None:
+        """All blocks of these tiers are gone."""
+        self._stored_at = {copy: tick for copy, tick in self._stored_at.items() if copy[0] not in tiers}
+
+    def ages(self) -> list[tuple[Tier, int, EngineHash, int]]:
+        """The blocks whose removals are not told, and how many ticks ago each was last stored: for `restore`."""
+        return [(*copy, self._tick - tick) for copy, tick in self._stored_at.items()]
+
     def expire(self) -> list[EngineRemoved]:
         """A tick has passed: the removals of blocks that were not stored again for too long."""
         self._tick += 1
@@ -75,27 +84,11 @@ class ConnectorBlocks:
             del self._stored_at[copy]
         return [EngineRemoved([name], tier, group) for tier, group, name in reversed(due)]
 
-    def restore(self, copies: Iterable[_Copy]) -> None:
-        """Of a saved ledger: which stores tell their removals is not saved, so all blocks of stores have a time to live."""
-        stores = (Tier.LOCAL_SSD, Tier.OBJECT_STORE)
-        self._stored_at = dict.fromkeys((copy for copy in copies if copy[0] in stores), self._tick)
-
-    def _cut(self, event: EngineStored, block_size: int | None) -> EngineStored:
-        """A chunk as blocks of the engine's size."""
-        size = event.block_size
-        if (
-            block_size is None
-            or size <= block_size
-            or size % block_size
-            or len(event.token_ids) != size * len(event.hashes)
-        ):
-            return event
-        parts = size // block_size
-        names: list[EngineHash] = []
-        for chunk in event.hashes:
-            names += [part_name(chunk, part) for part in range(parts - 1)]
-            names.append(chunk)
-        return replace(event, hashes=names, block_size=block_size, extra_keys=None)
+    def restore(self, copies: Iterable[_Copy], ages: Mapping[_Copy, int] | None = None) -> None:
+        """Of a saved ledger: which stores tell their removals is not saved, so all blocks of stores have a time to live.
+        `ages`: ticks that have passed of it; of others none have."""
+        stores, aged = (Tier.LOCAL_SSD, Tier.OBJECT_STORE), ages or {}
+        self._stored_at = {copy: self._tick - aged.get(copy, 0) for copy in copies if copy[0] in stores}
 
     def _with_parts(self, event: EngineRemoved) -> Iterator[EngineHash]:
         """Child first."""
@@ -105,6 +98,24 @@ class ConnectorBlocks:
             while self._held(event.tier, event.group, part_name(name, parts)):
                 parts += 1
             yield from (part_name(name, part) for part in reversed(range(parts)))
+
+
+def cut_chunks(event: EngineStored, block_size: int | None) -> EngineStored:
+    """An event of chunks as one of blocks of the engine's size."""
+    size = event.block_size
+    if (
+        block_size is None
+        or size <= block_size
+        or size % block_size
+        or len(event.token_ids) != size * len(event.hashes)
+    ):
+        return event
+    parts = size // block_size
+    names: list[EngineHash] = []
+    for chunk in event.hashes:
+        names += [part_name(chunk, part) for part in range(parts - 1)]
+        names.append(chunk)
+    return replace(event, hashes=names, block_size=block_size, extra_keys=None)
 
 
 def _single(event: EngineStored) -> Iterator[EngineStored]:
@@ -117,4 +128,5 @@ def _single(event: EngineStored) -> Iterator[EngineStored]:
             parent=event.hashes[at - 1] if at else event.parent,
             token_ids=event.token_ids[at * size : (at + 1) * size],
             extra_keys=keys[at : at + 1] if keys else None,
+            sequence_hashes=event.sequence_hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES],
         )

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.fleet.records import EngineKind, ForwardPassMetrics, WorkerState
-from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER, describe_mistake
+from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS, MAX_NUMBER, describe_mistake
 
 _PROCESS_START = "process_start_time_seconds"
 _SLEEP = "vllm:engine_sleep_state"
@@ -42,12 +42,17 @@ class _Names:
     hit_rate: str = ""
     used_tokens: str = ""
     total_tokens: str = ""
+    host_used_tokens: str = ""
+    host_total_tokens: str = ""
     rank_labels: tuple[str, ...] = ()
+    other_attention: tuple[str, ...] = ()
+    """Of pools besides full attention's: on every page, and above 0 for hybrid models alone."""
 
     @property
     def all(self) -> set[str]:
         names = {self.running, self.waiting, self.prompt_tokens, self.hit_rate, self.used_tokens, self.total_tokens}
-        names.update(self.usage, self.finished, self.cache_queries, self.cache_hits)
+        names |= {self.host_used_tokens, self.host_total_tokens}
+        names.update(self.usage, self.finished, self.cache_queries, self.cache_hits, self.other_attention)
         return names - {""} | {_PROCESS_START, _SLEEP, _CONFIG}
 
 
@@ -70,7 +75,15 @@ _SGLANG = _Names(
     hit_rate="sglang:cache_hit_rate",
     used_tokens="sglang:num_used_tokens",
     total_tokens="sglang:max_total_num_tokens",
+    host_used_tokens="sglang:hicache_host_used_tokens",
+    host_total_tokens="sglang:hicache_host_total_tokens",
     rank_labels=("dp_rank",),
+    other_attention=(
+        "sglang:swa_available_tokens",
+        "sglang:swa_token_usage",
+        "sglang:mamba_available_tokens",
+        "sglang:mamba_usage",
+    ),
 )
 _NAMES: Mapping[EngineKind, _Names] = {EngineKind.VLLM: _VLLM, EngineKind.MOCK: _VLLM, EngineKind.SGLANG: _SGLANG}
 
@@ -82,7 +95,7 @@ def has_metrics(kind: EngineKind) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """What the metrics page does not say. `total_request_slots` 0: not known. `block_bytes` 0: not known."""
+    """What the metrics page does not say; 0: not known. `token_bytes`: of KV cache a token, if `block_bytes` is not known."""
 
     worker_id: str
     kind: EngineKind
@@ -90,6 +103,7 @@ class LoadContext:
     locality_domain: str = ""
     block_size: int | None = None
     block_bytes: int = 0
+    token_bytes: int = 0
     total_request_slots: int = 0
     total_tokens: int = 0
 
@@ -97,12 +111,15 @@ class LoadContext:
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
     """One sample of an engine's metrics. `process_start_s`: seconds since 1970; it changes when the engine restarts.
-    `block_size`: tokens a block of its cache, if the page says; its events have the last word."""
+    `block_size`: tokens a block of its cache, if the page says; its events have the last word. `block_bytes`: bytes a block, if
+    the page says; 0: unknown. `hybrid`: it has a cache for other attention than full."""
 
     load: WorkerState
     asleep: bool = False
     process_start_s: float | None = None
     block_size: int | None = None
+    block_bytes: int = 0
+    hybrid: bool = False
 
 
 def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
@@ -130,12 +147,16 @@ def _read(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
     usage = min(1.0, max(0.0, samples.first_max(names.usage)))
     total_blocks, block_size = _capacity(samples, names, context)
     active_blocks = _active_blocks(samples, names, usage, total_blocks, block_size)
-    capacity_bytes = total_blocks * context.block_bytes
+    told_bytes = _told_block_bytes(samples, total_blocks)
+    block_bytes = context.block_bytes or context.token_bytes * block_size or told_bytes
+    host_used, host_total = _host_bytes(samples, names, block_size, block_bytes)
     load = WorkerState(
         id=context.worker_id,
         locality_domain=context.locality_domain,
-        hbm_capacity_bytes=capacity_bytes,
-        hbm_used_bytes=active_blocks * context.block_bytes,
+        hbm_capacity_bytes=total_blocks * block_bytes,
+        hbm_used_bytes=active_blocks * block_bytes,
+        cpu_capacity_bytes=host_total,
+        cpu_used_bytes=host_used,
         running_decodes=int(running),
         queued_prefill_tokens=int(waiting * samples.mean_prompt_tokens()),
         forward_pass=ForwardPassMetrics(
@@ -151,7 +172,14 @@ def _read(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
     )
     awake = [value for labels, value in samples.of(_SLEEP) if labels.get("sleep_state") == "awake"]
     starts = [value for _, value in samples.of(_PROCESS_START) if value <= MAX_START_S]
-    return EngineMetrics(load, bool(awake) and max(awake) == 0, max(starts) if starts else None, block_size or None)
+    return EngineMetrics(
+        load,
+        asleep=bool(awake) and max(awake) == 0,
+        process_start_s=max(starts) if starts else None,
+        block_size=block_size or None,
+        block_bytes=told_bytes,
+        hybrid=any(samples.total(name) > 0 for name in names.other_attention),
+    )
 
 
 class _Samples:
@@ -231,11 +259,40 @@ def _capacity(samples: _Samples, names: _Names, context: LoadContext) -> tuple[i
     return blocks, block_size
 
 
+def _told_block_bytes(samples: _Samples, total_blocks: int) -> int:
+    """Bytes of a block by the cache's size and number of blocks, which vLLM says if it was started with that size (of one
+    GPU); 0: unknown."""
+    sizes = [_number(labels.get("kv_cache_memory_bytes")) for labels, _ in samples.of(_CONFIG)]
+    return min(MAX_BLOCK_BYTES, max(sizes, default=0) // total_blocks) if total_blocks else 0
+
+
+def _host_bytes(samples: _Samples, names: _Names, block_size: int, block_bytes: int) -> tuple[int, int]:
+    """(used, total) bytes of the cache in the host's memory; 0 for what is not known. vLLM says its size only: in blocks, or,
+    of the offloading connector, in GiB."""
+    if block_size and list(samples.of(names.host_total_tokens)):
+        used, total = (int(samples.total(name)) for name in (names.host_used_tokens, names.host_total_tokens))
+        return used * block_bytes // block_size, total * block_bytes // block_size
+    total = 0
+    for labels, _ in samples.of(_CONFIG):
+        gibibytes = _decimal(labels.get("kv_offloading_size"))
+        total = _number(labels.get("num_cpu_blocks")) * block_bytes or int(gibibytes * (1 << 30))
+    return 0, total
+
+
 def _active_blocks(samples: _Samples, names: _Names, usage: float, total_blocks: int, block_size: int) -> int:
     used_tokens = int(samples.total(names.used_tokens))
     if used_tokens and block_size:
         return min(total_blocks, -(-used_tokens // block_size)) if total_blocks else -(-used_tokens // block_size)
     return round(usage * total_blocks)
+
+
+def _decimal(text: str | None) -> float:
+    """0 for other text, and for a size that no machine has."""
+    try:
+        value = float(text or 0)
+    except ValueError:
+        return 0.0
+    return value if 0 <= value <= MAX_NUMBER >> 30 else 0.0
 
 
 def _number(text: str | None, largest: int = MAX_NUMBER) -> int:

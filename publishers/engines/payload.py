@@ -112,7 +112,11 @@ def tokens_of(tag: str, fields: Fields) -> list[int]:
         if any(not isinstance(pair, list) or len(pair) != 2 for pair in tokens):
             raise EngineEventError(f"{tag} with token_ids of which some are pairs and some are not")
         tokens = [pair[0] for pair in tokens]
-    if tokens and set(map(type, tokens)) != {int}:
+    try:
+        integers = type(sum(tokens)) is int  # a look at each one's type takes three times as long
+    except TypeError:
+        integers = False
+    if not integers:
         raise EngineEventError(f"{tag} with a token id that is not an integer")
     return tokens
 

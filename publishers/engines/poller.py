@@ -1,7 +1,7 @@
 """Polls an engine's health and metrics over HTTP each second (thin: the parsing is in `publishers.engines.metrics`)."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from json import loads
 from time import time
@@ -26,6 +26,10 @@ _WEIGHTS_PAGES = {EngineKind.VLLM: "/weight_info", EngineKind.SGLANG: "/get_mode
 MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
 """Unanswered polls in a row before a busy engine counts as down; if it refuses connections, two are enough."""
+FAILURES_TO_SUSPECT = 2 * FAILURES_TO_DOWN
+"""And before its address is suspected: later than the feed finds that the engine's process is gone."""
+_HAVE_HEALTH = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG, EngineKind.TENSORRT_LLM)
+_ADDRESS_CURE = "see the engine's log; if it runs, set --engine-url to its HTTP address"
 
 log = logging.getLogger("kvatlas.publisher")
 
@@ -44,19 +48,32 @@ class EnginePoller:
         on_restart: Callable[[], None] = lambda: None,
         on_adapter_moved: Callable[[str], None] = lambda _: None,
         on_new_weights: Callable[[str], None] = lambda _: None,
+        on_block_bytes: Callable[[int], None] = lambda _: None,
+        on_hybrid: Callable[[], None] = lambda: None,
+        feed_alive: Callable[[], bool] = lambda: False,
         poll_s: float = POLL_S,
     ) -> None:
         """`on_change(state)`: the state has changed; `on_restart`: the engine's process is another one now;
         `on_adapter_moved(name)`: the adapter is loaded from another path now; `on_new_weights(version)`: the model's weights
-        are others now."""
+        are others now; `on_block_bytes(bytes)`: the engine says how large its blocks are; `on_hybrid`: its metrics show a cache
+        for other attention than full, called once. `feed_alive`: is the engine's event socket connected?"""
+        self.served_names: Sequence[str] = ()
+        """Under which the engine serves its model, and where that was loaded from, as it listed them last."""
+        self._models_listed = False
+        self.was_up = False
         self.state = EngineState.DOWN
         self.load: WorkerState | None = None
         self.block_size: int | None = None
+        self.block_bytes = 0
         self.process_start_s: float | None = None
         self._on_change = on_change
         self._on_restart = on_restart
         self._on_adapter_moved = on_adapter_moved
         self._on_new_weights = on_new_weights
+        self._on_block_bytes = on_block_bytes
+        self._on_hybrid = on_hybrid
+        self._feed_alive = feed_alive
+        self._hybrid = False
         self._adapter_roots: dict[str, str] = {}
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
         self._weight_version: str | None = None
@@ -93,6 +110,7 @@ class EnginePoller:
             self._record_failure(error)
             return
         self._failures = 0
+        self._diagnose_address(health)
         if health >= 500:
             self._set_state(EngineState.DOWN)
             return
@@ -102,8 +120,9 @@ class EnginePoller:
             self._record_metrics(page.decode(errors="replace"))
         elif status != 404:  # SGLang has the page only with --enable-metrics, TensorRT-LLM none for us
             self._counters.load_failures += 1
-        if self._context.kind is EngineKind.VLLM:  # an adapter may have been loaded again from another path
-            await self._list_adapters(client)
+        # an adapter of vLLM may have been loaded again from another path
+        if self._context.kind is EngineKind.VLLM or not self._models_listed:
+            await self._list_models(client)
         await self._ask_weight_version(client)
         self._set_state(EngineState.ASLEEP if self._asleep else EngineState.UP)
 
@@ -119,7 +138,7 @@ class EnginePoller:
                         raise InvalidValue(f"page {path} of more than {MAX_PAGE_BYTES} bytes")
         return answer.status_code, bytes(body)
 
-    async def _list_adapters(self, client: httpx.AsyncClient) -> None:
+    async def _list_models(self, client: httpx.AsyncClient) -> None:
         """vLLM lists adapters as models with a parent; `root` is where one was loaded from."""
         try:
             status, body = await self._get(client, "/v1/models")
@@ -127,15 +146,20 @@ class EnginePoller:
         except (httpx.HTTPError, TimeoutError, *DATA_ERRORS):
             return
         cards = listed.get("data") if isinstance(listed, dict) else None
+        self._models_listed = True
+        served: dict[str, None] = {}
         for card in cards if isinstance(cards, list) else ():
-            if not isinstance(card, dict) or not card.get("parent"):
+            if not isinstance(card, dict):
                 continue
             name, root = card.get("id"), card.get("root")
-            if isinstance(name, str) and isinstance(root, str):
+            if not card.get("parent"):
+                served.update((one, None) for one in (name, root) if isinstance(one, str) and one)
+            elif isinstance(name, str) and isinstance(root, str):
                 before = self._adapter_roots.get(name)
                 self._adapter_roots[name] = root
                 if before not in (None, root):
                     self._on_adapter_moved(name)
+        self.served_names = tuple(served) or self.served_names
 
     async def _ask_weight_version(self, client: httpx.AsyncClient) -> None:
         """The version of the weights, which an RL trainer updates. An engine without such a page is not asked again."""
@@ -167,25 +191,47 @@ class EnginePoller:
         self._counters.load_samples += 1
         self.load = metrics.load
         self.block_size = metrics.block_size
+        if metrics.block_bytes not in (0, self.block_bytes):
+            self.block_bytes = metrics.block_bytes
+            self._on_block_bytes(metrics.block_bytes)
         self._asleep = metrics.asleep
+        if metrics.hybrid and not self._hybrid:
+            self._hybrid = True
+            self._on_hybrid()
         before, now = self.process_start_s, metrics.process_start_s
         if now is not None:
             self.process_start_s = now
             if before is not None and before != now:
-                self._asked_server_info = False
+                self._asked_server_info = self._models_listed = False
                 self._weights_page = _WEIGHTS_PAGES.get(self._context.kind)
                 self._on_restart()
 
     def _record_failure(self, error: Exception) -> None:
         self._counters.load_failures += 1
         self._failures += FAILURES_TO_DOWN / 2 if isinstance(error, httpx.ConnectError) else 1
+        if not self._feed_alive():
+            self._diagnoses.clear("engine_url")
+        elif self._failures >= FAILURES_TO_SUSPECT:
+            why = str(error) or type(error).__name__
+            seen = f"the event socket is connected, but the engine does not answer at {self._url}: {why}"
+            self._diagnoses.set("engine_url", seen, _ADDRESS_CURE)
         if self._failures >= FAILURES_TO_DOWN:
             if self.state is not EngineState.DOWN:
                 why = str(error) or type(error).__name__
                 self._log.report("down", f"engine at {self._url} does not answer ({why}); reporting it as down")
             self._set_state(EngineState.DOWN)
 
+    def _diagnose_address(self, health_status: int) -> None:
+        if health_status == 404 and self._context.kind in _HAVE_HEALTH:
+            seen = (
+                f"what answers at {self._url} is no {self._context.kind.value} engine: it has no /health (status 404)"
+            )
+            self._diagnoses.set("engine_url", seen, _ADDRESS_CURE)
+        else:
+            self._diagnoses.clear("engine_url")
+
     def _set_state(self, state: EngineState) -> None:
+        self.was_up = self.was_up or state is not EngineState.DOWN
         if state is not self.state:
             self.state = state
             self._on_change(state)

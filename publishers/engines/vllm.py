@@ -77,23 +77,24 @@ def decode_batch(payload: bytes) -> EngineBatch:
 def _event(tag: str, fields: wire.Fields) -> EngineEvent:
     if tag == "AllBlocksCleared":
         return EngineCleared()
-    removal_told = _is_removal_told(fields)
+    get = fields.get
     tier = _tier(tag, fields)
-    group = _group(tag, fields)
+    group = 0 if get("group_idx") is None else _group(tag, fields)
     hashes = wire.hashes_of(tag, fields)
     if tag == "BlockRemoved":
         return EngineRemoved(hashes, tier, group)
     parent = wire.parent_of(tag, fields)
     lora_name = wire.text_of(tag, fields, "lora_name")
-    keys = fields.get("extra_keys")
+    keys = get("extra_keys")
     salt = None
     if keys is not None:
         if not isinstance(keys, list):
             raise EngineEventError(f"{tag} with extra_keys {keys!r:.60}; expected an array or nil")
         ids_have_offsets = "type" in fields  # a map: 0.24 and later
         keys, salt = _split_extra_keys(keys, lora_name, parent is None, ids_have_offsets) if any(keys) else (None, None)
-    kind = wire.text_of(tag, fields, "kv_cache_spec_kind")
-    ahead = _lookahead(tag, fields)
+    kind = None if get("kv_cache_spec_kind") is None else wire.text_of(tag, fields, "kv_cache_spec_kind")
+    ahead = _lookahead(tag, fields) if "lookahead_token_ids" in fields else ()
+    adapted = get("lora_name") is not None or get("lora_id") is not None
     return EngineStored(
         hashes=hashes,
         parent=parent,
@@ -101,16 +102,16 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
         block_size=wire.block_size_of(tag, fields),
         tier=tier,
         group=group,
-        adapter=wire.adapter_of(tag, fields),
-        adapter_named=wire.is_adapter_named(fields),
+        adapter=wire.adapter_of(tag, fields) if adapted else None,
+        adapter_named=not adapted or wire.is_adapter_named(fields),
         salt=salt,
         extra_keys=keys,
         kind=None if kind is None else AttentionKind.of(kind),
-        window_tokens=_window(tag, fields),
+        window_tokens=None if get("kv_cache_spec_sliding_window") is None else _window(tag, fields),
         lookahead_tokens=len(ahead),
         lookahead=ahead,
         offloaded=tier is not Tier.HBM,
-        removal_told=removal_told,
+        removal_told=_is_removal_told(fields),
     )
 
 

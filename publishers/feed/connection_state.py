@@ -80,6 +80,10 @@ class ConnectionState:
         """The engine's process is another one now."""
         self._restart_due = True
 
+    def request_probe(self) -> None:
+        """Replay is to be asked as soon as there is no message."""
+        self._probe_due = True
+
     # ---------------------------------------------------------------- what follows
 
     @property

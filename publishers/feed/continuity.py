@@ -42,7 +42,7 @@ Batch = tuple[int, bytes]
 """A seq and the payload that came with it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make one would take three times as long, for each message
 class Step:
     """What the caller does now. `why` is one line for the log, empty if nothing is unusual."""
 
@@ -50,6 +50,11 @@ class Step:
     take: Sequence[Batch] = ()
     ask_from: int | None = None
     why: str = ""
+
+    @property
+    def is_next_batch(self) -> bool:
+        """Is there nothing to do but to take the batch that was offered?"""
+        return len(self.take) == 1 and self.ask_from is None and not self.empty and not self.why
 
 
 @dataclass(slots=True)
@@ -67,8 +72,9 @@ class ContinuityCounters:
 class Continuity:
     """The position in one engine's feed. `can_replay`: the engine has a replay socket."""
 
-    def __init__(self, *, can_replay: bool = True) -> None:
+    def __init__(self, *, can_replay: bool = True, max_seq: int = MAX_SEQ) -> None:
         self.can_replay = can_replay
+        self._max_seq = max_seq
         self.counters = ContinuityCounters()
         self.last_seq: int | None = None
         self._digests: dict[int, bytes] = {}  # by seq, in order and without a gap
@@ -96,8 +102,8 @@ class Continuity:
 
     def offer(self, seq: int, payload: bytes) -> Step:
         """A message of the feed. Raises InvalidValue for a seq that no message has."""
-        if not 0 <= seq <= MAX_SEQ:
-            raise InvalidValue(f"feed seq {seq}; expected 0 to {MAX_SEQ}")
+        if not 0 <= seq <= self._max_seq:
+            raise InvalidValue(f"feed seq {seq}; expected 0 to {self._max_seq}")
         last = self.last_seq
         if last is None:
             if seq == 0 or not self.can_replay:

@@ -26,8 +26,7 @@ from publishers.counters import PublisherCounters
 from publishers.diagnoses import Diagnoses
 from publishers.engines.tensorrt_llm import HASH_ALGORITHM, MAX_BODY_BYTES, EventDecoder, Record, read_records
 from publishers.feed.dead_letters import DeadLetters
-from publishers.feed.subscriber import STARTING_OVER
-from publishers.feed.undecodable import Distrust
+from publishers.feed.undecodable import STARTING_OVER, Distrust
 
 PATH = "/kv_cache_events"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05

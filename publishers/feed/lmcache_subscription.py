@@ -1,9 +1,10 @@
-"""Follows the events of LMCache's multiprocess server, over the ZMQ transport of its requests (0.5.6).
+"""Follows the events of LMCache's multiprocess server (0.5.6), over the transport that the endpoint names: ZMQ, or gRPC
+(`publishers.feed.lmcache_grpc`).
 
-A DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation, answer]`.
-`subscribe_kv_events(instance_id, model_name, cursor, max_events)` is answered again and again: each batch after the one before
-was acknowledged by `[request id, b"", b"ack"]`, the end by an answer without its last frame. A subscription lapses if its
-instance sends no `ping`.
+Over ZMQ a DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation,
+answer]`. `subscribe_kv_events(instance_id, model_name, cursor, max_events)` is answered again and again: each batch after the
+one before was acknowledged by `[request id, b"", b"ack"]`, the end by an answer without its last frame. A subscription lapses
+if its instance sends no `ping`.
 
 Whatever ends it, all of the server's chunks are withdrawn, and it is subscribed to again from the beginning of its log.
 """
@@ -11,6 +12,7 @@ Whatever ends it, all of the server's chunks are withdrawn, and it is subscribed
 import logging
 import secrets
 from collections.abc import Callable
+from importlib.util import find_spec
 from time import monotonic
 
 import anyio
@@ -19,12 +21,13 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch
+from kvatlas.errors import EngineEventError, SettingsError
+from kvatlas.events import EngineBatch, EngineEvent
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from publishers.engines.lmcache import MAX_EVENTS, ChunkEvents
 from publishers.ledger.ledger import Ledger
 
+GRPC = "grpc://"
 SUBSCRIBE = "subscribe_kv_events"
 PING = 22
 """Its operation has a number; later ones have their names."""
@@ -48,7 +51,11 @@ class LMCacheSubscription:
         *,
         on_batch: Callable[[EngineBatch], object],
     ) -> None:
-        """`model_name`: as the engine names its model to LMCache. `ledger`: the one that is folded into now."""
+        """`model_name`: as the engine names its model to LMCache. `ledger`: the one that is folded into now. Raises
+        SettingsError for gRPC without the extra that it needs."""
+        if endpoint.startswith(GRPC) and find_spec("grpc") is None:
+            expected = "expected tcp://, or gRPC's packages: pip install 'kvatlas[lmcache]'"
+            raise SettingsError(f"--lmcache-endpoint is {endpoint}; {expected}")
         self._endpoint = endpoint
         self._model_name = model_name
         self._ledger = ledger
@@ -58,6 +65,7 @@ class LMCacheSubscription:
         self._instance_id = secrets.randbits(62)  # one subscription for each; engines have their own
         self._chunks = ChunkEvents()
         self._again = False
+        self._subscribed = False
 
     def restart(self) -> None:
         """The ledger was emptied: all is to be told again."""
@@ -87,6 +95,21 @@ class LMCacheSubscription:
 
     async def _follow(self, context: zmq.asyncio.Context) -> None:
         """One subscription, until it ends. Raises EngineEventError saying why, nothing if all is to be told again."""
+        self._subscribed = False
+        if self._endpoint.startswith(GRPC):
+            from publishers.feed.lmcache_grpc import stream  # needs the extra
+
+            await stream.follow(
+                self._endpoint.removeprefix(GRPC),
+                self._instance_id,
+                self._model_name,
+                lambda batch: self._take(self._chunks.events_of(batch)),
+                is_over=lambda: self._again,
+                ping_s=PING_S,
+                silent_s=SILENT_S,
+                look_s=LOOK_S,
+            )
+            return
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, 1)
@@ -102,7 +125,7 @@ class LMCacheSubscription:
 
     async def _receive(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
         heard_s = pinged_s = monotonic()
-        pings, subscribed = 0, False
+        pings = 0
         while not self._again:
             now_s = monotonic()
             if now_s - heard_s > SILENT_S:
@@ -121,13 +144,15 @@ class LMCacheSubscription:
                 continue  # the answer to a ping
             if len(frames) != 3:
                 raise EngineEventError("the server ended the subscription")
-            events = self._chunks.decode(frames[2])
-            if events:
-                self._on_batch(EngineBatch(events))
+            self._take(self._chunks.decode(frames[2]))
             await socket.send_multipart([_pack(0), b"", b"ack"])
-            if not subscribed:
-                subscribed = True
-                log.info("worker %s: reading LMCache's events at %s", self._worker_id, self._endpoint)
+
+    def _take(self, events: list[EngineEvent]) -> None:
+        if events:
+            self._on_batch(EngineBatch(events))
+        if not self._subscribed:
+            self._subscribed = True
+            log.info("worker %s: reading LMCache's events at %s", self._worker_id, self._endpoint)
 
 
 def _pack(value: object) -> bytes:

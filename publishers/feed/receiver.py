@@ -16,8 +16,13 @@ class Receiver:
 
     def receive_queued(self) -> list[bytes] | None:
         """The frames of a message that waits; None if none does."""
+        receive, frames = self._socket.recv, []
         try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
+            while True:
+                frame = receive(zmq.NOBLOCK, copy=False)  # it knows whether more follow: to ask the socket costs more
+                frames.append(frame.bytes)
+                if not frame.more:
+                    return frames
         except zmq.Again:
             return None
 

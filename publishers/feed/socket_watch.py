@@ -10,7 +10,13 @@ FOREIGN_S = 2.0
 """Another topic may be heard for this long before ours counts as wrong: engines may share a socket."""
 LATE_BATCHES = 2
 """One may be lost by a subscription that came too late."""
+REPLAYS_FAILED = 2
+"""One may be unanswered while the engine is busy."""
 _CURE = "set --endpoint to the event socket of the engine's --kv-events-config"
+_OFF_CURE = (
+    "start the engine with --kv-events-config (events are off without it), or set --endpoint to its event socket"
+)
+_REPLAY_CURE = "set --replay-endpoint to the replay socket of the engine's --kv-events-config, or leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class SocketWatch:
         self._late_batches = 0
         self._asked = False
         self._replay_answers = False
+        self._replays_failed = 0
         self._refused = False
 
     def record_message(self) -> bool:
@@ -46,20 +53,23 @@ class SocketWatch:
         since_s = self._foreign[1] if self._foreign is not None else now_s
         self._foreign = topic.decode(errors="replace"), since_s
 
-    def record_replay(self, *, complete: bool, late_batches: int) -> None:
-        """`complete`: replay answered to the end. `late_batches`: it brought these, and no message had told of them."""
+    def record_replay(self, *, complete: bool, answered: bool, late_batches: int) -> bool:
+        """`complete`: replay answered to the end; `answered`: at all. `late_batches`: it brought these, and no message had told
+        of them. True for the first one without an answer since the socket was connected: ask once more."""
         self._replay_answers = complete
+        self._replays_failed = 0 if answered else self._replays_failed + 1
         if self._asked:  # the first time it brings what was sent before the socket was connected
             self._late_batches += late_batches
         self._asked = True
+        return self._replay_endpoint is not None and self._replays_failed == 1
 
     def record_connect(self) -> None:
         """A publishing socket is connected."""
         self._refused = self._asked = False
-        self._late_batches = 0
+        self._late_batches = self._replays_failed = 0
 
-    def record_refusal(self) -> None:
-        """Something listens at the event socket's address that is no publishing socket."""
+    def record_listener(self) -> None:
+        """Something listens at the event socket's address: no event socket, unless `record_connect` follows at once."""
         self._refused = True
 
     def record_disconnect(self) -> None:
@@ -67,17 +77,36 @@ class SocketWatch:
         self._heard = self._replay_answers = False
         self._foreign, self._late_batches = None, 0
 
-    def suspicion(self, connection: Connection, *, engine_up: bool, now_s: float) -> Suspicion | None:
-        """What is wrong now, as far as can be seen. `engine_up`: the engine is known to be up."""
+    def suspicion(self, connection: Connection, *, engine_up: bool | None, now_s: float) -> Suspicion | None:
+        """What is wrong with the event socket now, as far as can be seen. `engine_up` None: nothing else tells."""
         if self._foreign is not None and now_s - self._foreign[1] >= FOREIGN_S:
             theirs = self._foreign[0]
             seen = f"the engine publishes under topic {theirs!r:.120}, but --topic is {self._topic!r:.120}"
-            return Suspicion(f"{seen}: no events are taken from {self._endpoint}", f"set --topic {theirs!r:.120}")
+            cure = f"set --topic {theirs!r:.120}" if theirs else "leave --topic out"
+            return Suspicion(f"{seen}: no events are taken from {self._endpoint}", cure)
         if connection is Connection.CONNECTED and not self._heard and self._late_batches >= LATE_BATCHES:
             seen = f"event socket {self._endpoint} brings no events, replay socket {self._replay_endpoint} does"
             return Suspicion(f"{seen}, up to 15 s late", _CURE)
-        if connection is Connection.AWAY and (self._replay_answers or engine_up):
-            there = f"replay socket {self._replay_endpoint} answers" if self._replay_answers else "the engine is up"
-            what = "what listens there is no event socket" if self._refused else "nothing is connected there"
-            return Suspicion(f"{there}, but event socket {self._endpoint} does not: {what}", _CURE)
+        if connection is Connection.AWAY and (self._replay_answers or engine_up is not False):
+            return self._suspect_address(engine_up)
         return None
+
+    def _suspect_address(self, engine_up: bool | None) -> Suspicion:
+        what = "what listens there is no event socket" if self._refused else "nothing is connected there"
+        if self._replay_answers:
+            seen = f"replay socket {self._replay_endpoint} answers, but event socket {self._endpoint} does not: {what}"
+            return Suspicion(seen, _CURE)
+        if engine_up:
+            seen = f"the engine is up, but event socket {self._endpoint} does not answer: {what}"
+            return Suspicion(seen, _CURE if self._refused else _OFF_CURE)
+        seen = f"event socket {self._endpoint} does not answer: {what}"
+        return Suspicion(seen, _CURE if self._refused else f"if the engine runs: {_OFF_CURE}")
+
+    def replay_suspicion(self, connection: Connection) -> Suspicion | None:
+        """What is wrong with the replay socket now, as far as can be seen."""
+        if self._replay_endpoint is None or connection is not Connection.CONNECTED:
+            return None
+        if self._replays_failed < REPLAYS_FAILED:
+            return None
+        seen = f"event socket {self._endpoint} is connected, but replay socket {self._replay_endpoint} does not answer"
+        return Suspicion(f"{seen}: after a gap everything known is dropped", _REPLAY_CURE)

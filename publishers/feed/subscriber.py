@@ -6,7 +6,6 @@ Nothing stops it: an undecodable payload is counted, kept as a dead letter, and 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from time import monotonic
 
 import anyio
@@ -29,8 +28,8 @@ from publishers.feed.dead_letters import DeadLetters
 from publishers.feed.endpoints import to_connect
 from publishers.feed.receiver import Receiver
 from publishers.feed.replay import SEQ_BYTES, Replay, request_replay
-from publishers.feed.socket_watch import SocketWatch
-from publishers.feed.undecodable import RATION_S, Distrust, UndecodableQueue, UndecodableRecorder
+from publishers.feed.socket_watch import SocketWatch, Suspicion
+from publishers.feed.undecodable import RATION_S, STARTING_OVER, Distrust, UndecodableQueue, UndecodableRecorder
 
 POLL_S = 0.5
 """Longest wait for a message before the connection is looked at."""
@@ -39,8 +38,7 @@ PAYLOADS_TO_RECOGNIZE = 64
 """So many are looked at for the engine that wrote them: of an engine's first ones each, then one in RECOGNITION_STRIDE."""
 RECOGNITION_STRIDE = 16
 BATCHES_AT_ONCE = 16
-"""After so many batches other tasks have their turn."""
-STARTING_OVER = "dropping all known blocks and starting a new incarnation"
+"""After so many messages other tasks have their turn."""
 
 log = logging.getLogger("kvatlas.publisher")
 
@@ -78,10 +76,10 @@ class Feed:
         on_batch: Callable[[EngineBatch], object],
         on_empty: Callable[[], None],
         on_alive: Callable[[], None] = lambda: None,
-        engine_up: Callable[[], bool] = lambda: False,
+        engine_up: Callable[[], bool | None] = lambda: None,
     ) -> None:
-        """`on_alive`: `alive` has changed. `engine_up`: is the engine known to be up, whatever the connection says? If so,
-        replay is asked for what it does without a connection."""
+        """`on_alive`: `alive` has changed. `engine_up`: is the engine known to be up, whatever the connection says (None:
+        nothing else tells)? If so, replay is asked for what it does without a connection."""
         self.continuity = continuity
         self.consistent = True
         """Every batch up to the feed's position was given to `on_batch`."""
@@ -104,7 +102,8 @@ class Feed:
         self._socket_watch = SocketWatch(settings.endpoint, settings.replay_endpoint, settings.topic)
         self._topic = settings.topic.encode()
         self._all_topics = False
-        self._payloads_to_recognize = PAYLOADS_TO_RECOGNIZE
+        self._payloads_to_recognize = 0 if settings.engine is EngineKind.OPEN else PAYLOADS_TO_RECOGNIZE
+        self._received = 0
 
     # ---------------------------------------------------------------- life
 
@@ -118,7 +117,7 @@ class Feed:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.IPV6, 1)
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
         address = f"inproc://monitor-{id(self)}"
         self._socket.monitor(address, events)
         self._monitor = self._context.socket(zmq.PAIR)  # outlives the monitoring: what is told to nobody blocks
@@ -169,14 +168,16 @@ class Feed:
 
     async def _receive(self) -> None:
         self._state.finish(Task.TAKE, monotonic())
-        for received in count(1):
-            if received % BATCHES_AT_ONCE == 0:  # what waits already is received without a task switch
+        while True:
+            self._received += 1
+            if self._received >= BATCHES_AT_ONCE:
+                self._received = 0
                 await anyio.lowlevel.checkpoint()
             frames = await self._receiver.receive(POLL_S)
             if frames is not None and not self._is_of_topic(frames[0]):
                 frames = None
-            engine_up = frames is None and self._engine_up()
-            task = self._state.next_task(monotonic(), message=frames is not None, engine_up=engine_up)
+            engine_up = self._engine_up() if frames is None else False
+            task = self._state.next_task(monotonic(), message=frames is not None, engine_up=bool(engine_up))
             if task is Task.RESTART:
                 self._drop_queued()
                 await self._follow(self.continuity.restart())
@@ -184,7 +185,7 @@ class Feed:
                 self._drop_queued()
                 await self._follow(self.continuity.reconnect())
             elif task is Task.TAKE and frames is not None:
-                await self._take_message(frames)
+                await self._take_queued(frames)
             elif task is Task.PROBE:
                 await self._follow(self.continuity.probe(), probes=True)
             self._state.finish(task, monotonic())
@@ -197,30 +198,48 @@ class Feed:
         while self._receiver.receive_queued() is not None:
             pass
 
-    async def _take_message(self, frames: list[bytes]) -> None:
+    async def _take_queued(self, frames: list[bytes]) -> None:
+        """Take this message, and those that wait behind it without a task switch for each, as long as nothing but the next
+        batch comes and other tasks had their turn lately."""
+        queued: list[bytes] | None = frames
+        while queued is not None and (message := self._read(queued)) is not None:
+            seq, payload = message
+            for earlier_seq, earlier in self._aside.take_before(seq):
+                await self._follow(self.continuity.offer(earlier_seq, earlier))
+            try:
+                step = self.continuity.offer(seq, payload)
+            except InvalidValue as error:
+                self._undecodable.record_message(str(error), seq, payload)
+                return
+            if not step.is_next_batch:
+                await self._follow(step)
+                return
+            self._take(seq, payload)
+            self._received += 1
+            if self._received >= BATCHES_AT_ONCE:
+                return
+            queued = self._receiver.receive_queued()
+            if queued is not None and not self._is_of_topic(queued[0]):
+                return
+
+    def _read(self, frames: list[bytes]) -> tuple[int, bytes] | None:
+        """Seq and payload of a message, its batch decoded; None (recorded) if it can't be."""
         if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES:
             why = f"message of {len(frames)} frames; expected topic, seq of {SEQ_BYTES} bytes, payload"
             self._undecodable.record_message(why, None, frames[-1])
-            return
+            return None
         seq, payload = int.from_bytes(frames[-2], "big"), frames[-1]
         try:
             self._decoded = payload, decode_batch(self._settings.engine, payload)
         except EngineEventError as error:
             self._undecodable.record_payload(seq, payload, error)
             self._aside.put(seq, payload, self.continuity.last_seq)
-            return
+            return None
         if self._socket_watch.record_message():
             log.info("worker %s: receiving events from %s, from seq %d", self._worker_id, self._settings.endpoint, seq)
         if self._payloads_to_recognize and (seq < RECOGNITION_STRIDE or seq % RECOGNITION_STRIDE == 0):
             self._recognize_engine(payload)
-        for earlier_seq, earlier in self._aside.take_before(seq):
-            await self._follow(self.continuity.offer(earlier_seq, earlier))
-        try:
-            step = self.continuity.offer(seq, payload)
-        except InvalidValue as error:
-            self._undecodable.record_message(str(error), seq, payload)
-            return
-        await self._follow(step)
+        return seq, payload
 
     async def _follow(self, step: Step, *, probes: bool = False) -> None:
         """Do what the continuity says, until it asks for nothing more. `probes`: nobody told of a batch to ask for."""
@@ -236,7 +255,12 @@ class Feed:
                 return
             replay = await self._replay(step.ask_from)
             step = self.continuity.take_replay(replay.batches, replay.complete)
-            self._socket_watch.record_replay(complete=replay.complete, late_batches=len(step.take) if probes else 0)
+            if self._socket_watch.record_replay(
+                complete=replay.complete,
+                answered=replay.complete or bool(replay.batches),
+                late_batches=len(step.take) if probes else 0,
+            ):
+                self._state.request_probe()
 
     async def _take_all(self, batches: Sequence[tuple[int, bytes]]) -> None:
         """The position says already that all of them are taken: so all are, also if this is cancelled."""
@@ -321,12 +345,16 @@ class Feed:
         if found is not None:
             diagnose_kind(self._diagnoses, self._settings.engine, found, f"the feed at {self._settings.endpoint}")
 
-    def _diagnose(self, engine_up: bool) -> None:
-        suspicion = self._socket_watch.suspicion(self._connection, engine_up=engine_up, now_s=monotonic())
+    def _diagnose(self, engine_up: bool | None) -> None:
+        watch, now_s = self._socket_watch, monotonic()
+        self._tell("feed", watch.suspicion(self._connection, engine_up=engine_up, now_s=now_s))
+        self._tell("replay", watch.replay_suspicion(self._connection))
+
+    def _tell(self, name: str, suspicion: Suspicion | None) -> None:
         if suspicion is None:
-            self._diagnoses.clear("feed")
+            self._diagnoses.clear(name)
         else:
-            self._diagnoses.set("feed", suspicion.seen, suspicion.cure)
+            self._diagnoses.set(name, suspicion.seen, suspicion.cure)
 
     # ---------------------------------------------------------------- connection
 
@@ -338,9 +366,9 @@ class Feed:
             if event == connected:
                 self._state.record_connect()
                 self._socket_watch.record_connect()
-            elif event == zmq.EVENT_DISCONNECTED and not self._state.connected:
-                self._socket_watch.record_refusal()
-            elif event == zmq.EVENT_DISCONNECTED:
+            elif event == zmq.EVENT_CONNECTED:
+                self._socket_watch.record_listener()
+            elif event == zmq.EVENT_DISCONNECTED and self._state.connected:
                 self._state.record_disconnect(monotonic())
                 if not self._state.connected:
                     self._socket_watch.record_disconnect()

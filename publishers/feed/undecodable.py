@@ -23,6 +23,7 @@ from publishers.engines import MAX_PAYLOAD_BYTES
 from publishers.feed.continuity import Batch
 from publishers.feed.dead_letters import DeadLetters
 
+STARTING_OVER = "dropping all known blocks and starting a new incarnation"
 MAX_ASIDE = 64
 REMEMBERED_PAYLOADS = 256
 

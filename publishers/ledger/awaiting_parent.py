@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvatlas.blocks.hashing import pack_tokens
+from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas.events import EngineHash, EngineStored
 
 MAX_TOKENS = 1 << 20
 """Kept at four bytes each."""
 
-_Step = tuple[EngineHash | None, EngineHash, str | None, str | None]
-"""Hash before, hash, adapter, salt."""
+_Step = tuple[EngineHash | None, EngineHash, str | None, str | None, str]
+"""Hash before, hash, adapter, salt, chain."""
 
 
 class AwaitingParent:
@@ -28,6 +28,9 @@ class AwaitingParent:
 
     def __bool__(self) -> bool:
         return bool(self._by_parent)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_parent.values()))
 
     def __iter__(self) -> Iterator[EngineStored]:
         return (event for events in self._by_parent.values() for event in events)
@@ -49,11 +52,13 @@ class AwaitingParent:
             hashes=event.hashes[first:],
             parent=parent,
             token_ids=array("I", event.token_ids[first * event.block_size :]),
+            local_hashes=event.local_hashes and replace(event.local_hashes, hashes=event.local_hashes.hashes[first:]),
+            sequence_hashes=event.sequence_hashes[first * HASH_BYTES :],
             extra_keys=event.extra_keys[first:] if event.extra_keys else None,
         )
         self._by_parent.setdefault(parent, []).append(rest)
         self._steps.update(_steps(rest))
-        self._tokens += len(rest.token_ids)
+        self._tokens += _size(rest)
         while self._tokens > self._max_tokens:
             self._forget(self._by_parent.popitem(last=False)[1])
 
@@ -65,11 +70,18 @@ class AwaitingParent:
 
     def _forget(self, events: list[EngineStored]) -> None:
         for event in events:
-            self._tokens -= len(event.token_ids)
+            self._tokens -= _size(event)
             self._steps.difference_update(_steps(event))
 
 
 def _steps(event: EngineStored) -> Iterator[_Step]:
     """Two events share a step if they agree in all that leads from the hash before to the hash."""
     for before, name in zip([event.parent, *event.hashes], event.hashes, strict=False):
-        yield before, name, event.adapter, event.salt
+        yield before, name, event.adapter, event.salt, event.chain
+
+
+def _size(event: EngineStored) -> int:
+    """In tokens; a hash is as long as two."""
+    if event.sequence_hashes:
+        return 2 * len(event.hashes)
+    return len(event.token_ids) if event.local_hashes is None else 2 * len(event.local_hashes.hashes)

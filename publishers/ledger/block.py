@@ -1,5 +1,8 @@
-"""A block of a chain, and the namespace that its chain belongs to. What blocks of one event have in common, they share: a
-ledger has them by the million. Only the ledger's own parts change them:
+"""Blocks of a chain, and the namespace that a chain belongs to.
+
+A ledger has blocks by the million, and most of a chain's neighbours have all in common but their hashes. So they are one
+record, a **stretch**, for as long as they do; what makes one of them different cuts it out first. Only the ledger's own parts
+change a stretch:
 
 names, children            lineage
 copies                     residency, shared_hashes
@@ -9,115 +12,131 @@ runs                       marks
 """
 
 from collections.abc import Iterable, Iterator
+from typing import NewType
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import EngineHash
+from kvatlas.identity import OWN_CHAIN
 
 COPIES_BITS = 24
-"""`Block.copies` has a field of this many bits for each tier, the device tier lowest: usually one small integer."""
+"""`Stretch.copies` has a field of this many bits for each tier, the device tier lowest: usually one small integer."""
 COPIES_FIELD = (1 << COPIES_BITS) - 1
 
 ORPHAN = -1
-"""`Block.usable` of a block that is held while one of its ancestors is not."""
+"""`Stretch.usable` of blocks that are held while one of their ancestors is not."""
 
 
 class Namespace:
-    """The chains of one (adapter, salt): the same tokens at a root are another block in another namespace.
+    """The chains of one (adapter, salt, kind of chain): the same tokens at a root are another block in another namespace.
 
     `root_salt` is the salt if it is hashed into the first block (not mapped to the tenant), else None.
     """
 
-    __slots__ = ("adapter", "root_salt", "roots", "salt", "scope_id")
+    __slots__ = ("adapter", "chain", "root_salt", "roots", "salt", "scope_id")
 
-    def __init__(self, scope_id: bytes, adapter: str | None, salt: str | None, root_salt: str | None) -> None:
+    def __init__(
+        self, scope_id: bytes, adapter: str | None, salt: str | None, root_salt: str | None, chain: str = OWN_CHAIN
+    ) -> None:
         self.scope_id = scope_id
         self.adapter = adapter
         self.salt = salt
         self.root_salt = root_salt
-        self.roots: dict[bytes, Block] = {}
-        """The first blocks of its chains, by packed sequence hash."""
+        self.chain = chain
+        self.roots: dict[bytes, Stretch] = {}
+        """The beginnings of its chains, by their first packed sequence hash."""
 
-    def blocks(self) -> Iterator["Block"]:
+    def stretches(self) -> Iterator["Stretch"]:
         """All of its blocks, parents before children, each chain as far as it goes before the next branch."""
         waiting = list(self.roots.values())
         while waiting:
-            block = waiting.pop()
-            yield block
-            waiting.extend(block.iter_children())
+            stretch = waiting.pop()
+            yield stretch
+            waiting.extend(stretch.iter_children())
 
 
 class Stretch:
-    """Consecutive blocks of one chain that were made together. `hashes`: their packed sequence hashes."""
+    """Consecutive blocks of one chain. What is said of blocks is true of each of them.
 
-    __slots__ = ("first_index", "hashes", "namespace")
+    `index`: the first block's place in the chain. `hashes`: the packed sequence hashes. `children`: what follows the last
+    block. `copies`: how many engine hashes hold a block, by tier (see COPIES_BITS). `usable`: flags of the tiers it is usable
+    in, 0 if it is not held, ORPHAN if it is held behind a hole. `named`: how many engine hashes stand for it.
 
-    def __init__(self, namespace: Namespace, first_index: int, hashes: bytes) -> None:
-        self.namespace = namespace
-        self.first_index = first_index
-        self.hashes = hashes
-
-
-class Block:
-    """One block of a chain: the one at position `at` of its stretch.
-
-    `copies`: how many engine hashes hold it, by tier (see COPIES_BITS). `usable`: flags of the tiers it is usable in, 0
-    if it is not held, ORPHAN if it is held behind a hole. `names`: how many engine hashes stand for it, `first_name` one of
-    them. `held_by`: a bit for each group besides full attention that holds it, in any tier; `runs`: see `marks`.
+    `plain`: one engine hash stands for each block, `names` has them, and the device tier has one copy of it or none, of which
+    no count is kept elsewhere; nor is there any copy in another tier. Else it is a `Block`.
     """
 
-    __slots__ = ("at", "children", "copies", "first_name", "held_by", "names", "parent", "runs", "stretch", "usable")
+    __slots__ = (
+        "children",
+        "copies",
+        "hashes",
+        "held_by",
+        "index",
+        "named",
+        "names",
+        "namespace",
+        "parent",
+        "plain",
+        "runs",
+        "usable",
+    )
 
-    def __init__(self, stretch: Stretch, at: int, parent: "Block | None") -> None:
-        self.stretch = stretch
-        self.at = at
+    def __init__(
+        self,
+        namespace: Namespace,
+        index: int,
+        hashes: bytes,
+        parent: "Stretch | None",
+        names: tuple[EngineHash, ...] = (),
+        copies: int = 0,
+    ) -> None:
+        """With `names` it is plain."""
+        self.namespace = namespace
+        self.index = index
+        self.hashes = hashes
         self.parent = parent
-        self.children: Block | dict[bytes, Block] | None = None  # most blocks have one child: no container for it
-        self.copies = 0
+        self.children: Stretch | dict[bytes, Stretch] | None = None  # most have one child: no container for it
+        self.names = names
+        self.named = 1 if names else 0
+        self.plain = bool(names)
+        self.copies = copies
         self.usable = 0
-        self.names = 0
-        self.first_name: EngineHash = 0
         self.held_by = 0
         self.runs = 0
 
-    @property
-    def namespace(self) -> Namespace:
-        return self.stretch.namespace
-
-    @property
-    def index(self) -> int:
-        return self.stretch.first_index + self.at
+    def __len__(self) -> int:
+        """Its blocks."""
+        return len(self.hashes) // HASH_BYTES
 
     @property
     def sequence_hash(self) -> bytes:
-        """Packed."""
-        at = self.at * HASH_BYTES
-        return self.stretch.hashes[at : at + HASH_BYTES]
+        """The first block's, packed."""
+        return self.hashes[:HASH_BYTES]
 
-    def child(self, sequence_hash: bytes) -> "Block | None":
-        """The child with this packed sequence hash."""
+    def child(self, sequence_hash: bytes) -> "Stretch | None":
+        """The child that begins with this packed sequence hash."""
         children = self.children
         if isinstance(children, dict):
             return children.get(sequence_hash)
-        return children if children is not None and children.sequence_hash == sequence_hash else None
+        return children if children is not None and children.hashes[:HASH_BYTES] == sequence_hash else None
 
-    def iter_children(self) -> Iterator["Block"]:
+    def iter_children(self) -> Iterator["Stretch"]:
         children = self.children
         if children is not None:
-            if isinstance(children, Block):
+            if isinstance(children, Stretch):
                 yield children
             else:
                 yield from children.values()
 
-    def add_child(self, child: "Block") -> None:
+    def add_child(self, child: "Stretch") -> None:
         children = self.children
         if children is None:
             self.children = child
-        elif isinstance(children, Block):
+        elif isinstance(children, Stretch):
             self.children = {children.sequence_hash: children, child.sequence_hash: child}
         else:
             children[child.sequence_hash] = child
 
-    def remove_child(self, child: "Block") -> None:
+    def remove_child(self, child: "Stretch") -> None:
         children = self.children
         if isinstance(children, dict):
             del children[child.sequence_hash]
@@ -126,26 +145,47 @@ class Block:
         else:
             self.children = None
 
+    def cut(self, at: int) -> "Stretch":
+        """Cut a plain one before its block number `at`, which is not the first. This is the part before from now on; returns
+        the other one."""
+        end = at * HASH_BYTES
+        rest = Stretch(self.namespace, self.index + at, self.hashes[end:], self, self.names[at:], self.copies)
+        rest.usable = self.usable
+        rest._take_children_of(self)
+        self.hashes, self.names, self.children = self.hashes[:end], self.names[:at], rest
+        return rest
 
-def packed_hashes(blocks: Iterable[Block]) -> bytes:
-    """The blocks' sequence hashes; neighbours are copied together."""
-    parts: list[bytes] = []
-    stretch: Stretch | None = None
-    first = end = 0
-    for block in blocks:
-        if block.at != end or block.stretch is not stretch:
-            if stretch is not None:
-                parts.append(stretch.hashes[first * HASH_BYTES : end * HASH_BYTES])
-            stretch, first = block.stretch, block.at
-            end = first
-        end += 1
-    if stretch is not None:
-        parts.append(stretch.hashes[first * HASH_BYTES : end * HASH_BYTES])
-    return b"".join(parts)
+    def absorb(self, child: "Stretch") -> None:
+        """Go on with the blocks of the only child, a plain one like this."""
+        self.hashes += child.hashes
+        self.names += child.names
+        self._take_children_of(child)
+
+    def _take_children_of(self, other: "Stretch") -> None:
+        self.children = other.children
+        for child in self.iter_children():
+            child.parent = self
+
+
+Block = NewType("Block", Stretch)
+"""A stretch of one block that is not plain: its copies are counted by name in the holdings, any number of engine hashes may
+stand for it, and `names` has one of these, or is empty."""
+
+
+def packed_hashes(stretches: Iterable[Stretch]) -> bytes:
+    """The blocks' sequence hashes, in this order."""
+    return b"".join([stretch.hashes for stretch in stretches])
+
+
+def reversed_hashes(packed: bytes) -> bytes:
+    """The packed hashes, the last one first."""
+    if len(packed) == HASH_BYTES:
+        return packed
+    return memoryview(packed).cast("Q")[::-1].tobytes()
 
 
 def tiers_held(copies: int) -> int:
-    """Flags of the tiers that `Block.copies` has a copy in."""
+    """Flags of the tiers that `Stretch.copies` has a copy in."""
     flags, flag = 0, 1
     while copies:
         if copies & COPIES_FIELD:

@@ -21,6 +21,10 @@ class LedgerCounters:
     """Left out: of an adapter whose name neither the engine nor the settings tell."""
     removal_untold: int = 0
     """Left out: stored by a connector where nobody tells their removal."""
+    store_told: int = 0
+    """Told to the shared store's publisher."""
+    store_unknown: int = 0
+    """Stored in the shared store, but which blocks they are is not known: not told."""
     withdrawn: int = 0
     restored: int = 0
     judged_removals: int = 0

@@ -1,21 +1,25 @@
 """The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
 
     [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
-     tokens, unproven]
+     tokens, unproven, small blocks]
 
 `identity` is what the sequence hashes depend on: a ledger saved under other settings is refused. `namespaces`: [adapter,
-salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root]. `owners`: for each name the
-position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names, counts]. `shared`:
-[name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens, adapter, salt, extra
-keys]. `variants`: [hash, the parent's hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`:
-see `Residency.unproven`; nil if the engine uses keys. Usable residency and marks are not saved: they are computed from the
-rest. Versions 2 and 3 had no groups, version 2 no variants; they are read if all holdings are indexable. Up to version 5 what
-is unproven was not saved: the engine is taken to use keys.
+salt, packed sequence hashes, packed u32 parents: position in the namespace + 1, or 0 at a root, chain, bytes a block].
+`owners`: for each name the position of its block over all namespaces, packed u32. `holdings`: [tier, group, indexable, names,
+counts]. `shared`: [name, [[position of block, [[position of holding, count]]]]]. `awaiting`: [hashes, parent, packed tokens,
+adapter, salt, extra keys, lookahead, local hashes or nil, chain, packed sequence hashes]. `variants`: [hash, the parent's
+hash that it hangs on]. `groups`: [index, kind, window tokens, block size]. `unproven`: see `Residency.unproven`; nil if the
+engine uses keys. `small blocks`: [parts of a block, [[hash, anchor, number]]], see `marks.small_blocks`. Usable residency and
+marks are not saved: they are computed from the rest. Versions 2 and 3 had no groups, version 2 no variants; they are read if
+all holdings are indexable. Up to version 5 what is unproven was not saved: the engine is taken to use keys. Up to version 6
+all chains were the own one, and no small blocks were known.
 """
 
 import sys
 from array import array
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -24,17 +28,18 @@ from kvatlas.blocks.attention_groups import AttentionKind
 from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
-from kvatlas.events import EngineHash, EngineStored
+from kvatlas.events import EngineHash, EngineStored, LocalHashes
+from kvatlas.identity import OWN_CHAIN
 from publishers.ledger.awaiting_parent import AwaitingParent
-from publishers.ledger.block import Block
+from publishers.ledger.block import Block, Stretch
 from publishers.ledger.engine_groups import EngineGroups, ToldGroup
 from publishers.ledger.holdings import Holding
-from publishers.ledger.lineage import Lineage
+from publishers.ledger.lineage import Lineage, Place
 from publishers.ledger.residency import Residency
 from publishers.ledger.shared_hashes import CertainCopies
 
-VERSION = 6
-WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD, WITHOUT_UNPROVEN = 2, 3, 4, 5
+VERSION = 7
+WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD, WITHOUT_UNPROVEN, WITHOUT_CHAINS_AND_SMALL_BLOCKS = 2, 3, 4, 5, 6
 """The versions before."""
 
 
@@ -56,12 +61,12 @@ class SavedCopies:
     counts: list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SavedLedger:
     """A dump, decoded and checked for its shape."""
 
     block_size: int | None
-    namespaces: list[tuple[str | None, str | None, bytes, list[int]]]
+    namespaces: list[tuple[str | None, str | None, bytes, list[int], str, int]]
     names: list[EngineHash]
     owners: list[int]
     evicted: list[EngineHash]
@@ -72,6 +77,8 @@ class SavedLedger:
     groups: dict[int, ToldGroup]
     lookahead_tokens: int
     unproven: list[EngineHash] | None
+    parts: int
+    small_blocks: list[tuple[EngineHash, EngineHash, int]]
 
     def restore(self, lineage: Lineage, residency: Residency, awaiting: AwaitingParent) -> None:
         """Fill the empty parts of a ledger that knows the groups already. Raises InvalidValue, LookupError, TypeError or
@@ -79,41 +86,88 @@ class SavedLedger:
         holdings = [residency.add_holding(saved.tier, saved.group) for saved in self.holdings]
         for holding, saved in zip(holdings, self.holdings, strict=True):
             holding.counts.update(saved.counts)
-        blocks = self._restore_lineage(lineage)
+        blocks = self._restore_lineage(lineage, residency)
         for event in self.awaiting:
             awaiting.keep(event)
         for name, copies in self.shared:
             by_block = {
-                blocks[one.block]: CertainCopies({holdings[at]: count for at, count in one.counts}) for one in copies
+                Block(blocks[one.block]): CertainCopies({holdings[at]: count for at, count in one.counts})
+                for one in copies
             }
             residency.shared.restore(name, by_block)
+        if self.parts == residency.sparse.small.parts:
+            for part, anchor, number in self.small_blocks:
+                residency.sparse.small.restore(part, anchor, number)
         for name, block in lineage.known.items():
-            if name not in residency.shared.by_hash:
-                residency.enter_tiers(name, block)
+            if not block.plain and name not in residency.shared.by_hash:
+                residency.enter_tiers(name, Block(block))
 
-    def _restore_lineage(self, lineage: Lineage) -> list[Block]:
-        """Make the blocks and their names. Returns the blocks, in the dump's order."""
-        blocks: list[Block] = []
-        for adapter, salt, packed, parents in self.namespaces:
-            namespace = lineage.namespace(adapter, salt, self.block_size or 1)
-            mine: list[Block] = []
+    def _restore_lineage(self, lineage: Lineage, residency: Residency) -> list[Stretch]:
+        """Make the blocks and their names, plain ones with their copies. Returns the stretch of each block, in the dump's
+        order."""
+        copies_of = self._plain_copies(residency)
+        blocks: list[Stretch] = []
+        start = 0
+        for adapter, salt, packed, parents, chain, block_bytes in self.namespaces:
+            namespace = lineage.namespace(adapter, salt, self.block_size or 1, chain)
+            if block_bytes:
+                lineage.record_block_bytes(namespace, block_bytes)
+            branches = {parent for at, parent in enumerate(parents) if parent != at}
             first = 0
             for end in range(1, len(parents) + 1):
-                if end < len(parents) and parents[end] == end:
-                    continue  # it follows the block before it
+                copies = copies_of.get(start + first)
+                if (
+                    end < len(parents)
+                    and parents[end] == end
+                    and end not in branches
+                    and copies == copies_of.get(start + end)
+                ):
+                    continue  # it follows the block before it, and is as that is
                 position = parents[first]
                 if position > first:
                     raise InvalidValue(f"saved block {first} comes before its parent {position - 1}")
-                parent = mine[position - 1] if position else None
-                mine += lineage.extend(namespace, parent, packed[first * HASH_BYTES : end * HASH_BYTES])
+                parent = blocks[start + position - 1] if position else None
+                hashes = packed[first * HASH_BYTES : end * HASH_BYTES]
+                if copies is None:
+                    blocks += lineage.extend(namespace, parent, hashes)
+                else:
+                    names = [self._name_at[at] for at in range(start + first, start + end)]
+                    for stretch in residency.restore_plain(Place(namespace, parent, hashes), names, copies):
+                        blocks += [stretch] * len(stretch)
                 first = end
-            blocks += mine
+            start += len(parents)
         for name, position in zip(self.names, self.owners, strict=True):
-            lineage.add_name(name, blocks[position])
+            block = blocks[position]
+            if not block.plain:
+                lineage.add_name(name, Block(block))
         if self.variants:
             lineage.variants.restore(self.variants)
         lineage.mark_evicted(self.evicted)
         return blocks
+
+    @cached_property
+    def _name_at(self) -> dict[int, EngineHash]:
+        """The last name of each block that has one, by position."""
+        return dict(zip(self.owners, self.names, strict=True))
+
+    def _plain_copies(self, residency: Residency) -> dict[int, int]:
+        """The copies of each block that may be in a plain stretch, by position."""
+        names = set(self.names)
+        if len(names) < len(self.names):
+            raise InvalidValue("a saved hash stands for two blocks and is not shared")
+        names.difference_update(name for name, _ in self.shared)
+        for link in self.variants:
+            names.difference_update(link)
+        evicted = set(self.evicted)
+        positions: Counter[int] = Counter(self.owners)
+        positions.update(one.block for _, copies in self.shared for one in copies)
+        found: dict[int, int] = {}
+        for position, name in self._name_at.items():
+            if positions[position] == 1 and name in names:
+                copies = residency.plain_copies(name)
+                if copies or (copies == 0 and name in evicted):
+                    found[position] = copies
+        return found
 
 
 def pack(
@@ -128,18 +182,25 @@ def pack(
 ) -> bytes:
     """The dump."""
     namespaces: list[list[Any]] = []
-    position_of: dict[Block, int] = {}
+    position_of: dict[Stretch, int] = {}
+    start = 0
     for namespace in lineage.namespaces.values():
-        start = len(position_of)
         parents = array("I")
         hashes: list[bytes] = []
-        for block in namespace.blocks():
-            hashes.append(block.sequence_hash)
-            parents.append(0 if block.parent is None else position_of[block.parent] - start + 1)
-            position_of[block] = len(position_of)
-        namespaces.append([namespace.adapter, namespace.salt, b"".join(hashes), _little_endian(parents)])
+        for stretch in namespace.stretches():
+            before = stretch.parent
+            position_of[stretch] = start + len(parents)
+            parents.append(0 if before is None else position_of[before] - start + len(before))
+            parents.extend(range(len(parents), len(parents) + len(stretch) - 1))
+            hashes.append(stretch.hashes)
+        start += len(parents)
+        where = [namespace.chain, lineage.uses[namespace.scope_id].block_bytes]
+        namespaces.append([namespace.adapter, namespace.salt, b"".join(hashes), _little_endian(parents), *where])
     holdings = residency.holdings.by_group.values()
     order: dict[Holding, int] = {holding: i for i, holding in enumerate(holdings)}
+    counts: dict[Holding, dict[EngineHash, int]] = {holding: dict(holding.counts) for holding in holdings}
+    for holding, name in residency.resident():
+        counts[holding].setdefault(name, 1)
     shared = [
         [
             name,
@@ -150,8 +211,12 @@ def pack(
         ]
         for name, by_block in residency.shared.by_hash.items()
     ]
+    small = residency.sparse.small
     names = {**lineage.known, **lineage.variants.detached}
-    owners = array("I", [position_of[block] for block in names.values()])
+    owners = array(
+        "I",
+        [position_of[stretch] + (stretch.names.index(name) if stretch.plain else 0) for name, stretch in names.items()],
+    )
     return bytes(
         msgpack.packb(
             [
@@ -163,8 +228,8 @@ def pack(
                 _little_endian(owners),
                 list(lineage.evicted),
                 [
-                    [int(one.tier), one.group, one.indexable, list(one.counts), list(one.counts.values())]
-                    for one in holdings
+                    [int(one.tier), one.group, one.indexable, list(some), list(some.values())]
+                    for one, some in counts.items()
                 ],
                 shared,
                 [
@@ -176,6 +241,9 @@ def pack(
                         one.salt,
                         one.extra_keys,
                         list(one.lookahead),
+                        None if one.local_hashes is None else list(one.local_hashes.hashes),
+                        one.chain,
+                        one.sequence_hashes,
                     ]
                     for one in awaiting
                 ],
@@ -183,6 +251,7 @@ def pack(
                 [[index, one.kind.value, one.window_tokens, one.block_size] for index, one in groups.told.items()],
                 groups.lookahead_tokens,
                 None if uses_keys else list(residency.unproven),
+                [small.parts, [[part, *one] for part, tied in small.tied.items() for one in tied.items()]],
             ]
         )
     )
@@ -199,10 +268,12 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             raw += [[], 0]
         if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD, WITHOUT_UNPROVEN):
             raw.append(None)
-        elif version != VERSION:
+        elif version not in (WITHOUT_CHAINS_AND_SMALL_BLOCKS, VERSION):
             raise InvalidValue(f"saved ledger of version {version!r:.40}")
+        if version != VERSION:
+            raw.append([1, []])
         _, saved_identity, block_size, namespaces, names, owners, evicted, holdings, shared, awaiting, *engine = raw
-        variants, told, ahead, unproven = engine
+        variants, told, ahead, unproven, (parts, small_blocks) = engine
         if version in (WITHOUT_VARIANTS, WITHOUT_GROUPS, WITHOUT_LOOKAHEAD) and ahead:
             raise InvalidValue(
                 "saved ledger with lookahead hashes, of a version that left their tokens out of its hashes"
@@ -213,7 +284,10 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
             raise InvalidValue(f"ledger was saved for {saved_identity!r:.200}; expected {identity!r:.200}")
         saved = SavedLedger(
             block_size=block_size,
-            namespaces=[(adapter, salt, packed, _integers(parents)) for adapter, salt, packed, parents in namespaces],
+            namespaces=[
+                (adapter, salt, packed, _integers(parents), *(where or (OWN_CHAIN, 0)))
+                for adapter, salt, packed, parents, *where in namespaces
+            ],
             names=names,
             owners=_integers(owners),
             evicted=evicted,
@@ -234,15 +308,19 @@ def unpack(dumped: bytes, identity: list[Any]) -> SavedLedger:
                     adapter=adapter,
                     salt=salt,
                     extra_keys=keys,
-                    lookahead_tokens=len(lookahead[0]) if lookahead else 0,
-                    lookahead=lookahead[0] if lookahead else (),
+                    lookahead_tokens=len(rest[0]) if rest else 0,
+                    lookahead=rest[0] if rest else (),
+                    local_hashes=LocalHashes(*rest[1:3]) if len(rest) > 1 and rest[1] is not None else None,
+                    sequence_hashes=bytes(rest[3]) if len(rest) > 3 else b"",
                 )
-                for hashes, parent, tokens, adapter, salt, keys, *lookahead in awaiting
+                for hashes, parent, tokens, adapter, salt, keys, *rest in awaiting
             ],
             variants=[(name, parent_name) for name, parent_name in variants],
             groups={index: ToldGroup(AttentionKind(kind), window, size) for index, kind, window, size in told},
             lookahead_tokens=ahead,
             unproven=unproven,
+            parts=parts,
+            small_blocks=[(part, anchor, number) for part, anchor, number in small_blocks],
         )
     except InvalidValue:
         raise

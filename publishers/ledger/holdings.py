@@ -1,22 +1,28 @@
 """Reference counts of the copies that an engine holds, by (tier, group)."""
 
+from collections.abc import Sequence
+
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineHash
 from publishers.ledger.block import COPIES_BITS
 
 
 class Holding:
-    """`counts`: engine hash to copies, none at zero. `peers`: the counts of the tier's other indexable groups.
+    """`counts`: engine hash to copies, none at zero; none of plain stretches. `peers`: the counts of the tier's other indexable
+    groups.
 
     A group is indexable if it is one of full attention, which residency is about; `unit` is one copy's part of
-    `Block.copies`. Of a sparse group whose blocks decide where a prompt can be resumed, `bit` is the bit in `Block.held_by`
-    and `other_tiers` are its counts in other tiers; `bit` is 0 for all other groups.
+    `Stretch.copies`. Of a sparse group whose blocks decide where a prompt can be resumed, `bit` is the bit in `Stretch.held_by`
+    and `other_tiers` are its counts in other tiers; `bit` is 0 for all other groups. `part_bits` are those before it, of the
+    group's other blocks in an announced one, if its blocks are smaller (`marks.small_blocks`).
     """
 
-    __slots__ = ("bit", "counts", "flag", "group", "indexable", "other_tiers", "peers", "tier", "unit")
+    __slots__ = ("bit", "counts", "flag", "group", "indexable", "other_tiers", "part_bits", "peers", "tier", "unit")
 
-    def __init__(self, tier: Tier, group: int, indexable: bool, bit: int = 0) -> None:
-        self.tier, self.group, self.indexable, self.bit = tier, group, indexable, bit
+    def __init__(self, tier: Tier, group: int, indexable: bool, bits: Sequence[int] = ()) -> None:
+        self.tier, self.group, self.indexable = tier, group, indexable
+        self.bit = bits[-1] if bits else 0
+        self.part_bits = bits[:-1]
         self.counts: dict[EngineHash, int] = {}
         self.flag = tier.flag
         self.unit = 1 << COPIES_BITS * tier
@@ -39,15 +45,15 @@ class Holdings:
         self.sparse: list[Holding] = []
         """Those with a bit."""
 
-    def add(self, tier: Tier, group: int, indexable: bool, bit: int = 0) -> Holding:
-        holding = self.by_group[tier, group] = Holding(tier, group, indexable, bit)
+    def add(self, tier: Tier, group: int, indexable: bool, bits: Sequence[int] = ()) -> Holding:
+        holding = self.by_group[tier, group] = Holding(tier, group, indexable, bits)
         if indexable:
             peers = self.of_tier(tier)
             for other in peers:
                 other.peers.append(holding.counts)
             holding.peers = [other.counts for other in peers]
             self.indexed.append(holding)
-        elif bit:
+        elif bits:
             others = [other for other in self.sparse if other.group == group]
             for other in others:
                 other.other_tiers.append(holding.counts)
@@ -60,5 +66,5 @@ class Holdings:
         return [holding for holding in self.indexed if holding.tier is tier]
 
     def is_held(self, name: EngineHash) -> bool:
-        """Is the hash held in all indexable groups of some tier?"""
+        """Is the hash, of no plain stretch, held in all indexable groups of some tier?"""
         return any(holding.in_all(name) for holding in self.indexed)

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.hashing import HASH_BYTES, thin, unpack_hashes
 from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.events import Cleared, IndexEvent, Removed, SnapshotChunk, Stored
-from publishers.ledger.block import Block, Namespace, packed_hashes
+from publishers.ledger.block import Namespace, Stretch, reversed_hashes
 from publishers.ledger.prefix_closure import UsableChange
 
 CHUNK_BLOCKS = 4096
@@ -18,7 +19,7 @@ CHUNK_BLOCKS = 4096
 
 _TIERS: tuple[tuple[Tier, ...], ...] = tuple(tiers_of(flags) for flags in range(1 << len(Tier)))
 
-_BlockWithFlags = tuple[Block, int]
+_WithFlags = tuple[Stretch, int]
 _Run = tuple[Namespace, int, bytes, bytes | None, int]
 """Consecutive blocks of one chain: namespace, tier flags, packed hashes, packed parent or None, index of the first."""
 
@@ -34,18 +35,30 @@ class IndexEvents:
         self.digest = Digest()
         self.blocks = 0
 
-    def is_announced(self, block: Block) -> bool:
-        return block.usable > 0 and block.index % self._step == self._last
+    def announced(self, stretch: Stretch) -> Iterator[tuple[int, int]]:
+        """The blocks that are announced now: (number in the stretch, sequence hash)."""
+        if stretch.usable > 0:
+            for at, value in enumerate(unpack_hashes(stretch.hashes)):
+                if (stretch.index + at) % self._step == self._last:
+                    yield at, value
+
+    def _hashes(self, stretch: Stretch) -> bytes:
+        """Those that are, or would be, announced."""
+        return stretch.hashes if self._step == 1 else thin(stretch.hashes, self._step, stretch.index)
 
     # ---------------------------------------------------------------- changes
 
     def make(self, change: UsableChange, cleared: bool) -> list[IndexEvent]:
         """The events of a change. `cleared`: the engine cleared a tier, so one event may say that all is gone."""
         events: list[IndexEvent] = []
-        removed, added = change.removed, change.added
+        removed = change.removed
         if self._step > 1:
-            removed = [(block, flags) for block, flags in removed if block.index % self._step == self._last]
-        if cleared and removed and len(removed) == self.blocks:
+            removed = [(stretch, flags) for stretch, flags in removed if self._hashes(stretch)]
+        if (
+            cleared
+            and removed
+            and sum(len(self._hashes(stretch)) for stretch, _ in removed) == HASH_BYTES * self.blocks
+        ):
             events.append(Cleared())
             self.digest = Digest()
             self.blocks = 0
@@ -54,10 +67,9 @@ class IndexEvents:
                 self._add_moved(change.moved, events)
             if removed:
                 self._add_removed(removed, events)
-        if added:
-            for namespace, flags, hashes, parent, first_index in self._runs(added):
-                self.blocks += len(hashes) // 8
-                self._add_stored(namespace.scope_id, flags, hashes, parent, first_index, events)
+        for namespace, flags, hashes, parent, first_index in self._runs(change.added):
+            self.blocks += len(hashes) // HASH_BYTES
+            self._add_stored(namespace.scope_id, flags, hashes, parent, first_index, events)
         return events
 
     def _add_stored(
@@ -80,26 +92,22 @@ class IndexEvents:
             events.append(Removed(scope_id, tier, hashes))
             self.digest.add(scope_id, tier, hashes, -1)
 
-    def _add_moved(self, moved: list[_BlockWithFlags], events: list[IndexEvent]) -> None:
+    def _add_moved(self, moved: list[_WithFlags], events: list[IndexEvent]) -> None:
         """Blocks that stay and whose tiers changed: first every added tier, then every lost one."""
-        announced = [(block, before) for block, before in moved if block.index % self._step == self._last]
+        announced = [(stretch, before) for stretch, before in moved if self._hashes(stretch)]
         announced.sort(key=_depth)
         for tier in Tier:
-            added = {block: None for block, before in announced if block.usable & ~before & tier.flag}
+            added = {stretch: None for stretch, before in announced if stretch.usable & ~before & tier.flag}
             for namespace, _, hashes, parent, first_index in self._runs_of_moved(added):
                 self._add_stored(namespace.scope_id, tier.flag, hashes, parent, first_index, events)
         for tier in Tier:
-            lost: dict[bytes, list[Block]] = {}
-            for block, before in reversed(announced):
-                if before & ~block.usable & tier.flag:
-                    lost.setdefault(block.namespace.scope_id, []).append(block)
-            for scope_id, lost_blocks in lost.items():
-                self._add_lost(scope_id, tier.flag, packed_hashes(lost_blocks), events)
+            lost = [stretch for stretch, before in reversed(announced) if before & ~stretch.usable & tier.flag]
+            for scope_id, hashes in self._child_first(lost):
+                self._add_lost(scope_id, tier.flag, hashes, events)
 
-    def _add_removed(self, removed: list[_BlockWithFlags], events: list[IndexEvent]) -> None:
+    def _add_removed(self, removed: list[_WithFlags], events: list[IndexEvent]) -> None:
         """One event for each scope and set of tiers if no block of one is an ancestor of a block of another; else as the
         depths require. A block in several tiers is gone with the last of its tiers' events."""
-        self.blocks -= len(removed)
         if len(removed) > 1:
             removed.sort(key=_depth, reverse=True)
         _, first_flags = removed[0]
@@ -109,80 +117,75 @@ class IndexEvents:
             removed.sort(key=_depth, reverse=True)
             self._add_removed_of_several_tiers(removed, events)
             return
-        by_scope: dict[bytes, list[Block]] = {}
-        for block, _ in removed:
-            scope_id = block.stretch.namespace.scope_id
-            blocks = by_scope.get(scope_id)
-            if blocks is None:
-                by_scope[scope_id] = [block]
-            else:
-                blocks.append(block)
-        for scope_id, blocks in by_scope.items():
-            self._add_lost(scope_id, first_flags, packed_hashes(blocks), events)
+        for scope_id, hashes in self._child_first(stretch for stretch, _ in removed):
+            self.blocks -= len(hashes) // HASH_BYTES
+            self._add_lost(scope_id, first_flags, hashes, events)
 
-    def _add_removed_of_several_tiers(self, removed: list[_BlockWithFlags], events: list[IndexEvent]) -> None:
-        by_scope: dict[bytes, list[_BlockWithFlags]] = {}
-        for block, flags in removed:
-            by_scope.setdefault(block.namespace.scope_id, []).append((block, flags))
-        for scope_id, blocks in by_scope.items():
-            for flags, same in groupby(blocks, key=_flags):
-                self._add_lost(scope_id, flags, packed_hashes(block for block, _ in same), events)
+    def _add_removed_of_several_tiers(self, removed: list[_WithFlags], events: list[IndexEvent]) -> None:
+        by_scope: dict[bytes, list[_WithFlags]] = {}
+        for stretch, flags in removed:
+            by_scope.setdefault(stretch.namespace.scope_id, []).append((stretch, flags))
+        for some in by_scope.values():
+            for flags, same in groupby(some, key=_flags):
+                for scope_id, hashes in self._child_first(stretch for stretch, _ in same):
+                    self.blocks -= len(hashes) // HASH_BYTES
+                    self._add_lost(scope_id, flags, hashes, events)
+
+    def _child_first(self, stretches: Iterable[Stretch]) -> Iterable[tuple[bytes, bytes]]:
+        """(scope id, packed hashes) of each scope; `stretches`: deeper ones first."""
+        by_scope: dict[bytes, bytes] = {}
+        for stretch in stretches:
+            scope_id = stretch.namespace.scope_id
+            by_scope[scope_id] = by_scope.get(scope_id, b"") + reversed_hashes(self._hashes(stretch))
+        return by_scope.items()
 
     # ---------------------------------------------------------------- runs of a chain
 
-    def _runs(self, added: Iterable[Block]) -> Iterator[_Run]:
+    def _runs(self, added: Iterable[Stretch]) -> Iterator[_Run]:
         """Consecutive blocks of one chain with the same tiers, every `granularity`-th of them. `added`: parents first."""
-        step, last = self._step, self._last
-        run: list[Block] = []
-        flags = 0
-        previous: Block | None = None
-        for block in added:
-            follows = block.parent is previous and previous is not None
-            previous = block
-            if step > 1 and block.index % step != last:
-                if not follows and run:
-                    yield self._run(run, flags)
-                    run = []
-                continue
-            if run:
-                if follows and block.usable == flags:
-                    run.append(block)
-                    continue
-                yield self._run(run, flags)
-            flags, run = block.usable, [block]
+        run: list[Stretch] = []
+        for stretch in added:
+            if run and (stretch.parent is not run[-1] or stretch.usable != run[-1].usable):
+                yield from self._run(run, run[-1].usable)
+                run = []
+            run.append(stretch)
         if run:
-            yield self._run(run, flags)
+            yield from self._run(run, run[-1].usable)
 
-    def _runs_of_moved(self, moved: dict[Block, None]) -> Iterator[_Run]:
+    def _runs_of_moved(self, moved: dict[Stretch, None]) -> Iterator[_Run]:
         """Runs of announced blocks that come by depth, chains mixed: each chain is found by following parents."""
-        after: dict[Block, Block] = {}
-        heads: list[Block] = []
-        for block in moved:
-            before = self._announced_before(block)
+        after: dict[Stretch, Stretch] = {}
+        heads: list[Stretch] = []
+        for stretch in moved:
+            before = _holder_of(stretch.parent, self._first_index(stretch) - self._step)
             if before is not None and before in moved and before not in after:
-                after[before] = block
+                after[before] = stretch
             else:
-                heads.append(block)
+                heads.append(stretch)
         for head in heads:
             run = [head]
             while (at := after.get(run[-1])) is not None:
                 run.append(at)
-            yield self._run(run, 0)
+            yield from self._run(run, 0)
 
-    def _run(self, blocks: Sequence[Block], flags: int) -> _Run:
-        head = blocks[0]
-        before = self._announced_before(head)
-        parent = None if before is None else before.sequence_hash
-        return head.namespace, flags, packed_hashes(blocks), parent, head.index
+    def _run(self, stretches: Sequence[Stretch], flags: int) -> Iterator[_Run]:
+        """One run, or none if none of the blocks is announced. Those between the stretches are not."""
+        head = stretches[0]
+        packed = self._hashes(head) if len(stretches) == 1 else b"".join(map(self._hashes, stretches))
+        if not packed:
+            return
+        first_index = self._first_index(head)
+        before_index = first_index - self._step
+        before = _holder_of(head.parent, before_index)
+        parent = None
+        if before is not None:
+            at = HASH_BYTES * (before_index - before.index)
+            parent = before.hashes[at : at + HASH_BYTES]
+        yield head.namespace, flags, packed, parent, first_index
 
-    def _announced_before(self, block: Block) -> Block | None:
-        """The announced block before this announced one in its chain."""
-        before = block.parent
-        for _ in range(self._step - 1):
-            if before is None:
-                return None
-            before = before.parent
-        return before
+    def _first_index(self, stretch: Stretch) -> int:
+        """The first announced block's, in this stretch or behind it."""
+        return stretch.index + (self._last - stretch.index) % self._step
 
     # ---------------------------------------------------------------- snapshots
 
@@ -190,29 +193,38 @@ class IndexEvents:
         """All that is announced now, chain by chain."""
         chunks: list[SnapshotChunk] = []
         for namespace in namespaces:
-            for _, flags, packed, parent, first_index in self._runs(_usable_blocks(namespace)):
-                for at in range(0, len(packed), 8 * CHUNK_BLOCKS):
-                    part = packed[at : at + 8 * CHUNK_BLOCKS]
-                    before = packed[at - 8 : at] if at else parent
-                    index = first_index + at // 8 * self._step
+            for _, flags, packed, parent, first_index in self._runs(_usable(namespace)):
+                for at in range(0, len(packed), HASH_BYTES * CHUNK_BLOCKS):
+                    part = packed[at : at + HASH_BYTES * CHUNK_BLOCKS]
+                    before = packed[at - HASH_BYTES : at] if at else parent
+                    index = first_index + at // HASH_BYTES * self._step
                     chunks += [SnapshotChunk(namespace.scope_id, tier, part, before, index) for tier in _TIERS[flags]]
         return chunks
 
 
-def _usable_blocks(namespace: Namespace) -> Iterator[Block]:
+def _usable(namespace: Namespace) -> Iterator[Stretch]:
     """The usable blocks of a namespace, each chain as far as it goes before the next branch."""
-    waiting = [block for block in namespace.roots.values() if block.usable > 0]
+    waiting = [stretch for stretch in namespace.roots.values() if stretch.usable > 0]
     while waiting:
-        block = waiting.pop()
-        yield block
-        waiting.extend(child for child in block.iter_children() if child.usable > 0)
+        stretch = waiting.pop()
+        yield stretch
+        waiting.extend(child for child in stretch.iter_children() if child.usable > 0)
 
 
-def _depth(item: _BlockWithFlags) -> int:
-    block, _ = item
-    return block.index
+def _holder_of(stretch: Stretch | None, index: int) -> Stretch | None:
+    """The stretch with the block at this place of the chain that ends with `stretch`; None before the chain's beginning."""
+    if index < 0:
+        return None
+    while stretch is not None and stretch.index > index:
+        stretch = stretch.parent
+    return stretch
 
 
-def _flags(item: _BlockWithFlags) -> int:
+def _depth(item: _WithFlags) -> int:
+    stretch, _ = item
+    return stretch.index
+
+
+def _flags(item: _WithFlags) -> int:
     _, flags = item
     return flags

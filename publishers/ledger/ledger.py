@@ -13,6 +13,8 @@ Left out, counted, and still referenced, so that a later removal finds its count
 - blocks whose parent is unknown, or known only in another scope: never re-rooted, and resolved once it is known;
 - blocks that can't be hashed: token ids beyond 32 bits, tokens that are not a full block each;
 - blocks of another size than the engine's (partial blocks);
+- blocks told without token ids by an engine that tells these of others. Only of one that never does, blocks are of an external
+  chain;
 - offload placeholders of an unknown hash. Those of a known one are copies of its block, in any scope. So are a connector's
   events with tokens; those of an unknown hash are left out if the engine uses adapters, salts or extra keys at all.
 A block left out is taken in if the engine stores it again in a way that can be understood.
@@ -20,7 +22,7 @@ A block left out is taken in if the engine stores it again in a way that can be 
 In doubt everything here under-reports: a count never exceeds the engine's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from kvatlas.blocks.digest import Digest
@@ -29,6 +31,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.events import (
     Cleared,
     EngineBatch,
+    EngineDropped,
     EngineHash,
     EngineRemoved,
     EngineStored,
@@ -38,6 +41,7 @@ from kvatlas.events import (
     ScopeUse,
     SnapshotChunk,
 )
+from kvatlas.identity import OWN_CHAIN
 from publishers.engines.connector_blocks import ConnectorBlocks
 from publishers.ledger import dump as ledger_dump
 from publishers.ledger.block import Block
@@ -52,6 +56,7 @@ from publishers.ledger.prefix_closure import PrefixClosure, UsableChange
 from publishers.ledger.residency import Residency
 from publishers.ledger.resolver import BlockResolver, has_keys
 from publishers.ledger.settings import LedgerSettings
+from publishers.shared_store.writes import StoreWrites, is_stores
 
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
 
@@ -67,21 +72,30 @@ class Ledger:
         self.counters = LedgerCounters()
         self.other_block_size: int | None = None
         """Tokens of the engine's blocks, if they are not those that the settings say."""
+        self._told_block_bytes = 0
         self._remembered_evictions = remembered_evictions
+        self.store_writes: StoreWrites | None = None
+        """What the engine tells of the shared store, if the settings name one."""
         self.empty()
 
     def empty(self) -> None:
         """Forget everything. No event says so: the caller starts a new incarnation."""
-        self._connector = ConnectorBlocks(self.counters, self._holds, keep=self.settings.keep_untold)
+        self._connector = ConnectorBlocks(self.counters, self._is_resident, keep=self.settings.keep_untold)
         self.groups = EngineGroups(self.settings)
+        if self.store_writes is not None:
+            self.store_writes.forget_names()
+        elif self.settings.has_store:
+            self.store_writes = StoreWrites(self.counters)
         self.reuse = self.groups.reuse(None)
         self._regrouped = False
+        self.chain: str | None = None
+        """The one that its blocks are of (`kvatlas.identity.Scope.chain`); None until the engine tells blocks."""
         self._begin(Holdings(), self.settings.block_size)
 
     def _begin(self, holdings: Holdings, block_size: int | None) -> None:
         """Know nothing but the holdings' counts."""
         settings = self.settings
-        self.lineage = Lineage(settings)
+        self.lineage = Lineage(settings, self._told_block_bytes)
         self._resolver = BlockResolver(self.lineage, self.counters, block_size)
         self._resolver.lookahead_tokens = self.groups.lookahead_tokens
         self._residency = Residency(
@@ -92,7 +106,10 @@ class Ledger:
             self.groups,
             self.reuse.bits,
             set_semantics=settings.set_semantics,
+            one_by_one=self.reuse.rule is not None,
         )
+        if self.store_writes is not None:
+            self.store_writes.follow(self.lineage, self._resolver, self._residency, self.groups)
         self._closure = PrefixClosure()
         self._index_events = IndexEvents(settings.granularity)
         self._marks = None if self.reuse.rule is None else Marks(self.reuse.rule)
@@ -104,6 +121,16 @@ class Ledger:
         return self._resolver.block_size
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of KV cache in a block; 0: unknown."""
+        return self.settings.block_bytes_of(self.block_size) or self._told_block_bytes
+
+    def set_told_block_bytes(self, block_bytes: int) -> None:
+        """What the engine says of them; it counts if the settings say nothing."""
+        self._told_block_bytes = block_bytes
+        self.lineage.set_told_block_bytes(block_bytes)
+
+    @property
     def uses(self) -> dict[bytes, ScopeUse]:
         """Every scope that the last fold's events, or a snapshot taken before the next one, may name."""
         return self.lineage.uses
@@ -112,6 +139,11 @@ class Ledger:
     def digest(self) -> Digest:
         """Of all that is announced now."""
         return self._index_events.digest
+
+    @property
+    def awaiting_events(self) -> int:
+        """Stored events that wait for their parent."""
+        return len(self._resolver.awaiting)
 
     @property
     def digest_words(self) -> list[int]:
@@ -149,11 +181,15 @@ class Ledger:
         """
         self.lineage.forget_unused_scopes()  # what was folded before is published by now
         events: list[IndexEvent] = [Cleared()] if self._learn(batch) else []
-        residency = self._residency
+        residency, writes = self._residency, self.store_writes
         residency.drop_unnamed()
         cleared = False
         for event in batch.events:
             if isinstance(event, EngineStored):
+                if event.salt == self.settings.tenant_id and self.settings.salt_is_tenant:
+                    event = replace(event, salt=None)  # the tenant of events without a salt
+                if event.local_hashes is not None and event.chain != self.chain:
+                    event = replace(event, local_hashes=None)  # a placeholder
                 if not event.adapter_named:
                     named = self.settings.adapter_ids.get(event.adapter or "")
                     if named is None:
@@ -164,12 +200,25 @@ class Ledger:
                 if not self._resolver.uses_keys and has_keys(event):
                     self._resolver.uses_keys = True
                     residency.forget_unproven()
-                for part in self._connector.stored(event, self.block_size) if event.offloaded else (event,):
+                    if writes is not None:
+                        writes.forget_unproven()
+                if writes is not None and is_stores(event):
+                    writes.store(event)
+                    continue
+                plain = event.removal_told and not event.offloaded
+                for part in (event,) if plain else self._connector.stored(event, self.block_size):
                     residency.store(part)
             elif isinstance(event, EngineRemoved):
+                if writes is not None and is_stores(event):
+                    event = writes.remove(event)
                 residency.remove(event if event.tier is Tier.HBM else self._connector.removed(event))
+            elif isinstance(event, EngineDropped):
+                residency.drop(event)
             else:
                 residency.clear(event)
+                self._connector.clear(event.tiers)
+                if writes is not None and Tier.OBJECT_STORE in event.tiers:
+                    writes.clear()
                 cleared = True
         events += self._settle(cleared=cleared)
         if len(self.lineage.evicted) > self._remembered_evictions:
@@ -193,8 +242,10 @@ class Ledger:
         """
         self.lineage.forget_unused_scopes()
         self._residency.drop_unnamed()
+        if self.store_writes is not None:
+            self.store_writes.forget_adapter(adapter)
         known = {**self.lineage.known, **self.lineage.variants.detached}
-        names = [name for name, block in known.items() if block.namespace.adapter == adapter]
+        names = [name for name, stretch in known.items() if stretch.namespace.adapter == adapter]
         if any(name in self._residency.shared.by_hash for name in names):
             self.empty()
             self._regrouped = True
@@ -214,6 +265,25 @@ class Ledger:
             events = self._index_events.make(change, cleared)
         return events if self._marks is None else self._with_marks(self._marks, change, events)
 
+    def learn_hybrid(self) -> None:
+        """The engine's model has other attention too, whatever its events say."""
+        self.settings = replace(self.settings, hybrid=True)
+        self.groups.settings = self.settings
+        self.reuse = self.groups.reuse(self.block_size)
+
+    def ages(self) -> list[tuple[Tier, int, EngineHash, int]]:
+        """(tier, group, name, calls of `expire` since it was last stored) of the blocks whose removal nobody tells."""
+        return self._connector.ages()
+
+    def restore_ages(self, ages: Mapping[tuple[Tier, int, EngineHash], int]) -> None:
+        """Of a ledger that was loaded: what `ages` said when it was saved, and what has passed since."""
+        self._connector.restore(self.resident(), ages)
+
+    @property
+    def uses_keys(self) -> bool:
+        """Has the engine told an adapter, a salt or extra keys?"""
+        return self._resolver.uses_keys
+
     def take_regrouped(self) -> bool:
         """Have the engine's groups turned out to be others since the last call? Then the caller starts a new incarnation."""
         regrouped, self._regrouped = self._regrouped, False
@@ -222,7 +292,7 @@ class Ledger:
     def _with_marks(self, marks: Marks, change: UsableChange | None, events: list[IndexEvent]) -> list[IndexEvent]:
         """The events of a change in residency, with those of the marks around them: of any beginning of these, what is
         marked is held."""
-        touched: list[Block] = self._residency.sparse.take_changed()
+        touched = self._residency.sparse.take_changed()
         if change is not None:
             touched += change.added
             touched += [block for block, _ in change.removed]
@@ -241,6 +311,10 @@ class Ledger:
         for event in batch.events:
             if isinstance(event, EngineStored):
                 learned = self.groups.learn(event) or learned
+                if self.chain != OWN_CHAIN and (event.token_ids or event.local_hashes):
+                    was_external, self.chain = self.chain is not None, event.chain
+                    if was_external and event.chain == OWN_CHAIN:
+                        forgot_all = self._forget_blocks() or forgot_all
                 if event.block_size != self.block_size and self._learn_block_size(event):
                     forgot_all = self._forget_blocks() or forgot_all
                     learned = True
@@ -255,7 +329,8 @@ class Ledger:
         """Bring residency and marks in line with what is known of the engine's groups."""
         reuse = self.groups.reuse(self.block_size)
         holdings = self._residency.holdings.by_group.values()
-        misplaced = any(holding.indexable != self.groups.is_full(holding.group) for holding in holdings)
+        size = self.block_size
+        misplaced = any(holding.indexable != self.groups.is_resident(holding.group, size) for holding in holdings)
         before, self.reuse = self.reuse, reuse
         if reuse.rule == before.rule and not misplaced:
             return
@@ -269,18 +344,22 @@ class Ledger:
         self._restore(saved)
 
     def _learn_block_size(self, event: EngineStored) -> bool:
-        """Take a larger block for the full one, unless the size is set. True if blocks were resolved by another size."""
-        if not event.token_ids or event.offloaded or not self.groups.is_full(event.group):
+        """Take the size of full attention's smallest full blocks, unless it is set; of groups that tell no kind, the largest
+        blocks are the full ones. True if blocks were resolved by another size."""
+        if event.offloaded or not self.groups.is_full(event.group) or event.block_size < 1:
             return False
-        if event.block_size < 1 or len(event.token_ids) != event.block_size * len(event.hashes):
+        if event.local_hashes is None and not 0 < len(event.token_ids) == event.block_size * len(event.hashes):
+            return False
+        size = self.groups.smallest_full or event.block_size
+        if size == self.block_size:
             return False
         if self.settings.block_size is not None:
-            self.other_block_size = event.block_size
+            self.other_block_size = size
             return False
-        if self.block_size is not None and event.block_size < self.block_size:
+        if self.block_size is not None and size < self.block_size and not self.groups.smallest_full:
             return False
         known = self.block_size is not None
-        self._resolver.block_size = event.block_size
+        self._resolver.block_size = size
         self.counters.block_size_learned += 1
         return known
 
@@ -289,6 +368,7 @@ class Ledger:
         announced = self.announced_blocks > 0
         uses_keys = self._resolver.uses_keys
         self._residency.end_removals()
+        self._residency.count_by_name()
         self._begin(self._residency.holdings, self.block_size)
         self._resolver.uses_keys = uses_keys
         return announced
@@ -310,26 +390,28 @@ class Ledger:
 
     def resident(self) -> Iterator[tuple[Tier, int, EngineHash]]:
         """What the engine holds: (tier, group, engine hash), whether it can be announced or not."""
-        for holding in self._residency.holdings.by_group.values():
-            for name in holding.counts:
-                yield holding.tier, holding.group, name
+        for holding, name in self._residency.resident():
+            yield holding.tier, holding.group, name
 
-    def _holds(self, tier: Tier, group: int, name: EngineHash) -> bool:
-        holding = self._residency.holdings.by_group.get((tier, group))
-        return holding is not None and name in holding.counts
+    def _is_resident(self, tier: Tier, group: int, name: EngineHash) -> bool:
+        return self._residency.is_resident(tier, group, name)
 
     def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:
         """What is announced now: (scope id, tier, engine hash, sequence hash), one for each engine hash that holds it."""
         tiers = {holding.tier: holding for holding in self._residency.holdings.indexed}
+        for stretch in self.lineage.plain():
+            for place, value in self._index_events.announced(stretch):
+                yield stretch.namespace.scope_id, Tier.HBM, stretch.names[place], value
         for name, owner in self.lineage.known.items():
+            if owner.plain:
+                continue
             certain = self._residency.shared.by_hash.get(name)
-            for block in certain or (owner,):
-                if not self._index_events.is_announced(block):
+            for block in certain or (Block(owner),):
+                if not any(self._index_events.announced(block)):
                     continue
                 for tier, holding in tiers.items():
                     if certain[block].flags & tier.flag if certain else holding.in_all(name):
-                        value = int.from_bytes(block.sequence_hash, "little")
-                        yield block.namespace.scope_id, tier, name, value
+                        yield block.namespace.scope_id, tier, name, int.from_bytes(block.sequence_hash, "little")
 
     # ---------------------------------------------------------------- saved state
 
@@ -355,15 +437,24 @@ class Ledger:
         saved = ledger_dump.unpack(dumped, ledger._identity)
         try:
             ledger.groups.restore(saved.groups, saved.lookahead_tokens)
+            ledger._check_block_size(saved.block_size)
             ledger.reuse = ledger.groups.reuse(saved.block_size)
             ledger._begin(Holdings(), saved.block_size)
             ledger._resolver.uses_keys = saved.unproven is None
             ledger._residency.unproven.update(saved.unproven or ())
             ledger._restore(saved)
+            chains = {one.chain for one in ledger.lineage.namespaces.values()}
+            ledger.chain = OWN_CHAIN if OWN_CHAIN in chains else next(iter(chains), None)
             ledger._connector.restore(ledger.resident())
         except (LookupError, TypeError, ValueError) as error:
             raise InvalidValue(f"saved ledger contradicts itself: {error}") from error
         return ledger
+
+    def _check_block_size(self, saved: int | None) -> None:
+        """Raises InvalidValue if what was saved has other blocks than the engine's groups ask for now."""
+        size = self.settings.block_size or self.groups.smallest_full or saved
+        if size != saved:
+            raise InvalidValue(f"saved ledger of blocks of {saved} tokens; expected {size}")
 
     @property
     def _identity(self) -> list[str | int | bool | None]:

@@ -3,33 +3,63 @@
 An engine names blocks by hashes of its own. The ledger computes the sequence hash when a block is first stored, and
 remembers it after the block is evicted (bounded, first evicted first forgotten), so that a child that is stored late
 still finds its parent's chain. A block without a name stays only while blocks with one descend from it.
+
+What is usual, is done to plain stretches as a whole (`add`, `find_evicted`, `cut`). For all else a block is taken out of its
+stretch first (`block`, `take_out`, `extend`).
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import EngineHash, EngineStored, ScopeUse
-from kvatlas.identity import Scope
+from kvatlas.identity import OWN_CHAIN, Scope
 from publishers.ledger.block import Block, Namespace, Stretch
 from publishers.ledger.settings import LedgerSettings
 from publishers.ledger.variants import Variants
 
 LONG_STRETCH = 128
-"""Blocks from which on a stretch takes no more: engines announce what they generate block by block, and adding copies it."""
+"""Blocks that a stretch has at most: to take one out, the names behind it are moved."""
+SHORT_STRETCH = 16
+"""Blocks below which a stretch is joined with the one before it: engines announce what they generate block by block."""
+
+
+class Place(NamedTuple):
+    """Where a stored event's blocks belong: behind the last block of `parent`, or at a root. `hashes`: theirs, packed."""
+
+    namespace: Namespace
+    parent: Stretch | None
+    hashes: bytes
+
+
+class Part(NamedTuple):
+    """The blocks `first` to `last` - 1 of a stretch."""
+
+    stretch: Stretch
+    first: int
+    last: int
 
 
 class Lineage:
     """Engine hashes, the blocks they stand for, and the chains of these. Decides nothing of residency."""
 
-    def __init__(self, settings: LedgerSettings) -> None:
+    def __init__(self, settings: LedgerSettings, told_block_bytes: int = 0) -> None:
+        """`told_block_bytes`: what the engine says, if the settings say nothing; 0: unknown."""
         self._settings = settings
-        self.namespaces: dict[tuple[str | None, str | None], Namespace] = {}
-        """By (adapter, salt): those that have blocks."""
+        self._told_block_bytes = told_block_bytes
+        self.counts: dict[EngineHash, int] = {}
+        """Where copies in the device tier are counted, of blocks that are not plain: the holding's."""
+        self.namespaces: dict[tuple[str | None, str | None, str], Namespace] = {}
+        """By (adapter, salt, chain): those that have blocks."""
         self.uses: dict[bytes, ScopeUse] = {}
         """Of each scope that has blocks, and of those that had some since `forget_unused_scopes` was called."""
-        self.known: dict[EngineHash, Block] = {}
-        """The block that a hash stands for; of a shared hash the first one."""
+        self.known: dict[EngineHash, Stretch] = {}
+        """The stretch with the block that a hash stands for; of a shared hash the first one."""
+        self.changed: list[Stretch] = []
+        """Stretches whose copies have changed, and parts cut off others, since residency took them; some may come twice."""
         self.evicted: OrderedDict[EngineHash, None] = (
             OrderedDict()
         )  # finding a dict's first key again and again is slow
@@ -43,67 +73,161 @@ class Lineage:
 
     # ---------------------------------------------------------------- chains
 
-    def namespace(self, adapter: str | None, salt: str | None, block_size: int) -> Namespace:
+    def namespace(self, adapter: str | None, salt: str | None, block_size: int, chain: str = OWN_CHAIN) -> Namespace:
         """The namespace of a root's chain; kept only while it has blocks, since each request may bring a salt of its own.
 
         Raises InvalidValue if adapter or salt can't be a scope's field.
         """
-        found = self.namespaces.get((adapter, salt))
+        found = self.namespaces.get((adapter, salt, chain))
         if found is None:
             settings = self._settings
             mapped = settings.salt_is_tenant and salt is not None
             tenant_id = salt if settings.salt_is_tenant and salt is not None else settings.tenant_id
-            scope = Scope(settings.model_id, settings.tokenizer_id, adapter, tenant_id)
-            found = Namespace(scope.scope_id, adapter, salt, None if mapped else salt)
-            self.uses[scope.scope_id] = ScopeUse(scope, block_size, settings.block_bytes)
+            scope = Scope(settings.model_id, settings.tokenizer_id, adapter, tenant_id, chain)
+            found = Namespace(scope.scope_id, adapter, salt, None if mapped else salt, chain)
+            block_bytes = settings.block_bytes_of(block_size) or self._told_block_bytes
+            self.uses.setdefault(scope.scope_id, ScopeUse(scope, block_size, block_bytes))
             self._maybe_unused.add(scope.scope_id)
         return found
 
-    def extend(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
-        """The blocks of packed sequence hashes that follow `parent`; blocks that don't exist yet are made."""
-        found: list[Block] = []
-        known = 0
-        first = packed[:HASH_BYTES]
-        block = namespace.roots.get(first) if parent is None else parent.child(first)
-        while block is not None:
-            found.append(block)
-            parent = block
-            known += HASH_BYTES
-            block = block.child(packed[known : known + HASH_BYTES]) if known < len(packed) else None
-        if known < len(packed):
-            found += self._make(namespace, parent, packed[known:] if known else packed)
-        return found
+    def record_block_bytes(self, namespace: Namespace, block_bytes: int) -> None:
+        """The engine tells how many bytes a block of the namespace has."""
+        use = self.uses[namespace.scope_id]
+        if use.block_bytes != block_bytes:
+            self.uses[namespace.scope_id] = replace(use, block_bytes=block_bytes)
 
-    def _make(self, namespace: Namespace, parent: Block | None, packed: bytes) -> list[Block]:
-        """New blocks: the next of the parent's stretch, if it is the last of that."""
-        stretch, first = self._stretch(namespace, parent, packed)
-        made: list[Block] = []
-        for at in range(first, first + len(packed) // HASH_BYTES):
-            block = Block(stretch, at, parent)
-            if parent is None:
-                self._add_root(block)
-            elif parent.children is None:
-                parent.children = block
-            else:
-                parent.add_child(block)
-            made.append(block)
-            parent = block
+    def set_told_block_bytes(self, block_bytes: int) -> None:
+        """The engine says how large its blocks are; scopes whose size is not known otherwise have it from now on."""
+        unknown = 0, self._told_block_bytes
+        self._told_block_bytes = block_bytes
+        for scope_id, use in self.uses.items():
+            if use.block_bytes in unknown and not self._settings.block_bytes_of(use.block_size):
+                self.uses[scope_id] = replace(use, block_bytes=block_bytes)
+
+    def extend(self, namespace: Namespace, parent: Stretch | None, packed: bytes) -> list[Block]:
+        """The blocks of packed sequence hashes that follow `parent`; blocks that don't exist yet are made."""
+        blocks: list[Block] = []
+        for at in range(0, len(packed), HASH_BYTES):
+            sequence_hash = packed[at : at + HASH_BYTES]
+            found = namespace.roots.get(sequence_hash) if parent is None else parent.child(sequence_hash)
+            if found is None:
+                found = self._make(namespace, parent, sequence_hash)
+            parent = self.take_out(found, 0)
+            blocks.append(parent)
+        return blocks
+
+    def add(
+        self, namespace: Namespace, parent: Stretch | None, packed: bytes, names: Sequence[EngineHash], copies: int
+    ) -> list[Stretch]:
+        """Make plain stretches of blocks that don't exist yet, whose names are unknown so far."""
+        if parent is not None:
+            parent = self._join(parent)
+        made: list[Stretch] = []
+        for first in range(0, len(names), LONG_STRETCH):
+            some = tuple(names[first : first + LONG_STRETCH])
+            parent = self._make(
+                namespace, parent, packed[HASH_BYTES * first : HASH_BYTES * (first + LONG_STRETCH)], some, copies
+            )
+            self.known.update(dict.fromkeys(some, parent))
+            made.append(parent)
         return made
 
-    @staticmethod
-    def _stretch(namespace: Namespace, parent: Block | None, packed: bytes) -> tuple[Stretch, int]:
-        """Where new blocks are to be: a stretch that has their hashes, and the first one's position in it."""
+    def _make(
+        self,
+        namespace: Namespace,
+        parent: Stretch | None,
+        packed: bytes,
+        names: tuple[EngineHash, ...] = (),
+        copies: int = 0,
+    ) -> Stretch:
+        made = Stretch(namespace, 0 if parent is None else parent.index + len(parent), packed, parent, names, copies)
         if parent is None:
-            return Stretch(namespace, 0, packed), 0
-        stretch, at = parent.stretch, parent.at + 1
-        if len(stretch.hashes) == at * HASH_BYTES and at < LONG_STRETCH:
-            stretch.hashes += packed
-            return stretch, at
-        return Stretch(namespace, parent.index + 1, packed), 0
+            self._add_root(made)
+        elif parent.children is None:
+            parent.children = made
+        else:
+            parent.add_child(made)
+        return made
 
-    def drop(self, block: Block | None) -> None:
+    def _join(self, stretch: Stretch) -> Stretch:
+        """A short plain stretch together with the one that it continues, if they are alike. What was announced is alike: so
+        both were settled, and change nothing if they are settled once more."""
+        before = stretch.parent
+        if (
+            before is None
+            or len(stretch.names) >= SHORT_STRETCH
+            or len(before.names) + len(stretch.names) > LONG_STRETCH
+            or not (stretch.plain and before.plain and before.children is stretch)
+            or not stretch.copies == before.copies == stretch.usable == before.usable == 1
+        ):
+            return stretch
+        before.absorb(stretch)
+        self.known.update(dict.fromkeys(stretch.names, before))
+        return before
+
+    # ---------------------------------------------------------------- parts of stretches
+
+    def cut(self, stretch: Stretch, at: int) -> Stretch:
+        """Cut a plain stretch before its block number `at`, which is not the first. Returns the part from there on."""
+        rest = stretch.cut(at)
+        self.known.update(dict.fromkeys(rest.names, rest))
+        self.changed.append(rest)
+        return rest
+
+    def cut_out(self, part: Part) -> Stretch:
+        """These blocks of a plain stretch as one of their own."""
+        stretch, first, last = part
+        if last < len(stretch.names):
+            self.cut(stretch, last)
+        return self.cut(stretch, first) if first else stretch
+
+    def take_out(self, stretch: Stretch, at: int) -> Block:
+        """The block number `at` of a stretch by itself, its copies counted by name."""
+        if stretch.plain:
+            stretch = self.cut_out(Part(stretch, at, at + 1))
+            stretch.plain = False
+            if stretch.copies:
+                self.counts[stretch.names[0]] = 1
+        return Block(stretch)
+
+    def block(self, name: EngineHash) -> Block | None:
+        """The block that a hash stands for (of a shared one the first), taken out of its stretch; None if it is unknown."""
+        stretch = self.known.get(name)
+        if stretch is None:
+            return None
+        return self.take_out(stretch, stretch.names.index(name)) if stretch.plain else Block(stretch)
+
+    def plain(self) -> Iterable[Stretch]:
+        """Every plain stretch."""
+        return dict.fromkeys(stretch for stretch in self.known.values() if stretch.plain)
+
+    def take_out_all(self) -> None:
+        """Take every block out of its stretch."""
+        for stretch in self.plain():
+            for at in reversed(range(len(stretch.names))):
+                self.take_out(stretch, at)
+
+    def find_evicted(self, place: Place, names: Sequence[EngineHash]) -> list[Part] | None:
+        """What plain stretches of evicted blocks a stored event begins with, block for block. None if the names stand for
+        anything else."""
+        parts: list[Part] = []
+        at = 0
+        while at < len(names) and (stretch := self.known.get(names[at])) is not None:
+            if not stretch.plain or stretch.copies or stretch.namespace is not place.namespace:
+                return None
+            first = stretch.names.index(names[at])
+            alike = takewhile(lambda two: two[0] == two[1], zip(names[at:], stretch.names[first:], strict=False))
+            last = first + sum(1 for _ in alike)
+            there, here = slice(HASH_BYTES * first, HASH_BYTES * last), HASH_BYTES * at
+            if stretch.hashes[there] != place.hashes[here : here + HASH_BYTES * (last - first)]:
+                return None
+            parts.append(Part(stretch, first, last))
+            at += last - first
+        return parts
+
+    def drop(self, block: Stretch | None) -> None:
         """Forget the block and its ancestors, up to the first that has a name or another descendant."""
-        while block is not None and not block.names and block.children is None:
+        while block is not None and not block.named and block.children is None:
             parent = block.parent
             if parent is not None:
                 parent.remove_child(block)
@@ -111,18 +235,18 @@ class Lineage:
                 self._drop_root(block)
             block = parent
 
-    def _add_root(self, block: Block) -> None:
+    def _add_root(self, block: Stretch) -> None:
         namespace = block.namespace
         if not namespace.roots:
-            self.namespaces[namespace.adapter, namespace.salt] = namespace
+            self.namespaces[namespace.adapter, namespace.salt, namespace.chain] = namespace
             self._namespaces_of[namespace.scope_id] = self._namespaces_of.get(namespace.scope_id, 0) + 1
         namespace.roots[block.sequence_hash] = block
 
-    def _drop_root(self, block: Block) -> None:
+    def _drop_root(self, block: Stretch) -> None:
         namespace = block.namespace
         del namespace.roots[block.sequence_hash]
         if not namespace.roots:
-            del self.namespaces[namespace.adapter, namespace.salt]
+            del self.namespaces[namespace.adapter, namespace.salt, namespace.chain]
             self._namespaces_of[namespace.scope_id] -= 1
             if not self._namespaces_of[namespace.scope_id]:
                 del self._namespaces_of[namespace.scope_id]
@@ -143,37 +267,42 @@ class Lineage:
         if self.variants.detached.pop(name, None) is not None:
             self.variants.touch((name,))
             return  # it counts already
-        block.names += 1
-        if block.names == 1:
-            block.first_name = name
+        block.named += 1
+        if block.named == 1:
+            block.names = (name,)
         else:
+            for child in list(block.iter_children()):
+                self.take_out(child, 0)
             self.variants.add(name, block)
-
-    def add_first_names(self, names: Sequence[EngineHash], blocks: Sequence[Block]) -> None:
-        """The names, unknown so far, stand for these blocks, which had none."""
-        self.known.update(zip(names, blocks, strict=True))
-        for name, block in zip(names, blocks, strict=True):
-            block.names = 1
-            block.first_name = name
 
     def share_name(self, name: EngineHash, block: Block) -> None:
         """`name` stands for `block` too, besides the block that it is known for."""
         self._others.setdefault(name, []).append(block)
-        block.names += 1
-        if block.names == 1:
-            block.first_name = name
+        block.named += 1
+        if block.named == 1:
+            block.names = (name,)
 
-    def find(self, name: EngineHash, event: EngineStored) -> Block | None:
-        """The block that the event means by `name`, its parent's or one of its own; None if it is not known in the event's
+    def find_parent(self, event: EngineStored) -> Stretch | None:
+        """The stretch that ends with the block that the event names as its parent; None if it is not known in the event's
         namespace."""
+        name = event.parent
+        stretch = None if name is None else self.find(name, event)
+        if stretch is not None and stretch.plain and stretch.names[-1] != name:
+            self.cut(stretch, stretch.names.index(name) + 1)
+        return stretch
+
+    def find(self, name: EngineHash, event: EngineStored) -> Stretch | None:
+        """The stretch with the block that the event means by `name`, its parent's or one of its own; None if it is not known in
+        the event's namespace."""
         block = self.known.get(name)
         if block is None:
             return None
-        any_salt = event.salt is None and event.salt_inherited
+        any_salt, chain = event.salt is None and event.salt_inherited, event.chain
         others = self._others.get(name)
         for one in (block,) if others is None else (block, *others):
             namespace = one.namespace
-            if namespace.adapter == event.adapter and (any_salt or namespace.salt == event.salt):
+            same = namespace.adapter == event.adapter and namespace.chain == chain
+            if same and (any_salt or namespace.salt == event.salt):
                 return one
         return None
 
@@ -191,20 +320,35 @@ class Lineage:
         if self.variants.children_of:
             self.variants.touch((name,))
 
-    def trim(self, capacity: int) -> tuple[dict[EngineHash, Block], list[Block]]:
-        """Forget the hashes evicted first, down to `capacity`. Returns them with the blocks that they were known for, and all
-        blocks that lost a hash."""
-        forgotten: dict[EngineHash, Block] = {}
+    def trim(self, capacity: int) -> tuple[dict[EngineHash, Stretch], list[Block]]:
+        """Forget the hashes evicted first, down to `capacity`. Returns them with what they were known for, and all blocks that
+        lost a hash with others behind them."""
+        forgotten: dict[EngineHash, Stretch] = {}
         lost: list[Block] = []
         while len(self.evicted) > capacity:
             name, _ = self.evicted.popitem(last=False)
-            block = forgotten[name] = self.known.pop(name)
+            stretch = self.known[name]
+            if stretch.plain and stretch.children is None and stretch.names[-1] == name:
+                forgotten[name] = stretch
+                self._forget_last(stretch)
+                continue
+            block = forgotten[name] = self.take_out(stretch, stretch.names.index(name) if stretch.plain else 0)
+            del self.known[name]
             blocks = (block, *self._others.pop(name, ()), *self.variants.forget(name, block))
             self._remove_name(blocks)
             lost += blocks
         return forgotten, lost
 
+    def _forget_last(self, stretch: Stretch) -> None:
+        """Forget the last block of a plain stretch that nothing follows."""
+        del self.known[stretch.names[-1]]
+        if len(stretch.names) > 1:
+            stretch.names, stretch.hashes = stretch.names[:-1], stretch.hashes[:-HASH_BYTES]
+        else:
+            stretch.named = 0
+            self.drop(stretch)
+
     def _remove_name(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            block.names -= 1
+            block.named -= 1
             self.drop(block)

@@ -7,7 +7,7 @@ block that a batch changed, and per descendant only if a hole opens or is filled
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from publishers.ledger.block import COPIES_BITS, ORPHAN, Block, tiers_held
+from publishers.ledger.block import COPIES_BITS, ORPHAN, Stretch, tiers_held
 
 _SECOND_TIER = 1 << COPIES_BITS
 
@@ -16,30 +16,30 @@ _SECOND_TIER = 1 << COPIES_BITS
 class UsableChange:
     """What one batch changed in the usable residency; flags are those of `kvatlas.blocks.tiers`.
 
-    `removed`: (block, flags it had), in no order of depth. `added`: blocks that became usable, parents first. `moved`:
-    (block, flags it had) of those whose tiers changed. `Block.usable` has the flags from now on.
+    `removed`: (blocks, flags they had), in no order of depth. `added`: blocks that became usable, parents first. `moved`:
+    (blocks, flags they had) of those whose tiers changed. `Stretch.usable` has the flags from now on.
     """
 
-    removed: list[tuple[Block, int]] = field(default_factory=list)
-    added: list[Block] = field(default_factory=list)
-    moved: list[tuple[Block, int]] = field(default_factory=list)
+    removed: list[tuple[Stretch, int]] = field(default_factory=list)
+    added: list[Stretch] = field(default_factory=list)
+    moved: list[tuple[Stretch, int]] = field(default_factory=list)
     withdrawn: int = 0
     restored: int = 0
 
 
 class PrefixClosure:
-    """The only writer of `Block.usable`. `orphans` counts the blocks that are held behind a hole."""
+    """The only writer of `Stretch.usable`. `orphans` counts the blocks that are held behind a hole."""
 
     __slots__ = ("orphans",)
 
     def __init__(self) -> None:
         self.orphans = 0
 
-    def settle(self, changed: Iterable[Block]) -> UsableChange:
+    def settle(self, changed: Iterable[Stretch]) -> UsableChange:
         """Bring `usable` in line with `copies` for the blocks whose copies changed, and for their descendants."""
         change = UsableChange()
         removed, moved, added = change.removed, change.moved, change.added
-        entering: list[Block] = []
+        entering: list[Stretch] = []
         for block in changed:
             copies, usable = block.copies, block.usable
             held = copies if copies <= 1 else 1 if copies < _SECOND_TIER else tiers_held(copies)
@@ -55,7 +55,7 @@ class PrefixClosure:
                     entering.append(block)
             elif usable:
                 block.usable = 0
-                self.orphans -= 1
+                self.orphans -= len(block)
         if removed:
             self._withdraw(change)
         for block in entering:
@@ -69,7 +69,7 @@ class PrefixClosure:
                         self._restore(block, change)
             elif block.usable == 0:
                 block.usable = ORPHAN
-                self.orphans += 1
+                self.orphans += len(block)
         if change.withdrawn and moved:
             change.moved = [(block, before) for block, before in moved if block.usable > 0]
         return change
@@ -80,22 +80,22 @@ class PrefixClosure:
         before = {id(block): flags for block, flags in change.moved}
         for block, _ in removed:
             children = block.children
-            if children is None or (isinstance(children, Block) and children.usable <= 0):
+            if children is None or (isinstance(children, Stretch) and children.usable <= 0):
                 continue
             for child in block.iter_children():
                 if child.usable > 0:
                     removed.append((child, before.get(id(child), child.usable)))
                     child.usable = ORPHAN
-                    self.orphans += 1
-                    change.withdrawn += 1
+                    self.orphans += len(child)
+                    change.withdrawn += len(child)
 
-    def _restore(self, block: Block, change: UsableChange) -> None:
+    def _restore(self, block: Stretch, change: UsableChange) -> None:
         """A hole was filled: the blocks held behind it are usable again, chain by chain, parents first."""
         waiting = [child for child in block.iter_children() if child.usable == ORPHAN]
         while waiting:
             child = waiting.pop()
             child.usable = tiers_held(child.copies)
             change.added.append(child)
-            self.orphans -= 1
-            change.restored += 1
+            self.orphans -= len(child)
+            change.restored += len(child)
             waiting.extend(grandchild for grandchild in child.iter_children() if grandchild.usable == ORPHAN)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvatlas.blocks.hashing import ExtraKeys, extend_chain, lookahead_chain
+from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, chain_of_local_hashes, extend_chain, lookahead_chain
 from kvatlas.errors import InvalidValue
 from kvatlas.events import EngineHash, EngineStored
 from publishers.ledger.awaiting_parent import AwaitingParent
-from publishers.ledger.block import Block
+from publishers.ledger.block import Block, Stretch
 from publishers.ledger.counters import LedgerCounters
-from publishers.ledger.lineage import Lineage
+from publishers.ledger.lineage import Lineage, Place
 
 
 class BlockResolver:
@@ -29,14 +29,23 @@ class BlockResolver:
 
     def resolve(self, event: EngineStored) -> list[Block] | None:
         """The blocks of the event's hashes; None (counted) if they can't be known."""
+        place = self.locate(event)
+        return None if place is None else self._lineage.extend(*place)
+
+    def locate(self, event: EngineStored) -> Place | None:
+        """Where the blocks of the event's hashes belong; None (counted) if that can't be known."""
         hashes, lineage, counters = event.hashes, self._lineage, self._counters
-        if not event.token_ids or (event.offloaded and self.uses_keys and not has_keys(event)):
+        if event.sequence_hashes:
+            return self._locate_sequence_hashes(event)
+        local = event.local_hashes
+        if (not event.token_ids and local is None) or (event.offloaded and self.uses_keys and not has_keys(event)):
             counters.placeholder_unknown += sum(name not in lineage.known for name in hashes)
             return None
         if event.block_size != self.block_size:
             counters.other_block_size += len(hashes)
             return None
-        if len(event.token_ids) != len(hashes) * event.block_size:
+        told = len(event.token_ids) if local is None else len(local.hashes) * event.block_size
+        if told != len(hashes) * event.block_size:
             counters.unindexable += len(hashes)
             return None
         if not len(event.lookahead) == event.lookahead_tokens == self.lookahead_tokens:
@@ -45,16 +54,17 @@ class BlockResolver:
             return None
         keys, tokens = event.extra_keys, event.token_ids
         above: int | None = None
-        parent: Block | None = None
+        parent: Stretch | None = None
         try:
             if event.lookahead_tokens:
                 above, tokens = lookahead_chain([*tokens, *event.lookahead], event.lookahead_tokens)
             if event.parent is None:
-                namespace = lineage.namespace(event.adapter, event.salt, event.block_size)
+                namespace = lineage.namespace(event.adapter, event.salt, event.block_size, event.chain)
+                above = above if local is None else local.root
                 if namespace.root_salt is not None:
                     keys = with_root_salt(keys, namespace.root_salt)
             else:
-                parent = lineage.find(event.parent, event)
+                parent = lineage.find_parent(event)
                 if parent is None:
                     # what is left of its copies when the parent is known may else be another salt's
                     if event.salt_inherited and not event.offloaded:
@@ -62,12 +72,37 @@ class BlockResolver:
                     counters.unknown_parent += len(hashes)
                     return None
                 namespace = parent.namespace
-                above = int.from_bytes(parent.sequence_hash, "little")
-            packed = extend_chain(tokens, event.block_size, above, keys)
+                above = int.from_bytes(parent.hashes[-HASH_BYTES:], "little")
+            if local is None:
+                packed = extend_chain(tokens, event.block_size, above, keys)
+            else:
+                packed = chain_of_local_hashes(local.hashes, above)
         except InvalidValue:
             counters.unindexable += len(hashes)
             return None
-        return lineage.extend(namespace, parent, packed)
+        if event.block_bytes:
+            lineage.record_block_bytes(namespace, event.block_bytes)
+        return Place(namespace, parent, packed)
+
+    def _locate_sequence_hashes(self, event: EngineStored) -> Place | None:
+        """The place of sequence hashes that another publisher computed."""
+        count = len(event.hashes)
+        if event.block_size != self.block_size or len(event.sequence_hashes) != count * HASH_BYTES:
+            self._counters.other_block_size += count
+            return None
+        parent = self._lineage.find_parent(event)
+        if parent is None and event.parent is not None:
+            self.awaiting.keep(event)
+            self._counters.unknown_parent += count
+            return None
+        if parent is not None:
+            return Place(parent.namespace, parent, event.sequence_hashes)
+        try:
+            namespace = self._lineage.namespace(event.adapter, event.salt, event.block_size)
+        except InvalidValue:
+            self._counters.unindexable += count
+            return None
+        return Place(namespace, None, event.sequence_hashes)
 
     def resolve_awaiting(self, names: Sequence[EngineHash]) -> Iterator[tuple[EngineHash, Block, EngineHash | None]]:
         """These hashes are known: so are the blocks of the events that waited for them, whatever is still held of these.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, Scope
+from kvatlas.validation import MAX_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class LedgerSettings:
     announces hits again, so a copy counts once however often it is announced (vLLM with `kv_cache_report_mode="full"`).
     `salt_is_tenant`: a cache salt is the tenant's id, else it is hashed.
     `adapter_ids`: the names of adapters by the ids of an engine that tells no names; of others' blocks nothing is held.
-    `keep_untold`: hold blocks whose removal nobody tells, until `Ledger.expire` says so.
+    `keep_untold`: hold blocks whose removal nobody tells, until `Ledger.expire` says so. `has_store`: those of an object store
+    are in a shared store with a publisher of its own (`publishers.shared_store`).
     Raises InvalidValue for sizes below 1 or names that can't be a scope's.
     """
 
@@ -28,6 +30,7 @@ class LedgerSettings:
     tenant_id: str = DEFAULT_TENANT
     block_size: int | None = None
     block_bytes: int = 0
+    token_bytes: int = 0
     granularity: int = 1
     set_semantics: bool = False
     salt_is_tenant: bool = False
@@ -37,6 +40,7 @@ class LedgerSettings:
     eagle_groups: frozenset[int] = frozenset()
     hybrid: bool = False
     keep_untold: bool = False
+    has_store: bool = False
     adapter_ids: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,8 +51,13 @@ class LedgerSettings:
             raise InvalidValue(f"granularity {self.granularity}; expected at least 1")
         for what, number in (
             ("bytes per block", self.block_bytes),
+            ("bytes per token", self.token_bytes),
             ("chunk size", self.chunk_tokens),
             ("scheduler block size", self.alignment_tokens),
         ):
             if number < 0:
                 raise InvalidValue(f"{what} {number}; expected 0 (unknown) or more")
+
+    def block_bytes_of(self, block_size: int | None) -> int:
+        """Bytes of KV cache in a block of so many tokens; 0: unknown."""
+        return self.block_bytes or min(MAX_BLOCK_BYTES, self.token_bytes * (block_size or 0))

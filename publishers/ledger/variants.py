@@ -24,13 +24,15 @@ class Variants:
         self._touched: dict[EngineHash, None] = {}
 
     def add(self, name: EngineHash, block: Block) -> None:
-        """`name` stands for `block` besides other hashes. What descends from it so far hangs on its first hash."""
+        """`name` stands for `block` besides other hashes. What descends from it so far hangs on its first hash; no child is
+        plain."""
         names = self.names.get(block)
         if names is None:
-            names = self.names[block] = {block.first_name: None}
+            (first_name,) = block.names
+            names = self.names[block] = {first_name: None}
             for child in block.iter_children():
-                for child_name in self.names.get(child, (child.first_name,)) if child.names else ():
-                    self.hang(child_name, block.first_name)
+                for child_name in self.names.get(Block(child), child.names) if child.named else ():
+                    self.hang(child_name, first_name)
         names[name] = None
 
     def hang(self, name: EngineHash, parent_name: EngineHash) -> None:
@@ -76,7 +78,7 @@ class Variants:
             names.pop(name, None)
             if len(names) == 1:
                 del self.names[block]
-            block.first_name = next(iter(names))
+            block.names = (next(iter(names)),)
         if (parent_name := self.parent_of.pop(name, None)) is not None:
             self._unhang(name, parent_name)
         self._touched.pop(name, None)

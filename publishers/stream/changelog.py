@@ -3,7 +3,8 @@
 Invariants:
 - what was put in the outbox of an incarnation, snapshot first, adds up to what the ledger announces, unless the outbox
   takes nothing more; then a new incarnation is due. One that is due for another reason may wait for a grant, and the index
-  is told of every change until it begins;
+  is told of every change until it begins. One that is due because changes were lost withdraws all that the old one claims as
+  soon as a grant is refused: removals may be among what was lost;
 - a new incarnation is above every one before it, the saved one and every requested one.
 """
 
@@ -49,6 +50,9 @@ class Changelog:
         self.ledger = ledger
         self.outbox = Outbox(worker_id, limits, ledger.settings.granularity)
         self.incarnation_due: IncarnationReason | None = None
+        self.begun_us = 0
+        """When the incarnation began; 0 before the first."""
+        self.begun_because: IncarnationReason | None = None
         self.saved_incarnation = saved_incarnation
         self.yielded = False
         """Another publisher publishes this worker: no incarnation begins here."""
@@ -56,9 +60,12 @@ class Changelog:
         self._checkpoints = CheckpointClock(checkpoints or CheckpointSettings())
         self._rng = rng or random.Random()
         self._requested = 0
+        self.snapshot_request: Headers = None
         self._pending: list[EngineEvent] = []
         self._sealed = False
         """The next change is the last one of this incarnation."""
+        self._lost = False
+        """Changes did not fit in the outbox, and the index claims what was there before."""
 
     # ---------------------------------------------------------------- from the engine
 
@@ -102,8 +109,7 @@ class Changelog:
             return 0
         messages = self.outbox.put(events, self.ledger.uses, now_us, headers)
         if not messages:
-            self._counters.overflows += 1
-            self.require_incarnation(IncarnationReason.OVERFLOW)
+            self._overflow()
             return 0
         if self._sealed:
             self.outbox.overflowed, self._sealed = True, False
@@ -122,6 +128,16 @@ class Changelog:
         if self.outbox.incarnation or self.incarnation_due is not None:
             self.require_incarnation(IncarnationReason.STARTED_OVER)
 
+    def withdraw(self, now_us: int) -> bool:
+        """The snapshot that is due has to wait. If changes were lost, the old incarnation ends by saying that all is gone.
+        Returns if it does."""
+        if not self._lost:
+            return False
+        self._lost = False
+        self.outbox.finish(Cleared(), now_us)
+        self._count([Cleared()], 1)
+        return True
+
     # ---------------------------------------------------------------- incarnations
 
     def split_smaller(self, seq: int) -> bool:
@@ -129,6 +145,7 @@ class Changelog:
         they can't be any smaller."""
         if not self.outbox.halve_messages(seq):
             return False
+        self._lost = False  # nothing of this incarnation is sent any more
         self.require_incarnation(IncarnationReason.TOO_LARGE)
         return True
 
@@ -137,10 +154,11 @@ class Changelog:
         if self.incarnation_due is None:
             self.incarnation_due = reason
 
-    def request_snapshot(self, above: int) -> bool:
+    def request_snapshot(self, above: int, headers: Headers = None) -> bool:
         """Incarnation `above` is in doubt. False if ours is above it already, so that nothing needs to be done.
 
-        Raises InvalidValue if no incarnation is left above it.
+        `headers`: the trace context of the request, which `snapshot_request` has until the snapshot begins. Raises
+        InvalidValue if no incarnation is left above it.
         """
         if self.outbox.incarnation > above:
             return False
@@ -148,6 +166,7 @@ class Changelog:
         self._requested = max(self._requested, above)
         if self.outbox.incarnation or self.incarnation_due is not None:
             self.require_incarnation(IncarnationReason.REQUESTED)
+        self.snapshot_request = headers
         return True
 
     def next_incarnation(self, now_us: int) -> int:
@@ -165,15 +184,16 @@ class Changelog:
         """About how large a snapshot would be now."""
         return (self.ledger.digest.blocks + 3 * self.ledger.marked_blocks) * HASH_BYTES
 
-    def begin_incarnation(self, incarnation: int, now_us: int) -> bool:
-        """Begin the incarnation that is due with a snapshot of all that is announced, pending events folded in.
+    def begin_incarnation(self, incarnation: int, now_us: int, headers: Headers = None) -> bool:
+        """Begin the incarnation that is due with a snapshot of all that is announced, pending events folded in. `headers`: of
+        its messages.
 
         False, and nothing is done, if yielded, or if meanwhile one above `incarnation` was requested (take another number).
         """
         if self.yielded or incarnation <= max(self.outbox.incarnation, self.saved_incarnation, self._requested):
             return False
         self.fold()
-        self._sealed = False
+        self._sealed = self._lost = False
         chunks = self.ledger.snapshot()
         ledger = self.ledger
         messages = self.outbox.begin(
@@ -184,8 +204,10 @@ class Changelog:
             now_us,
             dropped=ledger.dropped,
             marks=ledger.mark_snapshot(),
+            headers=headers,
         )
-        self.incarnation_due = None
+        self.begun_us, self.begun_because, self.incarnation_due = now_us, self.incarnation_due, None
+        self.snapshot_request = None
         self._checkpoints.reset()
         self._counters.snapshots += 1
         self._counters.snapshot_blocks += self.ledger.digest.blocks
@@ -204,6 +226,7 @@ class Changelog:
     def yield_worker(self) -> None:
         """Publish nothing more until `take_over`; what the engine holds is followed all the same."""
         self.yielded = True
+        self._lost = False
         self.outbox.drop()
         self.require_incarnation(IncarnationReason.TAKEN_OVER)
 
@@ -226,8 +249,13 @@ class Changelog:
             self._counters.checkpoints += 1
             self._counters.messages += 1
         else:
-            self._counters.overflows += 1
-            self.require_incarnation(IncarnationReason.OVERFLOW)
+            self._overflow()
+
+    def _overflow(self) -> None:
+        """The outbox takes nothing more of this incarnation."""
+        self._counters.overflows += 1
+        self._lost = True
+        self.require_incarnation(IncarnationReason.OVERFLOW)
 
     @property
     def flushed(self) -> bool:

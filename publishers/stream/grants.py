@@ -29,9 +29,11 @@ async def await_grant(
     next_request: Callable[[], GrantRequest | None],
     counters: PublisherCounters,
     rng: random.Random,
+    on_refused: Callable[[], None],
 ) -> None:
     """Ask until granted, with jitter: when the owner says so, or with back-off if no owner answers. `next_request` is called
-    each time: what is held changes meanwhile; None: no grant is needed any more."""
+    each time: what is held changes meanwhile; None: no grant is needed any more. `on_refused`: called for every answer that is
+    no grant, or missing."""
     backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     while (request := next_request()) is not None:
         counters.grants_asked += 1
@@ -49,4 +51,5 @@ async def await_grant(
                 return
             counters.grants_denied += 1
             wait_s = max(reply.retry_after_ms / 1000, FIRST_PAUSE_S)
+        on_refused()
         await anyio.sleep(wait_s * rng.uniform(0.75, 1.25) + rng.uniform(0, FIRST_PAUSE_S))

@@ -201,6 +201,12 @@ class Outbox:
         self.misplaced = False
         self.overflowed = True
 
+    def finish(self, event: IndexEvent, ts_us: int) -> None:
+        """Put the last message of this incarnation, whatever the limits: nothing more is taken until the next `begin`."""
+        (payload,) = self._encode([event], {}, ts_us, self.limits.message_bytes)
+        self._kept.append(_Kept(payload, None, 0))
+        self.overflowed = True
+
     def checkpoint(self, digest: Sequence[int], ts_us: int) -> int:
         """Put a checkpoint: `digest` (see `Checkpoint`) is of everything put in so far."""
         return self.put([Checkpoint(digest)], {}, ts_us)

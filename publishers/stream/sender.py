@@ -78,11 +78,18 @@ class Sender:
         self.trouble: str | None = None
         """why publishing is blocked; None while it is not"""
         self._trouble_since_s = 0.0
+        self.refused_without_stream = False
+        """The trouble is that this NATS has no event stream."""
 
     @property
     def ready(self) -> bool:
         """Connected, and the stream's last answer was good."""
         return self._client.is_connected and self.trouble is None
+
+    @property
+    def blocked_s(self) -> float:
+        """For how long publishing has been blocked; 0 while it is not."""
+        return 0.0 if self.trouble is None else monotonic() - self._trouble_since_s
 
     def wake(self) -> None:
         self._wakeup.wake()
@@ -195,6 +202,7 @@ class Sender:
             self._set_trouble(f"{refused}; expected its max_msg_size to be {2 * SMALLEST_MESSAGE_BYTES} or more")
         else:
             self._set_trouble(str(refused))
+            self.refused_without_stream = refused.refusal is Refusal.NO_STREAM
         self._not_before_s = monotonic() + self._backoff.next_s()
         self._go_back()
         self._wakeup.wake()
@@ -210,6 +218,7 @@ class Sender:
             blocked_s = monotonic() - self._trouble_since_s
             log.info("worker %s: publishing resumed after %.1f s", self._outbox.worker_id, blocked_s)
         self.trouble = trouble
+        self.refused_without_stream = False
 
     def _reconnects(self) -> int:
         return int(self._client.stats["reconnects"])

@@ -113,7 +113,7 @@ class AdmissionQueue:
 
     def waiting(self) -> int:
         """How many requests wait, in all pools."""
-        return sum(len(line.queue) for line in self._lines.values())
+        return sum(len(line.queue) for line in list(self._lines.values()))  # metrics are read on another thread
 
     async def admit(
         self, pool_id: str, book: Callable[[], Awaitable[T | None]], *, priority: int, tenant: str, tokens: int

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Sequence
 from secrets import token_bytes
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 from kvatlas.cost.protocol import Load
@@ -18,6 +19,7 @@ from kvatlas.reservations import (
 )
 from kvatlas.reservations.evaluation import Candidates, WorkerLoad, evaluate
 from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas.telemetry import sampled_context
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
@@ -96,8 +98,10 @@ class Booker:
         ids = [id for id in (booking.id, booking.prefill_id) if id is not None]
         answered = False
         try:
+            began = perf_counter()
             evaluation = await deadline.wait_for(self._reservations.book(pool_id, booking))
             answered = True
+            self._counters.booking_time.add(perf_counter() - began, span=sampled_context())
         except CrowdsUnknown:
             answered = True
             raise

@@ -33,7 +33,8 @@ from router_client.settings import RouterSettings
 class Decision:
     """`results` cheapest first, empty if no worker may get the prompt. `worker_id`: the worker to use.
 
-    `unread`: how many more candidates there are, which cost no less.
+    `unread`: how many more candidates there are, which cost no less. `index`: who said what the workers hold, if the
+    router has a replica of the index.
     """
 
     pool: Pool
@@ -44,6 +45,7 @@ class Decision:
     would_be: str | None = None
     reservation: Reservation | None = None
     unread: int = 0
+    index: str = ""
 
     @property
     def result(self) -> SelectionResult:
@@ -67,6 +69,7 @@ class PairDecision:
     why: str = ""
     reservations: tuple[Reservation, ...] = ()
     would_be: None = None
+    index: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +100,14 @@ class Decider:
         self.index = IndexLookup(index, counters, load_only=settings.load_only)
         self._fleet = fleet
         self._settings = settings
+        self._counters = counters
         self._policy = RoutingPolicy(settings)
         self._booker = Booker(fleet, reservations, leases, settings, counters, self.late_calls, now_us)
 
     async def read_pool(self, pool_id: str) -> Pool:
         """Within the deadline, else as last read. Raises Unreachable if it never was."""
-        return await self._fleet.read_pool_in_time(pool_id, self._start_deadline(), call_store=True)
+        pool, _ = await self._read_pool(pool_id, self._start_deadline(), call_store=True)
+        return pool
 
     async def rank(self, prompt: Prompt) -> Decision:
         """Every candidate. Raises what the store raises."""
@@ -174,7 +179,9 @@ class Decider:
             evaluation = self._booker.look_alone(prompt.scope.pool_id, ask)
             result = BookingResult(evaluation, self._booker.book_alone(prompt, ask) if book else ())
         ranking = PairRanking(pairs, result.evaluation, self._policy.criteria(prompt))
-        return PairDecision(situation.pool, ranking, situation.basis, why, result.reservations)
+        return PairDecision(
+            situation.pool, ranking, situation.basis, why, result.reservations, index=situation.lookup.source
+        )
 
     # ------------------------------------------------------------ steps
 
@@ -187,8 +194,14 @@ class Decider:
     async def _read_situation(
         self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool
     ) -> Situation:
-        pool = await self._fleet.read_pool_in_time(prompt.scope.pool_id, deadline, call_store=call_store)
-        return await self.index.look_up_in_time(prompt, self._policy.narrow(pool, prompt, avoid), deadline)
+        pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=call_store)
+        situation = await self.index.look_up_in_time(prompt, self._policy.narrow(pool, prompt, avoid), deadline)
+        return replace(situation, why=why) if why and not situation.why else situation
+
+    async def _read_pool(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> tuple[Pool, str]:
+        pool, why = await self._fleet.read_pool_in_time(pool_id, deadline, call_store=call_store)
+        self._counters.fleet_failures += bool(why)
+        return pool, why
 
     def _price(self, prompt: Prompt, situation: Situation, *, follow: bool = False) -> _Case | None:
         """None without a candidate."""
@@ -246,6 +259,7 @@ class Decider:
             situation.why,
             reservation=reservations[0] if reservations else None,
             unread=len(quotes.pool.candidates) - len(matched),
+            index=situation.lookup.source,
         )
 
     def _decide_alone(self, case: _Case, *, book: bool) -> Decision:
@@ -268,8 +282,10 @@ class Decider:
         best = results[0].worker_id
         if case.followed is not None:
             why = f"cost would choose {best}"
-            return Decision(situation.pool, results, case.followed, Basis.POLICY, why, best)
-        return Decision(situation.pool, results, best, situation.basis, situation.why)
+            return Decision(
+                situation.pool, results, case.followed, Basis.POLICY, why, best, index=situation.lookup.source
+            )
+        return Decision(situation.pool, results, best, situation.basis, situation.why, index=situation.lookup.source)
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:

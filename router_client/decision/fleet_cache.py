@@ -9,6 +9,7 @@ from typing import Protocol
 from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
 from kvatlas.fleet.records import FleetRecord
+from kvatlas.telemetry import step_span
 from router_client.decision.fail_open import READ_SHARE, STORE_FAILURES, Deadline
 from router_client.learning.bound_shares import BoundShares
 from router_client.pricing.pool import Pool
@@ -65,11 +66,8 @@ class FleetCache:
         rules: BoundShares | None = None,
         clock: Callable[[], float] = time.monotonic,
         profile: Callable[[str], Awaitable[CostProfile]] | None = None,
-        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`profile`: the prices of a pool's workers; called while the records are read. `on_failure`: called for a read that
-        was not done in time."""
-        self._on_failure = on_failure
+        """`profile`: the prices of a pool's workers; called while the records are read."""
         self._reader = reader
         self._rules = rules or BoundShares(ReuseRules())
         self._made_with: dict[str, int] = {}
@@ -98,21 +96,21 @@ class FleetCache:
             self._kept[pool_id] = (float("-inf"), kept[1])
         return await self.read_pool(pool_id)
 
-    async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> Pool:
-        """The pool within READ_SHARE of the deadline; as last known if that fails, or if `call_store` is False.
+    async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> tuple[Pool, str]:
+        """The pool within READ_SHARE of the deadline, and ''; as last known if that fails, and why. If `call_store` is False,
+        as last known.
 
         A pool that was never read is waited for: there is nothing to decide by. Raises Unreachable for it.
         """
         known = self.last_known(pool_id)
         if known is None:
-            return await self.read_pool(pool_id)
+            return await self.read_pool(pool_id), ""
         if not call_store:
-            return known
+            return known, ""
         try:
-            return await deadline.wait_for(self.read_pool(pool_id), READ_SHARE)
-        except STORE_FAILURES:
-            self._on_failure()
-            return self.last_known(pool_id) or known
+            return await deadline.wait_for(self.read_pool(pool_id), READ_SHARE), ""
+        except STORE_FAILURES as error:
+            return self.last_known(pool_id) or known, f"fleet: {deadline.describe(error)}"
 
     def last_known(self, pool_id: str) -> Pool | None:
         """The pool as it was last read, however long ago; None if it never was."""
@@ -127,6 +125,10 @@ class FleetCache:
         await asyncio.gather(*reads, return_exceptions=True)
 
     async def _read(self, pool_id: str) -> Pool:
+        with step_span("read pool"):
+            return await self._read_store(pool_id)
+
+    async def _read_store(self, pool_id: str) -> Pool:
         began = self._clock()
         read = await self._reader.pool(pool_id)
         if not read and pool_id not in self._last:

@@ -1,7 +1,9 @@
 """Looking a prompt up in the index within a decision's deadline; if the index is slow, away or switched off, load decides."""
 
 from dataclasses import dataclass
+from time import perf_counter
 
+from kvatlas.telemetry import sampled_context
 from router_client.counters import RouterCounters
 from router_client.decision.fail_open import READ_SHARE, STORE_FAILURES, Basis, CircuitBreaker, Deadline
 from router_client.pricing.overlap import OverlapIndex, PromptLookup, look_up_overlap
@@ -11,7 +13,8 @@ from router_client.prompt import Prompt, Strategy
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The state that a decision starts from, before load. `why`: one line, if the lookup is without the index."""
+    """The state that a decision starts from, before load. `why`: one line, if it is without the index, or its pool as
+    read before."""
 
     pool: Pool
     lookup: PromptLookup
@@ -44,7 +47,9 @@ class IndexLookup:
             why = "index: no answer lately"
         else:
             try:
+                began = perf_counter()
                 lookup = await deadline.wait_for(self.look_up(prompt, pool), READ_SHARE)
+                self._counters.lookup_time.add(perf_counter() - began, span=sampled_context())
             except STORE_FAILURES as error:
                 self._counters.index_failures += 1
                 self._breaker.record_failure()

@@ -36,32 +36,42 @@ class PairBooker:
         self._seen: Mapping[str, FleetRecord] | None = None
         self._pools: dict[str, _Prefillers] = {}
 
-    async def book(self, prompt: Prompt, text: TextRequest | None, avoid: frozenset[str], *, apart: bool) -> Booked:
-        """`apart` False: a pair only if no single worker is left. `text` None: a request whose prompt is not read. Raises
-        NoWorkers, and what booking raises."""
+    async def book(
+        self,
+        prompt: Prompt,
+        text: TextRequest | None,
+        avoid: frozenset[str],
+        *,
+        apart: bool = True,
+        dry_run: bool = False,
+    ) -> Booked:
+        """`apart` False: a pair only if no single worker is left. `text` None: a request whose prompt is not read. `dry_run`:
+        nothing is booked. Raises NoWorkers, and what booking raises."""
         prefillers = await self._prefillers_of(prompt.scope.pool_id)
         if prefillers is None:
-            return await self._client.reserve(prompt, avoid=avoid)
+            return await self._client.reserve(prompt, avoid=avoid, dry_run=dry_run)
         pairs = self._apart and text is not None and _can_go_apart(text, prefillers)
         if apart and pairs:
-            return await self._book_pair(prompt, avoid)
+            return await self._book_pair(prompt, avoid, dry_run=dry_run)
         try:
-            return await self._book_whole(prompt, avoid, prefillers.ids)
+            return await self._book_whole(prompt, avoid, prefillers.ids, dry_run=dry_run)
         except NoWorkers:
             if not pairs:
                 raise
-        return await self._book_pair(prompt, avoid)
+        return await self._book_pair(prompt, avoid, dry_run=dry_run)
 
-    async def _book_pair(self, prompt: Prompt, avoid: frozenset[str]) -> Booked:
-        pair = await self._client.reserve_pd(prompt, avoid=avoid)
+    async def _book_pair(self, prompt: Prompt, avoid: frozenset[str], *, dry_run: bool) -> Booked:
+        pair = await self._client.reserve_pd(prompt, avoid=avoid, dry_run=dry_run)
         return pair.decode if pair.prefill is None else pair
 
-    async def _book_whole(self, prompt: Prompt, avoid: frozenset[str], prefillers: frozenset[str]) -> Choice:
+    async def _book_whole(
+        self, prompt: Prompt, avoid: frozenset[str], prefillers: frozenset[str], *, dry_run: bool
+    ) -> Choice:
         """Decode workers may serve whole requests too, if need be; prefill workers if there is no other."""
         try:
-            return (await self._client.reserve_pd(prompt, avoid=avoid | prefillers)).decode
+            return (await self._client.reserve_pd(prompt, avoid=avoid | prefillers, dry_run=dry_run)).decode
         except NoWorkers:
-            return await self._client.reserve(prompt, avoid=avoid)
+            return await self._client.reserve(prompt, avoid=avoid, dry_run=dry_run)
 
     async def _prefillers_of(self, pool_id: str) -> _Prefillers | None:
         records = await self._records()

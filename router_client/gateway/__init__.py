@@ -9,9 +9,11 @@
     fleet_picker.py       the decision by `RouterClient`, over the fleet's workers
     unpublished_pods.py   ... and over pods that nobody publishes for
     booked_request.py     one booked request, from its choice to its end
-    addresses.py          a worker's ip:port, the pods of a pool
+    addresses.py          a worker's ip:port
+    pool_pods.py          the pods of a pool, by their names or from Kubernetes
     asked_request.py      a request as the picker reads it
     extension_objects.py  priorities and rewrites of models, from Kubernetes
+    kubernetes_api.py     reads objects of the pod's namespace
     counters.py           counters
     field_metrics.py      metrics under the names that the field's dashboards use
 

@@ -1,22 +1,13 @@
-"""Endpoints as gateways name them (ip:port): of workers, and of the pods of a pool."""
+"""Endpoints as gateways name them (ip:port), and the workers that have them."""
 
-import asyncio
-import logging
-import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from kvatlas.addresses import host_and_port, parse_ip
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import FleetRecord
-from kvatlas.runtime.background_task import BackgroundTask
 from router_client.upstream.engine_addresses import AddressPolicy
-
-LOOKUP_S = 5.0
-"""How often the names of pods are looked up again."""
-
-_log = logging.getLogger("router_client.gateway")
 
 
 def endpoint_of(url: str, policy: AddressPolicy) -> str:
@@ -89,9 +80,13 @@ class WorkerAddresses:
             by_host.setdefault(host_of(endpoint), []).append(worker_id)
         return cls(endpoints, unusable, by_endpoint, by_host)
 
-    def among(self, members: Collection[str] | None) -> Candidates:
-        """The workers at these endpoints, and the endpoints that are nobody's; None: all workers. An ip alone stands for
-        all of its ports, and is nobody's endpoint."""
+    def among(self, pool: Collection[str] | None, subset: Collection[str] | None = None) -> Candidates:
+        """The workers at the pool's endpoints, and those of its endpoints that are nobody's; of these only what `subset`
+        names, if there is one. An ip alone names all of its ports.
+
+        `pool` None: it is not known; then all workers, or those of the subset, and its other endpoints.
+        """
+        members = pool if subset is None else subset if pool is None else _shared(pool, subset)
         if members is None:
             return Candidates(frozenset(self.endpoints) if self.unusable else None)
         workers: list[str] = []
@@ -111,51 +106,6 @@ class WorkerAddresses:
         return found[0] if len(found) == 1 else None
 
 
-class PodList:
-    """The endpoints of a pool's pods, from `host:port` entries. A name stands for all of its addresses, as that of a headless
-    Service does, and is looked up again every LOOKUP_S; if that fails its last addresses stay."""
-
-    def __init__(self, entries: Iterable[str]) -> None:
-        """Raises InvalidValue for an entry that is no host:port."""
-        self._entries = [_split_entry(entry) for entry in entries]
-        self._found: dict[str, Sequence[str]] = {}
-        self._task = BackgroundTask(self._run, "kvatlas gateway pods")
-
-    @property
-    def endpoints(self) -> Collection[str] | None:
-        """None: no pods are listed, or none was found yet."""
-        found = [endpoint for endpoints in self._found.values() for endpoint in endpoints]
-        return found or None
-
-    async def start(self) -> None:
-        """Look every name up once, then again and again."""
-        await self._look_up()
-        if self._entries:
-            self._task.start()
-
-    async def stop(self) -> None:
-        await self._task.stop()
-
-    async def _run(self) -> None:
-        while self._task.running:
-            await asyncio.sleep(LOOKUP_S)
-            await self._look_up()
-
-    async def _look_up(self) -> None:
-        loop = asyncio.get_running_loop()
-        for host, port in self._entries:
-            name = f"{host}:{port}"
-            try:
-                infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                kept = len(self._found.get(name, ()))
-                _log.warning("pods at %s: %s; using the %d known last", name, error.strerror or error, kept)
-                continue
-            self._found[name] = sorted({join_endpoint(str(info[4][0]), port) for info in infos})
-
-
-def _split_entry(entry: str) -> tuple[str, int]:
-    host, _, port = entry.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
-        raise InvalidValue(f"pods has {entry!r:.80}; expected HOST:PORT")
-    return host.strip("[]"), int(port)
+def _shared(pool: Collection[str], subset: Collection[str]) -> Sequence[str]:
+    named = frozenset(subset)
+    return [endpoint for endpoint in pool if endpoint in named or host_of(endpoint) in named]

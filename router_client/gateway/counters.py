@@ -1,6 +1,8 @@
 """The counters of the endpoint picker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvatlas.telemetry.distribution import Distribution
 
 
 @dataclass(slots=True)
@@ -15,8 +17,8 @@ class GatewayCounters:
     Of the picked ones `answered` (status 2xx, to the end), `failed` (another status), `left` (the answer went on without the
     picker), and `gone` (the client, the gateway or the engine went away first). `served_elsewhere`: answered by a fallback.
     `out_of_order`: streams ended for a message that can't come; `observed`: for a filter that only observes. `no_address`:
-    times that a worker was found whose address no gateway can use. `pick_time_us`: from the end of what is read of a request
-    to its decision, summed.
+    times that a worker was found whose address no gateway can use. `pick_time`: seconds from a request's reading to its
+    decision.
     """
 
     streams: int = 0
@@ -37,4 +39,18 @@ class GatewayCounters:
     out_of_order: int = 0
     observed: int = 0
     no_address: int = 0
-    pick_time_us: int = 0
+    pick_time: Distribution = field(default_factory=Distribution)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests with an endpoint whose end is not known yet."""
+        picked = self.by_prompt + self.by_load + self.unpublished
+        return picked - self.answered - self.failed - self.left - self.gone
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayGauges:
+    """Requests of a picker now."""
+
+    in_flight: int
+    waiting: int

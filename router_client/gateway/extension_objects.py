@@ -3,32 +3,16 @@
 Version v1alpha2, of the group `inference.networking.x-k8s.io` (Inference Extension) or `llm-d.ai` (llm-d-router 0.9).
 """
 
-import asyncio
-import logging
-import os
 import random
-import ssl
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import httpx
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
-from kvatlas.errors import KvatlasError, SettingsError
-from kvatlas.runtime.background_task import BackgroundTask
-from kvatlas.validation import describe_expected
+from router_client.gateway.kubernetes_api import KubernetesApi, PeriodicRead, parse_objects
 
-EVERY_S = 5.0
-CALL_S = 5.0
 OBJECTIVE_HEADERS = (b"x-gateway-inference-objective", b"x-llm-d-inference-objective")
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-
-T = TypeVar("T", bound=BaseModel)
-
-_log = logging.getLogger("router_client.gateway")
 
 
 class _Metadata(BaseModel):
@@ -100,13 +84,15 @@ class PoolObjects:
         wrong: list[str] = []
         priorities = {
             one.metadata.name: one.spec.priority or 0
-            for one in _parse("InferenceObjective", _Objective, objectives, wrong)
+            for one in parse_objects("InferenceObjective", _Objective, objectives, wrong)
             if one.spec.poolRef.name == pool
         }
         exact: dict[str, Targets] = {}
         for_any: Targets = ()
         found = [
-            one for one in _parse("InferenceModelRewrite", _Rewrite, rewrites, wrong) if one.spec.poolRef.name == pool
+            one
+            for one in parse_objects("InferenceModelRewrite", _Rewrite, rewrites, wrong)
+            if one.spec.poolRef.name == pool
         ]
         for one in sorted(found, key=lambda each: (each.metadata.creationTimestamp, each.metadata.name)):
             for rule in one.spec.rules:
@@ -125,100 +111,25 @@ class PoolObjects:
         return random.choices([name for name, _ in targets], [weight for _, weight in targets])[0]
 
 
-def _parse(kind: str, model: type[T], found: Iterable[Any], wrong: list[str]) -> list[T]:
-    read: list[T] = []
-    for one in found:
-        try:
-            read.append(model.model_validate(one))
-        except ValidationError as error:
-            first = error.errors()[0]
-            at = ".".join(map(str, first["loc"]))
-            metadata = one.get("metadata") if isinstance(one, dict) else None
-            name = metadata.get("name") if isinstance(metadata, dict) else one
-            wrong.append(f"{kind} {name!r:.80} is left out: {at}: {describe_expected(first)}")
-    return read
-
-
-class KubernetesApi:
-    """Lists objects in the pod's own namespace, as the pod's service account may."""
-
-    def __init__(self, client: httpx.AsyncClient, folder: Path = SERVICE_ACCOUNT) -> None:
-        """`client` has the API's address. Raises SettingsError without a service account."""
-        self._client = client
-        self._token = folder / "token"
-        try:
-            self._namespace = (folder / "namespace").read_text().strip()
-        except OSError as error:
-            raise SettingsError(
-                f"--extension-objects needs a pod's service account; {folder / 'namespace'}: {error.strerror}"
-            ) from error
-
-    async def list_objects(self, group: str, plural: str) -> Sequence[Any]:
-        """Raises KvatlasError."""
-        path = f"/apis/{group}/v1alpha2/namespaces/{self._namespace}/{plural}"
-        try:
-            token = self._token.read_text().strip()  # it is renewed
-            answer = await self._client.get(path, headers={"authorization": f"Bearer {token}"})
-            answer.raise_for_status()
-            items = answer.json()["items"]
-        except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise KvatlasError(f"{path}: {' '.join(str(error).split())[:200]}") from error
-        return items if isinstance(items, list) else []
-
-
-@asynccontextmanager
-async def open_kubernetes_api(folder: Path = SERVICE_ACCOUNT) -> AsyncIterator[KubernetesApi]:
-    """As a pod reaches it. Raises SettingsError outside a pod."""
-    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-    if not host:
-        raise SettingsError("--extension-objects needs a pod: KUBERNETES_SERVICE_HOST is not set")
-    try:
-        trusted = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-    except OSError as error:
-        raise SettingsError(f"--extension-objects: {folder / 'ca.crt'} can't be read: {error.strerror}") from error
-    url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-    async with httpx.AsyncClient(base_url=url, verify=trusted, timeout=CALL_S, trust_env=False) as client:
-        yield KubernetesApi(client, folder)
-
-
-class ExtensionObjects:
-    """A pool's objects, read again every EVERY_S; the last ones stay while the API does not answer."""
+class ExtensionObjects(PeriodicRead):
+    """A pool's objects, read again and again; the last ones stay while the API does not answer."""
 
     def __init__(self, api: KubernetesApi | None, group: str, pool: str) -> None:
         """`api` None: there are none."""
+        super().__init__("extension's objects")
         self.current = PoolObjects()
         self._api = api
-        self._group = group
+        self._version = f"{group}/v1alpha2"
         self._pool = pool
-        self._said: Sequence[str] = ()
-        self._task = BackgroundTask(self._run, "kvatlas extension objects")
 
     async def start(self) -> None:
-        """Read once, then in the background."""
+        """Read once, then in the background; nothing without an API."""
         if self._api is not None:
-            await self.read()
-            self._task.start()
+            await super().start()
 
-    async def stop(self) -> None:
-        await self._task.stop()
-
-    async def read(self) -> None:
-        """Read them now. What is wrong is logged when it changes."""
+    async def _read(self) -> Sequence[str]:
         assert self._api is not None
-        try:
-            async with asyncio.timeout(CALL_S):
-                objectives = await self._api.list_objects(self._group, "inferenceobjectives")
-                rewrites = await self._api.list_objects(self._group, "inferencemodelrewrites")
-        except (KvatlasError, TimeoutError) as error:
-            said: Sequence[str] = [f"extension's objects not read ({error or 'no answer'}); keeping the last ones"]
-        else:
-            self.current, said = PoolObjects.of(self._pool, objectives, rewrites)
-        if said != self._said:
-            for line in said:
-                _log.warning("%s", line)
-        self._said = said
-
-    async def _run(self) -> None:
-        while self._task.running:
-            await asyncio.sleep(EVERY_S)
-            await self.read()
+        objectives = await self._api.list_objects(self._version, "inferenceobjectives")
+        rewrites = await self._api.list_objects(self._version, "inferencemodelrewrites")
+        self.current, wrong = PoolObjects.of(self._pool, objectives, rewrites)
+        return wrong

@@ -21,12 +21,13 @@ from router_client.decision.selector import Selector
 from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
 from router_client.errors import NoWorkers
-from router_client.gateway.addresses import Candidates, PodList, WorkerAddresses
+from router_client.gateway.addresses import Candidates, WorkerAddresses
 from router_client.gateway.asked_request import AskedRequest
 from router_client.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
 from router_client.gateway.counters import GatewayCounters
 from router_client.gateway.extension_objects import ExtensionObjects
 from router_client.gateway.picker import Destination, PickedRequest, Refusal, RequestHead
+from router_client.gateway.pool_pods import PoolPods
 from router_client.gateway.unpublished_pods import UnpublishedPods
 from router_client.outliers.avoidance import EnginesRest
 from router_client.prefill_decode_result import PairChoice
@@ -70,7 +71,7 @@ class FleetPicker:
         self,
         parts: RequestRouter,
         admission: Admission,
-        pods: PodList,
+        pods: PoolPods,
         objects: ExtensionObjects,
         counters: GatewayCounters,
         settings: FleetPickerSettings | None = None,
@@ -87,6 +88,8 @@ class FleetPicker:
         self._log = RateLimitedLog(_log)
         self._records: Mapping[str, FleetRecord] = {}
         self._addresses = WorkerAddresses.of({}, parts.addresses)
+        self._members = pods.endpoints
+        self._candidates = self._addresses.among(self._members)
         self._has_models = False
 
     async def close(self) -> None:
@@ -96,12 +99,10 @@ class FleetPicker:
     def ready_endpoints(self) -> int:
         """How many endpoints may get requests, as last read."""
         routable = {at for id, at in self._addresses.endpoints.items() if self._records[id].routable}
-        listed = self._pods.endpoints
-        return (
-            len(routable)
-            if listed is None
-            else len(self._addresses.among(listed).unpublished) + len(routable & set(listed))
-        )
+        pool = self._pods.endpoints
+        if pool is None:
+            return len(routable)
+        return len(self._addresses.among(pool).unpublished) + len(routable & set(pool))
 
     def wants_body(self, head: RequestHead) -> bool:
         """Bodies of JSON name a model, and may have a prompt. A form names a model too, which matters if there are several."""
@@ -121,7 +122,7 @@ class FleetPicker:
         except AdministrationPath as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.NO_PATH, str(error), None)
-        candidates = self._addresses.among(self._pods.endpoints if head.subset is None else head.subset)
+        candidates = self._candidates_of(head)
         if not self._prefers_unpublished(candidates):
             picked = await self._pick_worker(asked, candidates, may_hide_usage=may_hide_usage)
             if not isinstance(picked, str):
@@ -145,10 +146,19 @@ class FleetPicker:
         if records is self._records:
             return
         self._records, self._addresses = records, WorkerAddresses.of(records, self._parts.addresses)
+        self._candidates = self._addresses.among(self._members)
         self._has_models = len({record.endpoint.pool_id for record in records.values()}) > 1
         self._counters.no_address += len(self._addresses.unusable)
         for worker_id, why in self._addresses.unusable.items():
             self._log.report(f"address of {worker_id}", f"worker {worker_id} gets no requests: {why}")
+
+    def _candidates_of(self, head: RequestHead) -> Candidates:
+        if head.subset is not None:
+            return self._addresses.among(self._pods.endpoints, head.subset)
+        if self._members is not self._pods.endpoints:
+            self._members = self._pods.endpoints
+            self._candidates = self._addresses.among(self._members)
+        return self._candidates
 
     def _prefers_unpublished(self, candidates: Candidates) -> bool:
         """Pods that nobody publishes for get their share of requests, as nothing says that they have more to do."""

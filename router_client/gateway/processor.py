@@ -35,7 +35,9 @@ from router_client.tokens.usage import Usage
 
 SELECTION = b"test-epp-endpoint-selection"
 SERVED = "x-conformance-test-served-endpoint"
-"""Headers of the Inference Extension's conformance suite: the request's restricts the choice, the answer's reports it."""
+ECHO = "x-echo-set-header"
+"""Headers of the Inference Extension's conformance suite: the request's restricts the choice, the answer's reports it; the
+third lets the suite's echoing engine report the choice, where a gateway does not show answers to the picker."""
 
 SOON_S = 0.25
 """A stream that ends so soon behind the headers of an answer ends before it."""
@@ -117,7 +119,6 @@ class _Stream:
         self._begun_at = 0.0
         self._prefilled = False
         self._passed_parts = False
-        self._reports_served = False
         counters.streams += 1
 
     async def process(self, message: ProcessingRequest) -> bool:
@@ -150,7 +151,7 @@ class _Stream:
             self._counters.late += 1
             picked = Refusal(ErrorKind.UNAVAILABLE, f"no decision within {self._settings.deadline_s * 1_000:g} ms")
         took_ns = time.perf_counter_ns() - began_ns
-        self._counters.pick_time_us += took_ns // 1_000
+        self._counters.pick_time.add(took_ns / 1e9)
         self._metrics.record_pick(took_ns / 1e9)
         if isinstance(picked, Refusal):
             self._ended = True
@@ -162,6 +163,8 @@ class _Stream:
         self._attributes = self._metrics.record_begin(picked.labels)
         destination = picked.destination
         headers = {**trace_headers(), **destination.headers}
+        if self._settings.conformance:
+            headers[ECHO] = f"{SERVED}:{destination.endpoints[0]}"
         await self._send_all(self._state.forward(replace(destination, headers=headers)))
         renaming = picked.renaming if may_change else None
         self._reader = AnswerReader(picked.text, hides_usage=picked.hides_usage, renaming=renaming)
@@ -172,7 +175,6 @@ class _Stream:
         selection = head.first(SELECTION) if self._settings.conformance else None
         if selection is None:
             return head
-        self._reports_served = True
         return replace(head, subset=tuple(part.strip() for part in selection.split(",") if part.strip()))
 
     async def _begin_answer(self, head: AnswerHead) -> None:
@@ -181,12 +183,13 @@ class _Stream:
         self._begun_at = time.monotonic()
         self._reader.begin(head.status, head.headers)
         describe_answer(self._span, head.status, None)
-        served = {SERVED: head.served or "fail: the gateway does not say who served"} if self._reports_served else {}
         added: Mapping[str, str] = {}
         if self._picked is not None:
             added = self._picked.answer_headers
             await self._picked.begin(head.status, head.headers, head.served or head.upstream)
-        await self._send(self._state.pass_head({**added, **served}, changes_length=self._reader.changes_length))
+        if self._settings.conformance:
+            added = {**added, SERVED: head.served or "fail: the gateway does not say who served"}
+        await self._send(self._state.pass_head(added, changes_length=self._reader.changes_length))
         if self._picked is not None and head.over:
             await self._end_answer(self._picked)
 

@@ -12,13 +12,14 @@ from kvatlas.errors import InvalidValue, SettingsError, Unreachable
 from kvatlas.settings import GatewaySettings
 from kvatlas.telemetry import export_metrics
 from router_client.client import RouterClient
-from router_client.gateway.addresses import PodList
 from router_client.gateway.certificate import from_files, self_signed
-from router_client.gateway.counters import GatewayCounters
+from router_client.gateway.counters import GatewayCounters, GatewayGauges
 from router_client.gateway.ext_proc.stream_state import ResponseMode
-from router_client.gateway.extension_objects import ExtensionObjects, open_kubernetes_api
+from router_client.gateway.extension_objects import ExtensionObjects
 from router_client.gateway.field_metrics import FieldMetrics
 from router_client.gateway.fleet_picker import FleetPicker, FleetPickerSettings
+from router_client.gateway.kubernetes_api import KubernetesApi, open_kubernetes_api
+from router_client.gateway.pool_pods import KubernetesPool, PodList, PoolPods
 from router_client.gateway.processor import Processor, ProcessorSettings
 from router_client.gateway.server import Addresses, GatewayServer
 from router_client.proxy.catalogue import Catalogue
@@ -48,15 +49,25 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
     """
     stack = AsyncExitStack()
     try:
-        pods = _pod_list(settings)
+        pod_list = _pod_list(settings)
         credentials = _credentials(settings)
+        api = await stack.enter_async_context(_open_api(settings))
         parts = await stack.enter_async_context(open_request_router(settings, is_near(settings.host)))
-        await pods.start()
-        stack.push_async_callback(pods.stop)
+        pods: PoolPods = (
+            pod_list if api is None or not settings.kubernetes_pool else KubernetesPool(api, settings.pool_name)
+        )
+        objects = ExtensionObjects(
+            None if settings.extension_objects == "none" else api, settings.extension_objects, settings.pool_name
+        )
+        for part in (pods, objects):
+            await part.start()
+            stack.push_async_callback(part.stop)
         counters = GatewayCounters()
         stack.enter_context(export_metrics("gateway", counters))
         admission = build_admission(parts, settings, counters, apart=bool(settings.prefill_header))
-        objects = await stack.enter_async_context(_open_objects(settings))
+        stack.enter_context(
+            export_metrics("gateway_load", lambda: GatewayGauges(counters.in_flight, admission.waiting))
+        )
         headers = settings.tenant_header.lower(), settings.prefill_header.lower()
         choosing = FleetPickerSettings(settings.fallbacks, settings.ask_usage, *headers)
         picker = FleetPicker(parts, admission, pods, objects, counters, choosing)
@@ -66,7 +77,7 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
         try:
             if ready is not None:
                 ready(RunningPicker(server, counters, parts.client))
-            await _wait_for_fleet(parts.catalogue)
+            await _wait_for_fleet(parts.catalogue, pods)
             await parts.warm_up()
             await server.set_ready(True)
             await anyio.sleep_forever()
@@ -98,15 +109,16 @@ def _server(
     return GatewayServer(processor, addresses, most_message_bytes=most_body_bytes + (1 << 20))
 
 
-async def _wait_for_fleet(catalogue: Catalogue) -> None:
+async def _wait_for_fleet(catalogue: Catalogue, pods: PoolPods) -> None:
     while True:
         try:
             await catalogue.records()
         except Unreachable as error:
             _log.warning("fleet not read (%s); not ready, trying again in %g s", error, READY_RETRY_S)
-            await anyio.sleep(READY_RETRY_S)
         else:
-            return
+            if pods.is_known:
+                return
+        await anyio.sleep(READY_RETRY_S)
 
 
 async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
@@ -119,18 +131,13 @@ async def _drain(server: GatewayServer, settings: GatewaySettings) -> None:
 
 
 @asynccontextmanager
-async def _open_objects(settings: GatewaySettings) -> AsyncIterator[ExtensionObjects]:
-    """Raises SettingsError outside a pod."""
-    if settings.extension_objects == "none":
-        yield ExtensionObjects(None, "", "")
+async def _open_api(settings: GatewaySettings) -> AsyncIterator[KubernetesApi | None]:
+    """None where nothing is read from it. Raises SettingsError outside a pod."""
+    if settings.extension_objects == "none" and not settings.kubernetes_pool:
+        yield None
         return
     async with open_kubernetes_api() as api:
-        objects = ExtensionObjects(api, settings.extension_objects, settings.pool_name)
-        await objects.start()
-        try:
-            yield objects
-        finally:
-            await objects.stop()
+        yield api
 
 
 def _pod_list(settings: GatewaySettings) -> PodList:

@@ -5,10 +5,13 @@ A wrong tokenizer shows here first. `kvatlas doctor` reads the reports of all ro
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from time import monotonic
 
-from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport, Prediction
+from kvatlas.fleet.records import EngineEndpoint
+from kvatlas.identity import Scope
+from kvatlas.predictions.accuracy import MAX_FOREIGN_TENANTS, AnswerCounts, AnswerReport, ForeignTenant, Prediction
 from kvatlas.request import SelectionResult
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
@@ -19,6 +22,8 @@ from router_client.tokens.usage import Usage
 REPORT_S = 2.0
 """Report interval; repeated when unchanged because the store expires reports after 60 s."""
 CALL_S = 1.0
+LATELY_S = 60.0
+"""Requests of tenants that workers don't have are reported for so long."""
 
 BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
 """Modes of a choice for which the index was looked up."""
@@ -30,32 +35,74 @@ _log = logging.getLogger("router_client")
 
 
 @dataclass(slots=True)
+class _ForeignRequests:
+    """Requests of one tenant to workers of another."""
+
+    requests: int = 0
+    worker_id: str = ""
+    last_s: float = 0.0
+
+
+@dataclass(slots=True)
 class PredictionAccuracy:
     """Counts each answer, in total and by pool, and says in one line what is wrong, if something is."""
 
     counts: AnswerCounts = field(default_factory=AnswerCounts)
     _pools: dict[str, AnswerCounts] = field(default_factory=dict)
     _examples: dict[str, str] = field(default_factory=dict)
+    _prompt_tokens: dict[str, int] = field(default_factory=dict)
+    _foreign: dict[str, dict[tuple[str, str], _ForeignRequests]] = field(default_factory=dict)
 
     def count(self, pool_id: str, predicted: Prediction, usage: Usage) -> None:
         """Count one answer to a single prompt."""
         self.counts.add(predicted, usage.prompt_tokens, usage.cached_tokens)
         self._pools.setdefault(pool_id, AnswerCounts()).add(predicted, usage.prompt_tokens, usage.cached_tokens)
+        if predicted.prompt_tokens is not None and usage.cached_tokens is not None:
+            self._prompt_tokens[pool_id] = self._prompt_tokens.get(pool_id, 0) + usage.prompt_tokens
         if predicted.prompt_tokens not in (None, usage.prompt_tokens):
             self._examples[pool_id] = f"{usage.prompt_tokens} tokens where the router counted {predicted.prompt_tokens}"
 
-    def record(self, prompt: Prompt, chosen: SelectionResult, basis: Basis, usage: Usage) -> None:
-        """Count the answer to a prompt from the chosen worker."""
-        known = prompt.input_tokens if prompt.tokens is not None or prompt.hashes else None
+    def record(
+        self, prompt: Prompt, chosen: SelectionResult, endpoint: EngineEndpoint, basis: Basis, usage: Usage
+    ) -> None:
+        """Count the answer to a prompt from the chosen worker, which has this endpoint."""
+        known = prompt.input_tokens if prompt.is_whole else None
         predicted = Prediction(known, chosen.cached_tokens, chosen.predicted_tokens, basis.value in BY_INDEX)
         self.count(prompt.scope.pool_id, predicted, usage)
+        if endpoint.salt_is_tenant is False and endpoint.events and prompt.scope.tenant_id != endpoint.tenant_id:
+            self._record_foreign(prompt.scope, endpoint)
+
+    def _record_foreign(self, scope: Scope, endpoint: EngineEndpoint) -> None:
+        of_pool = self._foreign.setdefault(scope.pool_id, {})
+        tenants = scope.tenant_id, endpoint.tenant_id
+        if tenants not in of_pool and len(of_pool) >= MAX_FOREIGN_TENANTS:
+            del of_pool[min(of_pool, key=lambda one: of_pool[one].last_s)]
+        found = of_pool.setdefault(tenants, _ForeignRequests())
+        found.requests += 1
+        found.worker_id, found.last_s = endpoint.id, monotonic()
 
     def reports(self) -> dict[str, AnswerReport]:
         """By pool, as of now."""
         return {
-            pool_id: AnswerReport(counts=counts, example=self._examples.get(pool_id, ""))
+            pool_id: AnswerReport(
+                counts=counts,
+                example=self._examples.get(pool_id, ""),
+                prompt_tokens=self._prompt_tokens.get(pool_id, 0),
+                foreign_tenants=tuple(self._foreign_tenants(pool_id)),
+            )
             for pool_id, counts in self._pools.items()
         }
+
+    def _foreign_tenants(self, pool_id: str) -> Iterator[ForeignTenant]:
+        since_s = monotonic() - LATELY_S
+        for (tenant_id, published), found in self._foreign.get(pool_id, {}).items():
+            if found.last_s >= since_s:
+                yield ForeignTenant(
+                    tenant_id=tenant_id,
+                    published_tenant_id=published,
+                    worker_id=found.worker_id,
+                    requests=found.requests,
+                )
 
     def findings(self) -> list[str]:
         """Problems that need attention, and what to do about them, a line each."""

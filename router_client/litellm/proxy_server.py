@@ -18,7 +18,8 @@ import logging
 import os
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, AsyncIterable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from litellm.integrations.custom_logger import CustomLogger
@@ -34,11 +35,40 @@ RETRY_S = 5.0
 _log = logging.getLogger("router_client.litellm")
 
 
+class _EndOfStream:
+    """Ends the booking of a stream that is not read to its end. `is_reported`: LiteLLM reports it, or it was reported here."""
+
+    def __init__(self, strategy: KvatlasRouting, request: dict[str, Any]) -> None:
+        self.is_reported = False
+        self._strategy = strategy
+        self._request = request
+
+    def report(self) -> None:
+        """The stream is over."""
+        if not self.is_reported:
+            self._strategy.end_last_try(self._request)
+        self.is_reported = True
+
+    def watch(self, stream: Any) -> None:
+        """Report also when LiteLLM closes the stream, which it does at once if the client is gone; generators around the stream
+        are closed some time later, when they are collected as garbage."""
+        close = getattr(stream, "aclose", None)
+
+        async def aclose() -> None:
+            self.report()
+            if close is not None:
+                await close()
+
+        with suppress(AttributeError):  # a generator of another callback: then only that later time is left
+            stream.aclose = aclose
+
+
 class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types are not read
-    """The callback of one proxy process."""
+    """The callback of one proxy process. `strategy`: what chooses for the proxy's Router now; None before it was taken over."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.strategy: KvatlasRouting | None = None
         self._router: object = None
         self._open = ExitStack()
         self._next_try = 0.0
@@ -53,9 +83,38 @@ class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types
                 self._next_try = time.monotonic() + RETRY_S
                 await asyncio.to_thread(self._take_over, _proxy_router())
 
+    async def async_post_call_failure_hook(
+        self, request_data: dict[str, Any], original_exception: Any, user_api_key_dict: Any, traceback_str: Any = None
+    ) -> None:
+        """The client gets an error, or is gone. Of several tries LiteLLM reports only the first failure otherwise."""
+        if self.strategy is not None:
+            self.strategy.end_last_try(request_data)
+
+    async def async_post_call_streaming_iterator_hook(
+        self, user_api_key_dict: Any, response: AsyncIterable[Any], request_data: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Every stream on its way to its client. LiteLLM reports those that are read to their end."""
+        strategy = self.strategy
+        if strategy is None:
+            async for part in response:
+                yield part
+            return
+        end = _EndOfStream(strategy, request_data)
+        end.watch(response)
+        first = True
+        try:
+            async for part in response:
+                if first:
+                    strategy.report_first_token(request_data)
+                    first = False
+                yield part
+            end.is_reported = True
+        finally:
+            end.report()
+
     def close(self) -> None:
         """LiteLLM chooses by itself again, and all bookings are released."""
-        self._router = None
+        self._router = self.strategy = None
         self._open.close()
 
     def _is_current(self) -> bool:
@@ -68,12 +127,12 @@ class ProxyServerRouting(CustomLogger):  # type: ignore[misc]  # LiteLLM's types
             with ExitStack() as stack:
                 url = os.environ.get("KVATLAS_REDIS_URL", "redis://127.0.0.1:6379")
                 client = stack.enter_context(SyncRouterClient.open(url, wait=False))
-                stack.enter_context(KvatlasRouting(router, client, _tokenizer()))
+                strategy = stack.enter_context(KvatlasRouting(router, client, _tokenizer()))
                 self._open = stack.pop_all()
         except KvatlasError as error:
             _log.warning("kvatlas can't choose (%s); LiteLLM's own strategy does, trying again in %g s", error, RETRY_S)
             return
-        self._router = router
+        self._router, self.strategy = router, strategy
         _log.info("LiteLLM's deployments are chosen by kvatlas")
 
 
@@ -88,7 +147,7 @@ def _tokenizer() -> BudgetedTokenizer | None:
         return None
     from router_client.tokens.local_tokenizer import LocalTokenizer
 
-    return BudgetedTokenizer(ThreadedTokenizer(LocalTokenizer.from_folder(folder).encode))
+    return BudgetedTokenizer(ThreadedTokenizer(LocalTokenizer.from_folder(folder).prompt_tokens))
 
 
 routing = ProxyServerRouting()

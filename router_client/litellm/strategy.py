@@ -15,7 +15,7 @@ own loop (`DeploymentChooser`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
@@ -36,7 +36,14 @@ from router_client.errors import ClientClosed
 from router_client.held_bookings import HELD_S
 from router_client.learning.timings import Timings
 from router_client.litellm.deployment_chooser import DeploymentChooser
-from router_client.litellm.deployments import RESERVATION, Deployment, engine_usage, reservation_of, stream_timings
+from router_client.litellm.deployments import (
+    RESERVATION,
+    Deployment,
+    engine_usage,
+    last_try_of,
+    reservation_of,
+    stream_timings,
+)
 from router_client.sync import SyncRouterClient
 from router_client.tokens.budget import BudgetedTokenizer
 from router_client.tokens.prompt_reader import PromptReader, PromptSettings
@@ -113,7 +120,13 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         self._chooser = self._client.submit(self._open_chooser).result()
         self._router.set_custom_routing_strategy(self)
         self._router.atext_completion = _mark_completion(self._router.atext_completion)
-        litellm.logging_callback_manager.add_litellm_callback(self)
+        callbacks = litellm.logging_callback_manager
+        callbacks.add_litellm_callback(self)
+        # LiteLLM does this at the beginning of each request: one that has begun already would not be reported
+        callbacks.add_litellm_success_callback(self)
+        callbacks.add_litellm_failure_callback(self)
+        callbacks.add_litellm_async_success_callback(self)
+        callbacks.add_litellm_async_failure_callback(self)
         return self
 
     def __exit__(
@@ -144,6 +157,9 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         """One of the deployments that LiteLLM finds healthy. Raises what LiteLLM raises if there is none."""
         call = _StrategyCall(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
+        # the proxy server has one log for all tries of a request, which reports the first failure only
+        if "litellm_logging_obj" in given:
+            self.end_last_try(given)
         if messages and request_kwargs is not None:
             changed = await self._router.async_pre_routing_hook(**_arguments(call))  # plugins narrow the candidates
             if changed is not None:
@@ -232,6 +248,16 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any
     ) -> None:
         self.log_failure_event(kwargs, response_obj, start_time, end_time)
+
+    def report_first_token(self, request: Mapping[str, Any]) -> None:
+        """The first token of the request's last try is there."""
+        if (held_id := last_try_of(request)) is not None:
+            self._report(lambda _: self._chooser.first_token(held_id))
+
+    def end_last_try(self, request: Mapping[str, Any]) -> None:
+        """The request's last try is over without a whole answer; nothing happens if its end was reported already."""
+        if (held_id := last_try_of(request)) is not None:
+            self._report(lambda _: self._chooser.end(held_id, None, None, well=False))
 
     def _end(self, kwargs: dict[str, Any], usage: Usage | None, timings: Timings | None, *, well: bool) -> None:
         info = reservation_of(kwargs)

@@ -4,17 +4,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvatlas.outliers.store import SharedOutliers
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from router_client.decision.fail_open import STORE_FAILURES
 from router_client.outliers.pool_outliers import Avoided, PoolOutliers
+from router_client.outliers.retry_budget import RetryBudget
 from router_client.upstream.status import Verdict, judge, retry_after_s
 
 EVERY_S = 1.0
 CALL_S = 1.0
+LEAST_REST_S = 1.0
+"""An engine that asks for less than this, and refuses, fails: it would get one request after the other."""
 IDLE_S = 60.0
 """A pool that got no request for this long is no longer read."""
 
@@ -37,6 +40,7 @@ class _Pool:
     outliers: PoolOutliers
     used_at: float
     asked_at: float = 0.0
+    retries: RetryBudget = field(default_factory=RetryBudget)
 
 
 class OutlierMonitor:
@@ -61,6 +65,11 @@ class OutlierMonitor:
     def avoid(self, pool_id: str, candidates: Collection[str]) -> Avoided:
         """See `PoolOutliers.avoid`."""
         return self._outliers(pool_id).avoid(candidates, self._clock())
+
+    def retry_budget(self, pool_id: str) -> RetryBudget:
+        """How many of the pool's requests this router may try again: one pool's bad day takes nothing from another's."""
+        self._outliers(pool_id)
+        return self._pools[pool_id].retries
 
     def record_sent(self, pool_id: str, worker_id: str) -> None:
         """A request goes to this worker."""
@@ -100,7 +109,7 @@ class OutlierMonitor:
             self.record_good(pool_id, worker_id)
         elif verdict is not Verdict.ELSEWHERE:
             self.record_unknown(pool_id, worker_id)
-        elif status in (429, 503) and (seconds := retry_after_s(headers)) is not None:
+        elif status in (429, 503) and (seconds := retry_after_s(headers) or 0.0) >= LEAST_REST_S:
             self.rest(pool_id, worker_id, seconds)
             self.record_unknown(pool_id, worker_id)
         else:
@@ -118,7 +127,13 @@ class OutlierMonitor:
     def ejected(self) -> Mapping[str, float]:
         """Ejected workers of all pools, with the seconds that are left; 0 or less: half open."""
         now = self._clock()
-        return {id: left for pool in self._pools.values() for id, left in pool.outliers.ejected(now).items()}
+        pools = list(self._pools.values())  # metrics are read on another thread
+        return {id: left for pool in pools for id, left in pool.outliers.ejected(now).items()}
+
+    @property
+    def ejected_workers(self) -> int:
+        """How many these are."""
+        return len(self.ejected())
 
     def start(self) -> None:
         """Begin to share."""

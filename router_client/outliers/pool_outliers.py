@@ -161,7 +161,7 @@ class PoolOutliers:
         """Ejected workers, with the seconds that are left; 0 or less: half open."""
         return {
             worker_id: worker.ejected_until - now
-            for worker_id, worker in self._workers.items()
+            for worker_id, worker in list(self._workers.items())
             if worker.ejected_until is not None
         }
 

@@ -9,10 +9,11 @@ FADE_S = 10.0
 
 
 class RetryBudget:
-    """Retries are at most SHARE of a router's first tries, and RESERVE more in each FADE_S or so for routers with few requests.
+    """Of one pool in one router: retries are at most SHARE of its first tries, and RESERVE more in each FADE_S or so for pools
+    with few requests.
 
-    Each router keeps its own: as the first tries of all routers add up to the pool's, so do their budgets, and R routers
-    together retry at most SHARE of the pool's requests and R times RESERVE. A try that reached no engine costs no engine
+    As the first tries of all routers add up to the pool's, so do their budgets: R routers together retry at most SHARE of the
+    pool's requests and R times RESERVE. A try that reached no engine costs no engine
     anything, and is not counted.
     """
 

@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvatlas.blocks.hashing import HASH_BYTES, thin
-from kvatlas.blocks.residency import Overlap, WorkerRuns
+from kvatlas.blocks.residency import Overlap, Residency, WorkerRuns
 from kvatlas.blocks.reuse import ReuseRule
 from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.fleet.records import EngineKind
@@ -22,12 +22,31 @@ from router_client.prompt_chain import PromptChain
 
 
 class OverlapIndex(Protocol):
-    """The only call that a router makes to the index; every `kvatlas.index.protocol.ResidencyIndex` has it."""
+    """The only call that a choice makes to the index; every `kvatlas.index.protocol.ResidencyIndex` has it."""
 
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
         """How many leading blocks of a chain each active worker holds, and can resume. Raises Unreachable."""
+
+
+@runtime_checkable
+class ReportsStatus(Protocol):
+    """An index that has something to say about itself."""
+
+    def status(self) -> dict[str, Any] | None:
+        """For people, as plain data."""
+
+
+@runtime_checkable
+class BlockIndex(Protocol):
+    """What the index answers besides, about single blocks."""
+
+    async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
+        """See `ResidencyIndex`."""
+
+    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[Residency]:
+        """See `ResidencyIndex`."""
 
 
 class ResidencyOnly:
@@ -42,6 +61,10 @@ class ResidencyOnly:
         """See `OverlapIndex`."""
         found = await self._index.overlap(scope, hashes, first_index=first_index, limit=limit, verify=verify)
         return found._replace(shards=[shard._replace(positions={}) for shard in found.shards])
+
+    def status(self) -> dict[str, Any] | None:
+        """Of the index below."""
+        return self._index.status() if isinstance(self._index, ReportsStatus) else None
 
 
 class Run(NamedTuple):
@@ -96,12 +119,14 @@ class PromptLookup:
     """The part of a prompt that each of a pool's workers holds; those that hold nothing are absent.
 
     `fingerprint` identifies the prompt's start, the same on every router. `chains`: by block size, as far as hashed.
+    `source`: see `Overlap`.
     """
 
     held: Mapping[str, HeldPrefix]
     fingerprint: bytes
     round_trips: int = 0
     chains: Mapping[int, PromptChain] = field(default_factory=dict)
+    source: str = ""
 
     @classmethod
     def empty(cls, prompt: Prompt, block_shapes: Mapping[BlockShape, Set[str]]) -> "PromptLookup":
@@ -125,7 +150,8 @@ async def look_up_overlap(
     for result in results:
         held.update(result.held)
     round_trips = max((result.round_trips for result in results), default=0)
-    return PromptLookup(held, _fingerprint(prompt, chains), round_trips, chains)
+    source = next((result.source for result in results if result.source), "")
+    return PromptLookup(held, _fingerprint(prompt, chains), round_trips, chains, source)
 
 
 def _chain_for(prompt: Prompt, shape: BlockShape, plain: Mapping[int, PromptChain]) -> PromptChain:
@@ -143,6 +169,7 @@ def _fingerprint(prompt: Prompt, chains: Mapping[int, PromptChain]) -> bytes:
 class _ShapeLookup(NamedTuple):
     held: dict[str, HeldPrefix]
     round_trips: int
+    source: str
 
 
 async def _look_up_shape(
@@ -153,6 +180,7 @@ async def _look_up_shape(
     every_block = shape.granularity == 1  # of others, no worker has marks
     limit = (prompt.input_tokens - 1) // shape.block_size  # an engine computes at least the last token
     first_index = number = round_trips = 0
+    source = ""
     while chunk := chain.chunk(number):
         hashes = thin(chunk, shape.granularity, first_index)
         if hashes:
@@ -163,6 +191,7 @@ async def _look_up_shape(
                     reach[worker_id] = max(blocks, reach.get(worker_id, 0))
             else:
                 overlap = await index.overlap(prompt.scope, hashes)
+            source = overlap.source
             before, whole = first_index // shape.granularity, len(hashes) // HASH_BYTES
             reached_end = False
             for worker_id, found in overlap.runs_by_worker().items():
@@ -187,7 +216,7 @@ async def _look_up_shape(
         resumed = reach.get(worker_id)
         prefix = _prefix_of(found, step_tokens)
         held[worker_id] = prefix if resumed is None else prefix._replace(reach_tokens=resumed * shape.block_size)
-    return _ShapeLookup(held, round_trips)
+    return _ShapeLookup(held, round_trips, source)
 
 
 async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[_ShapeLookup]:

@@ -46,7 +46,7 @@ def why_unable(record: FleetRecord) -> str | None:
 
 
 def is_readable(record: FleetRecord) -> bool:
-    """May other workers read this one's cache now? A draining engine still answers reads."""
+    """May workers read this one's cache now? A draining engine still answers reads."""
     return record.liveness is Liveness.ALIVE and record.state in (EngineState.UP, EngineState.DRAINING)
 
 
@@ -90,12 +90,15 @@ class Group:
 class Pool:
     """One read of a pool.
 
-    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can
-    do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out`
-    are all that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that
-    announces blocks; `sources` are the workers whose copies others may read, if they share a transfer group. `profile`:
-    the prices now. `groups` has all candidates, and besides them up to MOST_SKIPPED that a caller does not want (`skipped`);
-    it is empty if they are more. `usual_block_size`: what most candidates have; None: none has announced blocks.
+    `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can do
+    both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out` are all
+    that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that announces
+    blocks; `sources` are the workers whose copies others may read, if they share a transfer group. `stores` are the shared
+    stores, which are read by the workers that name them: they get no requests, so they are neither candidates nor left out.
+    `profile`: the prices now. `groups` has all candidates, and besides them up to MOST_SKIPPED that a caller does not want
+    (`skipped`); it is empty if they are more. `chains`: those that workers' blocks are keyed by, with the sizes of these.
+    `usual_block_size`: what most
+    candidates have; None: none has announced blocks.
     """
 
     records: Mapping[str, FleetRecord]
@@ -103,6 +106,7 @@ class Pool:
     left_out: Mapping[str, str]
     block_shapes: Mapping[BlockShape, frozenset[str]]
     sources: tuple[EngineEndpoint, ...]
+    stores: tuple[EngineEndpoint, ...] = ()
     prefillers: tuple[Candidate, ...] = ()
     decoders: tuple[Candidate, ...] = ()
     unable: Mapping[str, str] = field(default_factory=dict)
@@ -111,6 +115,7 @@ class Pool:
     groups: tuple[Group, ...] = ()
     skipped: frozenset[str] = frozenset()
     usual_block_size: int | None = None
+    chains: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -119,6 +124,8 @@ class Pool:
         candidates = partial(_build_candidates, rules or ReuseRules(), profile or EngineProfile(), {})
         block_shapes: dict[BlockShape, set[str]] = {}
         sources: list[EngineEndpoint] = []
+        chains: dict[str, set[int]] = {}
+        stores: list[EngineEndpoint] = []
         by_role: dict[Role, list[FleetRecord]] = {role: [] for role in Role}
         unable: dict[str, str] = {}
         for id, record in sorted(records.items()):
@@ -126,8 +133,12 @@ class Pool:
             if endpoint.block_size is not None:
                 shape = BlockShape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
                 block_shapes.setdefault(shape, set()).add(id)
-                if endpoint.transfer_groups and is_readable(record):
-                    sources.append(endpoint)
+                if not endpoint.is_store:
+                    chains.setdefault(endpoint.chain, set()).add(endpoint.block_size)
+                if is_readable(record) and (endpoint.is_store or endpoint.transfer_groups):
+                    (stores if endpoint.is_store else sources).append(endpoint)
+            if endpoint.is_store:
+                continue
             if (why := why_unable(record)) is None:
                 by_role[endpoint.role].append(record)
             else:
@@ -148,6 +159,7 @@ class Pool:
             dict(sorted({**unable, **of_one_role}.items())),
             {shape: frozenset(ids) for shape, ids in block_shapes.items()},
             tuple(sources),
+            tuple(stores),
             candidates(by_role[Role.PREFILL]),
             whole_candidates if decoders == whole else candidates(decoders),
             unable,
@@ -155,6 +167,7 @@ class Pool:
             {candidate.id: candidate for candidate in whole_candidates},
             _groups_of(whole_candidates),
             usual_block_size=_usual_block_size(whole_candidates),
+            chains={chain: frozenset(sizes) for chain, sizes in chains.items()},
         )
 
     @property
@@ -169,7 +182,7 @@ class Pool:
         reasons = {
             id: why
             for id, record in self.records.items()
-            if id not in self.unable and (why := why_not(record.endpoint)) is not None
+            if id not in self.unable and not record.endpoint.is_store and (why := why_not(record.endpoint)) is not None
         }
         if not reasons:
             return self
@@ -218,7 +231,7 @@ def _build_candidates(
         size, blocks = endpoint.block_size or 0, metrics.total_kv_blocks
         limit = limit_of(record)
         rule, id, cache_blocks = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
-        engine = (endpoint.kind, endpoint.marks, endpoint.upper_bound)
+        engine = (endpoint.kind, endpoint.marks, endpoint.upper_bound, endpoint.lookahead_tokens)
         alike = (size, rule, engine, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
         known, likeness = load is not None, likeness_of(record)

@@ -242,7 +242,7 @@ def _decode_quote(quote: Quote, near: bool) -> Quote:
     rest = for_kind.prompt.input_tokens - usable
     transfers = [Piece(rest, for_kind.kv_bytes(rest), Tier.HBM, own=False, same_domain=near)] if rest else []
     base_us, work_us = for_kind.price_pieces([*own, *transfers])
-    return quote._replace(base_us=base_us, work_us=work_us, transfers=transfers, source=None)
+    return quote._replace(base_us=base_us, work_us=work_us, transfers=transfers, source=None, reads_store=False)
 
 
 def _decode_offer(offer: Offer, quote: Quote) -> Offer:

@@ -1,8 +1,9 @@
 """Quotes: what a request would cost on each worker of a pool, without load.
 
-A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. A copy on another
-worker counts only if both share a transfer group and a block size; then the deepest such copy is the plan's source, if
-reading it is cheaper than computing.
+A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. What a shared store holds
+beyond that is read too, by a worker that names it: its engine asks no router whether that pays. A copy on another worker
+counts only if both share a transfer group and a block size; then the deepest such copy is the plan's source, if reading it is
+cheaper.
 
 Every choice prices every candidate, so what is common is worked out once a request: one `KindQuote` for all workers of a
 kind, and in it what a held prefix of a given length saves.
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvatlas.blocks.tiers import Tier
-from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, TermKind
+from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate, TermKind
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.reservations.evaluation import worth_us
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, Run
@@ -80,7 +81,7 @@ class KindQuote:
 
     @property
     def required_blocks(self) -> int:
-        """Full blocks of the prompt; 0 if their size is not known."""
+        """Blocks of the prompt, its partial last one among them; 0 if their size is not known."""
         known = self.block_size or self.prompt.block_size
         return self.prompt.required_blocks(known) if known else 0
 
@@ -110,11 +111,18 @@ class KindQuote:
         return cost.score_us, cost.ttft_us
 
     def pieces(
-        self, runs: Sequence[Run], start: int, end: int, *, own: bool = True, same_domain: bool = True
+        self,
+        runs: Sequence[Run],
+        start: int,
+        end: int,
+        *,
+        own: bool = True,
+        same_domain: bool = True,
+        rate: ReadRate | None = None,
     ) -> list[Piece]:
         """The reads of these runs from token `start` up to token `end`, one for each run."""
         return [
-            Piece(tokens, self.kv_bytes(tokens), tier, own, same_domain)
+            Piece(tokens, self.kv_bytes(tokens), tier, own, same_domain, rate)
             for tokens, tier in _clip_runs(runs, start, end)
         ]
 
@@ -129,7 +137,8 @@ class KindQuote:
 class Quote(NamedTuple):
     """The cost of a request on one candidate without load: `base_us`, of which `work_us` pass before the first token.
 
-    The worker would reuse `usable_tokens` of the prefix that it holds, and read `transfers` from the worker `source`.
+    The worker would reuse `usable_tokens` of the prefix that it holds, and read `transfers` from the worker or shared store
+    `source`.
     """
 
     candidate: Candidate
@@ -140,6 +149,7 @@ class Quote(NamedTuple):
     work_us: float
     transfers: Sequence[Piece] = ()
     source: str | None = None
+    reads_store: bool = False
     surcharges: tuple[Surcharge, ...] = ()
     surcharge_us: int = 0
 
@@ -192,7 +202,7 @@ class QuoteDesk:
         self._prompt = prompt
         self._profile = pool.profile
         self._held = held
-        self._sources = _CopySources(pool, held) if pool.sources else None
+        self._sources = _CopySources(pool, held) if pool.sources or pool.stores else None
         self._kinds: dict[int, KindQuote] = {}
 
     def quote(self, candidate: Candidate, prefix: HeldPrefix) -> Quote:
@@ -208,6 +218,12 @@ class QuoteDesk:
         weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in candidates]
         order = sorted(range(len(candidates)), key=weights.__getitem__, reverse=True)
         return [self.quote(candidates[i], self._held.get(candidates[i].id, NOTHING_HELD)) for i in order]
+
+
+def _read_rate(source: EngineEndpoint) -> ReadRate | None:
+    """How fast a shared store says that it is read."""
+    setup_us, us_per_mib = source.read_setup_us, source.read_us_per_mib
+    return None if setup_us is None and us_per_mib is None else ReadRate(setup_us or 0, us_per_mib or 0)
 
 
 def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:
@@ -240,6 +256,7 @@ class _CopySources:
 
     def __init__(self, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._held = held
+        self._stores = {endpoint.id: endpoint for endpoint in pool.stores if endpoint.id in held}
         self._deepest: dict[tuple[str, int], _DeepestCopies] = {}
         members: dict[tuple[str, int], list[EngineEndpoint]] = {}
         for endpoint in pool.sources:
@@ -251,20 +268,47 @@ class _CopySources:
             self._deepest[key] = _DeepestCopies(endpoints[-1], {e.locality_domain: e for e in endpoints})
 
     def add_best(self, quote: Quote) -> Quote:
-        """The quote with the copy to read, if one makes it cheaper."""
-        for_kind, best = quote.for_kind, quote
+        """The quote with the copy to read: that of a shared store, unless one on another worker makes it cheaper."""
         reader = quote.candidate.endpoint
+        best = self._read_store(quote, reader) if self._stores and reader.stores else quote
         for source in self._of(reader, quote.held.copied_tokens):
-            copy = self._held[source.id]
-            reach = for_kind.usable_tokens(copy)
-            if reach > quote.usable_tokens:
-                near = source.locality_domain == reader.locality_domain
-                transfers = for_kind.pieces(copy.runs, quote.usable_tokens, reach, own=False, same_domain=near)
-                own = for_kind.pieces(quote.held.runs, 0, quote.usable_tokens)
-                base_us, work_us = for_kind.price_pieces([*own, *transfers])
-                if base_us < best.base_us:
-                    best = quote._replace(base_us=base_us, work_us=work_us, transfers=transfers, source=source.id)
+            read = self._read(quote, source)
+            if read is not None and read.base_us < best.base_us:
+                best = read
         return best
+
+    def _read(self, quote: Quote, source: EngineEndpoint) -> Quote | None:
+        """The quote with what the source holds beyond the worker's own; None if that is nothing."""
+        for_kind, reader, copy = quote.for_kind, quote.candidate.endpoint, self._held[source.id]
+        reach = for_kind.usable_tokens(copy)
+        if reach <= quote.usable_tokens:
+            return None
+        near = source.locality_domain == reader.locality_domain
+        rate = _read_rate(source)
+        transfers = for_kind.pieces(copy.runs, quote.usable_tokens, reach, own=False, same_domain=near, rate=rate)
+        own = for_kind.pieces(quote.held.runs, 0, quote.usable_tokens)
+        base_us, work_us = for_kind.price_pieces([*own, *transfers])
+        return quote._replace(
+            base_us=base_us, work_us=work_us, transfers=transfers, source=source.id, reads_store=source.is_store
+        )
+
+    def _read_store(self, quote: Quote, reader: EngineEndpoint) -> Quote:
+        """The quote with what the deepest of the reader's shared stores holds beyond its own; of equally deep ones the one that
+        is read fastest.
+
+        Nothing of a store for a worker with marks: its other groups' blocks are not told there.
+        """
+        shape = reader.block_size, reader.lookahead_tokens
+        if reader.marks:
+            return quote
+        reads = [
+            read
+            for id in reader.stores
+            if (store := self._stores.get(id)) is not None
+            and (store.block_size, store.lookahead_tokens) == shape
+            and (read := self._read(quote, store)) is not None
+        ]
+        return min(reads, key=lambda read: (-read.transferred_tokens, read.base_us), default=quote)
 
     def _of(self, candidate: EngineEndpoint, own_tokens: int) -> list[EngineEndpoint]:
         """At most two a group, deeper than the candidate's own: the deepest copy, and the deepest in its own domain."""

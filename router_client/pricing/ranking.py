@@ -16,7 +16,7 @@ from kvatlas.reservations.limits import NO_ROOM, Over, level
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import Quote, quote_candidates
-from router_client.pricing.usable_end import describe_bound
+from router_client.pricing.usable_end import describe_bound, why_not_found
 from router_client.prompt import Prompt
 
 IN_FLIGHT = TermKind("in_flight", "tokens")
@@ -137,5 +137,7 @@ def _price_with_load(quote: Quote, evaluated: OfferEvaluation, criteria: Criteri
         predicted,
         Over(over),
         plan=plan,
+        reads_store=quote.reads_store,
         upper_bound=describe_bound(quote.candidate.endpoint, quote.candidate.rule),
+        why="" if quote.held.tokens else why_not_found(for_kind.prompt, quote.candidate.endpoint),
     )

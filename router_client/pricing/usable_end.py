@@ -3,13 +3,16 @@
 from kvatlas.blocks.reuse import ReuseRule
 from kvatlas.fleet.records import EngineEndpoint
 from router_client.pricing.overlap import HeldPrefix
+from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt
 
 
 def why_usable_ends(
     held: HeldPrefix, usable_tokens: int, rule: ReuseRule, prompt: Prompt, endpoint: EngineEndpoint
 ) -> str:
-    """In a few words; empty if all that is held is usable."""
+    """In a few words; empty if all that is held is usable, or nothing is held for no reason of the question."""
+    if not held.tokens:
+        return why_not_found(prompt, endpoint)
     if usable_tokens >= held.tokens:
         return ""
     readable = prompt.reading.readable_tokens(endpoint.kind)
@@ -27,6 +30,31 @@ def why_usable_ends(
     if rule.dropped_blocks:
         return f"EAGLE drops {rule.dropped_blocks} block{'s' if rule.dropped_blocks > 1 else ''}"
     return f"reuse is cut to multiples of {unit} tokens"
+
+
+def why_not_found(prompt: Prompt, endpoint: EngineEndpoint) -> str:
+    """Why the worker can't hold any block that the prompt names, in a few words; empty if it can."""
+    chain = prompt.scope.chain
+    if chain != endpoint.chain:
+        what = "the prompt's tokens" if prompt.tokens is not None else f"the request's block hashes of chain {chain}"
+        return f"its blocks are keyed by chain {endpoint.chain}: {what} find none"
+    if prompt.tokens is None and prompt.hashes and endpoint.block_size not in (None, prompt.block_size):
+        return f"its blocks have {endpoint.block_size} tokens, the request's block hashes are of {prompt.block_size}"
+    return ""
+
+
+def why_nobody_can(prompt: Prompt, pool: Pool) -> str:
+    """Why no worker of the pool can hold a block that the prompt names, in one line; empty if one can."""
+    if not pool.chains:
+        return ""  # none has announced blocks
+    if prompt.scope.chain not in pool.chains:
+        chains = " and ".join(sorted(pool.chains))
+        return f"no worker's blocks are keyed by chain {prompt.scope.chain}, as the request's are; they are of {chains}"
+    sizes = pool.chains[prompt.scope.chain]
+    if prompt.tokens is None and prompt.hashes and prompt.block_size not in sizes:
+        listed = " and ".join(map(str, sorted(sizes)))
+        return f"the request's block hashes are of {prompt.block_size} tokens each; the workers' blocks have {listed}"
+    return ""
 
 
 def describe_bound(endpoint: EngineEndpoint, rule: ReuseRule) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from kvatlas.errors import Unreachable
+from kvatlas.telemetry import sampled_context
 from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.pair_sender import send_to_pair
 from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
@@ -20,7 +21,13 @@ from router_client.proxy.client_request import ClientRequest, ErrorKind, send_an
 from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import for_client, for_engine
-from router_client.proxy.request_trace import trace_headers
+from router_client.proxy.request_trace import (
+    describe_engine_answer,
+    describe_first_token,
+    describe_usage,
+    engine_span,
+    trace_headers,
+)
 from router_client.results import Choice
 from router_client.tokens.usage import Usage
 from router_client.upstream.engine_addresses import AddressPolicy
@@ -60,7 +67,7 @@ class AnswerRelay:
     async def send(self, request: ClientRequest, choice: Booked) -> AsyncIterator[Answer]:
         """Send a request to the chosen engine, or to both of a pair; see `send_to_engine` and `send_to_pair`."""
         to_engine, text = request.for_engine, request.text
-        self._counters.wait_us += (time.perf_counter_ns() - request.began_ns) // 1_000
+        self._counters.overhead.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         self._counters.sent += 1
         fields: dict[str, Any] = {}
         if text is not None:
@@ -83,9 +90,11 @@ class AnswerRelay:
     @asynccontextmanager
     async def _send(self, request: ClientRequest, choice: Choice, to_engine: EngineRequest) -> AsyncIterator[Answer]:
         credentials = self._addresses.sends_credentials(choice.url)
-        headers = for_engine(request.headers, {**trace_headers(), **choice.headers}, credentials=credentials)
-        async with send_to_engine(self._engines, self._watch, choice.url, to_engine, headers) as answer:
-            yield answer
+        with engine_span(to_engine, choice, request.model) as span:
+            headers = for_engine(request.headers, {**trace_headers(span), **choice.headers}, credentials=credentials)
+            async with send_to_engine(self._engines, self._watch, choice.url, to_engine, headers) as answer:
+                describe_engine_answer(span, answer.status)
+                yield replace(answer, span=span) if span.is_recording() else answer
 
     async def pass_on(
         self, request: ClientRequest, choice: Booked, header: tuple[bytes, bytes], answer: Answer
@@ -98,7 +107,7 @@ class AnswerRelay:
         headers = [*for_client(answer.headers), header]
         await request.send({"type": "http.response.start", "status": answer.status, "headers": headers})
         if answer.events:
-            usage = await _pass_events(request, choice, answer, EventStream(hide_usage=self._hides_usage(request)))
+            usage = await self._pass_events(request, choice, answer)
         else:
             usage = None
             await _report(choice.first_token())
@@ -114,32 +123,35 @@ class AnswerRelay:
         await request.break_off(ErrorKind.BAD_GATEWAY, str(error))
 
     async def _finish(self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None) -> None:
+        self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         text = request.text
         if text is None:  # its prompt was not read: nothing can be compared or learned
             await choice.done()
             return
         usage = usage_of_one_answer(text, usage)
+        describe_usage(answer.span, usage)
         await choice.done(answer.status, usage, timings_of(text, answer.clock, usage))
+
+    async def _pass_events(self, request: ClientRequest, choice: Booked, answer: StreamedAnswer) -> Usage | None:
+        stream = EventStream(hide_usage=self._hides_usage(request))
+        async for chunk in answer.chunks():
+            before = stream.parts
+            passed = stream.feed(chunk)
+            if stream.parts > before:
+                answer.clock.part(stream.parts - before)
+                if not before:
+                    ttft_s = (time.perf_counter_ns() - request.began_ns) / 1e9
+                    self._counters.ttft.add(ttft_s, span=sampled_context())
+                    describe_first_token(answer.span, ttft_s)
+                    await _report(choice.first_token())
+            if passed:
+                await request.send({"type": "http.response.body", "body": passed, "more_body": True})
+        await request.send({"type": "http.response.body", "body": stream.end()})
+        return stream.usage
 
     def _hides_usage(self, request: ClientRequest) -> bool:
         text = request.text
         return text is not None and self._ask_usage and text.streamed and not text.wants_usage
-
-
-async def _pass_events(
-    request: ClientRequest, choice: Booked, answer: StreamedAnswer, stream: EventStream
-) -> Usage | None:
-    async for chunk in answer.chunks():
-        before = stream.parts
-        passed = stream.feed(chunk)
-        if stream.parts > before:
-            answer.clock.part(stream.parts - before)
-            if not before:
-                await _report(choice.first_token())
-        if passed:
-            await request.send({"type": "http.response.body", "body": passed, "more_body": True})
-    await request.send({"type": "http.response.body", "body": stream.end()})
-    return stream.usage
 
 
 async def _report(call: Awaitable[None]) -> None:

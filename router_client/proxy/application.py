@@ -2,8 +2,11 @@
 
 /v1/models, /v1/models/{name}         the fleet's models
 /kvatlas/route, /kvatlas/done         the same choice for routers in other languages; /v1/route and /v1/done are aliases
+/kvatlas/requests                     answered requests as they come, for `kvatlas record` (--record)
 /health, /ready (/readyz), /version   for probes
-/status                               counters and findings, for people
+/metrics                              for Prometheus
+/status                               counters and findings as JSON
+/                                     a page for people: workers, decisions, a probe
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,16 +18,19 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.runtime.metrics_page import METRICS_ROUTE
+from kvatlas.status_page.server import StatusPage
+from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.version import own_version
 from router_client.admission.admission import RequestShed
+from router_client.client import RouterClient
 from router_client.errors import NoWorkers
 from router_client.held_bookings import HeldBookings, TooManyHeld
-from router_client.learning.prediction_accuracy import PredictionAccuracy
 from router_client.outliers.avoidance import EnginesRest
 from router_client.outliers.monitor import OutlierMonitor
 from router_client.proxy.catalogue import Catalogue
@@ -34,7 +40,9 @@ from router_client.proxy.engine_call import NotForEngines, read_call
 from router_client.proxy.exchange import Exchange
 from router_client.proxy.headers import DECISION_HEADER
 from router_client.proxy.request_reader import UnknownModel
+from router_client.proxy.request_trace import describe_answer, request_span
 from router_client.proxy.route_api import RouteApi
+from router_client.request_feed import RequestFeed
 from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import parse_object
 from router_client.upstream.engine_answer import EngineRequest
@@ -53,19 +61,26 @@ class ProxyApplication:
         held: HeldBookings,
         catalogue: Catalogue,
         outliers: OutlierMonitor,
-        answers: PredictionAccuracy,
+        client: RouterClient,
         tokens: TokenCounters,
         counters: ProxyCounters,
+        warm_up: Callable[[], Awaitable[None]],
+        page: StatusPage,
         *,
         cors_origins: Sequence[str] = (),
+        feed: RequestFeed | None = None,
     ) -> None:
-        """`cors_origins`: origins of web pages that may use the proxy; `*` stands for all."""
+        """`warm_up`: done once before the proxy calls itself ready. `page`: for people. `cors_origins`: origins of pages that
+        may use the proxy; `*` stands for all. `feed`: requests that are told to whoever asks."""
         self.draining = False
+        self._warm_up = warm_up
+        self._is_warm = False
         self.exchange = exchange
         self.held = held
+        self.feed = feed
         self._catalogue = catalogue
         self._outliers = outliers
-        self._answers = answers
+        self._client = client
         self._tokens = tokens
         self._counters = counters
         middleware = [
@@ -84,11 +99,14 @@ class ProxyApplication:
                 Route("/v1/models/{name:path}", _with_json_errors(self._model), methods=["GET"]),
                 *(Route(f"{prefix}/route", route, methods=["POST"]) for prefix in ("/kvatlas", "/v1")),
                 *(Route(f"{prefix}/done", done, methods=["POST"]) for prefix in ("/kvatlas", "/v1")),
+                *([Route("/kvatlas/requests", self._requests)] if feed is not None else []),
                 Route("/health", self._health),
                 Route("/ready", self._ready),
                 Route("/readyz", self._ready),
                 Route("/version", self._version),
+                METRICS_ROUTE,
                 Route("/status", self._status),
+                *page.routes,
                 Route("/{path:path}", _ForEngines(exchange)),
             ],
             middleware=middleware if cors_origins else [],
@@ -100,11 +118,19 @@ class ProxyApplication:
 
     async def _ready(self, _: Request) -> Response:
         workers = await self._catalogue.routable()
+        if workers and not self._is_warm:  # they may have come after the start
+            self._is_warm = True
+            await self._warm_up()
         ready = workers > 0 and not self.draining
         return JSONResponse({"workers": workers, "draining": self.draining}, status_code=200 if ready else 503)
 
     async def _version(self, _: Request) -> Response:
         return JSONResponse({"version": own_version(), "server": "kvatlas router"})
+
+    async def _requests(self, _: Request) -> Response:
+        """Answered requests as JSON lines, from now on."""
+        assert self.feed is not None
+        return StreamingResponse(self.feed.follow(), media_type="application/jsonl")
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(await self._catalogue.cards())})
@@ -128,11 +154,12 @@ class ProxyApplication:
                 "waiting": self.exchange.waiting,
                 "held": len(self.held),
                 "ejected": ejected,
-                "proxy": asdict(self._counters),
+                "proxy": counters_to_jsonable(self._counters),
                 "outliers": asdict(self._outliers.counters),
-                "tokens": asdict(self._tokens),
-                "answers": asdict(self._answers.counts),
-                "findings": [*findings, *self._answers.findings(), *self._tokens.findings()],
+                "tokens": counters_to_jsonable(self._tokens),
+                "answers": asdict(self._client.answers.counts),
+                "replica": self._client.replica_status,
+                "findings": [*findings, *self._client.answers.findings(), *self._tokens.findings()],
             }
         )
 
@@ -170,6 +197,12 @@ def _with_json_errors(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Requ
     """A handler whose errors become JSON, one line each. A POST's handler gets the body's JSON object, and gives one back."""
 
     async def handled(request: Request) -> Response:
+        with request_span(request.url.path, request.headers.raw, method=request.method) as span:
+            response = await answer(request)
+            describe_answer(span, response.status_code, None)
+            return response
+
+    async def answer(request: Request) -> Response:
         retry_after_s = 1
         try:
             if request.method == "POST":

@@ -255,7 +255,8 @@ class Catalogue:
     async def _read_again(self) -> None:
         began = self._clock()
         try:
-            self._last.update(await self._fleet())
+            records = (await self._fleet()).items()
+            self._last.update({id: record for id, record in records if not record.endpoint.is_store})
         except STORE_FAILURES as error:
             if self._read_at is None:
                 raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Receive, Send
 
 from router_client.proxy.headers import RawHeaders, for_client
@@ -39,7 +40,8 @@ class ClientRequest:
     `text`: as far as a router reads a chat or a completion; None for any other call, whose prompt is not read. `model`: the
     name that it asks for. `letters`: about how long its prompt is. What was sent back so far: `status`, `events` (a stream of
     server-sent events began) and `complete`. `decision`: of the last try, as its header says it. `priority`: in the
-    queue, as it says itself; None: it does not.
+    queue, as it says itself; None: it does not. `prompt_tokens`: of its prompt, or a guess; 0 until it is read. `span`: the
+    router's own.
     """
 
     text: TextRequest | None
@@ -57,6 +59,8 @@ class ClientRequest:
     complete: bool = False
     decision: str = ""
     priority: int | None = None
+    prompt_tokens: int = 0
+    span: Span = INVALID_SPAN
 
     @property
     def id(self) -> str | None:

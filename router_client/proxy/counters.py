@@ -1,6 +1,8 @@
 """The counters of the proxy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvatlas.telemetry.distribution import Distribution
 
 
 @dataclass(slots=True)
@@ -10,11 +12,11 @@ class ProxyCounters:
     `requests`: received for engines. Of these `answered` (2xx), `refused_by_engine` (the engine's refusal was passed on),
     `gave_up` (no worker left), `gone` (the client went away first), `broken` (the engine went away in mid-answer) and `cut`
     (still running when the proxy stopped). `refused` and `unreachable`: tries that failed because the engine answered that it
-    can't, or not at all. `retried`: further tries; `retries_denied`: those that the budget did not allow. `untokenized`: routed
-    by load alone. `shed`: refused because every engine would miss the SLO by far. `queued`: waited for a worker with room;
-    `queue_full`: refused because too many did, or it waited too long. `apart`: tries with a prefill worker of
-    their own; `apart_failed`: those that it failed. `sent`: tries sent; `wait_us`: from a
-    request's arrival to that, summed over tries. `held`, `held_done`, `held_expired`: see
+    can't, or not at all. `retried`: further tries; `retries_denied`: those that the budget did not allow. `untokenized`:
+    routed without all of their tokens: by load, or by what is before the first image. `shed`: refused because every engine
+    would miss the SLO by far. `queued`: waited for a worker with room; `queue_full`: refused because too many did, or it
+    waited too long. `apart`: tries with a prefill worker of their own; `apart_failed`: those that it failed. `sent`: tries
+    sent; `overhead`: seconds from a request's arrival to that. `held`, `held_done`, `held_expired`: see
     `router_client.held_bookings.HeldCounters`; `done_elsewhere`: ends reported here of bookings that another router made.
     """
 
@@ -36,7 +38,9 @@ class ProxyCounters:
     apart: int = 0
     apart_failed: int = 0
     sent: int = 0
-    wait_us: int = 0
+    overhead: Distribution = field(default_factory=Distribution)
+    ttft: Distribution = field(default_factory=Distribution)
+    request_time: Distribution = field(default_factory=Distribution)
     held: int = 0
     held_done: int = 0
     held_expired: int = 0

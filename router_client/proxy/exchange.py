@@ -6,13 +6,16 @@ The booking of each try ends with the try: finished by a good answer, failed by 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, use_span
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.telemetry import sampled_context, step_span
+from kvatlas.telemetry.durations import OTHER, Durations
 from router_client.admission.admission import Admission, RequestShed
 from router_client.admission.queue import QueueFull
 from router_client.decision.request_hints import RequestHintHeaders
@@ -21,13 +24,13 @@ from router_client.disaggregation.pair_sender import PrefillFailed
 from router_client.errors import NoWorkers
 from router_client.outliers.avoidance import EnginesRest
 from router_client.outliers.monitor import OutlierMonitor
-from router_client.outliers.retry_budget import RetryBudget
 from router_client.prefill_decode_result import PairChoice
 from router_client.proxy.access_log import log_access
 from router_client.proxy.answer_relay import AnswerRelay
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.client_request import ClientRequest, ErrorKind, send_answer, send_error
 from router_client.proxy.counters import ProxyCounters
+from router_client.proxy.engine_call import INFERENCE
 from router_client.proxy.headers import decision_header
 from router_client.proxy.request_reader import RequestReader, UnknownModel
 from router_client.proxy.request_trace import describe_answer, describe_try, request_span
@@ -36,6 +39,10 @@ from router_client.upstream.engine_answer import EngineLost, EngineRefused, Engi
 from router_client.upstream.status import Verdict, judge
 
 _log = logging.getLogger("router_client.proxy")
+
+_METHODS = {"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
+AGAIN_S = 0.25
+"""If no engine could be connected to, they are tried again after this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,6 @@ class Exchange:
         counters: ProxyCounters,
         admission: Admission,
         settings: ExchangeSettings | None = None,
-        budget: RetryBudget | None = None,
     ) -> None:
         self._reader = reader
         self._catalogue = catalogue
@@ -83,14 +89,21 @@ class Exchange:
         self._counters = counters
         self._admission = admission
         self._settings = settings or ExchangeSettings()
-        self._budget = budget or RetryBudget()
         self._running: dict[asyncio.Task[None], ClientRequest] = {}
         self._cutting = False
+        self._durations = Durations(
+            "http_request", ("http.request.method", "http.route", "http.response.status_code"), {"url.scheme": "http"}
+        )
 
     @property
     def in_flight(self) -> int:
         """How many requests run."""
         return len(self._running)
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Prompt tokens of these requests, as far as they are read."""
+        return sum(request.prompt_tokens for request in list(self._running.values()))
 
     @property
     def waiting(self) -> int:
@@ -116,13 +129,23 @@ class Exchange:
                 task.cancel()
             await asyncio.wait((answering, leaving))
             del self._running[answering]
-            if self._settings.access_log:
-                log_access(request, gone=gone)
+            with use_span(request.span):
+                self._record_end(request)
+                if self._settings.access_log:
+                    log_access(request, gone=gone)
         if not answering.cancelled():
             answering.result()
         elif self._cutting and not gone:
             self._counters.cut += 1
             await request.break_off(ErrorKind.UNAVAILABLE, "the router stops; send the request again")
+
+    def _record_end(self, request: ClientRequest) -> None:
+        sent = request.for_engine
+        method = sent.method if sent.method in _METHODS else OTHER
+        path = sent.path if sent.path in INFERENCE else ""
+        status = "" if request.status is None else str(request.status)
+        seconds = (time.perf_counter_ns() - request.began_ns) / 1e9
+        self._durations.add((method, path, status), seconds, sampled_context())
 
     async def wait_until_idle(self) -> None:
         """Returns when nothing runs any more."""
@@ -138,7 +161,9 @@ class Exchange:
         return len(self._running)
 
     async def _answer(self, request: ClientRequest) -> None:
-        with request_span(request.for_engine.path, request.headers, method=request.for_engine.method) as span:
+        sent = request.for_engine
+        with request_span(sent.path, request.headers, method=sent.method, model=request.model) as span:
+            request.span = span
             try:
                 hints = RequestHintHeaders.read(request.headers) if self._settings.request_hints else None
                 read = await self._read(request)
@@ -151,6 +176,7 @@ class Exchange:
             except Unreachable as error:
                 await _refuse(request, span, ErrorKind.UNAVAILABLE, str(error))
                 return
+            request.prompt_tokens = read.prompt.input_tokens
             if (session_id := request.session_id) is not None:
                 read = replace(read, prompt=replace(read.prompt, session_id=session_id))
             if hints is not None:
@@ -161,15 +187,20 @@ class Exchange:
     async def _read(self, request: ClientRequest) -> RequestPrompt:
         if request.text is None:
             return await self._reader.read_length(request.model, request.letters, request.id)
-        read = await self._reader.read(request.text, request.id)
+        with step_span("read prompt") as span:
+            read = await self._reader.read(request.text, request.id)
+            if span.is_recording():
+                span.set_attribute("kvatlas.prompt_tokens", read.prompt.input_tokens)
+                span.set_attribute("kvatlas.untokenized", read.untokenized)
         self._counters.untokenized += read.prompt_tokens is None
         return read
 
     async def _try_workers(self, request: ClientRequest, read: RequestPrompt, span: Span) -> None:
         attempts = _Attempts()
-        self._budget.record_request()
+        budget = self._outliers.retry_budget(read.prompt.scope.pool_id)
+        budget.record_request()
         while attempts.number < self._settings.most_attempts:
-            if attempts.number and not attempts.free and not self._budget.take():
+            if attempts.number and not attempts.free and not budget.take():
                 self._counters.retries_denied += 1
                 break
             self._counters.retried += attempts.number > 0
@@ -184,7 +215,10 @@ class Exchange:
                 return
             except (NoWorkers, Unreachable) as error:
                 attempts.line = attempts.line or str(error)
-                break
+                if not attempts.free or attempts.number == self._settings.most_attempts:
+                    break
+                await asyncio.sleep(AGAIN_S)
+                attempts.tried = frozenset()
         if attempts.refused is not None:
             answer, header = attempts.refused
             if judge(answer.status) is Verdict.ELSEWHERE:

@@ -12,29 +12,31 @@ from dataclasses import dataclass
 import httpx
 
 from kvatlas.addresses import parse_ip
-from kvatlas.cost import EngineProfile, QuillcacheProfile
+from kvatlas.cost.rates_file import read_profile
 from kvatlas.errors import InvalidValue, KvatlasError, SettingsError
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
-from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.answering_index import AnsweringIndex, open_answering_index
+from kvatlas.index.replica.settings import ReplicaSettings
 from kvatlas.outliers import OutlierStore
 from kvatlas.request import Slo
 from kvatlas.reservations import RedisReservations
 from kvatlas.settings import RoutingSettings
-from kvatlas.store.connection import Store, connected_store
+from kvatlas.store.connection import Store, connected_store, reason
 from kvatlas.telemetry import export_metrics
 from router_client.admission.admission import Admission, AdmissionCounters, AdmissionSettings
 from router_client.admission.queue import AdmissionQueue, QueueSettings
 from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.decision.fail_open import STORE_FAILURES
+from router_client.decision.index_access import open_overlap_index
 from router_client.decision.selector import Selector
 from router_client.decision.shadow_policy import RoundRobin
 from router_client.disaggregation.pair_booker import PairBooker
 from router_client.outliers.avoidance import Avoidance
 from router_client.outliers.monitor import OutlierMonitor
-from router_client.pricing.overlap import ResidencyOnly
+from router_client.pricing.overlap import OverlapIndex, ResidencyOnly
 from router_client.prompt import Prompt
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.request_reader import RequestReader
@@ -52,6 +54,8 @@ CONNECT_S = 2.0
 MOST_WARM_POOLS = 16
 WARM_CONNECTIONS = 8
 WARM_TOKENS = 1_024
+WARM_S = 5.0
+"""The most that a start waits for this."""
 TOKENIZE_S = 5.0
 """How long an engine may take to tokenize a prompt, or to list its models."""
 
@@ -59,7 +63,8 @@ TOKENIZE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
     """`client` chooses and books, `reader` makes prompts of requests in scopes that `catalogue` knows; `outliers` knows which
-    workers to avoid. `short_calls`: to engines, for what takes them no time. `addresses`: where engines may be."""
+    workers to avoid. `short_calls`: to engines, for what takes them no time. `addresses`: where engines may be. `fleet` and
+    `index`: what the store says of workers, for people."""
 
     client: RouterClient
     reader: RequestReader
@@ -68,18 +73,24 @@ class RequestRouter:
     outliers: OutlierMonitor
     short_calls: httpx.AsyncClient
     addresses: AddressPolicy
+    fleet: FleetStore
+    index: AnsweringIndex
 
     async def warm_up(self) -> None:
         """Connect to the store and read what the first requests need: they would fall open otherwise. Raises nothing: what is
-        not there yet is waited for by the requests."""
+        not there in time is waited for by the requests."""
         try:
-            pools = {record.endpoint.pool_id: record for record in (await self.catalogue.records()).values()}
-            for record in list(pools.values())[:MOST_WARM_POOLS]:
-                scope = Scope(record.endpoint.model_id, record.endpoint.tokenizer_id)
-                prompt = Prompt.of_tokens(scope, [0] * WARM_TOKENS)
-                await asyncio.gather(*(self.client.rank(prompt) for _ in range(WARM_CONNECTIONS)))
+            async with asyncio.timeout(WARM_S):
+                await self._read_pools()
         except (KvatlasError, *STORE_FAILURES) as error:
-            _log.warning("first read of the fleet failed (%s); going on", error)
+            _log.warning("first read of the fleet failed (%s); going on", reason(error))
+
+    async def _read_pools(self) -> None:
+        pools = {record.endpoint.pool_id: record for record in (await self.catalogue.records()).values()}
+        for record in list(pools.values())[:MOST_WARM_POOLS]:
+            scope = Scope(record.endpoint.model_id, record.endpoint.tokenizer_id)
+            prompt = Prompt.of_tokens(scope, [0] * WARM_TOKENS)
+            await asyncio.gather(*(self.client.rank(prompt) for _ in range(WARM_CONNECTIONS)))
 
 
 @asynccontextmanager
@@ -110,7 +121,9 @@ async def open_request_router(
         slo = Slo(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
         prompts = PromptSettings(settings.output_tokens, settings.salt_is_tenant, slo)
         reader = RequestReader(catalogue, tokenizer, ChainCache(), prompts)
-        client = await stack.enter_async_context(await _open_client(settings, store))
+        index = await open_answering_index(store, wait=settings.wait, on_wait=_log_wait)
+        lookups = await stack.enter_async_context(open_overlap_index(store, index, _replica_settings(settings)))
+        client = await stack.enter_async_context(_build_client(settings, store, lookups))
         stack.enter_context(export_metrics("router", client.counters))
         stack.enter_context(export_metrics("tokens", tokens))
         stack.enter_context(export_metrics("answers", client.answers.counts))
@@ -118,7 +131,8 @@ async def open_request_router(
         outliers.start()
         stack.push_async_callback(outliers.stop)
         stack.enter_context(export_metrics("outliers", outliers.counters))
-        yield RequestRouter(client, reader, catalogue, tokens, outliers, short_calls, addresses)
+        stack.enter_context(export_metrics("ejected", outliers))
+        yield RequestRouter(client, reader, catalogue, tokens, outliers, short_calls, addresses, fleet, index)
 
 
 def is_near(host: str) -> bool:
@@ -154,14 +168,18 @@ def engine_client(timeout_s: float, addresses: AddressPolicy) -> httpx.AsyncClie
     return httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False, follow_redirects=False)
 
 
-async def _open_client(settings: RoutingSettings, store: Store) -> RouterClient:
-    index = await open_redis_index(store, writer=False, wait=settings.wait, on_wait=_log_wait)
-    profile = EngineProfile() if settings.cost_profile == "engine" else QuillcacheProfile()
+def _replica_settings(settings: RoutingSettings) -> ReplicaSettings | None:
+    if not settings.replica:
+        return None
+    return ReplicaSettings(settings.nats, settings.replica_max_stale_ms, settings.replica_memory_mib << 20)
+
+
+def _build_client(settings: RoutingSettings, store: Store, index: OverlapIndex) -> RouterClient:
     return RouterClient(
         index if settings.marks else ResidencyOnly(index),
         FleetStore(store),
         RouterSettings(
-            profile=profile,
+            profile=read_profile(settings.cost_profile, settings.rates_file),
             deadline_ms=settings.decision_deadline_ms,
             most_deadline_ms=settings.most_decision_deadline_ms,
             load_only=settings.load_only,
@@ -193,11 +211,11 @@ async def _open_tokenizer(
     if settings.tokenizer == "none":
         return None
     if settings.tokenizer == "engine":
-        chosen = EngineTokenizer(client, catalogue.engines_of)
+        chosen = EngineTokenizer(client, catalogue.engines_of, settings.tokenizer_deadline_ms / 2_000)
     else:
         from router_client.tokens.local_tokenizer import LocalTokenizer
 
-        chosen = threads = ThreadedTokenizer(LocalTokenizer.from_folder(settings.tokenizer).encode)
+        chosen = threads = ThreadedTokenizer(LocalTokenizer.from_folder(settings.tokenizer).prompt_tokens)
         stack.callback(threads.close)
     budget = TokenizerBudget(settings.tokenizer_deadline_ms, settings.tokenizer_concurrency)
     budgeted = BudgetedTokenizer(chosen, budget, counters)

@@ -114,7 +114,7 @@ class RouteApi:
         for api, name in ((Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")):
             if name in body:
                 return await self._reader.read(TextRequest.parse(api, json.dumps(body).encode()))
-        hints = RequestHints.parse({"request_id": "route", **body})
+        hints = RequestHints.parse(body)
         scope = await self._catalogue.scope_of(hints.model_id)
         if scope is None and hints.model_id is None:
             raise InvalidValue("model_id is missing; the fleet serves more than one model, or none")
@@ -147,6 +147,7 @@ def _choice_json(held_id: str, choice: Choice | PairChoice, read: RequestPrompt)
         "by": choice.mode,
         "advice": choice.advice,
         "explanation": choice.explain(),
+        "notes": list(read.prompt.notes),
         **({"prefill": _prefill_json(choice)} if isinstance(choice, PairChoice) else {}),
     }
 

@@ -15,6 +15,7 @@ from anyio.abc import TaskStatus
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
+from router_client.disaggregation.pair_booker import PairBooker
 from router_client.held_bookings import HeldBookings
 from router_client.proxy.answer_relay import AnswerRelay
 from router_client.proxy.application import ProxyApplication
@@ -22,6 +23,8 @@ from router_client.proxy.counters import ProxyCounters
 from router_client.proxy.exchange import Exchange, ExchangeSettings
 from router_client.proxy.request_router import build_admission, engine_client, is_near, open_request_router
 from router_client.proxy.route_api import RouteApi
+from router_client.status_page.prompt_probe import PromptProbe
+from router_client.status_page.sections import router_page
 from router_client.upstream.engine_watch import PATIENCE_S, EngineWatch
 
 CLOSE_S = 5.0
@@ -65,6 +68,8 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
         if settings.drain_s:
             _log.info("stopping: not ready any more; taking requests for %g s more", settings.drain_s)
             await anyio.sleep(settings.drain_s)
+        if application.feed is not None:
+            application.feed.close()  # its followers would keep the server waiting
         serving.cancel()  # the server stops listening, and waits for what runs
         if running := application.exchange.in_flight:
             _log.info("stopping: %d requests have up to %g s to end", running, settings.grace_s)
@@ -95,21 +100,27 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             build_admission(parts, settings, counters, apart=settings.disaggregate),
             ExchangeSettings(settings.max_attempts, settings.access_log, settings.request_hints),
         )
+        stack.enter_context(export_metrics("proxy_load", exchange))
         held = HeldBookings(parts.client, counters, held_s=settings.held_s)
         stack.push_async_callback(held.close)
         stack.enter_context(export_metrics("proxy", counters))
         route_api = RouteApi(held, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed)
         await parts.warm_up()
+        pairs = PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate)
+        page = router_page(parts, exchange, PromptProbe(parts, pairs))
         yield ProxyApplication(
             exchange,
             route_api,
             held,
             parts.catalogue,
             parts.outliers,
-            parts.client.answers,
+            parts.client,
             parts.tokens,
             counters,
+            parts.warm_up,
+            page,
             cors_origins=settings.cors_origins,
+            feed=parts.client.feed if settings.record else None,
         )
     finally:
         with anyio.move_on_after(CLOSE_S, shield=True):

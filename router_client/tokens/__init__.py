@@ -5,7 +5,7 @@
     budget.py            a deadline, and a bound on pending prompts, around any tokenizer
     prompt_reader.py     from a body to a `Prompt` in a known scope
     local_tokenizer.py   a Hugging Face tokenizer and its chat template, chat_template.py (extra `tokenizer`)
-    engine_tokenizer.py  the engine's own `/tokenize` (extra `router`)
+    engine_tokenizer.py  the engine's own `/tokenize`, and its rendering of chats with images (extra `router`)
     usage.py             token counts in engines' answers
     counters.py          where requests' token ids came from
 
@@ -15,7 +15,14 @@ Importing this package needs the plain install only; import `local_tokenizer` an
 from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
 from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import Api, TextRequest
-from router_client.tokens.tokenizer import AwaitedTokenizer, CannotTokenize, ThreadedTokenizer, Tokenizer, Why
+from router_client.tokens.tokenizer import (
+    AwaitedTokenizer,
+    CannotTokenize,
+    PromptTokens,
+    ThreadedTokenizer,
+    Tokenizer,
+    Why,
+)
 from router_client.tokens.usage import Usage
 
 __all__ = [
@@ -23,6 +30,7 @@ __all__ = [
     "AwaitedTokenizer",
     "BudgetedTokenizer",
     "CannotTokenize",
+    "PromptTokens",
     "TextRequest",
     "ThreadedTokenizer",
     "TokenCounters",

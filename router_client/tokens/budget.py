@@ -4,12 +4,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.telemetry import sampled_context
 from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import TextRequest
-from router_client.tokens.tokenizer import CannotTokenize, Tokenizer, Why, to_array
+from router_client.tokens.tokenizer import CannotTokenize, PromptTokens, Tokenizer, Tokens, Why, to_array
 
 _log = logging.getLogger("router_client.tokens")
 
@@ -39,17 +40,28 @@ class BudgetedTokenizer:
         self.budget = budget or TokenizerBudget()
         self.counters = counters or TokenCounters()
         self._tokenizer = tokenizer
-        self._pending: set[asyncio.Task[Sequence[int]]] = set()
+        self._pending: set[asyncio.Task[Tokens]] = set()
         self._slots = asyncio.Semaphore(self.budget.most_pending)
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
-        """As an array of machine words. Raises CannotTokenize, and InvalidValue for a token id that is out of range."""
+        """Of a text, as an array of machine words. Raises CannotTokenize, also for a prompt of more than text, and InvalidValue
+        for a token id that is out of range."""
+        found = await self.prompt_tokens(request)
+        if found.media or found.cut:
+            raise CannotTokenize(Why.UNSUPPORTED, "the prompt has more than text")
+        return found.ids
+
+    async def prompt_tokens(self, request: TextRequest) -> PromptTokens:
+        """Of any prompt, as an array of machine words. Raises CannotTokenize, and InvalidValue for a token id that is out of
+        range."""
         if (given := request.token_ids) is not None:
             self.counters.given += 1
-            return _check(given)
+            return PromptTokens(_check(given))
         began = time.perf_counter_ns()
         try:
-            found = _check(await self._tokenize_in_time(request))
+            found = await self._tokenize_in_time(request)
+            tokens = found if isinstance(found, PromptTokens) else PromptTokens(found)
+            tokens = replace(tokens, ids=_check(tokens.ids))
         except CannotTokenize as error:
             _count(self.counters, error.why)
             raise
@@ -57,9 +69,9 @@ class BudgetedTokenizer:
             self.counters.failed += 1
             raise CannotTokenize(Why.FAILED, str(error)) from error
         finally:
-            self.counters.time_us += (time.perf_counter_ns() - began) // 1_000
+            self.counters.reading_time.add((time.perf_counter_ns() - began) / 1e9, span=sampled_context())
         self.counters.tokenized += 1
-        return found
+        return tokens
 
     async def aclose(self) -> None:
         """Cancel the pending calls."""
@@ -67,7 +79,7 @@ class BudgetedTokenizer:
             task.cancel()
         await asyncio.gather(*self._pending, return_exceptions=True)
 
-    async def _tokenize_in_time(self, request: TextRequest) -> Sequence[int]:
+    async def _tokenize_in_time(self, request: TextRequest) -> Tokens:
         deadline = asyncio.get_running_loop().time() + self.budget.deadline_ms / 1_000
         try:
             async with asyncio.timeout_at(deadline):
@@ -95,7 +107,7 @@ class BudgetedTokenizer:
             raise CannotTokenize(Why.FAILED, f"tokenizer: {type(error).__name__}: {error}") from error
         return task.result()
 
-    def _discard(self, task: asyncio.Task[Sequence[int]]) -> None:
+    def _discard(self, task: asyncio.Task[Tokens]) -> None:
         self._pending.discard(task)
         self._slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -12,9 +12,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvatlas.errors import InvalidValue, SettingsError
-from router_client.tokens.text_request import TextRequest
+from router_client.tokens.text_request import TextRequest, is_media
 from router_client.tokens.tokenizer import CannotTokenize, Why
 
+_MEDIA_MARK = "\ue000media\ue000"
+"""Stands for an image in a rendered text."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -36,7 +38,8 @@ class ChatTemplate:
             raise SettingsError("no chat template; expected at least one")
 
     def render(self, request: TextRequest) -> str:
-        """The text of a chat. Raises CannotTokenize for content other than text, and for what the template refuses."""
+        """The text of a chat, of one with images or other media that before the first of them. Raises CannotTokenize for other
+        content, and for what the template refuses."""
         body = request.body
         if body.get("chat_template"):
             raise CannotTokenize(Why.UNSUPPORTED, "the request brings a chat template of its own")
@@ -61,13 +64,20 @@ class ChatTemplate:
             text = self._templates[name].render(values)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise CannotTokenize(Why.FAILED, f"chat template: {' '.join(str(error).split())}") from error
+        if request.media_items:
+            before, found, _ = text.partition(_MEDIA_MARK)
+            if not found:
+                raise CannotTokenize(Why.UNSUPPORTED, "chat template: the images are not in its text")
+            return before
         return _up_to_final(text, messages[-1]) if goes_on else text
 
 
 def _message(message: Mapping[str, Any], *, parts: bool) -> dict[str, Any]:
-    """A message as vLLM gives it to a template: text joined by line ends, or a list of text parts."""
+    """A message as vLLM gives it to a template: text joined by line ends, behind the images, or a list of parts in order."""
     content = message.get("content")
     texts = [content] if isinstance(content, str) else [_text(part) for part in content or ()]
+    if not parts:
+        texts.sort(key=lambda text: text is not _MEDIA_MARK)
     shown: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
     shown["content"] = [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
     if isinstance(calls := message.get("tool_calls"), list):
@@ -78,6 +88,8 @@ def _message(message: Mapping[str, Any], *, parts: bool) -> dict[str, Any]:
 def _text(part: Any) -> str:
     if isinstance(part, str):
         return part
+    if is_media(part):
+        return _MEDIA_MARK
     kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
     text = part.get(_TEXT_PARTS.get(kind, "")) if isinstance(part, dict) else None
     if not isinstance(text, str):

@@ -1,6 +1,8 @@
 """Counters of requests' token ids."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvatlas.telemetry.distribution import Distribution
 
 
 @dataclass(slots=True)
@@ -8,7 +10,7 @@ class TokenCounters:
     """Where requests' token ids came from: plain integers since the router started.
 
     `tokenized`, `given` (token ids in the request itself), and requests without token ids by reason: `late`, `busy`,
-    `unsupported`, `failed`. `time_us`: spent waiting for tokenizers.
+    `unsupported`, `failed`. `reading_time`: seconds spent waiting for tokenizers.
     """
 
     tokenized: int = 0
@@ -17,7 +19,7 @@ class TokenCounters:
     busy: int = 0
     unsupported: int = 0
     failed: int = 0
-    time_us: int = 0
+    reading_time: Distribution = field(default_factory=Distribution)
 
     def findings(self) -> list[str]:
         """Problems that need attention, a line each."""

@@ -18,7 +18,7 @@ import tokenizers
 from kvatlas.errors import SettingsError
 from router_client.tokens.chat_template import ChatTemplate
 from router_client.tokens.text_request import Api, TextRequest
-from router_client.tokens.tokenizer import CannotTokenize, Why
+from router_client.tokens.tokenizer import CannotTokenize, PromptTokens, Why
 
 MEMO_BYTES = 64 << 20
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -27,8 +27,8 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 class LocalTokenizer:
     """Token ids as vLLM and SGLang make them: completions with special tokens, chats as their template has them.
 
-    `encode` is a plain function, safe in several threads: `ThreadedTokenizer(local.encode)`. `memo_bytes` bounds the cached
-    pieces (text and token ids).
+    `prompt_tokens` is a plain function, safe in several threads: `ThreadedTokenizer(local.prompt_tokens)`. `memo_bytes` bounds
+    the cached pieces (text and token ids).
     """
 
     def __init__(
@@ -59,15 +59,23 @@ class LocalTokenizer:
 
     def encode(self, request: TextRequest) -> Sequence[int]:
         """Raises CannotTokenize (unsupported) for content other than text, and for a chat without a template."""
+        tokens = self.prompt_tokens(request)
+        if tokens.cut:
+            raise CannotTokenize(Why.UNSUPPORTED, "a message has images or other media; expected text")
+        return tokens.ids
+
+    def prompt_tokens(self, request: TextRequest) -> PromptTokens:
+        """As `encode`, but of a chat with images those of the text before the first."""
         asked = request.body.get("add_special_tokens")
         if request.api is Api.COMPLETIONS:
             prompt = request.prompt
             if not isinstance(prompt, str):
-                return array("I", prompt)
-            return self._encode(prompt, special=asked is not False)
+                return PromptTokens(array("I", prompt))
+            return PromptTokens(self._encode(prompt, special=asked is not False))
         if self._template is None:
             raise CannotTokenize(Why.UNSUPPORTED, "the tokenizer has no chat template")
-        return self._encode(self._template.render(request), special=asked is True)
+        tokens = self._encode(self._template.render(request), special=asked is True)
+        return PromptTokens(tokens, cut=request.media_items > 0)
 
     def _encode(self, text: str, *, special: bool) -> Sequence[int]:
         if special or self._cut is None:

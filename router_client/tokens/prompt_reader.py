@@ -1,6 +1,5 @@
 """From a request's body to its `Prompt`, in a known scope."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import InvalidValue
@@ -10,10 +9,11 @@ from router_client.chain_cache import ChainCache
 from router_client.prompt import Prompt
 from router_client.tokens.budget import BudgetedTokenizer
 from router_client.tokens.text_request import TextRequest
-from router_client.tokens.tokenizer import CannotTokenize
+from router_client.tokens.tokenizer import CannotTokenize, PromptTokens
 
 LETTERS_A_TOKEN = 4
-"""For the length of a prompt whose tokens are not known."""
+MEDIA_TOKENS = 1_000
+"""For the length of a prompt whose tokens are not known: those of an image of a megapixel, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class PromptSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompt:
-    """A request's prompt. `prompt_tokens` None: not known; then the prompt's length is a guess, it matches nothing, and
-    `untokenized` says why."""
+    """A request's prompt. `prompt_tokens` None: not known, and `untokenized` says why; then its length is a guess, and it
+    matches nothing, or (`media`) what is before its first image."""
 
     prompt: Prompt
     prompt_tokens: int | None
@@ -51,17 +51,21 @@ class PromptReader:
         tokens, why = await self._tokenize(request)
         limits = request.output_limits
         if tokens is None:
-            guess = self.guess(scope, _letters(request), request_id)
+            letters = _letters(request) + request.media_items * MEDIA_TOKENS * LETTERS_A_TOKEN
+            guess = self.guess(scope, letters, request_id)
             said = replace(
                 guess.prompt, session_id=request.session_id, reading=request.cache_reading, output_limits=limits
             )
             return replace(guess, prompt=said, untokenized=why)
         salt = request.cache_salt
         keys = ((salt,),) if salt is not None and not self.settings.salt_is_tenant else None
+        length = _letters(request) // LETTERS_A_TOKEN + request.media_items * MEDIA_TOKENS
         prompt = Prompt.of_tokens(
             scope,
-            tokens,
+            tokens.ids,
             extra_keys=keys,
+            media=tokens.media,
+            input_tokens=max(length, len(tokens.ids) + 1) if tokens.cut else None,
             output_tokens=self.settings.output_tokens,
             output_limits=limits,
             slo=self.settings.slo,
@@ -70,7 +74,7 @@ class PromptReader:
             session_id=request.session_id,
             reading=request.cache_reading,
         )
-        return RequestPrompt(prompt, len(tokens))
+        return RequestPrompt(prompt, None, "media") if tokens.cut else RequestPrompt(prompt, len(tokens.ids))
 
     def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
         """The prompt of a request whose tokens are not known: its length is about that of `letters` characters."""
@@ -86,12 +90,13 @@ class PromptReader:
         )
         return RequestPrompt(prompt, None, "unread")
 
-    async def _tokenize(self, request: TextRequest) -> tuple[Sequence[int] | None, str]:
+    async def _tokenize(self, request: TextRequest) -> tuple[PromptTokens | None, str]:
         """None and why, if they are not known."""
         if self._tokenizer is None:
-            return request.token_ids, "off"
+            given = request.token_ids
+            return (None if given is None else PromptTokens(given)), "off"
         try:
-            return await self._tokenizer.token_ids(request), ""
+            return await self._tokenizer.prompt_tokens(request), ""
         except CannotTokenize as error:
             return None, error.why.value
 

@@ -1,6 +1,7 @@
 """The body of a completion or a chat, as far as a router reads it. The engine checks the rest."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -143,6 +144,15 @@ class TextRequest:
         return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
 
     @property
+    def media_items(self) -> int:
+        """The number of images and other parts of a chat that are not text."""
+        if self.api is not Api.CHAT:
+            return 0
+        return sum(
+            media_parts(message.get("content")) for message in self.body["messages"] if isinstance(message, dict)
+        )
+
+    @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
         """A chat's messages. Raises InvalidValue for one that is not an object."""
         messages: list[Any] = self.body["messages"]
@@ -152,6 +162,7 @@ class TextRequest:
         return messages
 
 
+_MEDIA = re.compile("image|audio|video")
 _EXPECTED = {Api.CHAT: "a list of messages", Api.COMPLETIONS: "a text or a list of token ids"}
 
 
@@ -174,6 +185,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise InvalidValue(f"the body is a JSON {type(decoded).__name__}; expected an object")
     return decoded
+
+
+def is_media(part: Any) -> bool:
+    """Is a part of a message's content an image, audio or video? Engines take parts without a type by their fields."""
+    return isinstance(part, dict) and _MEDIA.search(str(part.get("type") or " ".join(part))) is not None
+
+
+def media_parts(content: Any) -> int:
+    """The number of them in a message's content."""
+    return sum(map(is_media, content)) if isinstance(content, list) else 0
 
 
 def _letters(content: Any) -> int:

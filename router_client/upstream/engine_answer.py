@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
 from router_client.learning.timings import AnswerClock
@@ -46,18 +47,19 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """An answer that is complete. `clock`: when it arrived."""
+    """An answer that is complete. `clock`: when it arrived. `span`: of the try that it answers."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     body: bytes
     clock: AnswerClock = field(default_factory=AnswerClock, compare=False)
+    span: Span = field(default=INVALID_SPAN, compare=False)
 
 
 @dataclass(slots=True)
 class StreamedAnswer:
     """An answer whose first bytes are there. `clock`: started with the request; the reader of the answer counts its parts
-    there. `events`: is it a stream of server-sent events?"""
+    there. `events`: is it a stream of server-sent events? `span`: of the try that it answers."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -66,6 +68,7 @@ class StreamedAnswer:
     clock: AnswerClock
     watched: WatchedTry
     events: bool = True
+    span: Span = INVALID_SPAN
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives. Raises EngineLost."""
@@ -75,7 +78,7 @@ class StreamedAnswer:
                 self.watched.progress()
                 yield chunk
         except httpx.HTTPError as error:
-            raise EngineLost(f"the engine went away in mid-answer: {error or type(error).__name__}") from error
+            raise EngineLost(f"the engine went away in mid-answer: {str(error) or type(error).__name__}") from error
 
 
 Answer = WholeAnswer | StreamedAnswer
@@ -101,12 +104,12 @@ async def send_to_engine(
             try:
                 clock = AnswerClock()
                 response = await client.send(_build(client, base_url, request, headers), stream=True)
-                answer = await _read_start(response, clock, watched)
+                answer = await _read_start(response, clock, watched, base_url)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 connected = not isinstance(
                     error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
                 )
-                line = f"{base_url}: {error or type(error).__name__}"
+                line = f"{base_url}: {str(error) or type(error).__name__}"
                 raise EngineUnreachable(line, connected=connected) from error
             began = True
             yield answer
@@ -130,9 +133,12 @@ def _build(
     return client.build_request(request.method, url, content=request.body or None, headers=headers)
 
 
-async def _read_start(response: httpx.Response, clock: AnswerClock, watched: WatchedTry) -> Answer:
+async def _read_start(response: httpx.Response, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
     kind = response.headers.get("content-type", "")
-    headers = response.headers.raw
+    headers = [
+        (name, _relative(value, base_url) if name.lower() == b"location" else value)
+        for name, value in response.headers.raw
+    ]
     if not response.is_success or kind.startswith("application/json"):
         parts = []
         async for part in response.aiter_raw():
@@ -146,3 +152,8 @@ async def _read_start(response: httpx.Response, clock: AnswerClock, watched: Wat
         events = kind.startswith(EVENT_STREAM)
         return StreamedAnswer(response.status_code, headers, first, rest, clock, watched, events)
     return WholeAnswer(response.status_code, headers, b"", clock)
+
+
+def _relative(location: bytes, base_url: str) -> bytes:
+    """Where an engine redirects to on itself, without its address: that is the router's business."""
+    return location.removeprefix(base_url.rstrip("/").encode())

@@ -101,7 +101,7 @@ class EngineWatch:
                 url,
                 self._patience_s,
                 PROBES,
-                error or type(error).__name__,
+                str(error) or type(error).__name__,
                 len(stalled),
             )
             for watched in stalled:

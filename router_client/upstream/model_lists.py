@@ -80,7 +80,7 @@ class ModelLists:
             answer = await self._client.get(f"{url.rstrip('/')}/v1/models", timeout=LIST_S)
             data = answer.json()["data"] if answer.status_code == 200 else None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            _log.debug("%s/v1/models: %s", url, error or type(error).__name__)
+            _log.debug("%s/v1/models: %s", url, str(error) or type(error).__name__)
             return None
         if not isinstance(data, list):
             return None

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -18,10 +19,13 @@ from kvatlas.errors import KvatlasError
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.settings import CommaList, ProcessSettings
 from kvatlas.store.connection import Store, connected_store
+from kvatlas.telemetry import requested_exporters
 from kvatlas.validation import Count, Positive
 from simulator.demo.load_generator import Outcome, send_workload
 from simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
 from simulator.demo.report import Phase, build_table, save_picture
+from simulator.demo.request_path import draw_path, environment
+from simulator.demo.trace_receiver import running_receiver
 from simulator.hybrid_cache.groups import parse_groups
 from simulator.workload import Workload, WorkloadSettings, chat_settings, generate_workload
 
@@ -101,7 +105,10 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
         settings.routers,
         sidecar_flags=["--chunk-size", chunks[0]] if chunks else [],
     )
-    with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder:
+    exported = requested_exporters().get("traces")
+    with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder, running_receiver() as traces:
+        if not exported:
+            fleet_settings = replace(fleet_settings, environment=environment(traces.url))
         async with running_fleet(fleet_settings, Path(folder)) as fleet, open_probe(fleet) as probe:
             await wait_until_routable(probe.store, len(fleet.engines), SETTLE_S)
             console.print(
@@ -114,6 +121,10 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
         print(json.dumps([phase.to_jsonable() for phase in phases], indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else 100).print(build_table(phases))
+    if exported:
+        console.print(f"traces: exported by {', '.join(exported)}, as the OTEL_ variables say")
+    elif (path := draw_path(traces.spans())) is not None:
+        console.print(path)
     console.print(f"picture: {settings.picture.resolve()}")
 
 

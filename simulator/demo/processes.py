@@ -1,11 +1,12 @@
 """The demo's fleet: every part is a process of its own, as in production; all of them end with the demo."""
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
@@ -27,7 +28,7 @@ _POLL_S = 0.05
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
     """`engine_flags` are the flags of every simulated engine, `flags_of_each` further ones of each, `sidecar_flags` those of
-    every publisher; `routers`: the flags of each router, by name."""
+    every publisher; `routers`: the flags of each router, by name; `environment`: variables of every part, besides ours."""
 
     model: str
     engines: int
@@ -36,6 +37,7 @@ class FleetSettings:
     routers: Mapping[str, Sequence[str]]
     flags_of_each: Sequence[Sequence[str]] = ()
     sidecar_flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,14 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
         nats = await stack.enter_async_context(nats_server())
         valkey = await stack.enter_async_context(valkey_server())
         servers = ["--nats-url", nats.url, "--redis-url", valkey.url, "--log-level", "warning"]
+        environment = {**os.environ, **settings.environment}
         parts: list[_Part] = []
         status_urls, engines, routers = [], {}, {}
         for i in range(settings.indexers):
             port = free_port()
             status_urls.append(f"http://{LOOPBACK}:{port}")
             args = ["indexer", *servers, "--member-id", f"indexer-{i}", "--status-port", str(port)]
-            parts.append(_Part(f"indexer-{i}", args, f"{status_urls[-1]}/readyz", folder))
+            parts.append(_Part(f"indexer-{i}", args, f"{status_urls[-1]}/readyz", folder, environment))
         for i in range(settings.engines):
             worker_id = f"engine-{i}"
             http, events, replay = free_port(), free_port(), free_port()
@@ -74,16 +77,16 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
             args = ["simulate-engine", "--model", settings.model, "--port", str(http), *settings.engine_flags]
             args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1]]
             args += settings.flags_of_each[i] if settings.flags_of_each else ()
-            parts.append(_Part(worker_id, args, f"{engines[worker_id]}/health", folder))
+            parts.append(_Part(worker_id, args, f"{engines[worker_id]}/health", folder, environment))
             args = ["publish", *servers, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
             args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
             args += settings.sidecar_flags
-            parts.append(_Part(f"{worker_id}-sidecar", args, None, folder))
+            parts.append(_Part(f"{worker_id}-sidecar", args, None, folder, environment))
         for name, flags in settings.routers.items():
             port = free_port()
             routers[name] = f"http://{LOOPBACK}:{port}"
             args = ["router", *servers, "--port", str(port), "--drain-s", "0", *flags]
-            parts.append(_Part(f"router-{name}", args, f"{routers[name]}/health", folder))
+            parts.append(_Part(f"router-{name}", args, f"{routers[name]}/health", folder, environment))
         for part in parts:
             await stack.enter_async_context(part.running())
         async with httpx.AsyncClient() as client:
@@ -104,8 +107,11 @@ async def wait_until_routable(store: Store, workers: int, within_s: float) -> No
 class _Part:
     """One `kvatlas` command as a child process, with its output in a log file."""
 
-    def __init__(self, name: str, args: Sequence[str], probe_url: str | None, folder: Path) -> None:
+    def __init__(
+        self, name: str, args: Sequence[str], probe_url: str | None, folder: Path, environment: Mapping[str, str]
+    ) -> None:
         self._name = name
+        self._environment = environment
         self._args = args
         self._probe_url = probe_url
         self._log = folder / f"{name}.log"
@@ -117,7 +123,12 @@ class _Part:
         with self._log.open("wb") as log:
             # in a session of its own: Ctrl-C reaches the demo alone, which then stops every part in order
             self._process = await anyio.open_process(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=self._environment,
             )
         try:
             yield

@@ -96,7 +96,7 @@ def build_table(phases: Sequence[Phase]) -> Table:
 
 
 def _at_most(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"<= {milliseconds:g} ms"
+    return "-" if milliseconds is None else f"<= {milliseconds:.2g} ms"
 
 
 def save_picture(phases: Sequence[Phase], path: Path) -> None:

@@ -167,7 +167,7 @@ async def _fetch(host: object, port: object, asked: dict[str, object]) -> int:
         async with httpx.AsyncClient(timeout=WAIT_S, trust_env=False) as client:
             answer = await client.post(url, json=asked)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise TransferFailed(f"KV transfer from {host}:{port} failed: {error or type(error).__name__}") from error
+        raise TransferFailed(f"KV transfer from {host}:{port} failed: {str(error) or type(error).__name__}") from error
     if answer.status_code != 200:
         raise TransferFailed(f"KV transfer from {host}:{port} failed: status {answer.status_code}")
     return int(answer.json()["tokens"])

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -9,8 +10,10 @@ from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import Any, NamedTuple
 
+from kvatlas.errors import InvalidValue
 from simulator.engine.step_cost import StepCost
-from simulator.lab.policies.catalogue import POLICIES
+from simulator.lab.policies.catalogue import DYNAMO, LIVE_POLICIES, POLICIES
+from simulator.lab.policies.dynamo.policy import check_installed
 from simulator.lab.replay import FleetSettings, replay
 from simulator.lab.requests import Workload
 from simulator.lab.summary import Figures, Objective, Summary
@@ -28,7 +31,7 @@ class Point(NamedTuple):
     event_delay_ms: float = 5.0
     event_loss: float = 0.0
 
-    def to_fleet(self, cpu_tokens: int, cost: StepCost) -> FleetSettings:
+    def to_fleet(self, cpu_tokens: int, cost: StepCost, dynamo_python: str = sys.executable) -> FleetSettings:
         return FleetSettings(
             self.workers,
             self.cache_tokens,
@@ -36,6 +39,7 @@ class Point(NamedTuple):
             cost=cost,
             event_delay_us=self.event_delay_ms * 1e3,
             event_loss=self.event_loss,
+            dynamo_python=dynamo_python,
         )
 
 
@@ -51,6 +55,7 @@ class Study:
     cpu_tokens: int = 0
     cost: StepCost = field(default_factory=StepCost)
     objective: Objective = field(default_factory=Objective)
+    dynamo_python: str = sys.executable
 
     @property
     def runs(self) -> list[tuple[Point, str, int]]:
@@ -71,8 +76,10 @@ class Cell(NamedTuple):
 def compare(study: Study, jobs: int, on_progress: Callable[[int], None] = lambda requests: None) -> list[Cell]:
     """A cell for each point and policy, in their order. `on_progress` gets the number of requests replayed so far.
 
-    Raises InvalidValue for a request that fits no engine.
+    Raises InvalidValue for a request that fits no engine, and for Dynamo where it is not installed.
     """
+    if DYNAMO in study.policies:
+        check_installed(study.dynamo_python)
     runs = study.runs
     context = get_context("spawn")
     replayed = context.Value("q")
@@ -94,6 +101,49 @@ def compare(study: Study, jobs: int, on_progress: Callable[[int], None] = lambda
         for point in study.points
         for name in study.policies
     ]
+
+
+async def compare_live(
+    study: Study, scale: float, on_progress: Callable[[int], None] = lambda requests: None
+) -> list[Cell]:
+    """The same over real servers, one replay after the other; `scale` virtual seconds take a real one.
+
+    Raises InvalidValue for a policy that is not kvatlas', KvatlasError for a server that does not start.
+    """
+    from simulator.lab.live import replay_live  # a replay in virtual time needs neither servers nor clients
+
+    for name in study.policies:
+        if name not in LIVE_POLICIES:
+            raise InvalidValue(f"policy {name} can't be replayed live; expected {', '.join(LIVE_POLICIES)}")
+    cells: list[Cell] = []
+    requests = len(study.workload.requests)
+    for point in study.points:
+        if point != _with_usual_events(point):
+            raise InvalidValue(
+                "a live replay has the delay and loss of events that its servers have; expected neither flag"
+            )
+        fleet = point.to_fleet(study.cpu_tokens, study.cost)
+        for name in study.policies:
+            figures: list[Figures] = []
+            for seed in range(study.first_seed, study.first_seed + study.seeds):
+                atlas, replayed = POLICIES[name].atlas, (len(cells) * study.seeds + len(figures)) * requests
+                assert atlas is not None
+
+                def report(arrived: int, before: int = replayed) -> None:
+                    on_progress(before + arrived)
+
+                outcome = await replay_live(
+                    study.workload,
+                    atlas,
+                    fleet,
+                    seed,
+                    speed=point.speed,
+                    scale=scale,
+                    on_progress=report,
+                )
+                figures.append(Figures.of(outcome, study.objective))
+            cells.append(Cell(point, Summary.of(name, figures)))
+    return cells
 
 
 def _effective(point: Point, policy: str) -> Point:
@@ -136,7 +186,7 @@ def _run(point: Point, policy: str, seed: int) -> Figures:
                 replayed.value += arrived - reported
             reported = arrived
 
-    fleet = point.to_fleet(study.cpu_tokens, study.cost)
+    fleet = point.to_fleet(study.cpu_tokens, study.cost, study.dynamo_python)
     outcome = replay(study.workload, policy, fleet, seed, speed=point.speed, on_progress=report)
     report(len(study.workload.requests))
     return Figures.of(outcome, study.objective)

@@ -72,7 +72,7 @@ class EventPath:
     def publish(self, events: Sequence[KVEvent], now_us: float) -> None:
         """One engine batch."""
         changelog = self._changelog
-        changelog.record(EngineBatch([_engine_event(event) for event in events]))
+        changelog.record(EngineBatch([to_engine_event(event) for event in events]))
         changelog.publish(changelog.fold(), round(now_us), now_us / 1e6)
         self._send(now_us)
 
@@ -112,14 +112,18 @@ class EventPath:
         self._send(now_us, certain=certain)
 
 
-def _engine_event(event: KVEvent) -> EngineEvent:
+def to_engine_event(event: KVEvent, block_tokens: int = 2) -> EngineEvent:
+    """The event as of an engine with blocks of this size; blocks of more than two tokens repeat their content's id."""
     if isinstance(event, BlocksStored):
         salt = next((key for key in event.extra_keys[0] if key != event.adapter), None) if event.extra_keys else None
+        token_ids: Sequence[int] = event.token_ids
+        if block_tokens != 2:
+            token_ids = [content for content in token_ids[::2] for _ in range(block_tokens)]
         return EngineStored(
             hashes=event.block_hashes,
             parent=event.parent_hash,
-            token_ids=event.token_ids,
-            block_size=2,
+            token_ids=token_ids,
+            block_size=block_tokens,
             tier=_TIER_OF[event.medium],
             adapter=event.adapter,
             salt=salt,

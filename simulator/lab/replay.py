@@ -2,14 +2,16 @@
 
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 
 from kvatlas.index.memory.index import MemoryIndex
 from simulator.cache.block_hash import SeededBlockHasher
 from simulator.cache.kv_cache import KVCache
+from simulator.cache.kv_events import KVEvent
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
 from simulator.lab.engine import EngineRequest, VirtualEngine
@@ -27,7 +29,8 @@ START_US = 1e6
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """The fleet, and how its events travel. `cache_tokens`: of each engine's GPU; `cpu_tokens`: of its host tier."""
+    """The fleet, and how its events travel. `cache_tokens`: of each engine's GPU; `cpu_tokens`: of its host tier.
+    `dynamo_python`: the Python that policy dynamo runs."""
 
     workers: int = 16
     cache_tokens: int = 500_000
@@ -37,6 +40,7 @@ class FleetSettings:
     """`swap_in_us_per_block` is for a block of 16 tokens."""
     event_delay_us: float = 5_000.0
     event_loss: float = 0.0
+    dynamo_python: str = sys.executable
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,14 @@ def replay(
     *,
     speed: float = 1.0,
     on_progress: Callable[[int], None] | None = None,
+    on_events: Callable[[int, Sequence[KVEvent], float], None] | None = None,
 ) -> Outcome:
-    """`speed`: requests arrive this many times as fast. `on_progress` gets the number of arrivals, now and then.
+    """`speed`: requests arrive this many times as fast. `on_progress` gets the number of arrivals, now and then; `on_events` an
+    engine's number, its events, and when they happened (us).
 
     Raises InvalidValue for a request that fits no engine.
     """
-    return _Replay(workload, policy, settings, seed, speed).run(on_progress)
+    return _Replay(workload, policy, settings, seed, speed, on_events).run(on_progress)
 
 
 def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[float, LabRequest]]:
@@ -93,36 +99,48 @@ def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[flo
     return sorted(drawn, key=lambda one: (one[0], one[1].number))
 
 
-class _Replay:
-    def __init__(self, workload: Workload, policy: str, settings: FleetSettings, seed: int, speed: float) -> None:
-        kind = POLICIES[policy]
-        size = workload.block_tokens
-        cost = settings.cost
-        per_block = StepCost(
-            cost.prefill_us_per_token,
-            cost.decode_step_us,
-            cost.decode_us_per_sequence,
-            cost.decode_us_per_kv_token,
-            cost.swap_in_us_per_block * size / 16,
+def build_engines(settings: FleetSettings, block_tokens: int, cost: StepCost | None = None) -> list[VirtualEngine]:
+    """The fleet's engines, with empty caches. `cost`: instead of the settings'."""
+    return [
+        VirtualEngine(
+            KVCache(
+                num_blocks=max(1, settings.cache_tokens // block_tokens),
+                block_size=2,
+                hasher=SeededBlockHasher(number),
+                num_cpu_blocks=settings.cpu_tokens // block_tokens,
+                clock=lambda: 0.0,  # nothing here expires
+            ),
+            block_tokens,
+            settings.limits,
+            _cost_per_block(cost or settings.cost, block_tokens),
         )
+        for number in range(settings.workers)
+    ]
+
+
+def _cost_per_block(cost: StepCost, block_tokens: int) -> StepCost:
+    return replace(cost, swap_in_us_per_block=cost.swap_in_us_per_block * block_tokens / 16)
+
+
+class _Replay:
+    def __init__(
+        self,
+        workload: Workload,
+        policy: str,
+        settings: FleetSettings,
+        seed: int,
+        speed: float,
+        on_events: Callable[[int, Sequence[KVEvent], float], None] | None,
+    ) -> None:
+        self._on_events = on_events
+        self._kind = kind = POLICIES[policy]
+        self._settings = settings
+        size = workload.block_tokens
+        per_block = _cost_per_block(settings.cost, size)
         self._arrivals = draw_arrivals(workload, seed, speed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._engines = [
-            VirtualEngine(
-                KVCache(
-                    num_blocks=max(1, settings.cache_tokens // size),
-                    block_size=2,
-                    hasher=SeededBlockHasher(number),
-                    num_cpu_blocks=settings.cpu_tokens // size,
-                    clock=lambda: 0.0,  # nothing here expires
-                ),
-                size,
-                settings.limits,
-                per_block,
-            )
-            for number in range(settings.workers)
-        ]
+        self._engines = build_engines(settings, size)
         index = MemoryIndex()
         self._paths = [
             EventPath(
@@ -133,15 +151,24 @@ class _Replay:
                 delay_us=settings.event_delay_us,
                 loss=settings.event_loss,
             )
-            for number in range(settings.workers if kind.uses_events else 0)
+            for number in range(settings.workers if kind.uses_events and not kind.own_index else 0)
         ]
-        self._policy = kind.make(Fleet(self._engines, index, per_block, random.Random(f"policy {seed}")))
+        fleet = Fleet(self._engines, index, per_block, random.Random(f"policy {seed}"), settings.dynamo_python)
+        self._policy = kind.make(fleet)
+        self._loss_rng = random.Random(f"loss {seed}")
+        self._lost = 0
         self._served: list[Served | None] = [None] * len(workload.requests)
         self._arrived: dict[int, float] = {}
         self._left = len(workload.requests)
         self._ended_us = 0.0
 
     def run(self, on_progress: Callable[[int], None] | None) -> Outcome:
+        try:
+            return self._run(on_progress)
+        finally:
+            self._policy.close()
+
+    def _run(self, on_progress: Callable[[int], None] | None) -> Outcome:
         for number, (when_us, request) in enumerate(self._arrivals):
             self._run_until(when_us)
             if on_progress is not None and number % 64 == 0:
@@ -157,7 +184,7 @@ class _Replay:
             [engine.prefilled_tokens for engine in self._engines],
             [float(engine.busy_us) for engine in self._engines],
             sum(engine.preemptions for engine in self._engines),
-            sum(path.lost for path in self._paths),
+            self._lost + sum(path.lost for path in self._paths),
             sum(path.snapshots for path in self._paths),
         )
 
@@ -183,8 +210,12 @@ class _Replay:
         if engine.ends_us != ends_us:
             return  # a request arrived meanwhile and cut the step short
         done = engine.advance()
+        if done.events and self._on_events is not None:
+            self._on_events(number, done.events, done.ended_us)
         if done.events and self._paths:
             self._paths[number].publish(done.events, done.ended_us)
+        elif done.events and self._kind.own_index:
+            self._deliver(number, done.events, done.ended_us)
         for sequence in done.first_tokens:
             self._policy.record_first_token(sequence, number)
         for sequence in done.finished:
@@ -192,6 +223,13 @@ class _Replay:
             self._finish(sequence)
         if engine.ends_us < math.inf:
             self._wake(number)
+
+    def _deliver(self, number: int, events: Sequence[KVEvent], now_us: float) -> None:
+        """Take an engine's events to a policy with an index of its own, unless they are lost."""
+        if self._settings.event_loss and self._loss_rng.random() < self._settings.event_loss:
+            self._lost += 1
+        else:
+            self._at(now_us + self._settings.event_delay_us, lambda: self._policy.record_events(number, events))
 
     def _wake(self, number: int) -> None:
         """Advance the engine when its step ends."""

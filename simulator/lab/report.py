@@ -1,12 +1,14 @@
 """A study's result as table rows, as JSON, and as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvatlas.errors import InvalidValue
 from kvatlas.version import own_version
 from simulator.lab.comparison import Cell, Point, Study
+from simulator.lab.miss_ratio import MissRatioCurve
+from simulator.lab.requests import Workload
 from simulator.lab.summary import Summary
 
 COLUMNS = (
@@ -21,6 +23,7 @@ COLUMNS = (
     "prefill tokens",
     "busy",
 )
+CURVE_COLUMNS = ("cache tokens", "hit rate", "replayed", "error")
 _AXES = {
     "workers": "workers",
     "cache_tokens": "cache tokens of each worker",
@@ -86,6 +89,39 @@ def to_jsonable(study: Study, cells: Sequence[Cell]) -> dict[str, Any]:
     }
 
 
+def curve_title(workload: Workload, curve: MissRatioCurve) -> str:
+    """What a curve is of."""
+    return (
+        f"{workload.name}: {len(workload.requests):,} requests, one cache for all of them; {curve.distinct_tokens:,} distinct "
+        f"tokens, {curve.sampled:.0%} of the blocks followed"
+    )
+
+
+def curve_rows(curve: MissRatioCurve, replayed: Mapping[int, float]) -> list[tuple[str, ...]]:
+    """One row a size. `replayed`: the hit rates of whole replays, by size."""
+    rows: list[tuple[str, ...]] = []
+    for point in curve.points:
+        real = replayed.get(point.cache_tokens)
+        beside = ("", "") if real is None else (f"{real:.1%}", f"{point.hit_rate - real:+.1%}")
+        rows.append((f"{point.cache_tokens:,}", f"{point.hit_rate:.1%}", *beside))
+    return rows
+
+
+def curve_to_jsonable(workload: Workload, curve: MissRatioCurve, replayed: Mapping[int, float]) -> dict[str, Any]:
+    """A curve with what it was made by."""
+    return {
+        "kvatlas": own_version(),
+        "workload": workload.name,
+        "requests": len(workload.requests),
+        "prompt_tokens": workload.prompt_tokens,
+        "distinct_tokens": curve.distinct_tokens,
+        "sampled": curve.sampled,
+        "points": [
+            {**point._asdict(), "replayed_hit_rate": replayed.get(point.cache_tokens)} for point in curve.points
+        ],
+    }
+
+
 def swept_axis(points: Sequence[Point]) -> str | None:
     """The first field in which the points differ; None for a single point."""
     return next((name for name in _AXES if len({getattr(point, name) for point in points}) > 1), None)
@@ -124,7 +160,7 @@ def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
                 places = [getattr(cell.point, axis) for cell in mine]
                 panel.errorbar(places, values, yerr=margins, marker="o", capsize=3, **style)
         panel.set(title=title, ylabel=unit)
-        if unit == "ms":
+        if unit == "ms" and axis is not None:  # bars begin at 0
             panel.set_yscale("log")
         if axis is None:
             panel.set_xticks([])

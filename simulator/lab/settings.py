@@ -7,11 +7,13 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
+from kvatlas.cost.rates_file import read_rates
 from kvatlas.settings import CommaList, ProcessSettings
 from kvatlas.validation import Count, Positive
 from simulator.engine.step_cost import StepCost
 from simulator.lab.comparison import Point
-from simulator.lab.policies.catalogue import DEFAULT_POLICIES, POLICIES
+from simulator.lab.miss_ratio import SIZES
+from simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO, LIVE_POLICIES, POLICIES
 from simulator.lab.summary import Objective
 
 _RATES = StepCost()
@@ -39,7 +41,9 @@ class ReplaySettings(ProcessSettings):
     """What is replayed, against which fleets. Several values of a field: every combination is replayed."""
 
     policies: CommaList = Field(
-        default=DEFAULT_POLICIES, description=f"Policies to compare, of: {', '.join(POLICIES)}; all: every one."
+        default=DEFAULT_POLICIES,
+        description=f"Policies to compare, of: {', '.join(POLICIES)}; all: every one, dynamo only with "
+        "--dynamo-python.",
     )
     workers: _Counts = Field(default=(16,), description="Simulated workers.")
     cache_tokens: _Counts = Field(default=(500_000,), description="Tokens that each worker's GPU cache holds.")
@@ -59,18 +63,44 @@ class ReplaySettings(ProcessSettings):
     decode_step_us: float = Field(
         default=_RATES.decode_step_us, gt=0, description="Microseconds of a step in which anything decodes."
     )
+    rates_file: Path | None = Field(
+        default=None,
+        description="File with rates that replaces these costs, written by `kvatlas calibrate`; default: none.",
+    )
     requests: Positive | None = Field(default=None, description="Replay only the first requests; default: all.")
     jobs: Positive = Field(default=os.cpu_count() or 1, description="Replays at the same time.")
+    curve: bool = Field(
+        default=False, description="Print, instead of policies, the hit rate of one cache for all requests by its size."
+    )
+    curve_replays: int = Field(
+        default=3, ge=0, le=SIZES, description="Sizes of the curve that are replayed as well, to show its error."
+    )
+    live: bool = Field(
+        default=False,
+        description="Replay over real NATS and Valkey servers, indexer, publishers and router clients, in scaled real time; "
+        f"policies {', '.join(LIVE_POLICIES)} only.",
+    )
+    live_scale: float = Field(default=1.0, gt=0, le=1_000, description="With --live: virtual seconds in a real one.")
+    dynamo_python: str | None = Field(
+        default=None, description="For policy dynamo: the Python that has ai-dynamo-runtime; default: this one."
+    )
     picture: Path | None = Field(default=None, description="Where to save a picture; default: none.")
 
     @field_validator("policies")
     @classmethod
     def _check_policies(cls, policies: tuple[str, ...]) -> tuple[str, ...]:
         if policies == ("all",):
-            return tuple(POLICIES)
+            return policies
         if not policies or any(policy not in POLICIES for policy in policies):
             raise ValueError(f"expected some of {', '.join(POLICIES)}, or all")
         return tuple(dict.fromkeys(policies))
+
+    @property
+    def named_policies(self) -> tuple[str, ...]:
+        """Their names, also of all."""
+        if self.policies != ("all",):
+            return self.policies
+        return tuple(name for name in POLICIES if name != DYNAMO or self.dynamo_python is not None)
 
     @property
     def points(self) -> list[Point]:
@@ -85,7 +115,12 @@ class ReplaySettings(ProcessSettings):
 
     @property
     def cost(self) -> StepCost:
-        return StepCost(self.prefill_us_per_token, self.decode_step_us)
+        if self.rates_file is None:
+            return StepCost(self.prefill_us_per_token, self.decode_step_us)
+        rates = read_rates(self.rates_file)
+        return StepCost(
+            rates.prefill_us_per_token, rates.tpot_base_us, rates.tpot_us_per_running, rates.tpot_us_per_kv_token
+        )
 
     @property
     def objective(self) -> Objective:

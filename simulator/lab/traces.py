@@ -1,7 +1,8 @@
 """Request traces as files: Mooncake's JSON lines, and logs of OpenAI-style requests; plain or gzipped.
 
 Mooncake: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one a block of 512 tokens]}`. Equal
-ids are equal blocks; answers have none, so no later request is taken to share them.
+ids are equal blocks; answers have none, so no later request is taken to share them. `kvatlas record` writes the same, with
+blocks of `block_tokens`, none for the partial last one, and a number as `tenant`.
 
 Logs: `{"timestamp": s or ISO 8601, "messages": [...] or "prompt": text or token ids, "usage": {"completion_tokens": n},
 "max_tokens": n, "model": adapter, "user": tenant}`. Text counts as a token for each 4 bytes of UTF-8; only hashes are kept.
@@ -37,10 +38,12 @@ class _Line(BaseModel):
 
 
 class _MooncakeLine(_Line):
-    timestamp: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+    timestamp: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
     input_length: _Tokens
     output_length: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
     hash_ids: list[Annotated[int, Field(ge=0, lt=CONTENT_IDS)]]
+    block_tokens: _Tokens | None = None
+    tenant: Annotated[int, Field(ge=0)] | None = None
 
 
 class _Usage(_Line):
@@ -67,7 +70,7 @@ def read_trace(path: Path) -> Workload:
     if not numbered:
         raise InvalidValue(f"{path}: no requests; expected JSON lines")
     mooncake = b'"hash_ids"' in numbered[0][1]
-    builder = _TraceBuilder(MOONCAKE_BLOCK_TOKENS if mooncake else LOG_BLOCK_TOKENS)
+    builder = _TraceBuilder(None if mooncake else LOG_BLOCK_TOKENS)
     for number, line in numbered:
         try:
             if mooncake:
@@ -98,8 +101,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 class _TraceBuilder:
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, block_tokens: int | None) -> None:
+        """`block_tokens` None: the lines say it."""
+        self._told_block_tokens = block_tokens
         self._requests: list[LabRequest] = []
         self._own = count(CONTENT_IDS)
         self._content_ids: dict[int, int] = {}
@@ -107,15 +111,24 @@ class _TraceBuilder:
         """By the last full block of a prompt that was the first to have it: a prompt with it continues that session."""
         self._seen: set[int] = set()
 
+    @property
+    def _block_tokens(self) -> int:
+        assert self._told_block_tokens is not None, "the first line says it"
+        return self._told_block_tokens
+
     def add_mooncake(self, line: _MooncakeLine) -> None:
-        needed = -(-line.input_length // self._block_tokens)
+        size = line.block_tokens or MOONCAKE_BLOCK_TOKENS
+        if size != (self._told_block_tokens or size):
+            raise InvalidValue(f"block_tokens is {size}; expected {self._told_block_tokens}, as in the first line")
+        self._told_block_tokens, full = size, line.input_length // size
+        needed = full if line.block_tokens else -(-line.input_length // size)
         if len(line.hash_ids) != needed:
             raise InvalidValue(
                 f"{len(line.hash_ids)} hash_ids for an input_length of {line.input_length}; expected {needed}, one for each "
-                f"{self._block_tokens} tokens"
+                f"{size} tokens"
             )
-        shared = line.hash_ids[: line.input_length // self._block_tokens]
-        self._add(line.timestamp * 1e3, line.input_length, line.output_length, shared, Identity())
+        identity = Identity() if line.tenant is None else Identity(tenant=str(line.tenant))
+        self._add(line.timestamp * 1e3, line.input_length, line.output_length, line.hash_ids[:full], identity)
 
     def add_log(self, line: _LogLine) -> None:
         hashes, tokens = self._hash_prompt(line)

@@ -19,11 +19,13 @@ STOP_S = 15.0
 class ChildProcess:
     """`start` and `ready`; then `kill` (SIGKILL), `pause` and `resume` (SIGSTOP, SIGCONT), `stop` (SIGTERM)."""
 
-    def __init__(self, name: str, arguments: Sequence[str], ready: str, folder: Path) -> None:
-        """`ready`: text that its log contains when it is ready."""
+    def __init__(self, name: str, arguments: Sequence[str], ready: str, folder: Path, tree: Path = ROOT) -> None:
+        """`ready`: text that its log contains when it is ready. `tree`: the checkout whose version runs, from the next start
+        on."""
         self.name = name
         self.arguments = list(arguments)
         self.log = folder / f"{name}.log"
+        self.tree = tree
         self._ready = ready
         self.paused = False
         self._log_start = 0
@@ -33,12 +35,18 @@ class ChildProcess:
     def is_running(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
 
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None, f"{self.name} was not started"
+        return self._popen.pid
+
     def start(self) -> None:
         assert not self.is_running, f"{self.name} runs already"
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             command = [sys.executable, "-m", "kvatlas_cli.main", *self.arguments]
-            self._popen = spawn_child(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+            variables = {**environment(), "PYTHONPATH": str(self.tree)}
+            self._popen = spawn_child(command, cwd=self.tree, env=variables, stdout=log, stderr=log)
 
     async def ready(self) -> None:
         """Wait until its log says that it is ready."""

@@ -10,6 +10,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from kvatlas.blocks.digest import WORDS, Digest
+from kvatlas.blocks.external_chain import hash_text
 from kvatlas.blocks.tiers import parse_tier
 from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest
 from kvatlas.bus.subjects import control_subject
@@ -18,7 +19,6 @@ from kvatlas.fleet.records import EngineState, Liveness
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.request import hash_text
 from kvatlas.store.connection import Store
 
 COMPARE_EVERY_S = 0.1

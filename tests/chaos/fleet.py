@@ -16,17 +16,19 @@ from kvatlas.embedded import EmbeddedServer, nats_server, valkey_server
 from kvatlas.embedded.free_port import free_port
 from kvatlas.store.connection import Store, open_store
 from tests.chaos.child_process import ChildProcess
+from tests.chaos.clusters.store_cluster import StoreCluster, slot_of_shard
 from tests.chaos.credentials import identities_file, nats_config
 from tests.chaos.exactness import Checker, Residence, residences_of_export
 from tests.chaos.load import BLOCK, Load
 from tests.chaos.proxy import LOOPBACK, TcpProxy
-from tests.end_to_end.processes import query
+from tests.end_to_end.processes import ROOT, query
 from tests.eventually import until
 
 MODEL = "chaos-model"
 ADAPTER = "chaos-adapter"
 PARTITIONS = 16
 SHARDS = 4
+OWN_LAYOUT = ("--partitions", str(PARTITIONS), "--shards", str(SHARDS))
 OUTBOX_BYTES = 24 * 1024
 GPU_BLOCKS = 500
 CPU_BLOCKS = 120
@@ -67,6 +69,7 @@ class Worker:
     events: TcpProxy
     replay: TcpProxy
     nats: TcpProxy
+    """Its line to the first server of NATS."""
     state_dir: Path
     sidecar_arguments: Sequence[str]
 
@@ -93,8 +96,12 @@ class Fleet:
     """Everything that runs. `nats_client` and `store` are connected without proxies."""
 
     folder: Path
-    nats_server: EmbeddedServer
+    nats_servers: Sequence[EmbeddedServer]
     valkey: EmbeddedServer
+    """The store, or the first server of its cluster."""
+    cluster: StoreCluster | None
+    lines: list[TcpProxy]
+    """To servers of clusters, besides those of each process."""
     nats_client: Client
     store: Store
     workers: list[Worker]
@@ -107,6 +114,21 @@ class Fleet:
     """How many of the workers, from the first, have a large cache."""
     indexer_arguments: list[str] = field(default_factory=list)
     store_calls: list[StoreCall] = field(default_factory=list)
+    function_loads: list[StoreCall] = field(default_factory=list)
+
+    @property
+    def nats_server(self) -> EmbeddedServer:
+        """The first one."""
+        return self.nats_servers[0]
+
+    @property
+    def servers(self) -> list[EmbeddedServer]:
+        """Of NATS and of the store."""
+        return [*self.nats_servers, *(self.cluster.nodes if self.cluster else [self.valkey])]
+
+    @property
+    def store_url(self) -> str:
+        return self.cluster.url if self.cluster else self.valkey.url
 
     async def fill_large(self) -> None:
         """Fill the large engines' caches to nine tenths."""
@@ -115,25 +137,27 @@ class Fleet:
 
     async def export(self) -> dict[str, set[Residence]]:
         """What `kvatlas export` prints, by worker."""
-        return residences_of_export((await query("export", "--redis-url", self.valkey.url)).splitlines())
+        return residences_of_export((await query("export", "--redis-url", self.store_url)).splitlines())
 
-    async def add_indexer(self) -> Indexer:
-        """One more replica, not started."""
+    async def add_indexer(self, *layout: str) -> Indexer:
+        """One more replica, not started. `layout`: its flags, of another layout than the fleet's."""
         name = f"indexer-{len(self.indexers)}"
-        nats = await self.stack.enter_async_context(TcpProxy(self.nats_server.port, f"{name} to NATS"))
+        nats, *more = await _nats_lines(self.stack, self.nats_servers, name)
+        self.lines += more
         redis = await self.stack.enter_async_context(TcpProxy(self.valkey.port, f"{name} to Redis"))
-        arguments = ["indexer", "--nats-url", f"nats://{LOOPBACK}:{nats.port}"]
-        arguments += ["--redis-url", f"redis://{LOOPBACK}:{redis.port}", "--member-id", name]
-        arguments += ["--partitions", str(PARTITIONS), "--shards", str(SHARDS), *self.indexer_arguments]
+        redis_url = self.cluster.url if self.cluster else f"redis://{LOOPBACK}:{redis.port}"
+        arguments = ["indexer", "--nats-url", _nats_url([nats, *more]), "--redis-url", redis_url, "--member-id", name]
+        arguments += [*(layout or OWN_LAYOUT), *self.indexer_arguments]
         indexer = Indexer(ChildProcess(name, arguments, "is ready", self.folder), nats, redis)
         self.stack.callback(indexer.child.close)
         self.indexers.append(indexer)
         return indexer
 
     async def note_store_call(self) -> None:
-        """Remember the longest call to the store so far: a store that restarts forgets it."""
-        call = await StoreCalls(self.store).longest()
-        self.store_calls += [call] if call is not None else []
+        """Remember the longest calls to the store so far: a store that restarts forgets them."""
+        calls = StoreCalls(self.store)
+        self.store_calls += filter(None, [await calls.longest()])
+        self.function_loads += filter(None, [await calls.longest_load()])
 
     async def close_store(self) -> None:
         await self.store.close()
@@ -150,7 +174,8 @@ class Fleet:
     @property
     def proxies(self) -> list[TcpProxy]:
         of_workers = [proxy for one in self.workers for proxy in (one.events, one.replay, one.nats)]
-        return of_workers + [proxy for indexer in self.indexers for proxy in (indexer.nats, indexer.redis)]
+        of_indexers = [proxy for indexer in self.indexers for proxy in (indexer.nats, indexer.redis)]
+        return of_workers + of_indexers + self.lines
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -161,11 +186,13 @@ class Fleet:
         """Start what was stopped and repair every connection, whatever was broken."""
         for proxy in self.proxies:
             proxy.heal()
-        for server in (self.nats_server, self.valkey):
+        for server in self.servers:
             if server.is_running:
                 server.resume()
             else:
                 await server.start()
+        if self.cluster is not None:
+            await self.cluster.repair({slot_of_shard(shard) for shard in range(SHARDS)})
         await until(self._has_room, deadline_s=20, what="the store has room")
         for child in self.children:
             if child.paused:
@@ -224,32 +251,40 @@ async def running_fleet(
     indexer_arguments: Sequence[str] = (),
     large: int = 0,
     hybrids: int = 0,
-    nats: EmbeddedServer | None = None,
+    nats: Sequence[EmbeddedServer] = (),
+    cluster: StoreCluster | None = None,
+    tree: Path = ROOT,
 ) -> AsyncIterator[Fleet]:
     """All parts answer, and the load is paused; nothing is left of it afterwards. `large`: how many of the engines, from the
-    first, are large; `hybrids`: how many, from the last, run a hybrid model. `nats`: a running server to use; default: one of
-    its own."""
+    first, are large; `hybrids`: how many, from the last, run a hybrid model. `nats`, `cluster`: running servers to
+    use; default: one of its own. `tree`: the checkout whose indexers and sidecars run."""
     async with AsyncExitStack() as stack:
-        if nats is None:
+        if not nats:
             config = f"max_pending: {NATS_PENDING_BYTES}\n{nats_config()}"
-            nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats", config=config))
-        valkey = await stack.enter_async_context(
-            valkey_server(data_dir=folder / "valkey", appendonly=True, settings=SLOW_LOG)
-        )
+            nats = [await stack.enter_async_context(nats_server(data_dir=folder / "nats", config=config))]
+        if cluster is None:
+            valkey = await stack.enter_async_context(
+                valkey_server(data_dir=folder / "valkey", appendonly=True, settings=SLOW_LOG)
+            )
+        else:
+            valkey = cluster.nodes[0]
+        lines = list(cluster.lines) if cluster else []
         urls: dict[str, str] = {}
         models = [LARGE] * large + [FULL] * (engines - large - hybrids) + [HYBRID] * hybrids
-        workers = [await _worker(stack, folder, nats, f"engine-{i}", urls, models[i]) for i in range(engines)]
-        client = await connect_nats(nats.url, name="chaos")
+        workers = [await _worker(stack, folder, nats, lines, f"engine-{i}", urls, models[i]) for i in range(engines)]
+        client = await connect_nats(",".join(server.url for server in nats), name="chaos")
         stack.push_async_callback(client.close)
-        store = await open_store(valkey.url)
+        store = await open_store(cluster.url if cluster else valkey.url)
         load = Load(urls, (None, None, ADAPTER), seed)
         identities = folder / "identities.json"
         identities.write_text(identities_file())
         checker = Checker(MODEL, urls, client, store)
         fleet = Fleet(
             folder=folder,
-            nats_server=nats,
+            nats_servers=nats,
             valkey=valkey,
+            cluster=cluster,
+            lines=lines,
             nats_client=client,
             store=store,
             workers=workers,
@@ -264,6 +299,8 @@ async def running_fleet(
         stack.push_async_callback(fleet.close_store)
         for _ in range(indexers):
             await fleet.add_indexer()
+        for child in [*(indexer.child for indexer in fleet.indexers), *(worker.sidecar for worker in workers)]:
+            child.tree = tree
         for indexer in fleet.indexers:
             indexer.child.start()
         for worker in workers:
@@ -282,9 +319,25 @@ async def running_fleet(
             tasks.cancel_scope.cancel()
 
 
+async def _nats_lines(stack: AsyncExitStack, servers: Sequence[EmbeddedServer], name: str) -> list[TcpProxy]:
+    """A process' line to each server of NATS."""
+    return [await stack.enter_async_context(TcpProxy(server.port, f"{name} to NATS")) for server in servers]
+
+
+def _nats_url(lines: Sequence[TcpProxy]) -> str:
+    return ",".join(f"nats://{LOOPBACK}:{line.port}" for line in lines)
+
+
 async def _worker(
-    stack: AsyncExitStack, folder: Path, nats: EmbeddedServer, worker_id: str, urls: dict[str, str], model: Model
+    stack: AsyncExitStack,
+    folder: Path,
+    nats: Sequence[EmbeddedServer],
+    lines: list[TcpProxy],
+    worker_id: str,
+    urls: dict[str, str],
+    model: Model,
 ) -> Worker:
+    """`lines` gets those to all servers of NATS but the first."""
     http, events_port, replay_port = free_port(), free_port(), free_port()
     urls[worker_id] = f"http://{LOOPBACK}:{http}"
     arguments = [
@@ -309,7 +362,8 @@ async def _worker(
     stack.callback(engine.close)
     events = await stack.enter_async_context(TcpProxy(events_port, f"event socket of {worker_id}"))
     replay = await stack.enter_async_context(TcpProxy(replay_port, f"replay socket of {worker_id}"))
-    bus = await stack.enter_async_context(TcpProxy(nats.port, f"{worker_id} to NATS"))
+    bus, *more = await _nats_lines(stack, nats, worker_id)
+    lines += more
     state_dir = folder / f"{worker_id}-state"
     sidecar_arguments = ["publish", "--engine", "vllm", "--worker-id", worker_id, "--model-id", MODEL]
     sidecar_arguments += ["--endpoint", f"tcp://{LOOPBACK}:{events.port}", "--engine-url", urls[worker_id]]
@@ -319,7 +373,7 @@ async def _worker(
         "--outbox-bytes",
         str(OUTBOX_BYTES),
         "--nats-url",
-        f"nats://{LOOPBACK}:{bus.port}",
+        _nats_url([bus, *more]),
     ]
     sidecar = ChildProcess(
         f"{worker_id}-sidecar", [*sidecar_arguments, "--state-dir", str(state_dir)], "is published", folder

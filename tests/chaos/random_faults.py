@@ -2,7 +2,7 @@
 
 import random
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from time import monotonic
 
 import anyio
@@ -115,7 +115,7 @@ async def _kill_server(server: EmbeddedServer, name: str, data: str, rng: random
 
 
 async def pause_server(fleet: Fleet, rng: random.Random) -> str:
-    server = rng.choice((fleet.nats_server, fleet.valkey))
+    server = rng.choice(fleet.servers)
     if not server.is_running:
         return ""
     server.pause()
@@ -242,9 +242,14 @@ FAULTS: dict[Fault, float] = {
 
 
 async def run_random_faults(
-    fleet: Fleet, seed: int, seconds: float, log: Callable[[str], None], outcomes: list[Outcome]
+    fleet: Fleet,
+    faults: Mapping[Fault, float],
+    seed: int,
+    seconds: float,
+    log: Callable[[str], None],
+    outcomes: list[Outcome],
 ) -> None:
-    """Rounds of faults until the time is over, each added to `outcomes`. Raises AssertionError for a round that does not
+    """Rounds of these faults until the time is over, each added to `outcomes`. Raises AssertionError for a round that does not
     end exact."""
     rng = random.Random(seed)
     ends_s = monotonic() + seconds
@@ -255,7 +260,7 @@ async def run_random_faults(
         round_ends_s = min(monotonic() + rng.uniform(0.3, 1) * LONGEST_ROUND_S, ends_s + 1)
         while monotonic() < round_ends_s:
             for _ in range(rng.randint(1, MOST_AT_ONCE)):
-                fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+                fault = rng.choices(list(faults), list(faults.values()))[0]
                 if what := await fault(fleet, rng):
                     run.record_fault(what)
                     log(f"  {what}")

@@ -1,5 +1,6 @@
 """Runs scenarios on a running fleet."""
 
+from tests.chaos.clusters.scenarios import CLUSTER_SCENARIOS
 from tests.chaos.fleet import RETIRE_AFTER_S, Fleet
 from tests.chaos.report import Outcome
 from tests.chaos.scenario_run import ScenarioRun
@@ -10,12 +11,15 @@ SCRUB_ARGUMENTS = ("--scrub-period-s", "3")
 INDEXER_ARGUMENTS = ("--retire-after-s", str(RETIRE_AFTER_S), *SCRUB_ARGUMENTS)
 
 
+ALL_SCENARIOS = {**SCENARIOS, **CLUSTER_SCENARIOS}
+
+
 async def run_scenario(fleet: Fleet, name: str) -> Outcome:
     """Raises AssertionError if the index does not become exact."""
     run = ScenarioRun(fleet, name)
     try:
         await run.begin()
-        await SCENARIOS[name](run)
+        await ALL_SCENARIOS[name](run)
         outcome = await run.settle()
         for worker in fleet.workers:
             if worker.worker_id in run.under_reporting:  # so that the next scenario can check everything

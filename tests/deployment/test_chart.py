@@ -54,11 +54,32 @@ def test_the_chart_renders_what_the_overlay_holds(overlay: str, flags: list[str]
         assert chart[name] == wanted, name
 
 
-def test_the_charts_picker_is_that_of_the_examples() -> None:
-    flags = ["--set", "gateway.enabled=true"]
-    chart, without = by_name(rendered(*flags)), by_name(rendered())
+@pytest.mark.parametrize(
+    ("values", "folder"),
+    [
+        ("", "picker"),
+        (",gateway.route=envoy-ai-gateway", "envoy-ai-gateway"),
+        (",gateway.route=istio", "istio"),
+        (",gateway.route=kgateway", "kgateway"),
+        (",gateway.kubernetesPool=true", "kubernetes-pool"),
+        (",gateway.extensionObjects=inference.networking.x-k8s.io", "extension-objects"),
+    ],
+)
+def test_the_charts_picker_is_that_of_the_examples(values: str, folder: str) -> None:
+    chart, without = by_name(rendered("--set", "gateway.enabled=true" + values)), by_name(rendered())
     added = {name: one for name, one in chart.items() if name not in without}
-    assert added == by_name(kustomized(ROOT / "k8s/gateway/picker"))
+    assert added == by_name(kustomized(ROOT / "k8s/gateway" / folder))
+
+
+def test_a_gateway_of_another_class_and_a_picker_that_reads_all_of_the_api() -> None:
+    flags = "gateway.enabled=true,gateway.route=istio,gateway.className=mesh.internal"
+    flags += ",gateway.kubernetesPool=true,gateway.extensionObjects=llm-d.ai"
+    found = by_name(rendered("--set", flags))
+    assert found["Gateway inference"]["spec"]["gatewayClassName"] == "mesh.internal"
+    rules = {rule["apiGroups"][0]: rule["verbs"] for rule in found["Role kvatlas-epp"]["rules"]}
+    assert rules == {"inference.networking.k8s.io": ["get"], "": ["list"], "llm-d.ai": ["list"]}
+    (container,) = found["Deployment kvatlas-epp"]["spec"]["template"]["spec"]["containers"]
+    assert {"--kubernetes-pool", "--extension-objects=llm-d.ai", "--fallbacks=2"} <= set(container["args"])
 
 
 @pytest.mark.parametrize("flags", [[], PRODUCTION, ["--set", "gateway.enabled=true"]])
@@ -80,6 +101,8 @@ def test_lint_finds_nothing(flags: list[str]) -> None:
         ("telemetry.PATH=x", "telemetry"),
         ("gateway.failureMode=Open", "failureMode"),
         ("gateway.targetPorts[0]=0", "targetPorts"),
+        ("gateway.route=nginx", "route"),
+        ("gateway.extensionObjects=all", "extensionObjects"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(value: str, names: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -12,7 +12,6 @@ from cloudcoil.models.keda import v1alpha1 as keda
 from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 from pydantic import BaseModel
 
-from kvatlas.settings import GatewaySettings
 from tests.deployment import gateway_resources
 from tests.deployment.manifests import (
     ENGINES,
@@ -43,7 +42,12 @@ CUSTOM: dict[str, type[BaseModel]] = {
 }
 """Models made from the definitions of these resources."""
 
-GATEWAY = ["--set", "gateway.enabled=true"]
+GATEWAY = [
+    "--set",
+    "gateway.enabled=true,gateway.route=istio,gateway.kubernetesPool=true,gateway.extensionObjects=llm-d.ai",
+]
+API_READERS = {ROOT / "k8s/gateway" / name for name in ("extension-objects", "kubernetes-pool")}
+"""Examples whose picker reads the Kubernetes API."""
 FLEETS = [ROOT / "k8s/development", ROOT / "k8s/production"]
 
 
@@ -139,7 +143,7 @@ def test_containers_run_without_privileges_and_within_limits(folder: Path) -> No
             assert context["seccompProfile"] == {"type": "RuntimeDefault"}
             assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
             assert pod.get("enableServiceLinks") is False or not is_ours(container)
-            token = folder == ROOT / "k8s/gateway/extension-objects"
+            token = folder in API_READERS
             assert pod.get("automountServiceAccountToken") is token or folder in ENGINES
 
 
@@ -288,12 +292,27 @@ def test_a_stopped_picker_has_time_for_what_runs(folder: Path) -> None:
     assert taken < pod["terminationGracePeriodSeconds"]
 
 
-def test_the_picker_that_reads_objects_may_list_them_and_nothing_else() -> None:
-    found = {label_of(one): one for one in kustomized(ROOT / "k8s/gateway/extension-objects")}
-    (rule,) = found["Role kvatlas-epp"]["rules"]
-    groups = get_args(GatewaySettings.model_fields["extension_objects"].annotation)
-    assert sorted(rule["apiGroups"]) == sorted(set(groups) - {"none"})
-    assert (rule["resources"], rule["verbs"]) == (["inferenceobjectives", "inferencemodelrewrites"], ["list"])
+@pytest.mark.parametrize(
+    ("folder", "rules"),
+    [
+        (
+            "extension-objects",
+            [(["inference.networking.x-k8s.io"], ["inferenceobjectives", "inferencemodelrewrites"], ["list"])],
+        ),
+        (
+            "kubernetes-pool",
+            [(["inference.networking.k8s.io"], ["inferencepools"], ["get"]), ([""], ["pods"], ["list"])],
+        ),
+    ],
+)
+def test_the_picker_that_reads_the_api_may_do_that_and_nothing_else(
+    folder: str, rules: list[tuple[list[str], list[str], list[str]]]
+) -> None:
+    found = {label_of(one): one for one in kustomized(ROOT / "k8s/gateway" / folder)}
+    role = found["Role kvatlas-epp"]["rules"]
+    assert [(rule["apiGroups"], rule["resources"], rule["verbs"]) for rule in role] == rules
+    named = [rule["resourceNames"] for rule in role if "resourceNames" in rule]
+    assert named == ([["kvatlas"]] if folder == "kubernetes-pool" else [])
     pod = found["Deployment kvatlas-epp"]["spec"]["template"]["spec"]
     (subject,) = found["RoleBinding kvatlas-epp"]["subjects"]
     assert pod["serviceAccountName"] == subject["name"] == found["ServiceAccount kvatlas-epp"]["metadata"]["name"]

@@ -69,12 +69,12 @@ def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettin
 
 def listens_at(settings: ProcessSettings) -> tuple[str, int | None, set[str]]:
     """Where a process serves its pages, and which."""
-    from indexer import status as indexer_status
+    from indexer.status_page import application as indexer_status
     from publishers import status as publisher_status
 
     match settings:
         case IndexerSettings():
-            pages = indexer_status.application(None)  # type: ignore[arg-type]
+            pages = indexer_status.application(None, None, None)  # type: ignore[arg-type]
             return settings.status_host, settings.status_port, {route.path for route in pages.routes}  # type: ignore[attr-defined]
         case PublishSettings():
             pages = publisher_status.application([], 1)

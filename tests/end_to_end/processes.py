@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,10 +19,20 @@ def environment() -> dict[str, str]:
 
 
 @asynccontextmanager
-async def service(*args: str, ready: str, cwd: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A command that runs until it is stopped, from the moment that a line of its stderr contains `ready`."""
+async def service(
+    *args: str, ready: str, cwd: Path, variables: Mapping[str, str] | None = None, stdin: int | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A command that runs until it is stopped, from the moment that a line of its stderr contains `ready`. `variables`: more
+    of its environment."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvatlas_cli.main", *args, stderr=asyncio.subprocess.PIPE, env=environment(), cwd=cwd
+        sys.executable,
+        "-m",
+        "kvatlas_cli.main",
+        *args,
+        stdin=stdin,
+        stderr=asyncio.subprocess.PIPE,
+        env={**environment(), **(variables or {})},
+        cwd=cwd,
     )
     assert process.stderr is not None
     log: list[str] = []

@@ -26,17 +26,13 @@ class SocketlessWorker:
 
     @property
     def record(self) -> FleetRecord:
-        endpoint = self.settings.endpoint(self.ledger.block_size, self.ledger.reuse)
+        endpoint = self.settings.endpoint(self.ledger.block_size, self.ledger.block_bytes, self.ledger.reuse)
         return FleetRecord(endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE)
 
     async def take(self, payload: bytes) -> None:
         self.changelog.record(decode_batch(EngineKind.VLLM, payload))
         self._now_us += 1_000_000
         self.changelog.publish(self.changelog.fold(), self._now_us, 0.0)
-        await self.send()
-
-    async def forget_adapter(self, adapter: str) -> None:
-        self.changelog.publish(self.changelog.forget_adapter(adapter), self._now_us, 0.0)
         await self.send()
 
     async def send(self) -> None:

@@ -1,30 +1,28 @@
 """What vLLM 0.33's own KV cache manager reused of each prompt of its recordings is what a router finds usable, from the
 engine's bytes through ledger, wire and store."""
 
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 
-from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.reuse import CacheReading
+from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import open_store
 from publishers.publisher import Publisher
-from publishers.settings import PublisherSettings
 from router_client import Prompt, RouterClient
+from router_client.prompt_chain import PromptChain
 from tests.end_to_end.processes import service
-from tests.end_to_end.socketless_worker import SocketlessWorker
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine
 from tests.publishers.hybrid_recordings import (
     FILES,
-    FOLDER,
     Ask,
     Batch,
     HybridRecording,
@@ -35,59 +33,88 @@ from tests.publishers.sidecars import sidecar
 
 pytestmark = pytest.mark.anyio
 
-MODEL = "hybrid"
+CHECKED = 10
+"""Every so many prompts the index walks all blocks, and reports what differs from its probes."""
 
 
-def settings_of(recording: HybridRecording) -> PublisherSettings:
-    """With what no event tells."""
-    chunks = [int(group.partition(":")[2]) for group in recording.groups if group.startswith("chunked")]
-    eagle = recording.eagle or recording.lookahead > 0
-    return PublisherSettings(worker_id="w", model_id=MODEL, chunk_size=max(chunks, default=0), eagle=eagle)
-
-
-def prompt_of(ask: Ask, model: str = MODEL) -> Prompt:
+def prompt_of(ask: Ask, model: str) -> Prompt:
     reading = CacheReading(skip=True) if ask.skip else CacheReading()
-    return Prompt.of_tokens(Scope(model, model, ask.adapter), ask.tokens, reading=reading)
+    return Prompt.of_tokens(Scope(model, model, ask.adapter), ask.tokens, reading=reading, media=ask.media)
 
 
-async def differences(index: ResidencyIndex, worker: SocketlessWorker, ask: Ask) -> Sequence[tuple[str, int, int]]:
-    size = worker.ledger.block_size or 16
-    chain = extend_chain(ask.tokens, size)
-    limit = (len(ask.tokens) - 1) // size
-    return (await index.overlap(prompt_of(ask).scope, chain, limit=limit, verify=True)).differences
+@dataclass
+class RecordedEngine:
+    """One recording's engine with its real sockets, and the sidecar beside it."""
 
+    recording: HybridRecording
+    engine: FakeEngine
+    publisher: Publisher
+    found: list[tuple[int, int]] = field(default_factory=list)
+    """(usable for the router, reused by the engine) of each prompt."""
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
-async def test_a_router_finds_usable_what_the_engine_reuses(path: Path, fresh_valkey: str) -> None:
-    recording = read_hybrid_recording(path)
-    store = await open_store(fresh_valkey, wait=False)
-    try:
-        index = await open_redis_index(store, writer=True)
-        worker = SocketlessWorker(settings_of(recording), index)
-        await worker.send()
-        predicted, real = [], []
-        for i, step in enumerate(recording.steps):
+    @property
+    def name(self) -> str:
+        return self.recording.name
+
+    async def play(self, router: RouterClient, index: ResidencyIndex) -> None:
+        """Send what the engine sent, and ask the router for each prompt when it can know all that came before."""
+        known: EngineEndpoint | None = None
+        for step in self.recording.steps:
             if isinstance(step, Batch):
-                await worker.take(step.payload)
-            elif isinstance(step, Repoint):
-                await worker.forget_adapter("adapter-1")
-            else:
-                real.append(step.hit)
-                predicted.append(await worker.usable_tokens(prompt_of(step)))
-                if i % 10 == 0:
-                    assert await differences(index, worker, step) == ()
-        await worker.check()
-        assert predicted == real
-        assert any(real)
-    finally:
-        await store.close()
+                await self.engine.send(step.payload)
+                continue
+            if isinstance(step, Repoint):
+                await until(self._has_recorded_all, deadline_s=60, what="all batches recorded")
+                self.publisher.forget_adapter("adapter-1")
+                continue
+            await self._arrive(index)
+            if (own := self._endpoint) != known:
+                await until(
+                    partial(self._is_known_to, router), deadline_s=60, what="the router knows the worker's groups"
+                )
+                known = own
+            prompt = prompt_of(step, self.name)
+            mine = (await router.overlap(prompt)).of(self.name)
+            self.found.append((mine.usable_tokens if mine is not None else 0, step.hit))
+            if len(self.found) % CHECKED == 0:
+                await self._check(prompt, index)
+        await self._arrive(index)
+        assert await index.digest(self.name) == self.publisher.ledger.digest_words
+
+    async def _arrive(self, index: ResidencyIndex) -> None:
+        """Wait until all that was sent is in the index."""
+        await until(self._has_recorded_all, deadline_s=60, what="all batches recorded")
+        await self.publisher.flush()
+        await until(partial(self._is_applied, index), deadline_s=60, what="the index has all")
+
+    async def _check(self, prompt: Prompt, index: ResidencyIndex) -> None:
+        size = self.publisher.block_size or 16
+        chain = PromptChain(prompt, size, self.publisher.ledger.reuse.lookahead_tokens).all_hashes()
+        limit = (prompt.input_tokens - 1) // size
+        assert (await index.overlap(prompt.scope, chain, limit=limit, verify=True)).differences == ()
+
+    @property
+    def _endpoint(self) -> EngineEndpoint:
+        return self.publisher.settings.endpoint(
+            self.publisher.block_size, self.publisher.ledger.block_bytes, self.publisher.ledger.reuse
+        )
+
+    def _has_recorded_all(self) -> bool:
+        return self.publisher.counters.engine_batches >= self.engine.next_seq
+
+    async def _is_applied(self, index: ResidencyIndex) -> bool:
+        record, sent = await index.record(self.name), self.publisher.changelog.outbox
+        return record is not None and (record.incarnation, record.seq) == (sent.incarnation, sent.acked_seq)
+
+    async def _is_known_to(self, router: RouterClient) -> bool:
+        record = (await router.workers(Scope(self.name, self.name))).get(self.name)
+        return record is not None and record.endpoint == self._endpoint
 
 
 async def test_over_zmq_nats_and_an_indexer_a_router_finds_usable_what_the_engines_reuse(
     fresh_nats: str, fresh_valkey: str, tmp_path: Path
 ) -> None:
-    """Three hybrid engines at once; each prompt is asked when the index and the router know all that came before it."""
-    names = ("swa-mamba", "chunked512", "offload-mamba-first")
+    """All engines at once, each prompt of each recording."""
     servers = ["--nats-url", fresh_nats, "--redis-url", fresh_valkey]
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(service("indexer", *servers, ready="is ready", cwd=tmp_path))
@@ -95,49 +122,15 @@ async def test_over_zmq_nats_and_an_indexer_a_router_finds_usable_what_the_engin
         store = await open_store(fresh_valkey, wait=False)
         stack.push_async_callback(store.close)
         index = await open_redis_index(store, writer=False)
-        results: dict[str, list[tuple[int, int]]] = {}
-
-        async def run(name: str, engine: FakeEngine, publisher: Publisher) -> None:
-            recording = read_hybrid_recording(FOLDER / f"{name}.jsonl.gz")
-
-            def has_recorded(batches: int) -> bool:
-                return publisher.counters.engine_batches >= batches
-
-            async def is_applied() -> bool:
-                record, sent = await index.record(name), publisher.changelog.outbox
-                return record is not None and (record.incarnation, record.seq) == (sent.incarnation, sent.acked_seq)
-
-            async def is_known() -> bool:
-                record = (await router.workers(Scope(f"model-{name}", f"model-{name}"))).get(name)
-                known = publisher.settings.endpoint(publisher.block_size, publisher.ledger.reuse)
-                return record is not None and record.endpoint == known
-
-            sent = 0
-            found: list[tuple[int, int]] = []
-            for step in recording.steps:
-                if isinstance(step, Batch):
-                    await engine.send(step.payload)
-                    sent += 1
-                elif isinstance(step, Ask):
-                    if len(found) == 20:
-                        break
-                    await until(partial(has_recorded, sent), what="all batches recorded")
-                    await publisher.flush()
-                    await until(is_applied, what="the index has all")
-                    await until(is_known, what="the router knows the worker's groups")
-                    mine = (await router.overlap(prompt_of(step, f"model-{name}"))).of(name)
-                    found.append((mine.usable_tokens if mine is not None else 0, step.hit))
-            results[name] = found
-
-        workers = {}
-        for name in names:
+        engines = []
+        for recording in map(read_hybrid_recording, FILES):
             engine = await stack.enter_async_context(FakeEngine())
-            settings = settings_of(read_hybrid_recording(FOLDER / f"{name}.jsonl.gz"))
-            fields = {"worker_id": name, "model_id": f"model-{name}", "chunk_size": settings.chunk_size}
-            workers[name] = engine, await stack.enter_async_context(sidecar(engine, fresh_nats, **fields))
+            fields = {"worker_id": recording.name, "model_id": recording.name, **recording.settings}
+            publisher = await stack.enter_async_context(sidecar(engine, fresh_nats, **fields))
+            engines.append(RecordedEngine(recording, engine, publisher))
         async with anyio.create_task_group() as tasks:
-            for name, (engine, publisher) in workers.items():
-                tasks.start_soon(run, name, engine, publisher)
-        for name in names:
-            assert [usable for usable, _ in results[name]] == [hit for _, hit in results[name]], name
-            assert any(hit for _, hit in results[name])
+            for one in engines:
+                tasks.start_soon(one.play, router, index)
+        for one in engines:
+            assert [usable for usable, _ in one.found] == [hit for _, hit in one.found], one.name
+            assert any(hit for _, hit in one.found)

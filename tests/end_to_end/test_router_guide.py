@@ -68,12 +68,16 @@ async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str) 
                         return answer.status_code == 200 and "x-kvatlas-decision" in answer.headers
 
                     await until(is_answered, deadline_s=30, what=f"{url} answers")
+                case ["curl", "-s", url] if url.endswith("/metrics"):
+                    page = (await client.get(url)).text
+                    assert re.search(r'(?m)^kvatlas_proxy_ends_total{.*end="answered".*} [1-9]', page)
+                    assert re.search(r"(?m)^kvatlas_proxy_in_flight_tokens{.*} 0", page)
                 case ["curl", "-s", url]:
                     assert json.loads((await client.get(url)).text)
                 case _:
                     raise AssertionError(f"nothing checks {words}")
         if document == "docs/router.md":
-            assert len(done) == 13 and QUESTIONS
+            assert len(done) == 14 and QUESTIONS
             for question in QUESTIONS:
                 assert await query(*shlex.split(question)[1:], "--redis-url", redis_url)
         else:

@@ -6,10 +6,10 @@ from itertools import count
 
 import pytest
 
+from kvatlas.blocks.external_chain import hash_text
 from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
-from kvatlas.request import hash_text
 from kvatlas.store.connection import open_store
 from publishers.settings import PublisherSettings
 from router_client import Prompt

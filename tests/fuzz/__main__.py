@@ -87,6 +87,7 @@ async def refusals(targets: Targets, thrown: Counter[str]) -> dict[str, int]:
         "heartbeats": indexer["heartbeats_bad"],
         "messages": sum(count for name, count in indexer.items() if name.startswith("poison_")),
         "grant_requests": indexer["grants_bad"],
+        "pool_records": indexer["pools_repaired"],
     }
     for name, count in counted.items():
         assert count or thrown[name] < 50, f"{thrown[name]} thrown at {name}, none counted as refused"

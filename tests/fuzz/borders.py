@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import httpx
 from nats.errors import Error as NatsError
+from redis.exceptions import ResponseError
 
 from kvatlas.bus.control import ControlOp
 from kvatlas.bus.subjects import alive_subject, control_subject, events_subject
@@ -18,6 +19,9 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, Fleet
 from kvatlas.fleet.store import pool_workers_key
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.outliers.store import outliers_key
+from kvatlas.predictions.store import answers_key
+from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
 from publishers.engines.metrics import _SGLANG, _VLLM
 from tests.chaos.fleet import MODEL, PARTITIONS, SHARDS
@@ -216,6 +220,22 @@ async def redis_contents(targets: Targets, rng: Random) -> int:
     return 2
 
 
+async def pool_records(targets: Targets, rng: Random) -> int:
+    """In the pool that the router books in: records and members of any form, and keys of another type."""
+    client = targets.fleet.store.client
+    _, *keys = pool_keys(SCOPE.pool_id)  # the fleet's records are among `redis_contents`
+    key = rng.choice([*keys, outliers_key(SCOPE.pool_id), answers_key(SCOPE.pool_id)])
+    junk = rng.choice([packed(rng, ["w", "o", 1, 2, 3, 0, 1]), rng.randbytes(rng.choice([0, 8, 119, 120, 130]))])
+    with suppress(ResponseError):  # meanwhile it may have become a key of another type
+        if rng.random() < 0.05:
+            await client.set(key, junk)
+        elif await client.type(key) == b"zset":
+            await client.zadd(key, {junk: rng.choice([0.0, 1.0, 1e15])})
+        else:
+            await client.hset(key, rng.choice([*await client.hkeys(key), b"stray"]), junk)
+    return 1
+
+
 BORDERS: dict[str, Border] = {
     one.__name__: one
     for one in (
@@ -228,6 +248,7 @@ BORDERS: dict[str, Border] = {
         http_bodies,
         settings,
         redis_contents,
+        pool_records,
     )
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from indexer.applier import CALL_BYTES, Applier
 from indexer.counters import IndexerCounters
-from indexer.partition.queue import PartitionQueue
+from kvatlas.bus.queue import PartitionQueue
 from kvatlas.bus.wire import SEQ, WORKER_ID, RawMessage
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope, partition_of

@@ -21,12 +21,13 @@ from kvatlas.events import (
     Stored,
     Unmarked,
 )
-from kvatlas.identity import Scope
+from kvatlas.identity import OWN_CHAIN, Scope
 from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 
 token_ids = st.integers(0, (1 << 32) - 1)
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
-scopes = st.builds(Scope, names, names, st.none() | names, names)
+chains = st.sampled_from([OWN_CHAIN, "external:default", "external:x"])
+scopes = st.builds(Scope, names, names, st.none() | names, names, chains)
 worker_ids = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 hash_values = st.integers(0, (1 << 64) - 1)
 packed_hashes = st.lists(hash_values, min_size=1, max_size=8).map(pack_hashes)

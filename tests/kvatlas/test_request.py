@@ -6,21 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.blocks.hashing import extend_chain, unpack_hashes
+from kvatlas.blocks.external_chain import ROOT, hash_text
+from kvatlas.blocks.hashing import ExtraKeys, extend_chain, unpack_hashes
 from kvatlas.cost import Cost, CostTerm, TermKind
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import (
     DEFAULT_BLOCK_TOKENS,
-    DEFAULT_DECODE_TOKENS,
-    ROOT,
     Fallbacks,
     RequestHints,
     RequestShape,
     SelectionResult,
     Slo,
-    hash_text,
 )
+from kvatlas.validation import DEFAULT_DECODE_TOKENS
 from tests.kvatlas.strategies import hash_values, token_ids
 
 FALLBACKS = Fallbacks(model_id="m", tokenizer_id="t")
@@ -109,7 +108,7 @@ def test_a_prompt_given_twice_or_not_at_all_is_refused(fields: dict[str, Any], t
         ("token_ids", [1.5]),
         ("token_ids", b"\x01\x00\x00\x00"),
         ("block_hashes", [1 << 64]),
-        ("block_hashes", [-1]),
+        ("block_hashes", [-(1 << 63) - 1]),
         ("block_hashes", [""]),
         ("block_hashes", [1.5]),
         ("block_tokens", 0),
@@ -117,18 +116,52 @@ def test_a_prompt_given_twice_or_not_at_all_is_refused(fields: dict[str, Any], t
         ("block_bytes", -1),
         ("session_id", ""),
         ("slo", {"ttft_ms": 0}),
-        ("blok_tokens", 16),
+        ("chain", "vllm"),
+        ("chain", "external:"),
+        ("media.0.offset", -1),
+        ("media.0.id", ""),
     ],
 )
 def test_the_error_names_the_wrong_hint_in_one_line(field: str, value: object) -> None:
+    name, _, part = field.partition(".0.")
+    given = [{"id": "image", "offset": 0, "length": 1, part: value}] if part else value
     with pytest.raises(InvalidValue, match=f"request field {field}") as caught:
-        hints(**{field: value})
+        hints(**{name: given})
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_request_without_an_id_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="request_id"):
-        RequestHints.parse({"token_ids": [1]})
+def test_a_request_needs_no_id() -> None:
+    shape = RequestHints.parse({"token_ids": [1]}).to_shape(FALLBACKS)
+    assert (shape.id, shape.input_tokens) == (None, 1)
+    with pytest.raises(InvalidValue, match="^request gives neither of"):
+        RequestHints.parse({}).to_blocks(FALLBACKS)
+
+
+def test_unknown_fields_are_ignored_and_named() -> None:
+    told = hints(token_ids=[1], blok_tokens=16, a={"b": 1}, slo={"ttft_ms": 5, "e2e_ms": 9})
+    assert told.ignored_fields == ["a", "blok_tokens", "slo.e2e_ms"]
+    assert told.slo.ttft_ms == 5
+    assert hints(token_ids=[1]).ignored_fields == []
+
+
+def test_a_signed_hash_is_its_64_bits() -> None:
+    keys = hints(block_hashes=[-1, (1 << 64) - 1, -(1 << 63)]).to_blocks(FALLBACKS)
+    assert [key.block_hash for key in keys] == ["f" * 16, "f" * 16, "8" + "0" * 15]
+
+
+def test_the_chain_that_hints_name_is_the_scopes() -> None:
+    (key,) = hints(block_hashes=["a"], chain="external:x").to_blocks(FALLBACKS)
+    assert key.scope == Scope("m", "t", chain="external:x")
+    with pytest.raises(InvalidValue, match="expected block_hashes of that chain"):
+        hints(token_ids=[1], chain="external:x").to_blocks(FALLBACKS)
+
+
+def test_images_among_the_token_ids_are_in_the_blocks_hashes() -> None:
+    media = [{"id": "image", "offset": 5, "length": 6}]
+    one = hints(token_ids=list(range(16)), block_tokens=4, media=media)
+    keys: list[ExtraKeys] = [None, [["image", 1]], [["image", -3]]]
+    expected = extend_chain(range(16), 4, None, keys)
+    assert [key.block_hash for key in one.to_blocks(FALLBACKS)] == [hash_text(one) for one in unpack_hashes(expected)]
 
 
 def test_the_default_slo() -> None:

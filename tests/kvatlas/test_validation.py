@@ -17,10 +17,9 @@ from router_client import Prompt
 @pytest.mark.parametrize(
     ("hints", "line"),
     [
-        ({}, "request field request_id is missing"),
+        ([], "the request is []; expected an object"),
         ({"request_id": ""}, "request field request_id is ''; expected non-empty text"),
         ({"request_id": "r", "token_ids": "a"}, "request field token_ids is 'a'; expected a list"),
-        ({"request_id": "r", "colour": 1}, "request field colour is 1; there is no such field"),
         ({"request_id": "r", "block_tokens": 0}, "request field block_tokens is 0; expected at least 1"),
         ({"request_id": "r", "slo": {"ttft_ms": 0}}, "request field slo.ttft_ms is 0; expected more than 0"),
         (
@@ -29,7 +28,7 @@ from router_client import Prompt
         ),
     ],
 )
-def test_a_wrong_hint_is_described(hints: dict[str, Any], line: str) -> None:
+def test_a_wrong_hint_is_described(hints: Any, line: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         RequestHints.parse(hints)
     assert str(caught.value) == line

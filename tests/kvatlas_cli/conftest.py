@@ -52,9 +52,9 @@ def child_environment(**variables: str) -> dict[str, str]:
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run one command to its end, in this process, from an unrelated folder."""
+    """Run one command to its end, in this process, from an unrelated folder, for no terminal."""
     for name in os.environ:
-        if name.startswith(("KVATLAS_", "OTEL_")):
+        if name == "COLUMNS" or name.startswith(("KVATLAS_", "OTEL_")):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
@@ -70,15 +70,35 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return run
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
 def start_command(*words: str, **variables: str) -> subprocess.Popen[str]:
-    """Start a command as a child process."""
-    return subprocess.Popen(
+    """Start a command as a child process. It ends with the test."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "kvatlas_cli.main", *words],
         env=child_environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    _started.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def _no_command_left() -> Iterator[None]:
+    """Also of a test that fails."""
+    yield
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 @pytest.fixture(scope="module")

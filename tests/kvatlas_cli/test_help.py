@@ -16,21 +16,27 @@ EXPECTED_COMMANDS = {
     "up",
     "demo",
     "replay",
+    "record",
+    "calibrate",
     "indexer",
     "publish",
     "router",
     "epp",
     "simulate-engine",
     "export",
+    "locate",
+    "children",
     "workers",
     "rates",
+    "layout",
     "audit",
     "auth",
     "doctor",
     "overlap",
+    "top",
     "route",
 }
-WITHOUT_SERVERS = {"demo", "replay", "auth"}
+WITHOUT_SERVERS = {"demo", "replay", "record", "calibrate", "auth"}
 
 
 def test_all_commands_exist() -> None:

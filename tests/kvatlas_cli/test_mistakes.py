@@ -9,7 +9,7 @@ from redis import Redis
 
 from kvatlas.embedded import ServerProcess
 from kvatlas.embedded.valkey import ValkeyProcess
-from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION
+from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION, SWITCHED_VERSION
 from tests.kvatlas_cli.conftest import UNUSED_ADDRESS, Cli, start_command
 
 ROUTE = ("route", "--model-id", "m", "--tokens", "-")
@@ -22,11 +22,15 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (("nosuch",), 2, "kvatlas: No such command 'nosuch'. (see kvatlas --help)"),
         (("--nosuch",), 2, "kvatlas: No such option: --nosuch (see kvatlas --help)"),
         (("workers", "--nosuch"), 2, "kvatlas workers: No such option: --nosuch (see kvatlas workers --help)"),
-        (("route", "--model-id", "m"), 2, "kvatlas route: Missing option '--tokens'. (see kvatlas route --help)"),
+        (
+            ("route", "--model-id", "m"),
+            2,
+            "kvatlas route: neither of --tokens and --hints given; expected one of them",
+        ),
         (
             ("overlap", "--tokens", "-"),
             2,
-            "kvatlas overlap: --model-id (or KVATLAS_MODEL_ID) is missing; it has no default",
+            "kvatlas overlap: --model-id (or KVATLAS_MODEL_ID) is missing; expected the model that the request is for",
         ),
         (
             ("workers", "--redis-url", "http://127.0.0.1"),
@@ -110,10 +114,43 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "kvatlas publish: --worker-id is 'a/b'; expected 1 to 64 of A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
         (
+            (*PUBLISH, "--engine", "vllm", "--source", "-"),
+            2,
+            "kvatlas publish: --source is -, but --engine is vllm; expected --engine open",
+        ),
+        (
+            ("publish", "--engine", "open", "--worker-id", "w", "--model-id", "m"),
+            2,
+            "kvatlas publish: --endpoint (or KVATLAS_ENDPOINT) is missing; expected the engine's event socket, --source - for "
+            "JSON lines, or --status-port for POST /events",
+        ),
+        (
             (*PUBLISH, "--engine", "lmcache"),
             2,
-            "kvatlas publish: --engine is 'lmcache'; expected 'vllm', 'sglang', 'tensorrt_llm' or 'mock', the kinds whose "
-            "events can be read",
+            "kvatlas publish: --engine is 'lmcache'; expected 'vllm', 'sglang', 'tensorrt_llm', 'open' or 'mock', the kinds "
+            "whose events can be read, or 'store'",
+        ),
+        (
+            (*PUBLISH, "--engine", "store", "--block-size", "16", "--store-ttl-s", "60"),
+            2,
+            "kvatlas publish: --endpoint is tcp://127.0.0.1:5557; expected none: a shared store is no engine",
+        ),
+        (
+            ("publish", "--engine", "store", "--worker-id", "s", "--model-id", "m"),
+            2,
+            "kvatlas publish: --block-size (or KVATLAS_BLOCK_SIZE) is missing; expected the block size of the engines that "
+            "use the store",
+        ),
+        (
+            ("publish", "--engine", "store", "--worker-id", "s", "--model-id", "m", "--block-size", "16"),
+            2,
+            "kvatlas publish: --store-ttl-s (or KVATLAS_STORE_TTL_S) is missing; expected a time after which a block counts "
+            "as evicted, since nobody tells; or --lmcache-endpoint",
+        ),
+        (
+            (*PUBLISH, "--read-us-per-mib", "5"),
+            2,
+            "kvatlas publish: --read-us-per-mib is 5; expected none: it is a flag of --engine store",
         ),
         (
             (*PUBLISH, "--engine", "tensorrt_llm", "--engine-url", "http://127.0.0.1:1"),
@@ -151,8 +188,8 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
         (
             ("up", "--engine", "http://127.0.0.1:1,engine=lmcache"),
             2,
-            "kvatlas up: --engine's engine is 'lmcache'; expected 'vllm', 'sglang', 'tensorrt_llm' or 'mock', the kinds whose "
-            "events can be read",
+            "kvatlas up: --engine's engine is 'lmcache'; expected 'vllm', 'sglang', 'tensorrt_llm', 'open' or 'mock', the "
+            "kinds whose events can be read, or 'store'",
         ),
         (
             ("up", "--engine", "http://127.0.0.1:1,worker=a/b"),
@@ -299,9 +336,9 @@ def test_an_empty_store_is_reported_with_what_to_do(cli: Cli, valkey_server: Ser
 def test_another_layout_version_is_refused(cli: Cli, words: tuple[str, ...]) -> None:
     with ValkeyProcess() as server:
         with Redis.from_url(server.url) as client:
-            client.hset(LAYOUT, mapping={"version": LAYOUT_VERSION + 1, "partitions": 64, "shards": 1})
+            client.hset(LAYOUT, mapping={"version": SWITCHED_VERSION + 1, "partitions": 64, "shards": 1})
         done = cli(*words, "--redis-url", server.url, stdin="1 2 3")
-        line = f"layout version {LAYOUT_VERSION + 1}; this kvatlas expects {LAYOUT_VERSION}"
+        line = f"layout version {SWITCHED_VERSION + 1}; this kvatlas expects {SWITCHED_VERSION} at most"
         assert (done.code, done.err) == (1, f"kvatlas: Redis at {server.url}: {line}\n")
 
 

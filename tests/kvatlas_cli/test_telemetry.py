@@ -1,15 +1,12 @@
 """Commands export traces and metrics by OTLP if the standard variables say so, and work without a collector."""
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from kvatlas.embedded import ServerProcess
+from simulator.demo.trace_receiver import running_receiver
 from tests.eventually import until_sync
 from tests.kvatlas_cli.conftest import TOKENS, UNUSED_ADDRESS, start_command
 
@@ -21,43 +18,8 @@ def route(tmp_path: Path) -> list[str]:
     return ["route", "--tokens", str(tmp_path / "tokens"), "--model-id", "m", "--json"]
 
 
-class Collector:
-    """The payloads received by OTLP over HTTP, each with its path."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.received: list[tuple[str, bytes]] = []
-
-    def has(self, path: str, *texts: str) -> bool:
-        return any(where == path and all(text.encode() in body for text in texts) for where, body in self.received)
-
-
-@contextmanager
-def running_collector() -> Iterator[Collector]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            collector.received.append((self.path, body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    collector = Collector(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield collector
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def test_the_span_of_a_decision_is_exported_before_the_command_ends(route: list[str], fleet_store_url: str) -> None:
-    with running_collector() as collector:
+    with running_receiver() as collector:
         process = start_command(*route, KVATLAS_REDIS_URL=fleet_store_url, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, err) == (0, "") and json.loads(out)["worker"] == "w1"
@@ -73,7 +35,7 @@ def test_an_unreachable_collector_does_not_change_the_answer(route: list[str], f
 
 
 def test_an_indexer_exports_the_size_of_the_index(nats_server: ServerProcess, fleet_store_url: str) -> None:
-    with running_collector() as collector:
+    with running_receiver() as collector:
         variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_METRIC_EXPORT_INTERVAL": "100"}
         process = start_command(
             "indexer", KVATLAS_NATS_URL=nats_server.url, KVATLAS_REDIS_URL=fleet_store_url, **variables

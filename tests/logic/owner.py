@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from indexer.counters import IndexerCounters
 from indexer.liveness.failure_detector import FailureDetector
 from indexer.liveness.heartbeats import Heartbeats
-from indexer.partition.admission import Admission
 from indexer.partition.reader import start_position
 from indexer.repair.doubt import DoubtJudge
 from indexer.repair.grants import GrantBudget
 from indexer.repair.repair_loop import RepairLoop
+from kvatlas.bus.admission import Admission
 from kvatlas.bus.control import ControlRequest
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import KvatlasError
@@ -53,7 +53,9 @@ class BusClient:
     async def subscribe(self, subject: str, cb: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         self.callbacks[subject] = cb
 
-    async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
         request = ControlRequest.unpack(payload)
         self._world.requests.append((subject.rsplit(".", 1)[-1], request.above))
 
@@ -96,7 +98,8 @@ class SteppedReader:
         if not messages:
             return
         admission = Admission(partition, world.shape.partitions)
-        raws = [admission.admit(subject, payload) for _, subject, payload in messages]
+        admitted = [admission.admit(subject, payload) for _, subject, payload in messages]
+        raws = [message for message in admitted if message is not None]
         last_seq, _, _ = messages[-1]
         after = Position(position.creation_us, last_seq)
         await pause()
@@ -170,6 +173,7 @@ class Owner:
             grants=self.grants,
             heartbeats=self.heartbeats,
             counters=self.counters,
+            partitions=world.shape.partitions,
             clock=lambda: world.now_s,
         )
         self._tasks: dict[str, Steps] = {}

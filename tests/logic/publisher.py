@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from kvatlas.bus.subjects import events_subject
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState
 from publishers.counters import PublisherCounters
-from publishers.diagnoses import Diagnoses
 from publishers.feed.continuity import Batch, Continuity, Step
 from publishers.feed.undecodable import Distrust
 from publishers.heartbeat import HeartbeatSender
@@ -67,7 +66,6 @@ class Publisher:
             self.counters,
             state=lambda: EngineState.UP,
             load=lambda: None,
-            diagnoses=Diagnoses(self.worker_id),
         )
         self.catch_up()
 
@@ -132,6 +130,10 @@ class Publisher:
             return
         incarnation, self._next_incarnation = self._next_incarnation, 0
         self.changelog.begin_incarnation(incarnation, self.world.now_us)
+
+    def withdraw(self) -> None:
+        """A grant is refused."""
+        self.changelog.withdraw(self.world.now_us)
 
     def request_snapshot(self, above: int) -> None:
         self.changelog.request_snapshot(above)

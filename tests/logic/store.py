@@ -123,6 +123,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.records: dict[str, FleetRecord] = {}
+        self.pools_repaired = 0
 
     async def write(self, records: Mapping[str, FleetRecord]) -> None:
         await pause()

@@ -114,6 +114,7 @@ class World:
             (3, f"probe {one.number}", one.probe),
             (4, f"settle {one.number}", one.settle),
             (8 if one.changelog.incarnation_due else 0, f"begin {one.number}", one.begin),
+            (2 if one.changelog.incarnation_due else 0, f"no grant for {one.number}", one.withdraw),
             (24, f"send {one.number}", one.send),
             (2, f"late ack {one.number}", one.late_ack),
             (4, f"go back {one.number}", one.go_back),

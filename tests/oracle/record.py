@@ -3,9 +3,11 @@
 It runs under a Python that has vLLM and needs nothing of this project: `python record.py FOLDER < configs.jsonl`. No model, no
 GPU: requests are admitted, prefilled in chunks, decoded and freed as the scheduler does it, by the KV cache manager alone.
 
-A config: {"name", "groups", "pool", "retention", "eagle", "lookahead", "fork", "asks", "seed"}. A group is
-KIND[:SIZE][@BLOCK][!] with the kinds full, mla, swa, chunked and mamba, and `!` where draft layers are in it. `fork`: null
-(requests go on where an earlier one ended), "anywhere", or "blocks" (they leave it at a block's end).
+A config: {"name", "groups", "pool", "retention", "eagle", "lookahead", "fork", "asks", "seed"}, and perhaps "images" and "dcp".
+A group is KIND[:SIZE][@BLOCK][=][!] with the kinds full, mla, swa, chunked and mamba, `=` where each rank of decode context
+parallelism has all of it, and `!` where draft layers are in it. `fork`: null (requests go on where an earlier one ended),
+"anywhere", or "blocks" (they leave it at a block's end). `images`: a few images stand in the prompts, all with the same
+placeholder token. `dcp`: ranks that share each block of full attention.
 """
 
 import base64
@@ -21,10 +23,15 @@ import msgspec
 import torch
 import vllm
 from vllm.distributed.kv_events import KVEventBatch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_dcp_kv_block_size,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -39,15 +46,22 @@ from vllm.v1.request import Request
 
 CHUNK_TOKENS = 1_024
 """Tokens computed in one step."""
+PLACEHOLDER = 151_655
+"""The token of all images, Qwen2-VL's."""
+
+Media = tuple[str, int, int]
+"""An image's hash, and the offset and number of its tokens."""
 
 
 def spec_of(described: str) -> tuple[KVCacheSpec, bool]:
     """(spec, has draft layers) of one group."""
-    drafts = described.endswith("!")
-    kind, _, block = described.rstrip("!").partition("@")
+    drafts, replicated = described.endswith("!"), "=" in described
+    kind, _, block = described.rstrip("=!").partition("@")
     kind, _, size = kind.partition(":")
     block_size = int(block or 16)
     heads: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+    if replicated:
+        heads["dcp_sharded"] = False
     match kind:
         case "full":
             return FullAttentionSpec(block_size, **heads), drafts
@@ -71,7 +85,8 @@ class Engine:
         for i, described in enumerate(config["groups"]):
             spec, drafts = spec_of(described)
             groups.append(KVCacheGroupSpec([f"layer{i}"], spec, is_eagle_group=drafts))
-        sizes = [group.kv_cache_spec.block_size for group in groups]
+        dcp = config.get("dcp", 1)
+        sizes = [resolve_dcp_kv_block_size(group.kv_cache_spec, dcp) for group in groups]
         self.block_size = math.lcm(*sizes)
         self.hash_block_size = math.gcd(*sizes)
         self.lookahead = config["lookahead"]
@@ -92,15 +107,24 @@ class Engine:
             use_eagle=self.drops,
             num_hash_lookahead_tokens=self.lookahead,
             enable_kv_cache_events=True,
+            dcp_world_size=dcp,
         )
         self.running: list[Request] = []
         self.made = 0
 
-    def admit(self, tokens: list[int], out: "Recording") -> tuple[Request, int]:
+    def admit(self, tokens: list[int], media: list[Media], out: "Recording") -> tuple[Request, int]:
         """A new request, and how many of its tokens are reused."""
         self.made += 1
         request = Request(
-            f"request-{self.made}", tokens, SamplingParams(max_tokens=10_000), None, block_hasher=self.hasher
+            f"request-{self.made}",
+            tokens,
+            SamplingParams(max_tokens=10_000),
+            None,
+            mm_features=[
+                MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+                for name, offset, length in media
+            ],
+            block_hasher=self.hasher,
         )
         self.manager.new_step_starts()
         blocks, hit, boundary = self.manager.get_computed_blocks(request)
@@ -166,9 +190,11 @@ class Recording:
             self.lines.append({"batch": base64.b64encode(payload).decode(), "seq": self.seq})
             self.seq += 1
 
-    def ask(self, at: int, like: int | None, first: int, more: list[int], hit: int) -> None:
+    def ask(self, at: int, like: int | None, first: int, more: list[int], media: list[Media], hit: int) -> None:
         """A prompt was asked before the batches from line `at` on."""
-        ask = {"like": like, "first": first, "more": more, "adapter": None, "skip": False}
+        ask: dict[str, Any] = {"like": like, "first": first, "more": more, "adapter": None, "skip": False}
+        if media:
+            ask["media"] = media
         self.lines.insert(at, {"ask": ask, "hit": hit, "far": 0})
 
     def write(self) -> None:
@@ -188,16 +214,28 @@ def record(config: dict[str, Any], folder: Path) -> None:
     head = {"config": config, "engine": f"vllm {vllm.__version__}", "block_size": engine.hash_block_size}
     out = Recording(folder / f"{config['name']}.jsonl.gz", head)
     asked: list[list[int]] = []
-    histories: list[tuple[int, list[int]]] = []  # (ask, its prompt and output)
+    histories: list[tuple[int, list[int], list[Media]]] = []  # (ask, its prompt and output, its images)
 
     def fresh(low: int, high: int) -> list[int]:
         return [chance.randrange(150_000) for _ in range(chance.randint(low, high))]
 
+    def with_images(tokens: list[int], start: int) -> list[Media]:
+        """Puts some behind `start`, in order."""
+        media = []
+        for _ in range(chance.randint(0, 2) if config.get("images") else 0):
+            start = chance.randint(start, len(tokens))
+            length = chance.randint(10, 150)
+            tokens[start:start] = [PLACEHOLDER] * length
+            media.append((f"{chance.randrange(4):064x}", start, length))
+            start += length
+        return media
+
     system = fresh(200, 900)
     for number in range(config["asks"]):
         like: int | None = None
+        media: list[Media] = []
         if number and chance.random() < 0.85:
-            like, history = chance.choice(histories[-12:])
+            like, history, seen = chance.choice(histories[-12:])
             if config["fork"] is None or chance.random() < 0.4:
                 first = len(history)
             else:
@@ -205,20 +243,23 @@ def record(config: dict[str, Any], folder: Path) -> None:
                 if config["fork"] == "blocks":
                     first -= first % engine.block_size
             tokens = history[:first] + fresh(1, 300)
+            media = [one for one in seen if one[1] + one[2] <= first] + with_images(tokens, first)
         else:
             tokens = (system if chance.random() < 0.5 else []) + fresh(20, 2_500)
+            media = with_images(tokens, 0)
         if len(tokens) > 5_000:
-            tokens, like = fresh(100, 1_500), None
+            tokens, like, media = fresh(100, 1_500), None, []
         if chance.random() < 0.1 and len(tokens) > 2 * engine.block_size:
             del tokens[len(tokens) // engine.block_size * engine.block_size :]  # a prompt of whole blocks
+            media = [one for one in media if one[1] + one[2] <= len(tokens)]
         shared = _common(tokens, asked[like]) if like is not None else 0
         before = len(out.lines)
-        request, hit = engine.admit(tokens, out)
-        out.ask(before, like if shared else None, shared, tokens[shared:], hit)
+        request, hit = engine.admit(tokens, media, out)
+        out.ask(before, like if shared else None, shared, tokens[shared:], media, hit)
         asked.append(tokens)
         output = fresh(1, 120)
         engine.decode(request, output, out)
-        histories.append((len(asked) - 1, tokens + output))
+        histories.append((len(asked) - 1, tokens + output, media))
         engine.free_all_but(chance.randint(0, 3), out)
     out.write()
 

@@ -19,14 +19,13 @@ from router_client import Prompt
 from tests.end_to_end.socketless_worker import SocketlessWorker
 from tests.oracle.conftest import PYTHON
 from tests.publishers.hybrid_recordings import Ask, Batch, read_hybrid_recording
-from tests.publishers.naive_reuse import Group, NaiveReuse
 
 pytestmark = pytest.mark.anyio
 
 RECORDER = Path(__file__).parent / "record.py"
 ASKS = 120
 
-# model: groups (KIND[:SIZE][@BLOCK][!], `!`: draft layers are in it), blocks of the pool, retention intervals it is run with
+# model: groups (as record.py has them), blocks of the pool, retention intervals it is run with
 MODELS: dict[str, tuple[list[str], int, tuple[int | None, ...]]] = {
     "full": (["full"], 700, (0,)),
     "swa128": (["full", "swa:128"], 900, (None, 0, 256)),
@@ -39,6 +38,9 @@ MODELS: dict[str, tuple[list[str], int, tuple[int | None, ...]]] = {
     "chunked512": (["full", "chunked:512"], 1_000, (None,)),
     "chunked-mamba": (["full@64", "chunked:1024@64", "mamba@64"], 450, (None, 0)),
     "larger-swa-blocks": (["full", "swa:128@64"], 900, (None, 0)),
+    "gemma": (["full@32", "swa:512"], 900, (None, 0, 256)),
+    "gemma-swa-first": (["swa:1000", "full@32"], 1_100, (0,)),
+    "gemma-two-swa": (["full@64", "swa:512", "swa:130"], 1_100, (None, 0)),
     "larger-full-blocks": (["full", "full@64"], 900, (0,)),
 }
 FORKS = (None, "anywhere", "blocks")
@@ -54,9 +56,32 @@ DRAFTING: dict[str, tuple[list[str], int, tuple[int | None, ...], int]] = {
     "eagle-in-swa": (["full", "swa:128!"], 900, (None, 0), 0),
     "eagle-in-both": (["full!", "swa:128!"], 900, (None, 0), 0),
     "eagle-two-full": (["full!", "full@64"], 900, (0,), 0),
+    "eagle-larger-full": (["full", "full@64!"], 900, (0,), 0),
+    "eagle-two-full-swa": (["full!", "full@64", "swa:128"], 1_300, (None, 0), 0),
     "eagle-larger-swa-blocks": (["full!", "swa:128@64!"], 900, (0,), 0),
     "eagle-swa-mamba": (["full@64!", "swa:128@64", "mamba@64"], 450, (0,), 0),
+    "eagle-gemma": (["full@32!", "swa:512"], 900, (0,), 0),
+    "eagle-gemma-lookahead": (["full@32!", "swa:512!"], 900, (0,), 1),
     "eagle-two-swa": (["full!", "swa:128!", "swa:512"], 1_100, (0,), 0),
+}
+
+
+# ranks of decode context parallelism: groups, pool, ranks, EAGLE without lookahead hashes
+SHARDED: dict[str, tuple[list[str], int, int, bool]] = {
+    "dcp2": (["full"], 400, 2, False),
+    "dcp4-mla": (["mla"], 250, 4, False),
+    "dcp2-eagle": (["full!"], 400, 2, True),
+    "dcp2-replicated-draft": (["full", "full=!"], 700, 2, True),
+    "dcp4-replicated-draft": (["mla", "full=!"], 600, 4, True),
+    "dcp2-draft": (["mla!", "full=!"], 700, 2, True),
+}
+
+# with images: groups, pool, EAGLE, lookahead tokens
+IMAGES: dict[str, tuple[list[str], int, bool, int]] = {
+    "images": (["full"], 900, False, 0),
+    "images-swa": (["full", "swa:128"], 1_100, False, 0),
+    "images-lookahead": (["full!"], 900, True, 1),
+    "images-eagle-mamba": (["full@64!", "mamba@64"], 300, True, 0),
 }
 
 
@@ -65,10 +90,21 @@ def grid() -> Iterator[dict[str, Any]]:
         yield from _configs(model, groups, pool, retentions, eagle=False, lookahead=0)
     for model, (groups, pool, retentions, lookahead) in DRAFTING.items():
         yield from _configs(model, groups, pool, retentions, eagle=True, lookahead=lookahead)
+    for model, (groups, pool, ranks, eagle) in SHARDED.items():
+        yield from _configs(model, groups, pool, (0,), eagle=eagle, lookahead=0, dcp=ranks)
+    for model, (groups, pool, eagle, lookahead) in IMAGES.items():
+        yield from _configs(model, groups, pool, (0,), eagle=eagle, lookahead=lookahead, images=True)
 
 
 def _configs(
-    model: str, groups: list[str], pool: int, retentions: tuple[int | None, ...], *, eagle: bool, lookahead: int
+    model: str,
+    groups: list[str],
+    pool: int,
+    retentions: tuple[int | None, ...],
+    *,
+    eagle: bool,
+    lookahead: int,
+    **more: Any,
 ) -> Iterator[dict[str, Any]]:
     for retention, fork, seed in product(retentions, FORKS, SEEDS):
         yield {
@@ -81,10 +117,11 @@ def _configs(
             "fork": fork,
             "asks": ASKS,
             "seed": seed,
+            **more,
         }
 
 
-UNDER_REPORTED = ("eagle-two-full",)
+UNDER_REPORTED = ("eagle-larger-full",)
 """Models for which a router finds less than the engine: see docs/engines.md."""
 
 CONFIGS = {config["name"]: config for config in grid()}
@@ -102,41 +139,12 @@ def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def groups_of(config: dict[str, Any]) -> dict[int, Group]:
-    """What no event says: chunk sizes and where the draft layers are; and block sizes, before the first event tells them."""
-    groups = {}
-    for index, described in enumerate(config["groups"]):
-        kind, _, block = described.rstrip("!").partition("@")
-        chunk = int(kind.partition(":")[2]) if kind.startswith("chunked") else None
-        drops = config["eagle"] and not config["lookahead"] and described.endswith("!")
-        groups[index] = Group(block_size=int(block or 16), chunk=chunk, eagle=drops)
-    return groups
-
-
-def settings_of(config: dict[str, Any]) -> PublisherSettings:
-    """What no event tells."""
-    chunks = [
-        int(group.partition(":")[2].partition("@")[0]) for group in config["groups"] if group.startswith("chunked")
-    ]
-    drafts = tuple(i for i, group in enumerate(config["groups"]) if group.endswith("!"))
-    return PublisherSettings(
-        worker_id="w",
-        model_id="hybrid",
-        chunk_size=max(chunks, default=0),
-        eagle=config["eagle"],
-        eagle_groups=drafts,
-    )
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 async def test_every_prediction_equals_the_managers_hit(recordings: Path, name: str) -> None:
-    config = CONFIGS[name]
     recording = read_hybrid_recording(recordings / f"{name}.jsonl.gz")
-    groups = groups_of(config)
-    largest = max(group.block_size for group in groups.values())
-    model = NaiveReuse(recording.block_size, groups, alignment=largest // recording.block_size)
-    index = MemoryIndex()
-    worker = SocketlessWorker(settings_of(config), index)
+    model = recording.naive_reuse()
+    settings = PublisherSettings(worker_id="w", model_id="hybrid", **recording.settings)
+    worker = SocketlessWorker(settings, MemoryIndex())
     await worker.send()
     wrong = []
     hits = 0
@@ -145,8 +153,11 @@ async def test_every_prediction_equals_the_managers_hit(recordings: Path, name: 
             model.fold(step.payload)
             await worker.take(step.payload)
         elif isinstance(step, Ask):
-            naive = model.reusable(step.tokens, lookahead=recording.lookahead)
-            routed = await worker.usable_tokens(Prompt.of_tokens(Scope("hybrid", "hybrid"), step.tokens))
+            naive = step.hit
+            if model.knows_all_hashes:
+                naive = model.reusable(step.tokens, lookahead=recording.lookahead, media=step.media)
+            prompt = Prompt.of_tokens(Scope("hybrid", "hybrid"), step.tokens, media=step.media)
+            routed = await worker.usable_tokens(prompt)
             hits += step.hit > 0
             safe = routed < step.hit and name.startswith(UNDER_REPORTED)
             if naive != step.hit or not (routed == step.hit or safe):

@@ -99,6 +99,20 @@ def test_no_file_is_a_catch_all(package: str) -> None:
     assert not [name for name, file in modules_of(package).items() if CATCH_ALLS & set(file.stem.split("_"))]
 
 
+@pytest.mark.parametrize(
+    ("modules", "unused"),
+    [
+        ("publishers.sidecar, kvatlas_cli.commands.publish", "httpx indexer kvatlas.index kvatlas.reservations redis"),
+        ("indexer.service, kvatlas_cli.commands.indexer", "httpx publishers router_client starlette uvicorn"),
+    ],
+)
+def test_a_process_imports_nothing_that_only_others_use(modules: str, unused: str) -> None:
+    """Nor what only its status page needs: each takes megabytes."""
+    code = f"import sys, {modules}; print(*sorted({set(unused.split())} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert not loaded.stdout.split()
+
+
 def test_the_router_client_needs_only_the_plain_install() -> None:
     code = """if True:
         import sys

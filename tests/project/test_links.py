@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.telemetry import INSTRUMENTS
-from tests.chaos.__main__ import CLUSTER
-from tests.chaos.scenarios import SCENARIOS
+from tests.chaos.runner import ALL_SCENARIOS
 from tests.kvatlas_cli.command_line import commands
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +36,10 @@ MAKE = re.compile(r"\bmake ([a-z][\w-]*)")
 COMMAND = re.compile(r"(?<!--namespace )\bkvatlas ([a-z][a-z-]*)\b([^\n|`]*)")
 FLAG = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 FOREIGN_FLAGS = {
-    "--disaggregation-mode", "--enable-cache-report", "--enable-metrics", "--enable-prompt-tokens-details",
-    "--help", "--hypothesis-seed", "--kv-event-log-size", "--kv-events-config", "--ours", "--wheel-dir",
+    "--binary", "--decode-context-parallel-size", "--disaggregation-mode", "--enable-cache-report", "--enable-feature",
+    "--enable-metrics", "--enable-prompt-tokens-details", "--enable-scale-out", "--help", "--hypothesis-seed",
+    "--kv-cache-memory-bytes", "--kv-event-log-size", "--kv-events-config", "--ours", "--prefill-context-parallel-size",
+    "--wheel-dir",
 }  # fmt: skip
 """Of engines, tools, benchmarks, and of every command; any other in backticks is one of a command of kvatlas."""
 
@@ -154,8 +155,8 @@ def test_every_test_in_backticks_exists(document: Path) -> None:
 def test_every_scenario_in_the_tables_of_reliability_exists() -> None:
     tested = [row.split("|")[-2] for row in text_of(ROOT / "docs/reliability.md").splitlines() if row.startswith("|")]
     named = {name for cell in tested for name in TICKED.findall(cell) if re.fullmatch(r"[a-z_]+", name)}
-    assert named - {*SCENARIOS, CLUSTER} == set()
-    assert {*SCENARIOS, CLUSTER} - named == set(), "scenarios without a row"
+    assert named - set(ALL_SCENARIOS) == set()
+    assert set(ALL_SCENARIOS) - named == set(), "scenarios without a row"
 
 
 @each_document

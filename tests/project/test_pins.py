@@ -98,7 +98,7 @@ def test_each_image_has_a_lock_of_its_extras() -> None:
 
 def test_the_package_is_built_with_what_a_lock_has() -> None:
     (required,) = BUILD["requires"]
-    for file in ("development.txt", "tools.txt"):
+    for file in ("development.txt", "build.txt"):
         assert required == f"setuptools=={pins(file)['setuptools']}"
 
 

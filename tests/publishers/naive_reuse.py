@@ -12,6 +12,8 @@ from typing import Any
 
 import msgpack
 
+from kvatlas.blocks.media import MediaItem
+
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 DEVICE = "GPU"
 
@@ -29,6 +31,7 @@ class Group:
     block_size: int = 0
     chunk: int | None = None
     eagle: bool = False
+    full: bool = False
 
 
 @dataclass
@@ -41,6 +44,11 @@ class NaiveReuse:
     held: Counter[tuple[str, int, EngineHash]] = field(default_factory=Counter)
     hash_of: dict[tuple[Any, ...], EngineHash] = field(default_factory=dict)
     adapter_path: str = ""
+
+    @property
+    def knows_all_hashes(self) -> bool:
+        """Does full attention tell every hash? If its blocks are larger than those hashed, it does not."""
+        return any(group.block_size == self.block_size for group in self.groups.values() if group.full)
 
     def fold(self, payload: bytes) -> None:
         for event in msgpack.unpackb(payload, strict_map_key=False)[1]:
@@ -67,9 +75,11 @@ class NaiveReuse:
             return
         above = event.get("parent_block_hash")
         ahead = event.get("lookahead_token_ids") or [[]] * len(event["block_hashes"])
+        keys = event.get("extra_keys") or [None] * len(event["block_hashes"])
         for i, name in enumerate(event["block_hashes"]):
             own = tuple(tokens[i * size : (i + 1) * size])
-            self.hash_of[(*self._start(above, event.get("lora_name")), own, tuple(ahead[i]))] = name
+            images = tuple(tuple(key) for key in keys[i] or () if not isinstance(key, str))
+            self.hash_of[(*self._start(above, event.get("lora_name")), own, tuple(ahead[i]), images)] = name
             above = name
 
     def _start(self, above: EngineHash | None, adapter: str | None) -> tuple[Any, ...]:
@@ -78,24 +88,37 @@ class NaiveReuse:
             return (above,)
         return (None, adapter, self.adapter_path if adapter else None)
 
-    def hashes(self, tokens: Sequence[int], adapter: str | None, lookahead: int = 0) -> list[EngineHash]:
+    def hashes(
+        self, tokens: Sequence[int], adapter: str | None, lookahead: int = 0, media: Sequence[MediaItem] = ()
+    ) -> list[EngineHash]:
         """The engine's hashes of the prompt's full blocks, as far as it ever published them."""
         found: list[EngineHash] = []
         for at in range(0, len(tokens) - self.block_size - lookahead + 1, self.block_size):
             end = at + self.block_size
             start = self._start(found[-1] if found else None, adapter)
-            name = self.hash_of.get((*start, tuple(tokens[at:end]), tuple(tokens[end : end + lookahead])))
+            images = tuple(
+                (item.id, item.offset - at)
+                for item in media
+                if item.offset < end + lookahead and item.offset + item.length > at
+            )
+            name = self.hash_of.get((*start, tuple(tokens[at:end]), tuple(tokens[end : end + lookahead]), images))
             if name is None:
                 break
             found.append(name)
         return found
 
     def reusable(
-        self, tokens: Sequence[int], adapter: str | None = None, *, lookahead: int = 0, media: Sequence[str] = (DEVICE,)
+        self,
+        tokens: Sequence[int],
+        adapter: str | None = None,
+        *,
+        lookahead: int = 0,
+        media: Sequence[MediaItem] = (),
+        tiers: Sequence[str] = (DEVICE,),
     ) -> int:
-        """Tokens of the prompt that the engine does not compute again, with the blocks of these media."""
-        hashes = self.hashes(tokens, adapter, lookahead)
-        holders = {index: self._holder(index, hashes, media) for index in self.groups}
+        """Tokens of the prompt that the engine does not compute again, with the blocks of these tiers."""
+        hashes = self.hashes(tokens, adapter, lookahead, media)
+        holders = {index: self._holder(index, hashes, tiers) for index in self.groups}
         limit = (len(tokens) - 1) // self.block_size
         if len(self.groups) == 1 and any(group.eagle for group in self.groups.values()):
             limit -= 1  # one group drops a block of what may be reused, several drop one of what they hold
@@ -106,8 +129,8 @@ class NaiveReuse:
                 return position * self.block_size
         return 0
 
-    def _holder(self, group: int, hashes: Sequence[EngineHash], media: Sequence[str]) -> Holds:
-        held = [any(self.held[medium, group, name] > 0 for medium in media) for name in hashes]
+    def _holder(self, group: int, hashes: Sequence[EngineHash], tiers: Sequence[str]) -> Holds:
+        held = [any(self.held[tier, group, name] > 0 for tier in tiers) for name in hashes]
         return lambda block: block < len(held) and held[block]
 
 

@@ -4,23 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.publishers.hybrid_recordings import FILES, Batch, HybridRecording, Repoint, read_hybrid_recording
-from tests.publishers.naive_reuse import DEVICE, Group, NaiveReuse
+from tests.publishers.hybrid_recordings import FILES, Batch, Repoint, read_hybrid_recording
+from tests.publishers.naive_reuse import DEVICE
+
+PREDICTED = [path for path in FILES if path.name != "gemma.jsonl.gz"]
+"""Of the other one the events don't tell all hashes, so the naive model can't follow a prompt."""
 
 
-def naive_reuse_of(recording: HybridRecording) -> NaiveReuse:
-    """With what no event says: the chunk size, and that full attention is the EAGLE group."""
-    groups = {}
-    for index, described in enumerate(recording.groups):
-        kind, _, size = described.partition(":")
-        groups[index] = Group(eagle=recording.eagle and kind == "full", chunk=int(size) if kind == "chunked" else None)
-    return NaiveReuse(recording.block_size, groups)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+@pytest.mark.parametrize("path", PREDICTED, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
 def test_the_rules_predict_every_hit_of_the_engine(path: Path) -> None:
     recording = read_hybrid_recording(path)
-    model = naive_reuse_of(recording)
+    model = recording.naive_reuse()
     predicted, real = [], []
     for step in recording.steps:
         if isinstance(step, Batch):
@@ -32,8 +26,10 @@ def test_the_rules_predict_every_hit_of_the_engine(path: Path) -> None:
             near, hit = (
                 0
                 if step.skip
-                else model.reusable(step.tokens, step.adapter, lookahead=recording.lookahead, media=media)
-                for media in ((DEVICE,), (DEVICE, "CPU"))
+                else model.reusable(
+                    step.tokens, step.adapter, lookahead=recording.lookahead, media=step.media, tiers=tiers
+                )
+                for tiers in ((DEVICE,), (DEVICE, "CPU"))
             )
             predicted.append((hit, hit - near))
     assert predicted == real
@@ -43,9 +39,9 @@ def test_the_rules_predict_every_hit_of_the_engine(path: Path) -> None:
 def test_the_recordings_tell_rules_apart() -> None:
     """Residency of full attention alone mispredicts most hybrids: else the recordings would prove nothing."""
     wrong = {}
-    for path in FILES:
+    for path in PREDICTED:
         recording = read_hybrid_recording(path)
-        model = naive_reuse_of(recording)
+        model = recording.naive_reuse()
         count = 0
         for step in recording.steps:
             if isinstance(step, Batch):
@@ -56,8 +52,10 @@ def test_the_recordings_tell_rules_apart() -> None:
             sparse = {index: group for index, group in model.groups.items() if group.kind != "full_attention"}
             for index in sparse:
                 del model.groups[index]
-            count += model.reusable(step.tokens, step.adapter, lookahead=recording.lookahead) != step.hit
+            found = model.reusable(step.tokens, step.adapter, lookahead=recording.lookahead, media=step.media)
+            count += found != step.hit
             model.groups.update(sparse)
         wrong[recording.name] = count
-    assert {name for name, count in wrong.items() if not count} == {"eagle", "eagle-lookahead", "full"}
+    of_full_attention = {"dcp2-draft", "dcp4", "eagle", "eagle-lookahead", "full", "images-lookahead"}
+    assert {name for name, count in wrong.items() if not count} == of_full_attention
     assert wrong["swa128-forks"] > 20

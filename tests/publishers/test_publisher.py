@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
 
 import anyio
+import anyio.lowlevel
 import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -19,7 +20,7 @@ from kvatlas.bus.subjects import ALL_EVENTS, STREAM, alive_subject, control_subj
 from kvatlas.embedded import EmbeddedServer, nats_server
 from kvatlas.errors import InvalidValue
 from kvatlas.events import Checkpoint, EngineRemoved, EngineStored, SnapshotBegin, SnapshotEnd
-from kvatlas.fleet.records import EngineState, Heartbeat
+from kvatlas.fleet.records import EngineKind, EngineState, Heartbeat
 from kvatlas.identity import Scope
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
@@ -75,6 +76,15 @@ async def test_what_was_stored_and_removed_is_in_the_stream_after_a_flush(nats_c
         assert overlap.depths() == {"w": 5}
         assert await published.index.digest("w") == publisher.ledger.digest.words
         assert publisher.counters.acks == len(published.messages) == published.outcomes["applied"]
+
+
+async def test_an_event_after_silence_does_not_linger(nats_client: Client) -> None:
+    async with Publisher(SETTINGS, nats=nats_client) as publisher:
+        await flushed(publisher)
+        await publisher.stored(tokens(16))
+        for _ in range(3):  # turns of the event loop, no time
+            await anyio.lowlevel.checkpoint()
+        assert not publisher.changelog.pending_events and publisher.changelog.outbox.in_flight == 1
 
 
 async def test_an_engines_own_hashes_can_be_stored_removed_and_cleared(nats_client: Client) -> None:
@@ -348,6 +358,37 @@ async def test_while_a_grant_is_awaited_the_old_incarnation_is_told_on(nats_clie
         assert await (await read_stream(nats_client)).residencies("w") == 5
 
 
+async def test_without_a_grant_after_an_overflow_the_index_claims_nothing_that_may_be_gone(nats_client: Client) -> None:
+    asked: list[GrantRequest] = []
+    granting = True
+
+    async def owner(msg: Msg) -> None:
+        asked.append(GrantRequest.unpack(msg.data))
+        await nats_client.publish(msg.reply, GrantReply(granted=granting, retry_after_ms=1).pack())
+
+    await nats_client.subscribe(grant_subject("w", PARTITIONS), cb=owner)
+    settings = SETTINGS.model_copy(update={"outbox_messages": 2})
+    async with Publisher(settings, nats=nats_client, begin=False, rng=random.Random(1)) as publisher:
+        names = list(await publisher.stored(tokens(16 * 10_000)))
+        publisher.begin_publishing()
+        await flushed(publisher)
+        granting = False
+        for _ in range(4):
+            await publisher.removed([names.pop()])
+            publisher.settle()
+        assert publisher.counters.overflows == 1, "the last two removals are lost"
+        await until(lambda: len(asked) > 2, what="the snapshot is not granted")
+        await until(lambda: publisher.changelog.outbox.empty, what="all is in the stream")
+        assert await (await read_stream(nats_client)).residencies("w") == 0
+        await publisher.removed([names.pop()])
+        await until(lambda: asked[-1].snapshot_bytes == 9_995 * 8, what="the size asked for is that of now")
+        granting = True
+        await flushed(publisher)
+        published = await read_stream(nats_client)
+        assert await published.residencies("w") == 9_995
+        assert await published.index.digest("w") == publisher.ledger.digest.words
+
+
 @pytest.mark.parametrize("max_msg_size", [100_000, 10_000])
 async def test_a_stream_with_smaller_messages_gets_smaller_messages(fresh_nats: str, max_msg_size: int) -> None:
     client = await connect_nats(fresh_nats, name="test", wait=False)
@@ -514,3 +555,19 @@ async def test_an_engine_that_fell_asleep_holds_nothing_in_hbm_before_it_says_so
             await publisher.poller.poll_once()
             await flushed(publisher)
             assert [publisher.ledger.digest.count(tier) for tier in (Tier.HBM, Tier.CPU_DRAM)] == [0, 2]
+
+
+async def test_a_hybrid_model_that_metrics_show_is_labelled_in_heartbeats(nats_client: Client) -> None:
+    subscription = await nats_client.subscribe(alive_subject("w"))
+    with engine_http() as engine:
+        engine.pages = {"/health": (200, ""), "/metrics": (200, "sglang:swa_token_usage 0.5\n")}
+        settings = SETTINGS.model_copy(update={"engine_url": engine.url, "engine": EngineKind.SGLANG})
+        async with Publisher(settings, nats=nats_client) as publisher:
+            assert publisher.poller is not None
+
+            async def is_labelled() -> bool:
+                beat = Heartbeat.unpack((await subscription.next_msg(timeout=5)).data)
+                return beat.endpoint.upper_bound == "the engine tells full attention only"
+
+            await publisher.poller.poll_once()
+            await until(is_labelled, what="a heartbeat that says so")

@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
+from kvatlas.blocks.tiers import Tier
 from kvatlas.cost import QuillcacheProfile
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet.records import EngineState, Liveness, Role
@@ -19,6 +20,7 @@ from router_client import (
     Fallbacks,
     InvalidValue,
     LayoutMismatch,
+    NotSupported,
     NoWorkers,
     Prompt,
     RequestHints,
@@ -28,7 +30,7 @@ from router_client import (
     Unreachable,
 )
 from tests.eventually import until
-from tests.router_client.pools import SCOPE, hold, pool, worker
+from tests.router_client.pools import SCOPE, CountingIndex, hold, pool, worker
 
 pytestmark = pytest.mark.anyio
 
@@ -48,9 +50,22 @@ async def test_a_request_goes_to_the_worker_that_holds_its_prompt(index: Residen
     assert len(choice.ranking) == 4
     text = choice.explain()
     assert "w2 at http://w2:8000" in text
-    assert "50 of 62 blocks resident, 800 tokens usable" in text
+    assert "50 of 63 blocks resident, 800 tokens usable" in text
     assert "us more: w1" in text
-    assert (router.counters.routed, router.counters.required_blocks, router.counters.overlap_blocks) == (1, 62, 50)
+    assert (router.counters.routed, router.counters.required_blocks, router.counters.overlap_blocks) == (1, 63, 50)
+
+
+async def test_the_client_finds_the_holders_of_a_block_and_of_those_behind_it() -> None:
+    index, first, second = MemoryIndex(), *unpack_hashes(extend_chain(TOKENS, 16))[:2]
+    await hold(index, worker("a"), TOKENS, blocks=2)
+    await hold(index, worker("b"), TOKENS, blocks=1, tier=Tier.CPU_DRAM)
+    router = RouterClient(index, StaticFleet(pool(worker("a"), worker("b"))))
+    found = [(one.worker_id, one.tier) for one in await router.locate(SCOPE, first)]
+    assert found == [("a", Tier.HBM), ("b", Tier.CPU_DRAM)]
+    assert [one.sequence_hash for one in await router.children(SCOPE)] == [first, first]
+    assert [(one.sequence_hash, one.worker_id) for one in await router.children(SCOPE, first)] == [(second, "a")]
+    with pytest.raises(NotSupported, match="CountingIndex: it answers overlaps only"):
+        await RouterClient(CountingIndex(index), StaticFleet({})).locate(SCOPE, first)
 
 
 async def test_a_choice_can_be_carried_out() -> None:
@@ -103,7 +118,8 @@ async def test_a_prompt_without_a_full_block_is_routed(tokens: list[int]) -> Non
     choice = await RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1")))).reserve(
         Prompt.of_tokens(SCOPE, tokens), dry_run=True
     )
-    assert (choice.worker_id, choice.result.required_blocks, choice.predicted_cached_tokens) == ("w1", 0, 0)
+    assert (choice.worker_id, choice.predicted_cached_tokens) == ("w1", 0)
+    assert choice.result.required_blocks == bool(tokens)  # the partial last block counts
 
 
 async def test_workers_that_have_announced_nothing_share_the_prompts() -> None:

@@ -9,6 +9,9 @@ import pytest
 from kvatlas.identity import pool_id
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
+from router_client import Prompt, RouterClient
+from router_client.held_bookings import HeldBookings
+from router_client.proxy.counters import ProxyCounters
 from simulator.http.chat_template import render
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, SCOPE, running_fleet, running_proxy
@@ -92,6 +95,26 @@ async def test_any_router_ends_what_another_one_booked(store: Store, valkey_url:
 
         await until(is_forgotten, what="the router that booked them no longer holds them")
         assert (await one.get("/status")).json()["proxy"]["held_expired"] == 0
+
+
+async def test_a_booking_that_ended_at_another_router_is_let_go(store: Store, valkey_url: str) -> None:
+    counters = ProxyCounters()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_fleet(store, {"w1": {}}))
+        client = await stack.enter_async_context(RouterClient.open(valkey_url))
+        other = await stack.enter_async_context(running_proxy(valkey_url))
+        held = HeldBookings(client, counters, check_s=0.02)
+        ids = [(await held.book(Prompt.of_tokens(SCOPE, PROMPT)))[0] for _ in range(3)]
+        for id in ids[:2]:
+            assert (await other.post("/kvatlas/done", json={"id": id})).json() == {"known": True}
+
+        async def is_let_go() -> bool:
+            return len(held) == 1
+
+        await until(is_let_go, what="what ended elsewhere is held no more")
+        assert not held.end(ids[0], None, well=True) and held.end(ids[2], None, well=True)
+        await held.close()
+        assert (counters.held, counters.held_done, counters.held_expired) == (3, 1, 0)
 
 
 async def test_a_model_that_nobody_serves_makes_no_pool(store: Store, valkey_url: str) -> None:

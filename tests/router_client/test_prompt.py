@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, unpack_hashes
+from kvatlas.blocks.external_chain import external_chain
+from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, extend_chain, pack_hashes, unpack_hashes
+from kvatlas.blocks.media import MediaItem
 from kvatlas.errors import InvalidValue
 from kvatlas.request import Fallbacks, RequestHints, RequestShape
 from router_client import Prompt, Slo
+from router_client.chain_cache import ChainCache
 from router_client.prompt_chain import FIRST_BLOCKS, GROWTH, PromptChain
 from tests.router_client.pools import SCOPE
 
@@ -125,13 +128,65 @@ def test_a_shape_has_blocks_of_one_size() -> None:
 
 
 @pytest.mark.parametrize("text", ["abc", "g" * 16, "+" + "f" * 15, " " + "f" * 15, "0x" + "f" * 14, "_".join("f" * 8)])
-def test_hashes_that_no_index_holds_are_refused(text: str) -> None:
-    hints = RequestHints.parse({"request_id": "r", "block_hashes": [text]})
-    with pytest.raises(InvalidValue, match="16 hex digits"):
-        Prompt.of_hints(hints, FALLBACKS)
+def test_text_that_is_no_hash_of_the_own_chain_is_an_engines_own_hash(text: str) -> None:
+    prompt = Prompt.of_hints(RequestHints.parse({"block_hashes": [text]}), FALLBACKS)
+    assert (prompt.scope.chain, prompt.hashes) == ("external:default", external_chain([text]))
+    with pytest.raises(InvalidValue, match="of chain own; expected 16 hex digits"):
+        Prompt.of_hints(RequestHints.parse({"block_hashes": [text], "chain": "own"}), FALLBACKS)
+
+
+def test_hashes_of_64_bits_are_sequence_hashes_unless_another_chain_is_named() -> None:
+    own = Prompt.of_hints(RequestHints.parse({"block_hashes": [7]}), FALLBACKS)
+    assert (own.scope.chain, own.hashes) == ("own", pack_hashes([7]))
+    named = Prompt.of_hints(RequestHints.parse({"block_hashes": [7], "chain": "external:x"}), FALLBACKS)
+    assert (named.scope.chain, named.hashes) == ("external:x", external_chain(["0000000000000007"]))
+
+
+def test_external_hashes_of_a_session_begin_there() -> None:
+    hints = RequestHints.parse({"block_hashes": ["a", "b"], "session_id": "s"})
+    prompt = Prompt.of_hints(hints, FALLBACKS)
+    assert prompt.hashes == external_chain(["a", "b"], "s") != external_chain(["a", "b"])
+    assert (prompt.block_size, prompt.input_tokens) == (64, 128)
+
+
+def test_ignored_fields_are_notes() -> None:
+    prompt = Prompt.of_hints(RequestHints.parse({"token_ids": [1], "blok_tokens": 4}), FALLBACKS)
+    assert prompt.notes == ("request field 'blok_tokens' is not known, and ignored",)
 
 
 @pytest.mark.parametrize("fields", [{}, {"token_ids": [1], "block_hashes": [1]}])
 def test_a_prompt_is_given_exactly_once(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match="expected one"):
         Prompt.of_hints(RequestHints.parse({"request_id": "r", **fields}), FALLBACKS)
+
+
+def test_images_are_in_the_chain_of_each_block_size_behind_them_the_salt() -> None:
+    items = [MediaItem("a", 20, 40)]
+    keys: dict[int, list[ExtraKeys]] = {
+        16: [["salt"], [["a", 4]], [["a", -12]], [["a", -28]]],
+        32: [[["a", 20], "salt"], [["a", -12]]],
+    }
+    for size, expected in keys.items():
+        prompt = Prompt.of_tokens(SCOPE, TOKENS, media=items, extra_keys=(("salt",),), memory=ChainCache())
+        assert PromptChain(prompt, size).all_hashes() == extend_chain(TOKENS, size, None, expected)
+    ahead = PromptChain(Prompt.of_tokens(SCOPE, TOKENS, media=items), 16, lookahead_tokens=4)
+    plain = PromptChain(Prompt.of_tokens(SCOPE, TOKENS), 16, lookahead_tokens=4)
+    assert ahead.all_hashes()[:8] == plain.all_hashes()[:8] and ahead.all_hashes()[8:16] != plain.all_hashes()[8:16]
+
+
+def test_hints_tell_images_too() -> None:
+    media = [{"id": "a", "offset": 20, "length": 40}]
+    hints = RequestHints.parse({"request_id": "r", "model_id": "m", "token_ids": TOKENS, "media": media})
+    prompt = Prompt.of_hints(hints)
+    assert prompt.media == (MediaItem("a", 20, 40),)
+    assert (
+        PromptChain(prompt, 16).all_hashes()
+        == PromptChain(Prompt.of_tokens(SCOPE, TOKENS, media=prompt.media), 16).all_hashes()
+    )
+
+
+def test_a_prompt_of_which_the_start_is_known_is_as_long_as_it_is_said_to_be() -> None:
+    prompt = Prompt.of_tokens(SCOPE, TOKENS, input_tokens=500)
+    assert (prompt.input_tokens, prompt.is_whole) == (500, False)
+    assert PromptChain(prompt, 16).all_hashes() == extend_chain(TOKENS, 16)
+    assert Prompt.of_tokens(SCOPE, TOKENS).is_whole and not Prompt.of_hashes(SCOPE, b"", 16).is_whole

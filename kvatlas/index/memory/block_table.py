@@ -1,16 +1,22 @@
 """One shard's blocks in the memory index, and the holders that have them."""
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from struct import iter_unpack
+from typing import NamedTuple
 
 from kvatlas.blocks.digest import Digest, FlagDigest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.residency import ShardRuns
+from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES, ShardRuns
 from kvatlas.blocks.tiers import TIER_MASK, Tier, tiers_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.gallop import STRIDE, gallop, walk
 from kvatlas.index.holder_entries import (
     MAX_HOLDER,
+    NUMBER_BYTES,
     depths_by_number,
     entries_of,
     find_entry,
@@ -20,19 +26,25 @@ from kvatlas.index.holder_entries import (
     without_entry,
     without_holder,
 )
-from kvatlas.index.mark_lookup import HIGHEST_POSITION
-from kvatlas.index.memory.mark_table import MarkTable
+from kvatlas.index.mark_lookup import HIGHEST_POSITION, without_sized
+from kvatlas.index.memory.mark_table import MarkTable, replace_value
 
 
 @dataclass(slots=True)
 class Holder:
     """One incarnation's blocks. `touched` maps each scope used to (block size, block bytes); `flags` counts the flags besides
-    tiers."""
+    tiers; `blocks_in` counts blocks by scope and tier."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)
     touched: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     flags: FlagDigest = field(default_factory=FlagDigest)
+    blocks_in: Counter[tuple[bytes, Tier]] = field(default_factory=Counter)
+
+    def touch(self, scope_id: bytes, block_size: int, block_bytes: int) -> None:
+        """The holder has blocks of this scope from now on, of this size: one that is known is not forgotten."""
+        if block_bytes or scope_id not in self.touched:
+            self.touched[scope_id] = (block_size, block_bytes)
 
 
 @dataclass(slots=True)
@@ -56,7 +68,8 @@ class BlockTable:
     A model of `functions/_blocks.lua` and `functions/_holders.lua`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, side_index: bool = True) -> None:
+        self.side_index = side_index
         self.blocks: dict[bytes, dict[bytes, bytes]] = {}
         self.parents: dict[bytes, dict[bytes, bytes]] = {}
         self.children: dict[bytes, dict[bytes, list[bytes]]] = {}
@@ -65,19 +78,30 @@ class BlockTable:
         self.active: dict[int, str] = {}
         self.retired: dict[int, None] = {}
         self._free: list[int] = []
-        self._last_number = 0
+        self.last_number = 0
+        self._swept: list[int] = []
+        """Retired holders that the running round of a sweep takes out."""
+        self._unswept: list[_Unswept] = []
+        """What it has not looked at yet."""
 
     # ------------------------------------------------------------ holders
 
     def allocate(self, worker_id: str) -> int:
         """A new holder's number."""
-        if self._last_number < MAX_HOLDER:
-            self._last_number += 1
-            holder = self._last_number
+        if self.last_number < MAX_HOLDER:
+            self.last_number += 1
+            holder = self.last_number
         else:
             holder = self._free.pop(0)  # first freed first
         self.holders[holder] = Holder(worker_id)
         return holder
+
+    def adopt(self, holder: int, worker_id: str, touched: Mapping[bytes, tuple[int, int]], *, active: bool) -> None:
+        """Take over a holder of another index, with its number. `touched`: see `Holder`."""
+        self.holders[holder] = Holder(worker_id, touched=dict(touched))
+        self.last_number = max(self.last_number, holder)
+        if active:
+            self.activate(holder)
 
     def activate(self, holder: int) -> None:
         """The holder answers from now on."""
@@ -89,59 +113,122 @@ class BlockTable:
             self.active.pop(holder, None)
             self.retired[holder] = None
 
-    def sweep(self) -> int:
-        """Take every retired holder out of all blocks. Returns how many are left: 0."""
-        for holder in list(self.retired):
-            number = number_bytes(holder)
-            for scope_id in self.holders[holder].touched:
-                for key, value in list(self.blocks.get(scope_id, {}).items()):
-                    for tier in tiers_of(flags_in(value, number)):
-                        self.holders[holder].digest.add(scope_id, tier, key, -1)
-                    rest = without_holder(value, number)
-                    if rest != value:
-                        self._replace(scope_id, key, rest)
-            self.marks.forget(number)
-            del self.retired[holder], self.holders[holder]
-            self._free.append(holder)
+    def sweep(self, budget: int) -> int:
+        """Take retired holders out of about `budget` values. Returns how many retired holders are left."""
+        if not self._swept and self.retired:
+            self._swept = list(self.retired)
+            touched = {scope_id for holder in self._swept for scope_id in self.holders[holder].touched}
+            self._unswept = [part for scope_id in touched for part in self._parts_of(scope_id)]
+        numbers = [number_bytes(holder) for holder in self._swept]
+        while budget > 0 and self._unswept:
+            values, without, replace, keys = self._unswept[-1]
+            known: dict[bytes, bytes] = {}  # values repeat
+            for key in keys[-budget:]:
+                if (value := values.get(key)) is None:
+                    continue
+                if (rest := known.get(value)) is None:
+                    rest = value
+                    for number in numbers:
+                        rest = without(rest, number)
+                    known[value] = rest
+                if rest is not value:
+                    replace(key, rest)
+            looked_at = min(budget, len(keys))
+            del keys[-budget:]
+            budget -= looked_at
+            if not keys:
+                self._unswept.pop()
+        if self._swept and not self._unswept:
+            for holder in self._swept:
+                self.marks.marked.pop(number_bytes(holder), None)
+                del self.retired[holder], self.holders[holder]
+                self._free.append(holder)
+            self._swept = []
         return len(self.retired)
 
+    def _parts_of(self, scope_id: bytes) -> Iterator["_Unswept"]:
+        """The values of a scope that a sweep looks at."""
+        if blocks := self.blocks.get(scope_id):
+            yield _Unswept(blocks, without_holder, lambda key, rest: self._replace(scope_id, key, rest), list(blocks))
+        for by_scope, size in self.marks.tables:
+            if values := by_scope.get(scope_id):
+                yield _Unswept(
+                    values, partial(without_sized, entry_bytes=size), partial(replace_value, values), list(values)
+                )
+
     # ------------------------------------------------------------ blocks
+
+    def load(self, scope_id: bytes, values: Mapping[bytes, bytes], known: dict[bytes, bytes]) -> None:
+        """Take over blocks of another index, each once. Entries of holders that are unknown here are left out. `known`:
+        values without these, the same for all calls of a copy, so that equal ones are one object."""
+        blocks = self.blocks.setdefault(scope_id, {})
+        by_entry: dict[bytes, list[bytes]] = {}
+        for value, keys in _by_value(values, blocks).items():
+            if (kept := known.get(value)) is None:
+                entries = (value[at : at + HOLDER_ENTRY_BYTES] for at in range(0, len(value), HOLDER_ENTRY_BYTES))
+                kept = b"".join(one for one in entries if int.from_bytes(one[:NUMBER_BYTES], "big") in self.holders)
+                known[value] = kept
+            if kept:
+                blocks.update(dict.fromkeys(keys, kept))
+                for at in range(0, len(kept), HOLDER_ENTRY_BYTES):
+                    by_entry.setdefault(kept[at : at + HOLDER_ENTRY_BYTES], []).extend(keys)
+        for entry, keys in by_entry.items():
+            holder, flags = int.from_bytes(entry[:NUMBER_BYTES], "big"), entry[NUMBER_BYTES]
+            for tier in tiers_of(flags):
+                self._count(holder, scope_id, tier, keys)
+            if flags & ~TIER_MASK:
+                self.holders[holder].flags.add(scope_id, flags, b"".join(keys))
 
     def store(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, flags: int, counts: ApplyCounts) -> None:
         """Add blocks to a holder, in a tier."""
         number, blocks = number_bytes(holder), self.blocks.setdefault(scope_id, {})
-        changed: list[bytes] = []
-        for key in split(hashes):
-            old = blocks.get(key, b"")
+        keys = split(hashes)
+        olds = [value or b"" for value in map(blocks.get, keys)]
+        for old in set(olds):
             new = with_entry(old, number, tier.flag, flags)
-            if new != old:
-                blocks[key] = new
-                counts.bytes_written += len(key) + len(new)
-                if not flags_in(old, number) & tier.flag:
-                    changed.append(key)
-                self.holders[holder].flags.add(scope_id, flags & ~flags_in(old, number), key)
-        counts.stored += len(changed)
-        self.holders[holder].digest.add(scope_id, tier, b"".join(changed))
+            if new == old:
+                continue
+            changed = _keys_of(keys, olds, old)
+            blocks.update(dict.fromkeys(changed, new))
+            counts.bytes_written += len(changed) * (HASH_BYTES + len(new))
+            before = flags_in(old, number)
+            if flags & ~before:
+                self.holders[holder].flags.add(scope_id, flags & ~before, b"".join(changed))
+            if not before & tier.flag:
+                self._count(holder, scope_id, tier, changed)
+                counts.stored += len(changed)
 
     def remove(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
         """Take blocks from a holder, in a tier."""
         number, blocks = number_bytes(holder), self.blocks.get(scope_id, {})
-        changed: list[bytes] = []
-        for key in split(hashes):
-            old = blocks.get(key, b"")
+        keys = split(hashes)
+        olds = [value or b"" for value in map(blocks.get, keys)]
+        for old in set(olds):
             new = without_entry(old, number, tier.flag)
             if new == old:
                 continue
-            changed.append(key)
-            self.holders[holder].flags.add(scope_id, flags_in(old, number) & ~flags_in(new, number), key, -1)
-            self._replace(scope_id, key, new)
+            changed = _keys_of(keys, olds, old)
             if new:
-                counts.bytes_written += len(key) + len(new)
-        counts.removed += len(changed)
-        self.holders[holder].digest.add(scope_id, tier, b"".join(changed), -1)
+                blocks.update(dict.fromkeys(changed, new))
+                counts.bytes_written += len(changed) * (HASH_BYTES + len(new))
+            else:
+                for key in changed:
+                    self._replace(scope_id, key, new)
+            if gone := flags_in(old, number) & ~flags_in(new, number):
+                self.holders[holder].flags.add(scope_id, gone, b"".join(changed), -1)
+            self._count(holder, scope_id, tier, changed, -1)
+            counts.removed += len(changed)
+
+    def _count(self, holder: int, scope_id: bytes, tier: Tier, keys: Sequence[bytes], sign: int = 1) -> None:
+        one = self.holders[holder]
+        one.digest.add(scope_id, tier, b"".join(keys), sign)
+        one.blocks_in[scope_id, tier] += sign * len(keys)
 
     def link(self, scope_id: bytes, parent: bytes, hashes: bytes) -> None:
-        """Note in the side index that these blocks follow each other, the first one `parent` (b"": a root)."""
+        """Note in the side index, if there is one, that these blocks follow each other, the first one `parent` (b"": a
+        root)."""
+        if not self.side_index:
+            return
         parents, children = self.parents.setdefault(scope_id, {}), self.children.setdefault(scope_id, {})
         for key in split(hashes):
             if key not in parents:
@@ -238,6 +325,32 @@ class BlockTable:
         return count
 
 
+class _Unswept(NamedTuple):
+    """Values by key that a sweep has not looked at: those of `keys`. `without` takes a holder's entry out of one; `replace`
+    puts the rest in its place."""
+
+    values: Mapping[bytes, bytes]
+    without: Callable[[bytes, bytes], bytes]
+    replace: Callable[[bytes, bytes], None]
+    keys: list[bytes]
+
+
 def split(packed: bytes) -> list[bytes]:
     """Packed hashes as single ones, each once, in order."""
-    return list(dict.fromkeys(packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)))
+    return list(dict.fromkeys(chain.from_iterable(iter_unpack(f"{HASH_BYTES}s", packed))))
+
+
+def _by_value(values: Mapping[bytes, bytes], besides: Mapping[bytes, bytes]) -> dict[bytes, list[bytes]]:
+    """Keys by their value, but those that are in `besides`."""
+    found: dict[bytes, list[bytes]] = {}
+    for key, value in values.items():
+        if key not in besides:
+            found.setdefault(value, []).append(key)
+    return found
+
+
+def _keys_of(keys: list[bytes], olds: list[bytes], old: bytes) -> list[bytes]:
+    """The keys whose value is `old`; mostly all have the same."""
+    if olds.count(old) == len(olds):
+        return keys
+    return [key for key, value in zip(keys, olds, strict=True) if value == old]

@@ -4,9 +4,18 @@ from collections.abc import AsyncIterator, Collection, Sequence
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency
+from kvatlas.blocks.residency import (
+    IndexMetrics,
+    IndexWork,
+    Overlap,
+    Residency,
+    ResidentBlocks,
+    ResidentCount,
+    residency_order,
+)
 from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
 from kvatlas.bus.wire import SCOPES, scope_use
+from kvatlas.errors import NotSupported
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
@@ -14,20 +23,38 @@ from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.mark_lookup import check_reach
 from kvatlas.index.memory.block_table import BlockTable
 from kvatlas.index.memory.shard import MemoryShard
-from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, RecountResult, Room, ScrubResult, WorkerRecord
+from kvatlas.index.protocol import (
+    DEFAULT_PARTITIONS,
+    DEFAULT_SHARDS,
+    ApplyResult,
+    PartitionBatch,
+    Position,
+    RecountResult,
+    Room,
+    ScrubResult,
+    WorkerRecord,
+)
 
 
 class MemoryIndex(DirectWrites):
-    """A ResidencyIndex in this process; see the protocol for its promises. Its side index is always on."""
+    """A ResidencyIndex in this process; see the protocol for its promises."""
 
+    name = "memory"
     persistent = False
 
-    def __init__(self, partitions: int = 64, shards: int = 1) -> None:
+    def __init__(
+        self, partitions: int = DEFAULT_PARTITIONS, shards: int = DEFAULT_SHARDS, *, side_index: bool = True
+    ) -> None:
         self.partitions = partitions
         self.shards = shards
-        self._shards = [MemoryShard() for _ in range(shards)]
+        self._side_index = side_index
+        self._shards = [MemoryShard(side_index=side_index) for _ in range(shards)]
         self._scopes: dict[bytes, Scope] = {}
         self._prefix_scans = 0
+
+    def shard_at(self, shard: int) -> MemoryShard:
+        """One shard's state, for who fills or reads it past the messages."""
+        return self._shards[shard]
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
         for batch in batches:
@@ -51,10 +78,10 @@ class MemoryIndex(DirectWrites):
         return len(unheld)
 
     async def clear(self) -> None:
-        self._shards = [MemoryShard() for _ in range(self.shards)]
+        self._shards = [MemoryShard(side_index=self._side_index) for _ in range(self.shards)]
 
     async def sweep(self, shard: int, budget_blocks: int) -> int:
-        return self._shards[shard].table.sweep()
+        return self._shards[shard].table.sweep(budget_blocks)
 
     async def room(self, shard: int) -> Room:
         return Room(0, 0, False)
@@ -103,17 +130,20 @@ class MemoryIndex(DirectWrites):
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         key = sequence_hash.to_bytes(HASH_BYTES, "little")
         found = [r for shard in self._shards for r in _residencies(shard.table, scope, key)]
-        return sorted(found, key=lambda residency: (residency.worker_id, residency.tier))
+        return sorted(found, key=residency_order)
 
-    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
+    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[Residency]:
+        if not self._side_index:
+            raise NotSupported("children of a prefix: this memory index has no side index")
+        self._prefix_scans += 1
         parent = prefix_hash.to_bytes(HASH_BYTES, "little") if prefix_hash is not None else b""
-        held = {
-            int.from_bytes(key, "little")
+        found = [
+            residency
             for shard in self._shards
             for key in shard.table.children.get(scope.scope_id, {}).get(parent, ())
-            if any(shard.table.entries(scope.scope_id, key))
-        }
-        return sorted(held)
+            for residency in _residencies(shard.table, scope, key)
+        ]
+        return sorted(found, key=residency_order)
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
         shard = self._shard_of(worker_id)
@@ -146,20 +176,29 @@ class MemoryIndex(DirectWrites):
         return sum(table.holders[holder].digest.blocks for table in tables for holder in table.active)
 
     async def metrics(self) -> IndexMetrics:
-        resident_bytes = 0
-        for shard in self._shards:
-            for holder in map(shard.table.holders.__getitem__, shard.table.active):
-                block_bytes = max((size for _, size in holder.touched.values()), default=0)
-                resident_bytes += holder.digest.blocks * block_bytes
+        return self._count_resident().by_model(self._scopes)
+
+    @property
+    def work(self) -> IndexWork:
         counts = [shard.counts for shard in self._shards]
-        return IndexMetrics(
-            resident_blocks=await self.length(),
-            resident_bytes=resident_bytes,
+        return IndexWork(
             puts=sum(count.stored for count in counts),
             removes=sum(count.removed for count in counts),
             prefix_scans=self._prefix_scans,
             bytes_written=sum(count.bytes_written for count in counts),
         )
+
+    async def resident_blocks(self) -> Sequence[ResidentBlocks]:
+        return self._count_resident().by_scope(self._scopes)
+
+    def _count_resident(self) -> ResidentCount:
+        found = ResidentCount()
+        for shard in self._shards:
+            for holder in map(shard.table.holders.__getitem__, shard.table.active):
+                for (scope_id, tier), blocks in holder.blocks_in.items():
+                    if blocks:  # else the scope may be forgotten
+                        found.add(scope_id, tier, blocks, holder.touched[scope_id][1])
+        return found
 
     def _shard_of(self, worker_id: str) -> MemoryShard:
         return self._shards[shard_of(partition_of(worker_id, self.partitions), self.shards)]

@@ -53,7 +53,7 @@ class MarkTable:
             value = values.get(key, b"")
             at, found = find_sized(value, number, NUMBER_BYTES)
             if found:
-                _replace(values, key, value[:at] + value[at + NUMBER_BYTES :])
+                replace_value(values, key, value[:at] + value[at + NUMBER_BYTES :])
                 self.marked[number].digest.add_marks(scope_id, key, -1)
 
     def set_heads(self, number: bytes, scope_id: bytes, hashes: bytes, bits: bytes) -> None:
@@ -68,17 +68,33 @@ class MarkTable:
         rest = value[at + HEAD_ENTRY_BYTES :] if found else value[at:]
         digest.add_head(scope_id, key, bits_in(value, number), -1)
         digest.add_head(scope_id, key, int.from_bytes(bits, "big"))
-        _replace(values, key, value[:at] + (number + bits if any(bits) else b"") + rest)
+        replace_value(values, key, value[:at] + (number + bits if any(bits) else b"") + rest)
 
-    def forget(self, number: bytes) -> None:
-        """Take out all that a holder has."""
-        for by_scope, size in ((self.marks, NUMBER_BYTES), (self.heads, HEAD_ENTRY_BYTES)):
-            for values in by_scope.values():
-                for key, value in list(values.items()):
-                    at, found = find_sized(value, number, size)
-                    if found:
-                        _replace(values, key, value[:at] + value[at + size :])
-        self.marked.pop(number, None)
+    def load(self, scope_id: bytes, fields: Mapping[bytes, bytes]) -> None:
+        """Take over marks and heads of another index, each once, as its fields are: a head's hash is followed by
+        HEAD_SUFFIX. Entries of holders without marks here are left out."""
+        marks, heads = self.marks.setdefault(scope_id, {}), self.heads.setdefault(scope_id, {})
+        for name, value in fields.items():
+            key = name[:HASH_BYTES]
+            values, size = (marks, NUMBER_BYTES) if key == name else (heads, HEAD_ENTRY_BYTES)
+            if key in values:
+                continue
+            kept = [
+                one for at in range(0, len(value), size) if (one := value[at : at + size])[:NUMBER_BYTES] in self.marked
+            ]
+            for entry in kept:
+                digest = self.marked[entry[:NUMBER_BYTES]].digest
+                if size == NUMBER_BYTES:
+                    digest.add_marks(scope_id, key)
+                else:
+                    digest.add_head(scope_id, key, int.from_bytes(entry[NUMBER_BYTES:], "big"))
+            if kept:
+                values[key] = b"".join(kept)
+
+    @property
+    def tables(self) -> tuple[tuple[dict[bytes, dict[bytes, bytes]], int], ...]:
+        """Values by scope and hash, with the bytes of an entry."""
+        return (self.marks, NUMBER_BYTES), (self.heads, HEAD_ENTRY_BYTES)
 
     # ------------------------------------------------------------ questions
 
@@ -123,7 +139,8 @@ class MarkTable:
         return digest
 
 
-def _replace(values: dict[bytes, bytes], key: bytes, value: bytes) -> None:
+def replace_value(values: dict[bytes, bytes], key: bytes, value: bytes) -> None:
+    """Without a value the key goes."""
     if value:
         values[key] = value
     else:

@@ -42,8 +42,8 @@ class Record:
 class MemoryShard:
     """The workers and positions of one shard; `table` has its blocks."""
 
-    def __init__(self) -> None:
-        self.table = BlockTable()
+    def __init__(self, *, side_index: bool = True) -> None:
+        self.table = BlockTable(side_index=side_index)
         self.workers: dict[str, Record] = {}
         self.positions: dict[int, Position] = {}
         self.counts = ApplyCounts()
@@ -148,7 +148,7 @@ class MemoryShard:
             record.chunks += code == wire.CHUNK
             _, scope_id, tier, hashes, parent, _, flags = event
             use = scopes[scope_id]
-            self.table.holders[holder].touched.setdefault(scope_id, (use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES]))
+            self.table.holders[holder].touch(scope_id, use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES])
             self.table.store(holder, scope_id, Tier(tier), hashes, flags, self.counts)
             self.table.link(scope_id, parent or b"", hashes)
         return True
@@ -163,7 +163,7 @@ class MemoryShard:
         scope_id, hashes = event[wire.SCOPE_ID], event[wire.MARK_HASHES]
         use = scopes[scope_id]
         holder = self.table.holders[record.changing]
-        holder.touched.setdefault(scope_id, (use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES]))
+        holder.touch(scope_id, use[wire.BLOCK_SIZE], use[wire.BLOCK_BYTES])
         if event[wire.CODE] == wire.MARKED:
             marks.mark(number, scope_id, split(hashes))
         elif event[wire.CODE] == wire.UNMARKED:

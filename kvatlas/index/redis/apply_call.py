@@ -22,7 +22,7 @@ MAX_JOINT_BLOCKS = 1_024
 
 SAMPLES = 8
 SAMPLED_BLOCKS = 64
-"""With fewer blocks of a scope, a call is short whatever their values are."""
+"""With fewer blocks of a scope, only very long values make a call long: two of them are looked at."""
 
 
 @dataclass(slots=True)
@@ -120,8 +120,8 @@ def pack_call(
                         some.append(event[HASHES])
                     else:
                         marked.add(scope_id)
-                    if scope_id not in worker.uses:
-                        entry = scopes[scope_id]
+                    entry = scopes[scope_id]
+                    if entry[BLOCK_BYTES] or scope_id not in worker.uses:
                         worker.uses[scope_id] = pack(">II", entry[BLOCK_SIZE], entry[BLOCK_BYTES])
             alike = not parents and part is None and len(events) == 1 and events[0][CODE] in (STORED, REMOVED)
             if alike and worker.groups and worker.groups[-1].accepts(incarnation, seq, events[0]):
@@ -155,7 +155,7 @@ def _sample(packed_hashes: bytes) -> bytes:
     """Some of the hashes, spread evenly: the lengths of their values tell the store what the call will cost."""
     blocks = len(packed_hashes) // HASH_BYTES
     if blocks < SAMPLED_BLOCKS:
-        return b""
+        return packed_hashes[:HASH_BYTES] + packed_hashes[-HASH_BYTES:]
     step = blocks // SAMPLES * HASH_BYTES
     return b"".join(packed_hashes[at : at + HASH_BYTES] for at in range(0, SAMPLES * step, step))
 

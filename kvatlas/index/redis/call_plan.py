@@ -28,7 +28,7 @@ from kvatlas.bus.wire import (
 )
 from kvatlas.index.protocol import PartitionBatch
 
-CALL_COST = 600
+CALL_COST = 450
 """What a call may cost, in changes of one block whose value is short: one or two microseconds of the store each, up to eight
 while a large hash grows on a busy machine."""
 WORKER_COST, SCOPE_COST, EVENT_COST = 20, 40, 4

@@ -10,14 +10,24 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.residency import IndexMetrics, Overlap, Residency, ShardRuns, depths_by_holder
-from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
+from kvatlas.blocks.residency import (
+    IndexMetrics,
+    IndexWork,
+    Overlap,
+    Residency,
+    ResidentBlocks,
+    ResidentCount,
+    ShardRuns,
+    depths_by_holder,
+    residency_order,
+)
+from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue, NoIndexYet, NotSupported
 from kvatlas.identity import Scope, partition_of, shard_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.gallop import STRIDE, differences
-from kvatlas.index.holder_entries import depths_by_number, entries_of
+from kvatlas.index.holder_entries import depths_by_number
 from kvatlas.index.mark_lookup import MarkedHolder, check_reach, has_mark, walk_positions
 from kvatlas.index.protocol import (
     ApplyResult,
@@ -33,7 +43,7 @@ from kvatlas.index.redis.call_plan import CALL_COST, CallBatch, Place, cut_call
 from kvatlas.index.redis.holder_names import HolderNames
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.layout import check_suitable, layout_errors, make_layout, read_layout
+from kvatlas.index.redis.layout import Layout, check_suitable, layout_errors, make_layout, read_layout
 from kvatlas.index.redis.records import (
     OverlapAnswer,
     pack_incarnation,
@@ -44,9 +54,10 @@ from kvatlas.index.redis.records import (
     unpack_reach,
 )
 from kvatlas.index.redis.recount import WORKERS_A_PASS, Recount
+from kvatlas.index.redis.residency_reader import ResidencyReader, residencies_of
 from kvatlas.index.redis.scope_registry import ScopeRegistry
 from kvatlas.index.redis.scrub import Scrub
-from kvatlas.index.redis.shard_reader import SCAN_COUNT, ShardReader
+from kvatlas.index.redis.shard_reader import BLOCKS_A_CALL, SCAN_COUNT, ShardReader
 from kvatlas.index.redis.sweep import Sweep
 from kvatlas.index.redis.wipe_recovery import WipeRecovery
 from kvatlas.runtime.retry import retry_until_reachable
@@ -55,7 +66,7 @@ from kvatlas.store.connection import Store
 REUSE_MS = 10 * 60 * 1000
 """A holder's number is used again after this long: clients may cache names."""
 
-RECORDS_A_CALL = 500
+RECORDS_A_CALL = 250
 
 WEIGHTS_REMEMBERED = 10_000
 
@@ -69,7 +80,8 @@ async def open_redis_index(
     *,
     partitions: int | None = None,
     shards: int | None = None,
-    side_index: bool = False,
+    side_index: bool | None = None,
+    number: int | None = None,
     writer: bool,
     reuse_ms: int = REUSE_MS,
     wait: bool = False,
@@ -77,42 +89,43 @@ async def open_redis_index(
 ) -> "RedisIndex":
     """The index in this store.
 
-    A writer loads the functions and makes the layout, or checks it; a reader only reads it. `side_index` keeps which
-    block follows which, for `children`; every writer of a store must agree on it. Raises LayoutMismatch, UnsuitableStore;
-    Unreachable (also if a store without memory has to be laid out) and, for a reader, NoIndexYet: with `wait` it tries
-    again after these, with back-off, and calls `on_wait` with the line for the user each time.
+    A writer loads the functions and makes the layout, or checks it; a reader only reads it. `number`: of one of several
+    layouts; None: the one that answers. `side_index` keeps which
+    block follows which, for `children`; None: as the store was laid out, off in an empty one. Raises LayoutMismatch,
+    UnsuitableStore; Unreachable (also if a store without memory has to be laid out) and, for a reader, NoIndexYet: with
+    `wait` it tries again after these, with back-off, and calls `on_wait` with the line for the user each time.
     """
 
-    async def attempt() -> tuple[int, int]:
+    async def attempt() -> Layout:
         with layout_errors(store):
             if not writer:
-                if (found := await read_layout(store)) is None:
+                if (found := await read_layout(store, number)) is None:
                     raise NoIndexYet(f"{store.name}: no index there yet; start an indexer first")
                 return found
             await check_suitable(store)
-            layout = await make_layout(store, partitions, shards)
+            layout = await make_layout(store, partitions, shards, side_index, number)
             await INDEX_LIBRARY.load(store)
             return layout
 
     layout = await retry_until_reachable(attempt, wait=wait, on_wait=on_wait)
-    return RedisIndex(store, *layout, side_index=side_index, writer=writer, reuse_ms=reuse_ms)
+    return RedisIndex(store, layout, writer=writer, reuse_ms=reuse_ms)
 
 
 class RedisIndex(DirectWrites):
     """A ResidencyIndex in Redis or Valkey; see the protocol for its promises."""
 
+    name = "redis"
     persistent = True
 
-    def __init__(
-        self, store: Store, partitions: int, shards: int, *, side_index: bool, writer: bool, reuse_ms: int = REUSE_MS
-    ) -> None:
-        self.partitions = partitions
-        self.shards = shards
+    def __init__(self, store: Store, layout: Layout, *, writer: bool, reuse_ms: int = REUSE_MS) -> None:
+        self.layout = layout
+        self.partitions, self.shards = layout.partitions, layout.shards
+        side_index = bool(layout.side_index)
         self._store = store
         self._side_index = side_index
         self._writer = writer
         self._functions = IndexFunctions(store)
-        self._keys = [ShardKeys(k) for k in range(shards)]
+        self._keys = [ShardKeys(k, layout.number) for k in range(layout.shards)]
         self._readers = [ShardReader(store, keys) for keys in self._keys]
         self._names = [HolderNames(keys) for keys in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
@@ -121,7 +134,7 @@ class RedisIndex(DirectWrites):
         """By shard and scope, what one of its blocks costs: see `cut_call`."""
         self._reuse_ms = reuse_ms
         self._registry = ScopeRegistry(store, self._functions)
-        self._recovery = WipeRecovery(store, self._registry, partitions, shards)
+        self._recovery = WipeRecovery(store, self._registry, layout)
         self._counts = ApplyCounts()
         self._prefix_scans = 0
 
@@ -155,7 +168,7 @@ class RedisIndex(DirectWrites):
         k, weights = self._keys[shard], self._weights[shard]
         scope_ids, with_marks, argument = pack_call(self._reuse_ms, most_cost, call, parents=self._side_index)
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta, k.steps]
-        keys += [k.blocks(scope_id) for scope_id in scope_ids]
+        keys += [k.held, *(k.blocks(scope_id) for scope_id in scope_ids)]
         if self._side_index:
             keys += [key for scope_id in scope_ids for key in (k.children(scope_id), k.parents(scope_id))]
         keys += [k.marked, *(k.marks(scope_id) for scope_id in with_marks)]
@@ -189,7 +202,18 @@ class RedisIndex(DirectWrites):
         return bool(await self._functions.call("kvatlas_forget", [k.workers, k.steps], args))
 
     async def forget_scopes(self, idle_s: float) -> int:
+        if not self._recovery.answering:
+            return 0  # the layout that answers may have blocks of a scope that this one was not told of yet
         return await self._registry.forget(self._keys, idle_s)
+
+    async def unlink(self) -> int:
+        """Delete every key of every shard; the number of keys. Nobody may read or write the index any more."""
+        scope_ids, deleted = set(await self._registry.ids()), 0
+        for k, reader in zip(self._keys, self._readers, strict=True):
+            touched = [set(holder.touched) async for holder in reader.active_holders()]
+            for key in k.all(scope_ids.union(*touched)):
+                deleted += await self._store.ask(self._store.client.unlink(key))
+        return deleted
 
     async def clear(self) -> None:
         for k in self._keys:
@@ -305,23 +329,26 @@ class RedisIndex(DirectWrites):
             for flags, holder, worker_id in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
                 _, block_bytes = (await reader.touched(holder)).get(scope.scope_id, (0, 0))
                 resumable = has_mark(marks.get(key), holder) if holder in marked else None
-                found += _residencies(scope, sequence_hash, worker_id.decode(), flags, block_bytes, resumable)
-        return sorted(found, key=lambda residency: (residency.worker_id, residency.tier))
+                found += residencies_of(scope, sequence_hash, worker_id.decode(), flags, block_bytes, resumable)
+        return sorted(found, key=residency_order)
 
-    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[int]:
+    async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[Residency]:
         if not self._side_index:
-            raise NotSupported("children of a prefix; open the index with its side index for that")
+            raise NotSupported(
+                f"{self._store.name} has no side index, which children of a prefix need: start the indexers with "
+                "--side-index on an empty store"
+            )
+        self._prefix_scans += 1
         parent = prefix_hash.to_bytes(HASH_BYTES, "little") if prefix_hash is not None else b""
-        held: set[int] = set()
+        found: list[Residency] = []
         for reader in self._readers:
             hashes = await reader.children(scope.scope_id, parent)
-            if hashes:
-                values = await reader.values(scope.scope_id, hashes)
-                active = await reader.active()
-                for key, value in zip(hashes, values, strict=True):
-                    if any(holder in active for holder, _ in entries_of(value or b"")):
-                        held.add(int.from_bytes(key, "little"))
-        return sorted(held)
+            residencies = await ResidencyReader.open(reader)
+            for first in range(0, len(hashes), BLOCKS_A_CALL):
+                some = hashes[first : first + BLOCKS_A_CALL]
+                values = await reader.values(scope.scope_id, some)
+                found += await residencies.of_blocks(scope, [(k, v) for k, v in zip(some, values, strict=True) if v])
+        return sorted(found, key=residency_order)
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
         record = await self._reader_of(worker_id).record(worker_id)
@@ -336,23 +363,8 @@ class RedisIndex(DirectWrites):
 
     async def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
         for reader in self._readers if worker_id is None else [self._reader_of(worker_id)]:
-            active = {h: name for h, name in (await reader.active()).items() if worker_id in (None, name)}
-            touched = {holder: await reader.touched(holder) for holder in active}
-            marked = active.keys() & (await reader.dropped()).keys()
-            for scope_id in sorted({scope_id for scopes in touched.values() for scope_id in scopes}):
-                if not await reader.has_blocks(scope_id):
-                    continue  # it may be forgotten
-                scope = await self._registry.scope(scope_id)
-                async for blocks in reader.block_batches(scope_id):
-                    marks = await reader.marks(scope_id, b"".join(key for key, _ in blocks)) if marked else {}
-                    for key, value in blocks:
-                        for holder, flags in entries_of(value):
-                            if holder in active:
-                                _, block_bytes = touched[holder].get(scope_id, (0, 0))
-                                resumable = has_mark(marks.get(key), holder) if holder in marked else None
-                                name, number = active[holder], int.from_bytes(key, "little")
-                                for one in _residencies(scope, number, name, flags, block_bytes, resumable):
-                                    yield one
+            async for residency in (await ResidencyReader.open(reader, worker_id)).snapshot(self._registry):
+                yield residency
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
         reader = self._reader_of(worker_id)
@@ -388,23 +400,41 @@ class RedisIndex(DirectWrites):
         return found
 
     async def length(self) -> int:
-        return (await self.metrics()).resident_blocks
+        total = 0
+        for reader in self._readers:
+            total += sum(sum(digest[0::3]) for digest in await reader.digests(list(await reader.active())))
+        return total
 
     async def metrics(self) -> IndexMetrics:
-        blocks = resident_bytes = 0
+        found = ResidentCount()
         for reader in self._readers:
-            active = list(await reader.active())
-            for holder, digest in zip(active, await reader.digests(active), strict=True):
-                held = sum(digest[0::3])
-                block_bytes = max((size for _, size in (await reader.touched(holder)).values()), default=0)
-                blocks += held
-                resident_bytes += held * block_bytes
+            async for holder in reader.active_holders():
+                sizes = {scope_id: size for scope_id, (_, size) in holder.touched.items()}
+                if len({((await self._registry.scope(one)).model_id, size) for one, size in sizes.items()}) > 1:
+                    held = await reader.held(holder)
+                else:  # one scope may stand for all
+                    held = {(one, tier): holder.by_tier[tier] for one in list(sizes)[:1] for tier in Tier}
+                for (scope_id, tier), blocks in held.items():
+                    found.add(scope_id, tier, blocks, sizes[scope_id])
+        return found.by_model(await self._scopes_of(found))
+
+    @property
+    def work(self) -> IndexWork:
         counts = self._counts
-        return IndexMetrics(
-            blocks, resident_bytes, counts.stored, counts.removed, self._prefix_scans, counts.bytes_written
-        )
+        return IndexWork(counts.stored, counts.removed, self._prefix_scans, counts.bytes_written)
+
+    async def resident_blocks(self) -> Sequence[ResidentBlocks]:
+        found = ResidentCount()
+        for reader in self._readers:
+            async for holder in reader.active_holders():
+                for (scope_id, tier), blocks in (await reader.held(holder)).items():
+                    found.add(scope_id, tier, blocks, holder.touched[scope_id][1])
+        return found.by_scope(await self._scopes_of(found))
 
     # ------------------------------------------------------------ pieces
+
+    async def _scopes_of(self, found: ResidentCount) -> dict[bytes, Scope]:
+        return {scope_id: await self._registry.scope(scope_id) for scope_id in found.scope_ids}
 
     async def _count_blocks(self, reader: ShardReader, partitions: Collection[int] | None) -> list[tuple[str, int]]:
         """(worker, blocks by its digest) of every worker of these partitions with an active holder."""
@@ -423,13 +453,3 @@ class RedisIndex(DirectWrites):
 
     def _reader_of(self, worker_id: str) -> ShardReader:
         return self._readers[shard_of(partition_of(worker_id, self.partitions), self.shards)]
-
-
-def _residencies(
-    scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int, resumable: bool | None
-) -> list[Residency]:
-    pinned = bool(flags & FLAG_PINNED)
-    return [
-        Residency(scope, sequence_hash, worker_id, tier, block_bytes, pinned=pinned, resumable=resumable)
-        for tier in tiers_of(flags)
-    ]

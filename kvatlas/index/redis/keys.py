@@ -1,8 +1,10 @@
 """Key names in the store: one place that spells them. All of a shard's keys share one slot."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 LAYOUT = "kva:{fleet}:layout"
+"""HASH: the layout with number 0, and which number answers (`answers`; without it 0)."""
 SCOPES = "kva:{fleet}:scopes"
 """HASH: scope id -> canonical text."""
 SCOPE_USES = "kva:{fleet}:scope-uses"
@@ -10,17 +12,26 @@ SCOPE_USES = "kva:{fleet}:scope-uses"
 
 LAYOUT_VERSION = 2
 """2 adds marks; all that version 1 has is the same in it."""
-READABLE_VERSIONS = (1, LAYOUT_VERSION)
+SWITCHED_VERSION = 3
+"""Another layout than number 0 answers; who does not know that must not start."""
+READABLE_VERSIONS = (1, LAYOUT_VERSION, SWITCHED_VERSION)
+
+
+def layout_key(number: int) -> str:
+    """The key of the layout with this number."""
+    return f"{LAYOUT}:{number}" if number else LAYOUT
 
 
 @dataclass(frozen=True, slots=True)
 class ShardKeys:
-    """The keys of shard k; `functions/_slot.lua` documents what each holds."""
+    """The keys of shard k of the layout with a number; `functions/_slot.lua` documents what each holds."""
 
     shard: int
+    number: int = 0
 
     def _key(self, name: str) -> str:
-        return f"kva:{{s{self.shard}}}:{name}"
+        tag = f"s{self.shard}-{self.number}" if self.number else f"s{self.shard}"
+        return f"kva:{{{tag}}}:{name}"
 
     @property
     def holders(self) -> str:
@@ -59,6 +70,10 @@ class ShardKeys:
         return self._key("steps")
 
     @property
+    def held(self) -> str:
+        return self._key("held")
+
+    @property
     def meta(self) -> str:
         return self._key("meta")
 
@@ -78,7 +93,14 @@ class ShardKeys:
     def parents(self, scope_id: bytes) -> str:
         return self._key(f"parents:{scope_id.hex()}")
 
+    def all(self, scope_ids: Iterable[bytes]) -> list[str]:
+        """Every key of a shard that has blocks of these scopes."""
+        names = [self.holders, self.active, self.retired, self.free, self.digests, self.touched, self.workers]
+        names += (self.partitions, self.steps, self.held, self.meta, self.marked)
+        of_scope = (self.blocks, self.marks, self.children, self.parents)
+        return [*names, *(key(scope_id) for scope_id in scope_ids for key in of_scope)]
+
     @property
     def pattern(self) -> str:
         """Matches every key of the shard."""
-        return f"kva:{{s{self.shard}}}:*"
+        return self._key("*")

@@ -1,19 +1,33 @@
 """The layout of a store: partitions and shards, and whether the index can be kept there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from secrets import token_hex
+from typing import NamedTuple
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from kvatlas.errors import LayoutMismatch, Unreachable, UnsuitableStore
-from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION, READABLE_VERSIONS
+from kvatlas.index.protocol import DEFAULT_PARTITIONS, DEFAULT_SHARDS
+from kvatlas.index.redis.keys import LAYOUT, LAYOUT_VERSION, READABLE_VERSIONS, SWITCHED_VERSION, layout_key
 from kvatlas.store.connection import UNREACHABLE, Store
 
-_ID, _VERSION = "id", "version"
+_ID, _VERSION, _SIDE_INDEX, _ANSWERS, _PUBLISHERS = "id", "version", "side_index", "answers", "publishers"
 
-DEFAULT_PARTITIONS = 64
-DEFAULT_SHARDS = 1
+_LAYOUT = "layout:"
+"""Begins the fields that say which further layouts there are."""
+
+
+class Layout(NamedTuple):
+    """What all processes of a store agree on. `side_index`: every writer notes which block follows which; None: the store was
+    laid out by a version that did not say. A store may have several layouts, by `number`: one answers, another is filled
+    beside it. `publishers`: other numbers of partitions that publishers may still use in their subjects."""
+
+    partitions: int
+    shards: int
+    side_index: bool | None = None
+    number: int = 0
+    publishers: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -27,66 +41,163 @@ def layout_errors(store: Store) -> Iterator[None]:
         raise store.unreachable(error) from error
 
 
-async def read_layout(store: Store) -> tuple[int, int] | None:
-    """(partitions, shards); None for a store without a layout. Raises LayoutMismatch for one of another version, or none of
-    kvatlas."""
-    found = {key.decode(): value.decode() for key, value in (await store.client.hgetall(LAYOUT)).items()}
-    if not found:
+async def read_layout(store: Store, number: int | None = None) -> Layout | None:
+    """The layout with this number, without one that which answers; None if the store has it not. Raises LayoutMismatch for one
+    of another version, or none of kvatlas."""
+    root = await _read_fields(store, 0)
+    if not root:
         return None
-    if found.get(_VERSION) not in {str(version) for version in READABLE_VERSIONS}:
+    if root.get(_VERSION) not in {str(version) for version in READABLE_VERSIONS}:
         raise LayoutMismatch(
-            f"{store.name}: layout version {found.get('version')}; this kvatlas expects {LAYOUT_VERSION}"
+            f"{store.name}: layout version {root.get('version')}; this kvatlas expects {SWITCHED_VERSION} at most"
         )
+    if number is None:
+        number = _answering(root)
+    found = await _read_fields(store, number) if number else root
+    if not found or (_ANSWERS in found and "partitions" not in found):
+        return None  # deleted: only what is said of other layouts is left
     partitions, shards = found.get("partitions", ""), found.get("shards", "")
     if not (partitions.isdecimal() and shards.isdecimal() and int(shards) and int(partitions) % int(shards) == 0):
         raise LayoutMismatch(
             f"{store.name}: layout of {partitions!r} partitions and {shards!r} shards; expected numbers, one a divisor of "
             "the other: another program wrote there"
         )
-    return int(partitions), int(shards)
+    side_index = found.get(_SIDE_INDEX)
+    publishers = tuple(int(count) for count in found.get(_PUBLISHERS, "").split(",") if count)
+    return Layout(int(partitions), int(shards), None if side_index is None else side_index == "1", number, publishers)
 
 
-async def layout_id(store: Store) -> bytes | None:
+async def read_answering(store: Store) -> int | None:
+    """The number of the layout that answers; None in a store without layouts."""
+    root = await _read_fields(store, 0)
+    return _answering(root) if root else None
+
+
+async def read_numbers(store: Store) -> list[int]:
+    """The numbers of the store's layouts, ascending."""
+    root = await _read_fields(store, 0)
+    further = [int(field.removeprefix(_LAYOUT)) for field in root if field.startswith(_LAYOUT)]
+    return sorted([*([0] if "partitions" in root else []), *further])
+
+
+async def switch_layout(store: Store, number: int) -> None:
+    """From now on this layout answers. Readers see it within a second or two."""
+    version = SWITCHED_VERSION if number else LAYOUT_VERSION
+    await store.client.hset(LAYOUT, mapping={_ANSWERS: number, _VERSION: version})
+
+
+async def delete_layout(store: Store, number: int) -> None:
+    """Forget a layout that does not answer; which one does stays known."""
+    if number:
+        await store.client.unlink(layout_key(number))
+        await store.client.hdel(LAYOUT, f"{_LAYOUT}{number}")
+    else:
+        await store.client.hdel(LAYOUT, "partitions", "shards", _SIDE_INDEX, _PUBLISHERS, _ID)
+
+
+async def layout_id(store: Store, number: int) -> bytes | None:
     """What differs between a layout and one made after the store lost it; None without a layout."""
-    found: bytes | None = await store.client.hget(LAYOUT, _ID)
+    found: bytes | None = await store.client.hget(layout_key(number), _ID)
     return found
 
 
-async def make_layout(store: Store, partitions: int | None, shards: int | None) -> tuple[int, int]:
-    """(partitions, shards) of the store's layout, made if there is none, and brought to this version: processes that don't
-    know it refuse to start there from then on. Raises LayoutMismatch if these differ from those asked for."""
-    wanted = (partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS)
-    found = await read_layout(store)
+async def make_layout(
+    store: Store,
+    partitions: int | None,
+    shards: int | None,
+    side_index: bool | None = None,
+    number: int | None = None,
+    publishers: Sequence[int] | None = None,
+    *,
+    answers: int | None = None,
+) -> Layout:
+    """The store's layout with this number (default: the one that answers), made if there is none, and brought to this
+    version: processes that don't know it refuse to start there from then on. `publishers`: see Layout; None: those of the
+    layout that answers, if that has other partitions. `answers`: the number that answers if the store
+    does not say. Raises LayoutMismatch if it differs from what is asked for."""
+    current = await read_layout(store)
+    if number is None:
+        number = await read_answering(store) or answers or 0
+    found = await read_layout(store, number)
     if found is None:
-        if wanted[0] % wanted[1]:
-            raise LayoutMismatch(f"{wanted[1]} shards; expected a divisor of {wanted[0]} partitions")
-        async with store.client.pipeline(transaction=True) as pipeline:
-            fields = {_VERSION: LAYOUT_VERSION, "partitions": wanted[0], "shards": wanted[1], _ID: token_hex(8)}
-            for field, value in fields.items():
-                pipeline.hsetnx(LAYOUT, field, value)
-            await pipeline.execute()
-        found = await read_layout(store)
+        await _write_layout(store, partitions, shards, side_index, number, publishers, current, answers)
+        found = await read_layout(store, number)
         assert found is not None
-    if (partitions or found[0], shards or found[1]) != found:
+    if (partitions or found.partitions, shards or found.shards) != (found.partitions, found.shards):
         raise LayoutMismatch(
-            f"{store.name}: laid out with {found[0]} partitions and {found[1]} shards; asked for {wanted[0]} and {wanted[1]}"
+            f"{store.name}: laid out with {found.partitions} partitions and {found.shards} shards; "
+            f"asked for {partitions or found.partitions} and {shards or found.shards}"
         )
-    if await store.client.hget(LAYOUT, _VERSION) != str(LAYOUT_VERSION).encode():  # a write needs memory
+    if found.side_index is None:
+        await store.client.hsetnx(layout_key(number), _SIDE_INDEX, int(side_index or False))
+        found = await read_layout(store, number)
+        assert found is not None
+    if side_index not in (None, found.side_index):
+        raise LayoutMismatch(
+            f"{store.name}: laid out {'with' if found.side_index else 'without'} a side index; asked for one that is "
+            f"{'on' if side_index else 'off'}: leave the flag out, or empty the store first"
+        )
+    version = await store.client.hget(LAYOUT, _VERSION)
+    if version is not None and int(version) < LAYOUT_VERSION:  # a write needs memory
         await store.client.hset(LAYOUT, _VERSION, str(LAYOUT_VERSION))
     return found
 
 
+async def _write_layout(
+    store: Store,
+    partitions: int | None,
+    shards: int | None,
+    side_index: bool | None,
+    number: int,
+    publishers: Sequence[int] | None,
+    current: Layout | None,
+    answers: int | None,
+) -> None:
+    """A new one beside the current one has its partitions and side index unless told otherwise, and takes the messages of
+    its publishers too."""
+    beside = current or Layout(DEFAULT_PARTITIONS, DEFAULT_SHARDS)
+    wanted = Layout(partitions or beside.partitions, shards or DEFAULT_SHARDS)
+    if wanted.partitions % wanted.shards:
+        raise LayoutMismatch(f"{wanted.shards} shards; expected a divisor of {wanted.partitions} partitions")
+    if publishers is None:
+        publishers = (current.partitions, *current.publishers) if current else ()
+    others = set(publishers) - {wanted.partitions}
+    fields: dict[str, int | str] = {"partitions": wanted.partitions, "shards": wanted.shards, _ID: token_hex(8)}
+    fields[_SIDE_INDEX] = int(bool(beside.side_index if side_index is None else side_index))
+    if others:
+        fields[_PUBLISHERS] = ",".join(map(str, sorted(others)))
+    answering = current.number if current else number if answers is None else answers
+    async with store.client.pipeline(transaction=True) as pipeline:
+        pipeline.hsetnx(LAYOUT, _VERSION, SWITCHED_VERSION if answering else LAYOUT_VERSION)
+        if answering:
+            pipeline.hsetnx(LAYOUT, _ANSWERS, answering)
+        if number:
+            pipeline.hsetnx(LAYOUT, f"{_LAYOUT}{number}", 1)
+        for field, value in fields.items():
+            pipeline.hsetnx(layout_key(number), field, value)
+        await pipeline.execute()
+
+
+async def _read_fields(store: Store, number: int) -> dict[str, str]:
+    found = await store.client.hgetall(layout_key(number))
+    return {key.decode(): value.decode() for key, value in found.items()}
+
+
+def _answering(root: Mapping[str, str]) -> int:
+    number = root.get(_ANSWERS, "0")
+    return int(number) if number.isdecimal() else 0
+
+
 async def check_suitable(store: Store) -> None:
-    """Raises UnsuitableStore if the store would evict keys by itself, or is a read-only replica."""
+    """Raises UnsuitableStore if the store would evict keys by itself, on any primary, or is a read-only replica."""
     try:
-        found = await store.client.config_get("maxmemory-policy")
+        policies = await store.read_config("maxmemory-policy")
     except ResponseError:
         return  # a managed service may hide CONFIG; `kvatlas doctor` reports what it could not check
-    policy = found.get("maxmemory-policy") if isinstance(found, dict) else None
-    if policy is not None and policy != "noeviction":
-        raise UnsuitableStore(
-            f"{store.name}: maxmemory-policy is {policy}; expected noeviction, since an evicted key is a wrong answer"
-        )
+    for server, policy in policies.items():
+        if policy != "noeviction":
+            line = f"maxmemory-policy is {policy}; expected noeviction, since an evicted key is a wrong answer"
+            raise UnsuitableStore(f"{store.name}: {f'{server}: ' if server else ''}{line}")
     if not store.is_cluster:
         role = await store.client.execute_command("ROLE")
         if role[0] in (b"slave", "slave"):

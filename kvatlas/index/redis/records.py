@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Self
 import msgpack
 
 from kvatlas.blocks.digest import FLAG_WORDS, WORDS
+from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import check_worker_id
 from kvatlas.index.protocol import Position, WorkerRecord
@@ -156,6 +157,11 @@ def unpack_incarnation(packed: bytes) -> int:
 def unpack_touched(packed: bytes | None) -> dict[bytes, tuple[int, int]]:
     """The scopes that a holder has used: scope id -> (block size, block bytes)."""
     return {scope_id: (size, block_bytes) for scope_id, size, block_bytes in iter_unpack(_TOUCHED, packed or b"")}
+
+
+def held_field(holder: bytes, scope_id: bytes, tier: Tier) -> bytes:
+    """The field that counts a holder's blocks of a scope in a tier."""
+    return holder + scope_id + bytes((tier,))
 
 
 def unpack_digest(packed: bytes | None) -> list[int]:

@@ -19,8 +19,8 @@ from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, MarksState, unpack_incarnation
 
-CALL_COST = 300
-"""Of what a call looks at (`functions/scrub.lua`); about a microsecond of the store each."""
+CALL_COST = 350
+"""Of what a call does (`functions/scrub.lua`): three microseconds of the store each, whatever the values are."""
 LOOK_BLOCKS = 300
 LOOK_ROUNDS = 10
 WORKERS_A_PASS = 16

@@ -76,7 +76,9 @@ class ScopeRegistry:
             for scope_id, text in zip(some, stored, strict=True):
                 if text != texts[scope_id]:
                     ours, known = scope_from_canonical(texts[scope_id]), scope_from_canonical(text)
-                    raise InvalidValue(f"scope {ours} has the id {scope_id.hex()} of scope {known}")
+                    raise InvalidValue(
+                        f"scope {ours.log_name} has the id {scope_id.hex()} of another scope ({known.log_name})"
+                    )
 
     # ------------------------------------------------------------ reading
 

@@ -1,15 +1,18 @@
 """Reading what the store keeps of one shard, without functions."""
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import InvalidValue
 from kvatlas.index.protocol import Position
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import (
     StoredRecord,
+    held_field,
     unpack_digest,
     unpack_marks,
     unpack_names,
@@ -19,11 +22,40 @@ from kvatlas.index.redis.records import (
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.connection import Store
 
-SCAN_COUNT = 1_000
+SCAN_COUNT = 500
 BLOCKS_A_CALL = 500
 """Their values may be as long as there are workers."""
 
 _log = RateLimitedLog(logging.getLogger("kvatlas.index"))
+
+
+class ActiveHolder(NamedTuple):
+    """A holder that answers: its blocks by tier, and the scopes that it used, as `unpack_touched` has them."""
+
+    number: bytes
+    by_tier: Sequence[int]
+    touched: Mapping[bytes, tuple[int, int]]
+
+    @property
+    def blocks(self) -> int:
+        return sum(self.by_tier)
+
+    def spread(self, counted: Mapping[tuple[bytes, Tier], int]) -> dict[tuple[bytes, Tier], int]:
+        """Its blocks by scope and tier, which add up to `by_tier`.
+
+        The counts do, but for what older versions stored: these blocks are in the scope with the largest blocks.
+        """
+        largest = max(self.touched, key=lambda scope_id: self.touched[scope_id][1], default=b"")
+        spread: dict[tuple[bytes, Tier], int] = {}
+        for tier in Tier:
+            known = {place: blocks for place, blocks in counted.items() if place[1] is tier}
+            missing = self.by_tier[tier] - sum(known.values())
+            if missing < 0:
+                known, missing = {}, self.by_tier[tier]
+            if missing and largest:
+                known[largest, tier] = known.get((largest, tier), 0) + missing
+            spread.update(known)
+        return spread
 
 
 class ShardReader:
@@ -95,6 +127,40 @@ class ShardReader:
     async def touched(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
         """See `unpack_touched`."""
         return unpack_touched(await self._store.ask(self._store.client.hget(self.keys.touched, holder)))
+
+    async def all_touched(self) -> dict[bytes, dict[bytes, tuple[int, int]]]:
+        """See `unpack_touched`; of every holder."""
+        found = await read_hash(self._store, self.keys.touched)
+        return {holder: unpack_touched(packed) for holder, packed in found.items()}
+
+    async def count(self, key: str) -> int:
+        """How many fields a HASH has. Raises Unreachable."""
+        return int(await self._store.ask(self._store.client.hlen(key)))
+
+    async def scan(self, key: str) -> AsyncIterator[dict[bytes, bytes]]:
+        """Some fields a call, until all that are there all the while have come; a field may come twice. Raises Unreachable."""
+        cursor = -1
+        while cursor:
+            cursor, some = await self._store.ask(self._store.client.hscan(key, max(cursor, 0), count=BLOCKS_A_CALL))
+            yield some
+
+    async def active_holders(self) -> AsyncIterator[ActiveHolder]:
+        active = list(await self.active())
+        for holder, digest in zip(active, await self.digests(active), strict=True):
+            yield ActiveHolder(holder, digest[0::3], await self.touched(holder))
+
+    async def held(self, holder: ActiveHolder) -> dict[tuple[bytes, Tier], int]:
+        """The holder's blocks by scope and tier, those of no block left out."""
+        places = [(scope_id, tier) for scope_id in holder.touched for tier in Tier if holder.by_tier[tier]]
+        if len(holder.touched) == 1:
+            return {place: holder.by_tier[place[1]] for place in places}
+        counted: dict[tuple[bytes, Tier], int] = {}
+        for first in range(0, len(places), BLOCKS_A_CALL):
+            some = places[first : first + BLOCKS_A_CALL]
+            fields = [held_field(holder.number, *place) for place in some]
+            found = await self._store.ask(self._store.client.hmget(self.keys.held, fields))
+            counted.update((place, int(blocks)) for place, blocks in zip(some, found, strict=True) if blocks)
+        return holder.spread(counted)
 
     async def position(self, partition: int) -> Position | None:
         return unpack_position(await self._store.ask(self._store.client.hget(self.keys.partitions, str(partition))))

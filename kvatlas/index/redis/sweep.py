@@ -7,9 +7,9 @@ from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import unpack_touched
 
-HOLDERS_A_ROUND = 128
-CALL_COST = 350
-"""Of what a call looks at (`functions/sweep.lua`); about a microsecond of the store each."""
+HOLDERS_A_ROUND = 64
+CALL_COST = 1_000
+"""Of what a call does (`functions/sweep.lua`): two microseconds of the store each, whatever the values are."""
 SCOPES_A_CALL = 100
 
 
@@ -65,7 +65,7 @@ class Sweep:
         of_marks = not self._scopes and bool(self._marks_of)
         scopes = self._marks_of if of_marks else self._scopes
         some = scopes[-SCOPES_A_CALL:][::-1]
-        keys = [k.retired, k.marked if of_marks else k.digests]
+        keys = [k.retired, k.marked] if of_marks else [k.retired, k.digests, k.held]
         for scope_id in some:
             keys += [k.marks(scope_id) if of_marks else k.blocks(scope_id)]
             if self._side_index and not of_marks:

@@ -3,7 +3,7 @@
 from time import monotonic
 
 from kvatlas.index.redis.keys import SCOPES
-from kvatlas.index.redis.layout import layout_errors, layout_id, make_layout
+from kvatlas.index.redis.layout import Layout, layout_errors, layout_id, make_layout, read_answering
 from kvatlas.index.redis.scope_registry import FRESH_S, ScopeRegistry
 from kvatlas.store.connection import Store
 
@@ -11,13 +11,19 @@ from kvatlas.store.connection import Store
 class WipeRecovery:
     """Writes again what this writer wrote lately. Raises Unreachable, also if the store has no memory for it."""
 
-    def __init__(self, store: Store, registry: ScopeRegistry, partitions: int, shards: int) -> None:
+    def __init__(self, store: Store, registry: ScopeRegistry, layout: Layout) -> None:
         self._store = store
         self._registry = registry
-        self._partitions = partitions
-        self._shards = shards
+        self._layout = layout
         self._layout_id: bytes | None = None
+        self._answers: int | None = None
+        """The number of the layout that answered when that was last read."""
         self._checked_s = -FRESH_S
+
+    @property
+    def answering(self) -> bool:
+        """Was this the layout that answers, at the last check?"""
+        return self._answers == self._layout.number
 
     async def check(self) -> None:
         """`recover`, once a second at most."""
@@ -30,10 +36,11 @@ class WipeRecovery:
         """Write the layout if it is gone. Write the scopes if they are, or if the layout is another one: a second writer
         may have restored only that."""
         with layout_errors(self._store):
-            found = await layout_id(self._store)
+            found, number = await layout_id(self._store, self._layout.number), self._layout.number
             if found is None:
-                await make_layout(self._store, self._partitions, self._shards)
-                found = await layout_id(self._store)
+                await make_layout(self._store, *self._layout, answers=self._answers)
+                found = await layout_id(self._store, number)
+            self._answers = await read_answering(self._store)
             lately = self._registry.lately
             if lately and (found != self._layout_id or await self._store.client.hlen(SCOPES) < lately):
                 await self._registry.register_again()

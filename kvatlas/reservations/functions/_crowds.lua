@@ -76,6 +76,15 @@ local function cursors_for(kinds, k, family)
   return cursors
 end
 
+-- Returns the place on the ring of a member of an order.
+local function place_of(member)
+  local ring_place = tonumber(string.sub(member, 1, 8), 16)
+  if not ring_place then
+    damaged('order of loads')
+  end
+  return ring_place
+end
+
 local function read_range(key, low, high, at, most)
   return redis.call('ZRANGEBYSCORE', key, low, high, 'WITHSCORES', 'LIMIT', at, most)
 end
@@ -97,7 +106,7 @@ local function read_next(state, cursor, most)
     while left < right do
       local middle = math.floor((left + right) / 2)
       local member = redis.call('ZRANGEBYSCORE', key, first[2], first[2], 'LIMIT', middle, 1)[1]
-      if tonumber(string.sub(member, 1, 8), 16) < state.ask.ring then
+      if place_of(member) < state.ask.ring then
         left = middle + 1
       else
         right = middle
@@ -145,11 +154,14 @@ local function weigh_family(state, at, family)
         local worker = string.sub(found[i], 9)
         if not state.seen[worker] then
           state.seen[worker] = true
-          workers[#workers + 1], places[#places + 1] = worker, tonumber(string.sub(found[i], 1, 8), 16)
+          workers[#workers + 1], places[#places + 1] = worker, place_of(found[i])
         end
         cursor.last = (tonumber(found[i + 1]) - cursor.family) / STEPS_PER_TOKEN
       end
       for i, packed in ipairs(records_of(state.keys, workers)) do
+        if select(GROUP, struct.unpack(WORKER, packed)) ~= math.floor(family / 2) then
+          damaged('order of loads')
+        end
         weigh_member(state, at, workers[i], packed, places[i])
       end
     end

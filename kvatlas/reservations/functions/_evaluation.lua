@@ -68,18 +68,19 @@ end
 local function matches_of(keys, chain, now)
   local matches, chain_steps = {}, #chain / HASH_BYTES
   for first = 0, chain_steps - 1, CHUNK do
-    local probes = {}
-    for i = first, math.min(first + CHUNK, chain_steps) - 1 do
-      probes[#probes + 1] = string.sub(chain, i * HASH_BYTES + 1, i * HASH_BYTES + HASH_BYTES)
-    end
-    local found = redis.call('HMGET', keys[ANCHORS], unpack(probes))
-    for i = 1, #probes do
+    local probed = math.min(CHUNK, chain_steps - first)
+    local probes = { struct.unpack(string.rep('c' .. HASH_BYTES, probed), chain, first * HASH_BYTES + 1) }
+    local found = redis.call('HMGET', keys[ANCHORS], unpack(probes, 1, probed)) -- behind them is the next position
+    for i = 1, probed do
       local ids = found[i]
       if ids then
         for at = 1, #ids, ID_BYTES do
           local id = string.sub(ids, at, at + ID_BYTES - 1)
-          local prediction = get_prediction(keys, id)
-          local first_step, hashes = first + i - 1, prediction[P_HASHES]
+          local prediction, first_step = get_prediction(keys, id), first + i - 1
+          if not prediction then
+            damaged('anchor')
+          end
+          local hashes = prediction[P_HASHES]
           if prediction[P_ENDS_US] > now and prediction[P_FIRST_STEP] == first_step then
             local steps = shared(chain, first_step * HASH_BYTES, hashes)
             matches[#matches + 1] = {
@@ -125,7 +126,9 @@ local function records_of(keys, workers)
   for first = 1, #workers, CHUNK do
     local found = redis.call('HMGET', keys[LOAD], unpack(workers, first, math.min(first + CHUNK - 1, #workers)))
     for i = 1, #found do
-      records[first + i - 1] = found[i] or no_worker()
+      local packed = found[i] or no_worker()
+      check_length(packed)
+      records[first + i - 1] = packed
     end
   end
   return records
@@ -152,7 +155,13 @@ local function mean_of(state)
   for group in pairs(state.crowd_of) do
     local packed = redis.call('HGET', state.keys[GROUPS], 's' .. group)
     if packed then
+      if #packed ~= SUMS_BYTES then
+        damaged('sums of loads')
+      end
       local members, queued, running, waiting, kv = struct.unpack(SUMS, packed)
+      if not is_finite(members + queued + running + waiting + kv) then
+        damaged('sums of loads')
+      end
       known = known + members
       sums[1], sums[2], sums[3], sums[4] = sums[1] + queued, sums[2] + running, sums[3] + waiting, sums[4] + kv
     end
@@ -176,7 +185,7 @@ end
 local function kind_for(state, worker)
   local k = state.kind_of[worker]
   if k == nil and state.ask.crowds[1] and not state.named[worker] then
-    local packed = state.packed_of[worker] or redis.call('HGET', state.keys[LOAD], worker) or no_worker()
+    local packed = state.packed_of[worker] or records_of(state.keys, { worker })[1]
     state.packed_of[worker] = packed
     local at = state.crowd_of[select(GROUP, struct.unpack(WORKER, packed))]
     k = at and state.ask.crowds[at + KIND] * KIND_FIELDS or false
@@ -228,6 +237,9 @@ local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decod
   state.rows[i], state.at[i], state.workers[i], state.records[i] = rows, at, worker, packed
   local kinds, k = ask.kinds, rows[at + KIND] * KIND_FIELDS
   local sampled, _, queued, running, waiting, reported_kv, more, more_running, more_kv = struct.unpack(WORKER, packed)
+  if not is_finite(sampled + queued + running + waiting + reported_kv + more + more_running + more_kv) then
+    damaged('load')
+  end
   local known, kv = sampled > state.fresh, reported_kv
   if not known then
     state.mean = state.mean or mean_of(state)

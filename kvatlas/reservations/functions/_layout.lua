@@ -15,7 +15,8 @@
 --                         generations left, 's' <worker> \0 <us, 16 digits> <place> what it was predicted to hold then, from
 --                         this place in `predicted` on
 --  11 groups        HASH  likeness (8 bytes) -> number of its group; 's' <number> -> packed sums of the known loads of a group;
---                         'next' -> the last number of a lease or a generation, 'last' -> of a group
+--                         'next' -> the last number of a lease or a generation, 'last' -> of a group; 'damages' -> how often the
+--                         pool was repaired since that was reported, 'damage' -> what was damaged the last time
 --  12 samples       ZSET  worker id, scored with the us of its load sample; those that are believed
 --  13 order_queued, order_running, order_kv, order_mix: the workers of all groups by load, see _orders.lua
 --  17 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)
@@ -35,12 +36,21 @@
 local WORKERS, LOAD, RESERVATIONS, BOOKED, OWNED, ROUTERS = 1, 2, 3, 4, 5, 6
 local PREDICTIONS, ANCHORS, PREDICTED, DEADLINES, GROUPS, SAMPLES = 7, 8, 9, 10, 11, 12
 local ORDER_QUEUED, ORDER_RUNNING, ORDER_KV, ORDER_MIX, RATES = 13, 14, 15, 16, 17
+local IS_ZSET = {
+  [BOOKED] = true, [OWNED] = true, [PREDICTED] = true, [DEADLINES] = true, [SAMPLES] = true, [ORDER_QUEUED] = true,
+  [ORDER_RUNNING] = true, [ORDER_KV] = true, [ORDER_MIX] = true,
+}
 local SAMPLED, COVERED, QUEUED, RUNNING, WAITING, KV = 1, 2, 3, 4, 5, 6
 local BOOKED_QUEUED, BOOKED_RUNNING, BOOKED_KV, STEPS = 7, 8, 9, 10
 local SLOTS, KV_LIMIT, GROUP, BELIEVED, GENERATION, INCARNATION = 11, 12, 13, 14, 15, 16
+local WORKER_BYTES = 120 -- and its incarnation
 local R_WORKER, R_OWNER, R_BOOKED_US, R_QUEUED, R_KV, R_PREFILLING, R_GENERATION = 1, 2, 3, 4, 5, 6, 7
 local P_WORKER, P_READY_US, P_USED_US, P_ENDS_US, P_BELIEVED_US = 1, 2, 3, 4, 5
 local P_FIRST_STEP, P_CAPACITY, P_HASHES, P_GENERATION, P_MADE_US = 6, 7, 8, 9, 10
+local RESERVATION_FORM = { 'string', 'string', 'number', 'number', 'number', 'number', 'number' }
+local PREDICTION_FORM = {
+  'string', 'number', 'number', 'number', 'number', 'number', 'number', 'string', 'number', 'number',
+}
 local OUTCOME = { finished = 'finished', failed = 'failed', called_off = 'called_off' } -- of a reservation
 local WORKER = '>ddddddddddddddd'
 local ID_BYTES, HASH_BYTES = 16, 8
@@ -52,15 +62,50 @@ local SLICE = 32 -- reservations and predictions that one call removes because t
 
 -- Returns the packed record of a worker of which nothing is known.
 local function no_worker()
-  return string.rep('\0', 120)
+  return string.rep('\0', WORKER_BYTES)
+end
+
+-- Is this a number that can be counted with?
+local function is_finite(value)
+  return type(value) == 'number' and value - value == 0
+end
+
+-- Returns a cmsgpack record with fields of these types. Raises that it is damaged if it is none.
+local function unpack_record(packed, form, what)
+  local done, record = pcall(cmsgpack.unpack, packed)
+  if not done or type(record) ~= 'table' or #record ~= #form then
+    damaged(what)
+  end
+  for i = 1, #form do
+    local value, kind = record[i], form[i]
+    if type(value) ~= kind or (kind == 'number' and value - value ~= 0) then
+      damaged(what)
+    end
+  end
+  return record
 end
 
 local function next_number(keys)
   return redis.call('HINCRBY', keys[GROUPS], 'next', 1)
 end
 
+-- Raises that a worker's packed record is damaged if it is too short.
+local function check_length(packed)
+  if #packed < WORKER_BYTES then
+    damaged('load')
+  end
+end
+
 local function unpack_worker(packed)
+  check_length(packed)
   local record = { struct.unpack(WORKER, packed) } -- and, behind them, the position of the rest
+  local sum = 0
+  for i = SAMPLED, GENERATION do
+    sum = sum + record[i]
+  end
+  if sum - sum ~= 0 or string.find(packed, '%D', WORKER_BYTES + 1) then
+    damaged('load')
+  end
   record[INCARNATION], record.packed = string.sub(packed, record[INCARNATION]), packed
   return record
 end
@@ -69,6 +114,20 @@ end
 local function find_worker(keys, worker)
   local packed = redis.call('HGET', keys[LOAD], worker)
   return packed and unpack_worker(packed)
+end
+
+local function get_reservation(keys, id)
+  local packed = redis.call('HGET', keys[RESERVATIONS], id)
+  return packed and unpack_record(packed, RESERVATION_FORM, 'reservation')
+end
+
+local function get_prediction(keys, id)
+  local packed = redis.call('HGET', keys[PREDICTIONS], id)
+  local prediction = packed and unpack_record(packed, PREDICTION_FORM, 'prediction')
+  if prediction and (prediction[P_HASHES] == '' or #prediction[P_HASHES] % HASH_BYTES > 0) then
+    damaged('prediction')
+  end
+  return prediction
 end
 
 -- Returns a worker's record, a new one if nothing is known of it yet.

@@ -10,7 +10,7 @@ local FAMILY = 68719476736 -- scores of one family; 65,536 of them are exact in 
 local GROUPS_MOST = 32767
 local MIX_TOKENS = 128 -- of output
 local KV_PER_RUNNING, TOKENS_PER_WAITING, STEPS_PER_TOKEN = 0.001125, 1024, 64
-local SUMS = '>ddddd'
+local SUMS, SUMS_BYTES = '>ddddd', 40
 local LOAD_BYTES, GROUP_BYTES = { 1, 72 }, { 97, 112 } -- of a packed worker: what decides its places
 
 -- Returns a worker's member in the orders: its place on the ring, then its id.
@@ -45,6 +45,9 @@ local function add_to_sums(keys, record, sign)
   local packed = redis.call('HGET', keys[GROUPS], field)
   local known, queued, running, waiting, kv = 0, 0, 0, 0, 0
   if packed then
+    if #packed ~= SUMS_BYTES then
+      damaged('sums of loads')
+    end
     known, queued, running, waiting, kv = struct.unpack(SUMS, packed)
   end
   redis.call('HSET', keys[GROUPS], field, struct.pack(

@@ -45,9 +45,23 @@ local function reset(keys)
   end
 end
 
-local function get_prediction(keys, id)
-  local packed = redis.call('HGET', keys[PREDICTIONS], id)
-  return packed and cmsgpack.unpack(packed)
+-- Drops what is damaged, and what may depend on it: all that was booked and reported, as workers and routers report and book
+-- it again; and keys of other types. The next report tells.
+function repair(keys, damage)
+  redis.log(redis.LOG_WARNING, keys[1] .. ': ' .. damage .. ' is damaged; what belongs to it is dropped')
+  if #keys == 1 then
+    redis.call('UNLINK', keys[1])
+    return
+  end
+  for i, key in ipairs(keys) do
+    local kind = redis.call('TYPE', key).ok
+    if kind ~= 'none' and kind ~= (IS_ZSET[i] and 'zset' or 'hash') then
+      redis.pcall('UNLINK', key) -- a router may not drop fleet records; an indexer's report will
+    end
+  end
+  local damages = tonumber(redis.call('HGET', keys[GROUPS], 'damages')) or 0
+  reset(keys)
+  redis.call('HSET', keys[GROUPS], 'damages', string.format('%d', damages + 1), 'damage', damage)
 end
 
 local function put_prediction(keys, id, prediction)
@@ -120,19 +134,15 @@ local function drop_reservation(keys, id, reservation, finished, now)
   return counts
 end
 
--- Drops the reservation or the prediction with this id, if there is one.
+-- Drops the reservation or the prediction with this id. Returns false if there is none.
 local function drop_if_there(keys, id, kind, now)
-  if kind == 'p' then
-    local prediction = get_prediction(keys, id)
-    if prediction then
-      drop_prediction(keys, id, prediction)
-    end
-  else
-    local packed = redis.call('HGET', keys[RESERVATIONS], id)
-    if packed then
-      drop_reservation(keys, id, cmsgpack.unpack(packed), false, now)
-    end
+  local found = (kind == 'p' and get_prediction or get_reservation)(keys, id)
+  if found and kind == 'p' then
+    drop_prediction(keys, id, found)
+  elseif found then
+    drop_reservation(keys, id, found, false, now)
   end
+  return found
 end
 
 -- Ends a router's lease; the reservations made under it are removed by `purge`.
@@ -147,26 +157,29 @@ end
 
 -- Renews a router's lease, or begins one. Returns its owner, and if there was one that was not over.
 local function renew_lease(keys, router, lease_us, now)
-  local ends = redis.call('ZSCORE', keys[DEADLINES], 'l' .. router)
-  local lived = ends and tonumber(ends) > now
+  local ends, number = redis.call('ZSCORE', keys[DEADLINES], 'l' .. router), redis.call('HGET', keys[ROUTERS], router)
+  local lived = ends and tonumber(ends) > now and number
   if not lived then
     end_lease(keys, router)
-    redis.call('HSET', keys[ROUTERS], router, next_number(keys))
+    number = next_number(keys)
+    redis.call('HSET', keys[ROUTERS], router, number)
   end
   redis.call('ZADD', keys[DEADLINES], string.format('%d', now + lease_us), 'l' .. router)
-  return router .. '\0' .. redis.call('HGET', keys[ROUTERS], router), lived
+  return router .. '\0' .. number, lived
 end
 
 -- Removes up to `most` reservations or predictions of a worker's former generations: the first ones of a ZSET. Returns how many.
-local function drop_former(keys, set, hash, generation_at, worker, kind, most, now)
+local function drop_former(keys, set, get, generation_at, worker, kind, most, now)
   local record, dropped = find_worker(keys, worker), 0
   for _, member in ipairs(first_of(keys[set], worker, most)) do
     local id = string.sub(member, -ID_BYTES)
-    local packed = redis.call('HGET', keys[hash], id)
-    if packed and record and cmsgpack.unpack(packed)[generation_at] == record[GENERATION] then
+    local found = get(keys, id)
+    if found and record and found[generation_at] == record[GENERATION] then
       break
     end
-    drop_if_there(keys, id, kind, now)
+    if not drop_if_there(keys, id, kind, now) then
+      redis.call('ZREM', keys[set], member)
+    end
     dropped = dropped + 1
   end
   return dropped
@@ -179,8 +192,8 @@ local function drop_settled(keys, worker, then_us, after, most, now)
   local members = redis.call('ZRANGEBYLEX', keys[PREDICTED], low, '(' .. worker .. '\1', 'LIMIT', 0, most)
   for _, member in ipairs(members) do
     local id = string.sub(member, -ID_BYTES)
-    local packed, prediction = redis.call('HGET', keys[RESERVATIONS], id), get_prediction(keys, id)
-    local computing = packed and cmsgpack.unpack(packed)[R_PREFILLING] == 1
+    local reservation, prediction = get_reservation(keys, id), get_prediction(keys, id)
+    local computing = reservation and reservation[R_PREFILLING] == 1
     if prediction and prediction[P_MADE_US] <= then_us and not computing then
       drop_prediction(keys, id, prediction)
     end
@@ -197,6 +210,9 @@ local function disbelieve_samples(keys, now, most)
   local old = redis.call('ZRANGEBYSCORE', keys[SAMPLES], '-inf', string.format('%d', now - STALE_US), 'LIMIT', 0, most)
   for _, worker in ipairs(old) do
     local record = find_worker(keys, worker)
+    if not record then
+      damaged('load')
+    end
     record[BELIEVED] = 0
     put_worker(keys, worker, record)
   end
@@ -211,17 +227,22 @@ local function end_one(keys, member, most, now)
     end_lease(keys, name)
   elseif kind == 'o' then
     for _, owned in ipairs(first_of(keys[OWNED], name, most)) do
-      drop_if_there(keys, string.sub(owned, -ID_BYTES), 'r', now)
+      if not drop_if_there(keys, string.sub(owned, -ID_BYTES), 'r', now) then
+        redis.call('ZREM', keys[OWNED], owned)
+      end
       dropped = dropped + 1
     end
   elseif kind == 'w' then
-    dropped = drop_former(keys, BOOKED, RESERVATIONS, R_GENERATION, name, 'r', most, now)
+    dropped = drop_former(keys, BOOKED, get_reservation, R_GENERATION, name, 'r', most, now)
     if dropped < most then
-      dropped = dropped + drop_former(keys, PREDICTED, PREDICTIONS, P_GENERATION, name, 'p', most - dropped, now)
+      dropped = dropped + drop_former(keys, PREDICTED, get_prediction, P_GENERATION, name, 'p', most - dropped, now)
     end
   elseif kind == 's' then
     local worker, then_us, after = string.match(name, '^([^%z]+)%z(%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d)(.*)$')
     redis.call('ZREM', keys[DEADLINES], member) -- what is left becomes another one
+    if not worker then
+      damaged('deadline')
+    end
     return math.max(1, drop_settled(keys, worker, tonumber(then_us), after, most, now))
   else
     drop_if_there(keys, name, kind, now)

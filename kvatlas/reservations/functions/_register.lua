@@ -1,8 +1,37 @@
 -- A pool's data is only as large as its workers and their requests, so its functions also run when the store has no memory for
 -- blocks.
+--
+-- What somebody wrote there by hand ends no function for ever: one that finds a damaged record, or a key of another type, has the
+-- pool repaired and runs once more.
+
+local repair -- in _pool.lua
+
+-- Raises that this is damaged.
+local function damaged(what)
+  error({ err = 'DAMAGED ' .. what })
+end
+
+-- Returns what is damaged, if an error says that something is.
+local function damage_of(error)
+  local text = type(error) == 'table' and error.err or tostring(error)
+  return string.match(text, '^%-?DAMAGED (.*)') or string.match(text, '^%-?(WRONGTYPE.*)')
+    or string.match(text, '^%-?ERR (hash value is not.*)')
+end
 
 local function register(name, callback)
-  redis.register_function({ function_name = name .. TAG, callback = callback, flags = { 'allow-oom' } })
+  local function run(keys, args)
+    local done, answer = pcall(callback, keys, args)
+    if done then
+      return answer
+    end
+    local damage = damage_of(answer)
+    if not damage then
+      error(answer, 0)
+    end
+    repair(keys, damage)
+    return callback(keys, args)
+  end
+  redis.register_function({ function_name = name .. TAG, callback = run, flags = { 'allow-oom' } })
 end
 
 local function register_read_only(name, callback)

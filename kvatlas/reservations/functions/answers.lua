@@ -14,7 +14,7 @@ register('kvatlas_pool_answered', function(keys, args)
   redis.call('PEXPIRE', answers, string.format('%d', math.ceil(keep_us / 1000)))
   local live, first, first_ends, flat = 0, nil, math.huge, redis.call('HGETALL', answers)
   for i = 1, #flat, 2 do
-    local other, ends = flat[i], tonumber(string.match(flat[i + 1], '^%d+'))
+    local other, ends = flat[i], tonumber(string.match(flat[i + 1], '^%d+')) or 0 -- it is damaged
     if ends <= now then
       redis.call('HDEL', answers, other)
     else

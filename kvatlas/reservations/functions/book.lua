@@ -42,8 +42,13 @@ local function predict(keys, id, worker, record, chain, first, ready_us, believe
   local most = SLICE -- what is left is dropped by the next booking
   while capacity > 0 and most > 0 and record[STEPS] > capacity do
     put_worker(keys, worker, record)
-    local oldest = string.sub(first_of(keys[PREDICTED], worker, 1)[1], -ID_BYTES)
-    drop_prediction(keys, oldest, get_prediction(keys, oldest))
+    local first_used = first_of(keys[PREDICTED], worker, 1)[1]
+    local oldest = first_used and string.sub(first_used, -ID_BYTES)
+    local prediction = oldest and get_prediction(keys, oldest)
+    if not prediction then
+      damaged('prediction')
+    end
+    drop_prediction(keys, oldest, prediction)
     local after = find_worker(keys, worker)
     record[STEPS], record.packed, most = after[STEPS], after.packed, most - 1
   end
@@ -51,9 +56,8 @@ end
 
 -- Ends what was booked under this id before: the same booking was sent again. Returns false if it was called off.
 local function start(keys, id, now)
-  local packed = redis.call('HGET', keys[RESERVATIONS], id)
-  if packed then
-    local before = cmsgpack.unpack(packed)
+  local before = get_reservation(keys, id)
+  if before then
     if before[R_WORKER] == '' then
       return false
     end

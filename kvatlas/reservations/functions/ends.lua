@@ -25,8 +25,7 @@ register('kvatlas_pool_ends', function(keys, args)
   local refused_us, now, found = tonumber(args[1]), now_us(), {}
   for i = 2, #args, 2 do
     local id, outcome = args[i], args[i + 1]
-    local packed = redis.call('HGET', keys[RESERVATIONS], id)
-    local reservation, known = packed and cmsgpack.unpack(packed), false
+    local reservation, known = get_reservation(keys, id), false
     if reservation and reservation[R_WORKER] ~= '' then
       if outcome == '' then
         known = record_first_token(keys, id, reservation, now)

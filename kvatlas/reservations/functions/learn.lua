@@ -1,7 +1,21 @@
 -- Evidence of workers' rates (kvatlas/cost/regression.py), stored as cmsgpack { form, requests, sums }.
 
--- learn: adds evidence to what is stored. Evidence of another form is replaced, that of workers that the pool does not have is
--- dropped.
+-- Returns stored evidence of a form with so many sums; nil if there is none that can be read.
+local function evidence_of(packed, form, sums)
+  local done, known = pcall(cmsgpack.unpack, packed or '')
+  if not done or type(known) ~= 'table' or known[1] ~= form or not is_finite(known[2]) or type(known[3]) ~= 'table' then
+    return nil
+  end
+  for i = 1, sums do
+    if not is_finite(known[3][i]) then
+      return nil
+    end
+  end
+  return known
+end
+
+-- learn: adds evidence to what is stored. Evidence of another form, or damaged, is replaced; that of workers that the pool does
+-- not have is dropped.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 cmsgpack { form, { worker, requests, factor of older evidence, factor of older errors, sums }... }
@@ -13,14 +27,11 @@ register('kvatlas_pool_learn', function(keys, args)
   for _, report in ipairs(reports) do
     local worker, requests, keep, errors_keep, sums = unpack(report)
     if redis.call('HEXISTS', keys[LOAD], worker) == 1 then
-      local packed = redis.call('HGET', keys[RATES], worker)
-      if packed then
-        local known_form, known_requests, known_sums = unpack(cmsgpack.unpack(packed))
-        if known_form == form then
-          requests = requests + known_requests
-          for j = 1, #sums do
-            sums[j] = known_sums[j] * (j <= errors and errors_keep or keep) + sums[j]
-          end
+      local known = evidence_of(redis.call('HGET', keys[RATES], worker), form, #sums)
+      if known then
+        requests = requests + known[2]
+        for j = 1, #sums do
+          sums[j] = known[3][j] * (j <= errors and errors_keep or keep) + sums[j]
         end
       end
       redis.call('HSET', keys[RATES], worker, cmsgpack.pack({ form, requests, sums }))

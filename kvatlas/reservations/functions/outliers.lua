@@ -18,13 +18,20 @@ local function fade_outlier(record, now, half_life_us)
   record[O_GOOD], record[O_BAD], record[O_CHANGED] = record[O_GOOD] * fading, record[O_BAD] * fading, now
 end
 
+local OUTLIER_FORM = { 'number', 'number', 'number', 'number', 'number', 'string', 'number' }
+
+-- Returns an unpacked record; nil if there is none that can be read.
+local function unpack_outlier(packed)
+  local done, record = pcall(unpack_record, packed or '', OUTLIER_FORM, 'outlier')
+  return done and record or nil
+end
+
 register('kvatlas_pool_outliers', function(keys, args)
   local outliers, router, now = keys[1], args[1], now_us()
   local half_life_us, claim_us, keep_us = tonumber(args[2]), tonumber(args[3]), tonumber(args[4])
   for _, change in ipairs(cmsgpack.unpack(args[5])) do
     local worker, good, bad, verdict, times, eject_us = unpack(change)
-    local packed = redis.call('HGET', outliers, worker)
-    local record = packed and cmsgpack.unpack(packed) or { now, 0, 0, 0, 0, '', 0 }
+    local record = unpack_outlier(redis.call('HGET', outliers, worker)) or { now, 0, 0, 0, 0, '', 0 }
     fade_outlier(record, now, half_life_us)
     record[O_GOOD], record[O_BAD] = record[O_GOOD] + good, record[O_BAD] + bad
     if verdict == VERDICT.eject and times == record[O_TIMES] and record[O_ENDS] <= now then
@@ -39,8 +46,8 @@ register('kvatlas_pool_outliers', function(keys, args)
   end
   local answer, flat = {}, redis.call('HGETALL', outliers)
   for i = 1, #flat, 2 do
-    local record = cmsgpack.unpack(flat[i + 1])
-    if now - record[O_CHANGED] > keep_us or record[O_CHANGED] > now + CLOCK_SLACK_US then
+    local record = unpack_outlier(flat[i + 1])
+    if not record or now - record[O_CHANGED] > keep_us or record[O_CHANGED] > now + CLOCK_SLACK_US then
       redis.call('HDEL', outliers, flat[i])
     else
       fade_outlier(record, now, half_life_us)

@@ -7,8 +7,40 @@ local function is_lower(one, other)
   return #one < #other or (#one == #other and one < other)
 end
 
--- Takes bookings up to a time to be in a worker's sample, the first `most` of them. Returns how many.
-local function cover(keys, worker, record, covered, most)
+-- Lets the newest bookings of a range go on counting, instead of the sample, while their prompts are not computed: up to one
+-- more than wait, if any runs. Takes those requests out of the sample. Returns the time up to which bookings are in it.
+local function keep_uncomputed(record, members, reservations, covered, waiting)
+  local most, kept = waiting + math.min(1, record[RUNNING]), 0
+  if record[QUEUED] > 0 and waiting == 0 then
+    most = 0 -- the engine knows what it has queued
+  end
+  for i = #members, 1, -1 do
+    local reservation = reservations[i]
+    if kept == most or reservation[R_PREFILLING] ~= 1 or reservation[R_GENERATION] ~= record[GENERATION] then
+      break
+    end
+    kept, covered = kept + 1, reservation[R_BOOKED_US] - 1
+  end
+  local first = #members + 1
+  while first > 1 and reservations[first - 1][R_BOOKED_US] > covered do
+    first = first - 1
+  end
+  local going_on = #members + 1 - first
+  local known = math.min(going_on, waiting)
+  for i = first, #members - known do
+    record[RUNNING], record[KV] = record[RUNNING] - 1, record[KV] - reservations[i][R_KV]
+  end
+  record[RUNNING], record[KV] = math.max(0, record[RUNNING]), math.max(0, record[KV])
+  record[WAITING] = math.max(0, record[WAITING] - known)
+  if waiting > 0 then
+    record[QUEUED] = math.floor(record[QUEUED] * ((waiting - known) / waiting))
+  end
+  return covered
+end
+
+-- Takes bookings up to a time to be in a worker's sample, the first `most` of them, except of prompts that wait there. Returns
+-- how many it looked at.
+local function cover(keys, worker, record, covered, waiting, most)
   local name = worker .. '\0'
   local low, high = '[' .. name .. string.format('%016d', record[COVERED] + 1), '(' .. name .. string.format('%016d', covered + 1)
   local members = redis.call('ZRANGEBYLEX', keys[BOOKED], low, high, 'LIMIT', 0, most)
@@ -17,29 +49,52 @@ local function cover(keys, worker, record, covered, most)
     covered = tonumber(string.sub(last, -16))
     members = redis.call('ZRANGEBYLEX', keys[BOOKED], low, '(' .. name .. string.format('%016d', covered + 1))
   end
-  for _, member in ipairs(members) do
-    local packed = redis.call('HGET', keys[RESERVATIONS], string.sub(member, -ID_BYTES))
-    count(record, cmsgpack.unpack(packed), -1)
+  local reservations = {}
+  for i, member in ipairs(members) do
+    reservations[i] = get_reservation(keys, string.sub(member, -ID_BYTES))
+    if not reservations[i] then
+      damaged('booked')
+    end
+  end
+  if #members < most then
+    covered = keep_uncomputed(record, members, reservations, covered, waiting)
+  end
+  for _, reservation in ipairs(reservations) do
+    if reservation[R_BOOKED_US] <= covered then
+      count(record, reservation, -1)
+    end
   end
   record[COVERED] = covered
   return #members
 end
 
--- report: fleet records and load samples. Bookings made before a sample (by the time that a request may travel) are in it.
+-- Sums over bookings that are not in the sample are 0 if there is none, whatever somebody wrote there.
+local function settle_sums(keys, worker, record)
+  if record[BOOKED_QUEUED] ~= 0 or record[BOOKED_RUNNING] ~= 0 or record[BOOKED_KV] ~= 0 then
+    local low = '[' .. worker .. '\0' .. string.format('%016d', record[COVERED] + 1)
+    if redis.call('ZLEXCOUNT', keys[BOOKED], low, '(' .. worker .. '\1') == 0 then
+      record[BOOKED_QUEUED], record[BOOKED_RUNNING], record[BOOKED_KV] = 0, 0, 0
+    end
+  end
+end
+
+-- report: fleet records and load samples. Bookings made before a sample (by the time that a request may travel) are in it,
+-- except the newest of those whose prompts the engine has not computed: these know their tokens, and the sample does not.
 -- A report of a lower incarnation than the last one is late, and ignored. A higher one ends what the worker was predicted to
 -- hold; what is booked there stays: a snapshot begins an incarnation too, and the engine's requests go on.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 cmsgpack { { worker, fleet record ('': leave it as it is), incarnation (text), has a sample (1 or 0), age of the
 --        sample us, age of the last booking that is in it us (-1: none is), queued tokens, running requests, waiting requests,
---        KV tokens, likeness ('': it gets no requests), request slots, KV tokens of its cache (0: unknown) }... }
--- returns 0
+--        KV tokens, likeness ('': it gets no requests), request slots, KV tokens of its cache (0: unknown), requests whose
+--        prompts the engine had not begun }... }
+-- returns {times that the pool was repaired since the last report (decimal), what was damaged the last time}; {} if it was not
 register('kvatlas_pool_report', function(keys, args)
   local now, left, left_drops = now_us(), COVERED_MOST, SLICE
   purge(keys, now)
   for _, report in ipairs(cmsgpack.unpack(args[1])) do
     local worker, fleet_record, incarnation, has_sample, age_us, covered_age_us, queued, running, waiting, kv,
-      likeness, slots, kv_limit = unpack(report)
+      likeness, slots, kv_limit, not_begun = unpack(report)
     if fleet_record ~= '' then
       if redis.call('EXISTS', keys[WORKERS]) == 0 then
         for i = 2, #keys do
@@ -49,7 +104,7 @@ register('kvatlas_pool_report', function(keys, args)
       redis.call('HSET', keys[WORKERS], worker, fleet_record)
     end
     local record = get_worker(keys, worker)
-    if record[SAMPLED] > now + CLOCK_SLACK_US then
+    if math.max(record[SAMPLED], record[COVERED]) > now + CLOCK_SLACK_US then
       reset(keys)
       record = get_worker(keys, worker)
     end
@@ -67,13 +122,18 @@ register('kvatlas_pool_report', function(keys, args)
         record[QUEUED], record[RUNNING], record[WAITING], record[KV] = queued, running, waiting, kv
         local covered = now - covered_age_us
         if covered_age_us >= 0 and covered > record[COVERED] and left > 0 then
-          left = left - cover(keys, worker, record, covered, left)
+          left = left - cover(keys, worker, record, covered, not_begun, left)
         end
+        settle_sums(keys, worker, record)
       end
     end
     put_worker(keys, worker, record)
   end
-  return 0
+  local damages = redis.call('HMGET', keys[GROUPS], 'damages', 'damage')
+  if damages[1] then
+    redis.call('HDEL', keys[GROUPS], 'damages', 'damage')
+  end
+  return damages[1] and damages or {}
 end)
 
 -- forget: takes a worker out of the pool, with all that was booked, predicted and learned there.

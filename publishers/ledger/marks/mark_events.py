@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from kvatlas.blocks.digest import MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.events import Cleared, Heads, IndexEvent, Marked, Unmarked
-from publishers.ledger.block import Block, packed_hashes
+from publishers.ledger.block import Stretch, packed_hashes
 from publishers.ledger.index_events import CHUNK_BLOCKS
 from publishers.ledger.marks.marks import MarkChange, Marks
 
@@ -23,7 +23,7 @@ class MarkEvents:
 
     def __init__(self) -> None:
         self.digest = MarkDigest()
-        self._bits: dict[Block, int] = {}
+        self._bits: dict[Stretch, int] = {}
         """Of each head, as announced."""
 
     def make(self, change: MarkChange, events: list[IndexEvent]) -> list[IndexEvent]:
@@ -41,8 +41,8 @@ class MarkEvents:
             self.digest.add_marks(event.scope_id, event.hashes)
         return [*unmarked, *events, *marked, *self._make_heads(change.heads)]
 
-    def _make_heads(self, heads: Mapping[Block, int]) -> list[Heads]:
-        changed: dict[Block, int] = {}
+    def _make_heads(self, heads: Mapping[Stretch, int]) -> list[Heads]:
+        changed: dict[Stretch, int] = {}
         for head, bits in heads.items():
             before = self._bits.pop(head, 0)
             if bits:
@@ -65,16 +65,16 @@ class MarkEvents:
         return events
 
 
-def _by_scope(blocks: Iterable[Block]) -> Iterable[tuple[bytes, bytes]]:
+def _by_scope(blocks: Iterable[Stretch]) -> Iterable[tuple[bytes, bytes]]:
     """(scope id, packed hashes) of each scope."""
-    by_scope: dict[bytes, list[Block]] = {}
+    by_scope: dict[bytes, list[Stretch]] = {}
     for block in blocks:
         by_scope.setdefault(block.namespace.scope_id, []).append(block)
     return [(scope_id, packed_hashes(some)) for scope_id, some in by_scope.items()]
 
 
-def _heads(heads: Mapping[Block, int]) -> list[Heads]:
-    by_scope: dict[bytes, list[tuple[Block, int]]] = {}
+def _heads(heads: Mapping[Stretch, int]) -> list[Heads]:
+    by_scope: dict[bytes, list[tuple[Stretch, int]]] = {}
     for head, bits in heads.items():
         by_scope.setdefault(head.namespace.scope_id, []).append((head, bits))
     return [

@@ -2,25 +2,29 @@
 
 A block is **marked** when it is announced and the engine's groups allow the position that lies `ResumptionRule.dropped` blocks
 before its end. Each group's held blocks in a row up to a block (its run) follow from its parent's, so a batch costs work for
-the blocks that it touched, and for their descendants only as far as runs change: at most a window, or to a chunk's end.
+the blocks that it touched, and for their descendants only as far as runs change: at most a window, or to a chunk's end. Of a
+group of full attention, whose blocks are larger than those that are resident, the run is 1 while all of them are held.
 
 A lookup must find the deepest marked block of a chain without a look at every block. So marks are also kept by segment: the
 **head** of a mark is its ancestor whose index is a multiple of SEGMENT, and has one bit for each offset at which any block
 of the segment below it is marked, on whatever branch.
+
+What is known of a block depends on those before it: so here, and in all of a ledger with marks, every stretch is one block.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple, Self
 
-from kvatlas.blocks.attention_groups import AttentionKind, ResumptionRule
-from publishers.ledger.block import Block
+from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
+from publishers.ledger.block import Stretch
 
 SEGMENT = 64
 """Blocks a head has a bit for each."""
 
 _RUN_BITS = 20
-"""`Block.runs` has a field of this many bits for each sparse group: its blocks in a row up to this one."""
+"""`Stretch.runs` has a field of this many bits for each sparse group: its blocks in a row up to this one."""
 _RUN = (1 << _RUN_BITS) - 1
 _BY_INDEX = attrgetter("index")
 
@@ -29,39 +33,63 @@ _BY_INDEX = attrgetter("index")
 class MarkChange:
     """What one batch changed. `heads` has those whose bits changed, with their bits now; bit 0 is the head itself."""
 
-    unmarked: list[Block] = field(default_factory=list)
-    marked: list[Block] = field(default_factory=list)
-    heads: dict[Block, int] = field(default_factory=dict)
+    unmarked: list[Stretch] = field(default_factory=list)
+    marked: list[Stretch] = field(default_factory=list)
+    heads: dict[Stretch, int] = field(default_factory=dict)
+
+
+class _MarkedGroup(NamedTuple):
+    """A sparse group. Its run is at `shift` in `Stretch.runs`; its bits in `Stretch.held_by` are `bits`, one for each of
+    `parts`, from `first_bit` on. One of its blocks ends every `stride` blocks. `lag`: blocks from a position's mark to the
+    one that counts."""
+
+    group: AttentionGroup
+    is_full: bool
+    shift: int
+    first_bit: int
+    bits: int
+    parts: int
+    stride: int
+    longest: int
+    lag: int
+
+    @classmethod
+    def of(cls, group: AttentionGroup, rule: ResumptionRule, shift: int, first_bit: int) -> Self:
+        parts = max(1, rule.block_size // group.block_size)
+        stride = max(1, group.block_size // rule.block_size)
+        longest = 1 if group.kind.is_full else group.longest_run
+        lag = rule.dropped - (stride if group.drops else 0)
+        bits = first_bit * ((1 << parts) - 1)
+        return cls(group, group.kind.is_full, shift, first_bit, bits, parts, stride, longest, lag)
 
 
 class Marks:
-    """The marks of one ledger. `settle` is called after each whole batch; it alone writes `Block.runs`."""
+    """The marks of one ledger. `settle` is called after each whole batch; it alone writes `Stretch.runs`."""
 
     def __init__(self, rule: ResumptionRule) -> None:
         self._rule = rule
-        groups = []
-        for slot, group in enumerate(rule.sparse):
-            stride = group.block_size // rule.block_size
-            lag = rule.dropped - (stride if group.drops else 0)
-            groups.append((group, slot * _RUN_BITS, 1 << slot, stride, group.longest_run, lag))
-        self._groups = tuple(groups)
+        self._groups = tuple(
+            _MarkedGroup.of(group, rule, slot * _RUN_BITS, bit)
+            for slot, (group, bit) in enumerate(zip(rule.sparse, rule.first_bits, strict=True))
+        )
+        self._runs_at_root = sum(1 << group.shift for group in self._groups if group.is_full)
         self._one_size = rule.alignment == 1
         always_needed = [group for group in rule.sparse if group.kind is not AttentionKind.CHUNKED_LOCAL]
         self._needs_runs = not rule.dropped and any(group.longest_run for group in always_needed)
-        self._marked: set[Block] = set()
-        self._heads: dict[Block, dict[int, int]] = {}  # head -> offset -> marked blocks there
+        self._marked: set[Stretch] = set()
+        self._heads: dict[Stretch, dict[int, int]] = {}  # head -> offset -> marked blocks there
 
     @property
-    def marked(self) -> Iterable[Block]:
+    def marked(self) -> Iterable[Stretch]:
         """Every marked block now."""
         return self._marked
 
     @property
-    def heads(self) -> Mapping[Block, int]:
+    def heads(self) -> Mapping[Stretch, int]:
         """Every head now, with its bits."""
         return {head: _bits(offsets) for head, offsets in self._heads.items()}
 
-    def settle(self, touched: Iterable[Block]) -> MarkChange:
+    def settle(self, touched: Iterable[Stretch]) -> MarkChange:
         """Bring the marks in line, for blocks that are new, announced or withdrawn, or that a sparse group took or gave up."""
         affected = self._extend_runs(touched)
         change = MarkChange()
@@ -78,12 +106,12 @@ class Marks:
             self._count_heads(change)
         return change
 
-    def _extend_runs(self, touched: Iterable[Block]) -> dict[Block, None]:
+    def _extend_runs(self, touched: Iterable[Stretch]) -> dict[Stretch, None]:
         """Work out the runs of the touched blocks and, while they change, of their descendants; the blocks that may have to be
         marked or unmarked."""
-        affected: dict[Block, None] = {}
+        affected: dict[Stretch, None] = {}
         waiting = sorted(touched, key=_BY_INDEX, reverse=True)
-        behind: list[Block] = []
+        behind: list[Stretch] = []
         while waiting:
             block = waiting.pop()
             affected[block] = None
@@ -97,17 +125,21 @@ class Marks:
             affected.update(dict.fromkeys(behind))
         return affected
 
-    def _runs_of(self, block: Block) -> int:
-        above = 0 if block.parent is None else block.parent.runs
+    def _runs_of(self, block: Stretch) -> int:
+        above = self._runs_at_root if block.parent is None else block.parent.runs
         runs = 0
-        for _, shift, bit, stride, longest, _ in self._groups:
-            run = above >> shift & _RUN
-            if (block.index + 1) % stride == 0:  # else inside one of the group's larger blocks
-                run = min(run + 1, longest) if block.held_by & bit else 0
-            runs |= run << shift
+        for group in self._groups:
+            run = above >> group.shift & _RUN
+            if (block.index + 1) % group.stride == 0:  # else inside one of the group's larger blocks
+                missing = group.bits & ~block.held_by
+                if missing:
+                    run = group.parts - (missing // group.first_bit).bit_length()
+                elif not group.is_full:
+                    run = min(run + group.parts, group.longest)
+            runs |= run << group.shift
         return runs
 
-    def _is_resumable(self, block: Block) -> bool:
+    def _is_resumable(self, block: Stretch) -> bool:
         if self._needs_runs and not block.runs:
             return False
         rule = self._rule
@@ -115,22 +147,22 @@ class Marks:
         if block.usable <= 0 or position <= 0 or position % rule.alignment:
             return False
         tokens = position * rule.block_size
-        for group, shift, _, stride, longest, lag in self._groups:
-            at: Block | None = block
-            for _ in range(lag):
+        for group in self._groups:
+            at: Stretch | None = block
+            for _ in range(group.lag):
                 assert at is not None, "a position above 0 has its blocks above it"
                 at = at.parent
             assert at is not None
-            needed = group.blocks_needed(tokens) + group.drops
-            if group.drops and rule.alignment > stride and needed < longest:
+            needed = 1 if group.is_full else group.group.blocks_needed(tokens) + group.group.drops
+            if group.group.drops and rule.alignment > group.stride and needed < group.longest:
                 return False  # vLLM aligns a run that begins at the first block before and after the drop: here never claimed
-            if (at.runs >> shift & _RUN) < needed:
+            if (at.runs >> group.shift & _RUN) < needed:
                 return False
         return True
 
     def _count_heads(self, change: MarkChange) -> None:
-        before: dict[Block, int] = {}
-        found: dict[Block, Block] = {}
+        before: dict[Stretch, int] = {}
+        found: dict[Stretch, Stretch] = {}
         for blocks, sign in ((change.unmarked, -1), (change.marked, 1)):
             for block in blocks:
                 head = _head_of(block, found)
@@ -155,9 +187,9 @@ def _bits(offsets: Iterable[int]) -> int:
     return sum(1 << offset for offset in offsets)
 
 
-def _head_of(block: Block, found: dict[Block, Block]) -> Block:
+def _head_of(block: Stretch, found: dict[Stretch, Stretch]) -> Stretch:
     """The block's ancestor that begins its segment. `found` remembers it for the blocks on the way."""
-    path: list[Block] = []
+    path: list[Stretch] = []
     at = block
     while at not in found and at.index % SEGMENT:
         path.append(at)

@@ -68,7 +68,7 @@ class _Open:
     step_us: float = 0.0
 
 
-class Atlas:
+class Atlas(LoadBlind):
     """The routers of one fleet."""
 
     def __init__(
@@ -180,7 +180,10 @@ class Atlas:
         records = self._records(round(now_us))
         self._pool = Pool.of(records, None, self._rates.profile)
         reports = {
-            id: WorkerReport(record.incarnation, LoadReport(Load.of(record.load, self._block_tokens)))
+            id: WorkerReport(
+                record.incarnation,
+                LoadReport(Load.of(record.load, self._block_tokens), waiting=record.load.forward_pass.requests_waiting),
+            )
             for id, record in records.items()
             if record.load is not None
         }

@@ -11,32 +11,42 @@ from simulator.lab.engine import VirtualEngine
 from simulator.lab.policies.approximate_trees import CacheAwareTree, WeightedScorers
 from simulator.lab.policies.atlas import Atlas, AtlasSettings, OverlapOnly
 from simulator.lab.policies.cache_blind import LeastLoaded, PrefixHash, RandomChoice, RoundRobin, SessionSticky
+from simulator.lab.policies.dynamo.policy import PACKAGE, Dynamo
 from simulator.lab.policies.oracle import Oracle
 from simulator.lab.policies.protocol import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What a policy is made for. `index`: filled by events, if the policy uses them."""
+    """What a policy is made for. `index`: filled by events, if the policy uses them. `dynamo_python`: that has Dynamo."""
 
     engines: Sequence[VirtualEngine]
     index: MemoryIndex
     cost: StepCost
     rng: random.Random
+    dynamo_python: str
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """`meaning`: one line for reports. `uses_events`: the engines' events go into the index."""
+    """`meaning`: one line for reports. `uses_events`: the engines' events go into the index, or, if it has its `own_index`, to
+    the policy. `atlas`: the settings of a kvatlas policy."""
 
     meaning: str
     make: Callable[[Fleet], Policy]
     uses_events: bool = False
+    own_index: bool = False
+    atlas: AtlasSettings | None = None
+
+
+DYNAMO = "dynamo"
 
 
 def _atlas(meaning: str, settings: AtlasSettings | None = None) -> PolicyKind:
     chosen = settings or AtlasSettings()
-    return PolicyKind(meaning, lambda f: Atlas(f.engines, f.index, f.cost, chosen), uses_events=chosen.events)
+    return PolicyKind(
+        meaning, lambda f: Atlas(f.engines, f.index, f.cost, chosen), uses_events=chosen.events, atlas=chosen
+    )
 
 
 POLICIES: Mapping[str, PolicyKind] = {
@@ -67,8 +77,19 @@ POLICIES: Mapping[str, PolicyKind] = {
     "kvatlas-no-events": _atlas("what engines hold is predicted", AtlasSettings(events=False)),
     "kvatlas-3-replicas": _atlas("three routers, one set of bookings", AtlasSettings(replicas=3)),
     "kvatlas-3-replicas-unshared": _atlas("three routers, each with its own", AtlasSettings(replicas=3, shared=False)),
+    DYNAMO: PolicyKind(
+        f"NVIDIA Dynamo's selection service ({PACKAGE}, as it ships; see --dynamo-python)",
+        lambda f: Dynamo(f.engines, f.dynamo_python),
+        uses_events=True,
+        own_index=True,
+    ),
     "oracle": PolicyKind("sees caches, queues and costs as they are", lambda f: Oracle(f.engines, f.cost)),
 }
+
+LIVE_POLICIES = tuple(
+    name for name, kind in POLICIES.items() if kind.atlas is not None and kind.atlas.events and kind.atlas.shared
+)
+"""What can be replayed over real servers."""
 
 DEFAULT_POLICIES = (
     "round-robin", "least-loaded", "session", "prefix-hash", "cache-aware-tree", "weighted-scorers", "kvatlas", "oracle",

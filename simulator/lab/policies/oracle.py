@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvatlas.request import DEFAULT_DECODE_TOKENS
+from kvatlas.validation import DEFAULT_DECODE_TOKENS
 from simulator.engine.step_cost import StepCost
 from simulator.lab.engine import EngineRequest, VirtualEngine
 from simulator.lab.policies.protocol import LoadBlind

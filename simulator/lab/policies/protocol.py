@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from simulator.cache.kv_events import KVEvent
 from simulator.lab.engine import EngineRequest, VirtualEngine
 from simulator.lab.requests import LabRequest
 
@@ -22,9 +23,15 @@ class Policy(Protocol):
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
         """Once a second: what engines report is read."""
 
+    def record_events(self, engine: int, events: Sequence[KVEvent]) -> None:
+        """The engine's events, when they have travelled; only for policies with an index of their own."""
+
+    def close(self) -> None:
+        """The replay is over."""
+
 
 class LoadBlind:
-    """A policy that needs no reports."""
+    """A policy that needs no reports, and has no index of its own."""
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """See `Policy`."""
@@ -33,6 +40,12 @@ class LoadBlind:
         """See `Policy`."""
 
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
+        """See `Policy`."""
+
+    def record_events(self, engine: int, events: Sequence[KVEvent]) -> None:
+        """See `Policy`."""
+
+    def close(self) -> None:
         """See `Policy`."""
 
 

@@ -20,6 +20,7 @@ from tests.router_client.proxy.faulty_engine import Answer, faulty_engine, in_tu
 
 REQUESTS = 120
 AT_ONCE = 8
+SLOW_S = 0.2
 
 
 async def lie(_: Request) -> Response:
@@ -38,6 +39,12 @@ async def die(_: Request) -> Response:
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
+async def slow(request: Request) -> Response:
+    """A good answer, late."""
+    await asyncio.sleep(SLOW_S)
+    return await well(request)
+
+
 FAULTS: dict[str, Answer] = {
     "500": status(500),
     "429": status(429),
@@ -45,6 +52,7 @@ FAULTS: dict[str, Answer] = {
     "flaky": in_turn(status(500), well),
     "lies": lie,
     "dies": die,
+    "slow": slow,
 }
 
 

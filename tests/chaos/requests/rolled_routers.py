@@ -21,6 +21,7 @@ from kvatlas.settings import ProxySettings
 from kvatlas.store.connection import Store
 from router_client.proxy.service import run_proxy
 from tests.chaos.child_process import ChildProcess
+from tests.end_to_end.processes import ROOT
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, running_fleet
 from tests.router_client.proxy.faulty_engine import Answer, faulty_engine
@@ -107,10 +108,10 @@ class RouterProcess:
         await self._child.stop(GRACE_S + 30)
 
     @classmethod
-    async def start(cls, redis_url: str, folder: Path, stack: AsyncExitStack) -> RouterLife:
+    async def start(cls, redis_url: str, folder: Path, stack: AsyncExitStack, tree: Path = ROOT) -> RouterLife:
         flags = ["--redis-url", redis_url, "--port", "0", "--tokenizer", "none", "--no-access-log", "--no-learn"]
         flags += ["--grace-s", str(GRACE_S)]
-        child = ChildProcess(f"router-{secrets.token_hex(3)}", ["router", *flags], "router at", folder)
+        child = ChildProcess(f"router-{secrets.token_hex(3)}", ["router", *flags], "router at", folder, tree)
         child.start()
         stack.callback(child.close)
         await child.ready()

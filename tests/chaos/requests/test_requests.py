@@ -33,7 +33,7 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(store: Store, valkey
         assert figures.answered + figures.broken == REQUESTS and figures.broken <= 12
     else:
         assert figures.answered == REQUESTS
-    if fault != "lies":  # its answers are good ones
+    if fault not in ("lies", "slow"):  # their answers are good ones
         assert figures.share_after <= 0.1
 
 

@@ -1,6 +1,7 @@
 """Faults of NATS and of its stream."""
 
 import random
+import resource
 import shutil
 from dataclasses import replace
 
@@ -36,6 +37,19 @@ async def nats_restarted_without_its_data(run: ScenarioRun) -> None:
     run.record_fault("NATS SIGKILL, data removed")
     await run_sync(shutil.rmtree, server.process.data_dir / "jetstream")
     await server.start()
+    run.mark_healed()
+
+
+async def nats_disk_full(run: ScenarioRun) -> None:
+    """It can write no file any further. When there is room again, it is restarted, as its operators would."""
+    server = run.fleet.nats_server
+    await run.wait_for_answers(10)
+    _, most = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, most))
+    run.record_fault("NATS can't write its files")
+    await run.wait_for_answers(60)
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (most, most))
+    await server.restart()
     run.mark_healed()
 
 
@@ -216,6 +230,7 @@ SCENARIOS = (
     poison_in_the_stream,
     nats_killed_and_restarted,
     nats_restarted_without_its_data,
+    nats_disk_full,
     nats_with_memory_storage_restarted,
     nats_away_longer_than_the_outbox_holds,
     publisher_half_open_to_nats,

@@ -1,6 +1,9 @@
 """Two faults, the second while the first one's effects are under way."""
 
+import shutil
+
 import anyio
+from anyio.to_thread import run_sync
 from redis.exceptions import RedisError
 
 from kvatlas.bus.control import ControlOp, ControlRequest
@@ -160,6 +163,25 @@ async def every_indexer_cut_from_nats_for_longer_than_its_patience(run: Scenario
     await assert_none_retired_for(run, AFTER_S)
 
 
+async def everything_wiped(run: ScenarioRun) -> None:
+    """Both servers lose all that they had, and every indexer is replaced: only publishers know what engines hold."""
+    fleet = run.fleet
+    await run.wait_for_answers(10)
+    for server, data in ((fleet.nats_server, "jetstream"), (fleet.valkey, "appendonlydir")):
+        await server.kill()
+        await run_sync(shutil.rmtree, server.process.data_dir / data)
+    for indexer in fleet.indexers:
+        indexer.child.kill()
+    run.record_fault("NATS and Redis SIGKILL, data removed; every indexer SIGKILL")
+    await fleet.nats_server.start()
+    await fleet.valkey.start()
+    for indexer in fleet.indexers:
+        indexer.child.start()
+    run.mark_healed()
+    for indexer in fleet.indexers:
+        await indexer.child.ready()
+
+
 SCENARIOS = (
     redis_out_of_memory_while_indexers_start_and_take_over,
     redis_out_of_memory_in_a_snapshot,
@@ -169,4 +191,5 @@ SCENARIOS = (
     worker_restarted_while_its_indexer_is_paused,
     nats_with_memory_storage_restarted_while_an_indexer_is_paused,
     every_indexer_cut_from_nats_for_longer_than_its_patience,
+    everything_wiped,
 )

@@ -7,6 +7,7 @@ import anyio
 from kvatlas.fleet.store import FleetStore
 from tests.chaos.fleet import PARTITIONS, RETIRE_AFTER_S, Fleet, Indexer
 from tests.chaos.scenario_run import ScenarioRun
+from tests.end_to_end.processes import query
 from tests.eventually import until
 
 TAKEOVER_S = 20.0
@@ -201,6 +202,33 @@ async def scaled_to_four_and_back(run: ScenarioRun) -> None:
     del fleet.indexers[fleet.initial_indexers :]
 
 
+async def layout_switched_and_back(run: ScenarioRun) -> None:
+    """Another one, with other partitions and shards, is filled and answers; then the first answers again."""
+    fleet = run.fleet
+    servers = ("--nats-url", ",".join(server.url for server in fleet.nats_servers), "--redis-url", fleet.store_url)
+    await run.wait_for_answers(10)
+    for _ in range(2):
+        added = await fleet.add_indexer("--layout", "1", "--partitions", "24", "--shards", "2")
+        added.child.start()
+        await added.child.ready()
+    run.record_fault("layout 1 is filled")
+    began_s = monotonic()
+    await query("layout", "--answer", "1", *servers)
+    run.times_s["until layout 1 answers"] = monotonic() - began_s
+    run.record_fault("layout 1 answers")
+    await run.wait_for_answers(10)
+    await run.wait_until_exact()
+    await query("layout", "--answer", "0", *servers)
+    run.record_fault("layout 0 answers again")
+    for added in fleet.indexers[fleet.initial_indexers :]:
+        await added.child.stop()
+    del fleet.indexers[fleet.initial_indexers :]
+    await query("layout", "--delete", "1", *servers)
+    run.record_fault("layout 1 deleted")
+    await run.wait_for_answers(10)
+    run.mark_healed()
+
+
 SCENARIOS = (
     indexer_killed,
     indexer_paused_past_its_lease,
@@ -213,4 +241,5 @@ SCENARIOS = (
     every_indexer_paused_for_longer_than_its_patience,
     rolling_restart_of_the_indexers,
     scaled_to_four_and_back,
+    layout_switched_and_back,
 )

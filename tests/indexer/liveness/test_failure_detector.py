@@ -156,7 +156,7 @@ def test_records_that_could_not_be_written_are_returned_again(fleet: Fleet) -> N
     fleet.hear("a")
     changed = fleet.detector.take_changed()
     fleet.detector.restore_changed(changed)
-    fleet.detector.record_traces({"a": "00-1-2-01"})
+    fleet.detector.record_applied(["a"], {"a": "00-1-2-01"}, 7)
     assert fleet.detector.take_changed()["a"].trace == "00-1-2-01"
 
 

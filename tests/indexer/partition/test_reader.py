@@ -11,13 +11,13 @@ from nats.aio.client import Client
 
 from indexer.applier import CALL_MESSAGES, Applier
 from indexer.counters import IndexerCounters
-from indexer.partition.dead_letters import REASON_HEADER, DeadLetters
+from indexer.partition.dead_letters import DeadLetters
 from indexer.partition.event_stream import EventStream
 from indexer.partition.reader import PartitionReader
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
-from kvatlas.bus.subjects import DEAD_STREAM, STREAM
+from kvatlas.bus.subjects import DEAD_REASON, DEAD_STREAM, STREAM
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.errors import Unreachable
@@ -234,7 +234,7 @@ async def test_poison_is_counted_and_kept_and_stops_nothing(nats_client: Client)
         await worker.publish(b"garbage")
         await worker.publish(b"")
         await other.publish(worker.sent[0])
-        wrong_version = b"\x97\x03" + worker.sent[0][2:]
+        wrong_version = b"\x97\x04" + worker.sent[0][2:]
         await worker.publish(wrong_version)
         await worker.store_more()
         await run.applies_all_of(worker)
@@ -252,7 +252,7 @@ async def test_poison_is_counted_and_kept_and_stops_nothing(nats_client: Client)
         await until(kept, what="dead letters are kept")
         letter = await nats_client.jetstream().get_msg(DEAD_STREAM, 1)
         assert letter.data == b"garbage"
-        assert letter.headers is not None and letter.headers[REASON_HEADER] == "malformed"
+        assert letter.headers is not None and letter.headers[DEAD_REASON] == "malformed"
         partition = partition_of(worker.worker_id, PARTITIONS)
         position = await run.index.position(partition)
         assert position is not None and position.seq == (await stream_info(nats_client)).last_seq

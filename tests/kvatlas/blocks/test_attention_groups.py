@@ -34,9 +34,37 @@ def test_an_eagle_window_needs_one_block_more_and_a_mamba_state_none() -> None:
 
 
 def test_residency_is_enough_without_sparse_groups() -> None:
-    rule = ResumptionRule.of((FULL, AttentionGroup(AttentionKind.MLA, 64)))
+    rule = ResumptionRule.of((FULL, AttentionGroup(AttentionKind.MLA, 16, eagle=True)))
     assert not rule.needs_marks
-    assert (rule.block_size, rule.alignment, rule.dropped) == (16, 4, 0)
+    assert (rule.block_size, rule.alignment, rule.dropped) == (16, 1, 1)
+
+
+def test_residency_is_that_of_the_smallest_blocks_of_full_attention() -> None:
+    larger = AttentionGroup(AttentionKind.MLA, 64)
+    rule = ResumptionRule.of((larger, AttentionGroup(AttentionKind.FULL, 16, eagle=True)))
+    assert rule.sparse == (larger,)
+    assert (rule.block_size, rule.alignment, rule.dropped) == (16, 4, 1)
+
+
+def test_windows_may_have_smaller_blocks_than_full_attention() -> None:
+    full, mamba = AttentionGroup(AttentionKind.FULL, 64), AttentionGroup(AttentionKind.MAMBA, 64)
+    window = AttentionGroup(AttentionKind.SLIDING_WINDOW, 16, window_tokens=128)
+    rule = ResumptionRule.of((window, full, mamba), block_size=64)
+    assert (rule.parts, rule.sparse, rule.first_bits) == (4, (window, mamba), (1, 16))
+    assert (rule.alignment, rule.dropped) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        AttentionGroup(AttentionKind.MAMBA, 16),
+        AttentionGroup(AttentionKind.SLIDING_WINDOW, 48, window_tokens=128),
+        AttentionGroup(AttentionKind.SLIDING_WINDOW, 16, window_tokens=128, eagle=True),
+    ],
+)
+def test_of_other_groups_with_smaller_blocks_nothing_is_computed(other: AttentionGroup) -> None:
+    with pytest.raises(InvalidValue, match="beside blocks of 64: where a prompt can be resumed is not known"):
+        ResumptionRule.of((AttentionGroup(AttentionKind.FULL, 64), other), block_size=64)
 
 
 def test_a_rule_counts_in_the_blocks_that_the_engine_hashes() -> None:
@@ -66,7 +94,7 @@ def test_rules_of_no_engine_are_refused() -> None:
     mamba = AttentionGroup(AttentionKind.MAMBA, 48)
     with pytest.raises(InvalidValue, match="no group of full attention"):
         ResumptionRule.of((mamba,))
-    with pytest.raises(InvalidValue, match="block size 32"):
+    with pytest.raises(InvalidValue, match="full_attention group with blocks of 16 tokens beside blocks of 32"):
         ResumptionRule.of((FULL, mamba), block_size=32)
     with pytest.raises(InvalidValue, match="scheduler block size 16; expected a multiple of 48"):
         ResumptionRule.of((FULL, mamba), alignment_tokens=16)

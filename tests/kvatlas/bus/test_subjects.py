@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from kvatlas.bus.subjects import alive_subject, control_subject, events_subject, is_inbox, partition_events, worker_of
 from kvatlas.errors import InvalidValue
@@ -13,7 +14,18 @@ from tests.kvatlas.strategies import worker_ids
 def test_a_worker_has_one_events_subject(worker_id: str) -> None:
     subject = events_subject(worker_id, 64)
     assert worker_of(subject) == (partition_of(worker_id, 64), worker_id)
-    assert subject.startswith(partition_events(partition_of(worker_id, 64)).removesuffix("*"))
+    (filter_subject,) = partition_events(partition_of(worker_id, 64))
+    assert subject.startswith(filter_subject.removesuffix("*"))
+
+
+@given(worker_ids, st.integers(1, 200), st.lists(st.integers(1, 200), max_size=3))
+def test_a_partition_hears_its_workers_however_their_publishers_count(
+    worker_id: str, partitions: int, others: list[int]
+) -> None:
+    filters = partition_events(partition_of(worker_id, partitions), partitions, others)
+    assert len(filters) == len(set(filters))
+    for count in (partitions, *others):
+        assert events_subject(worker_id, count).rpartition(".")[0] + ".*" in filters
 
 
 @pytest.mark.parametrize("subject", ["", "kvatlas.events.1", "kvatlas.events.x.w", "kvatlas.alive.1.w", "a.b.1.w.z"])

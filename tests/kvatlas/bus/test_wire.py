@@ -131,7 +131,7 @@ def _drop(index: int) -> Callable[[list[Any]], None]:
 
 HASHES = pack_hashes([1])
 WRONG: dict[str, tuple[Callable[[list[Any]], None], str]] = {
-    "newer version": (_set(MESSAGE_VERSION, to=3), "version 3; expected 1 or 2"),
+    "newer version": (_set(MESSAGE_VERSION, to=4), "version 4; expected 1 to 3"),
     "a list of versions": (_set(MESSAGE_VERSION, to=[1]), "version"),
     "no version": (_set(MESSAGE_VERSION, to="1"), "version '1'"),
     "six fields": (_drop(EVENTS), "6 fields; expected 7"),

@@ -18,8 +18,15 @@ each_profile = pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: 
 
 counts = st.integers(0, 100_000)
 loads = st.builds(Load, st.integers(0, 500), counts, st.integers(0, 100), st.integers(0, 10_000_000))
+rates = st.builds(ReadRate, st.integers(0, 100_000), st.integers(0, 10_000))
 pieces = st.builds(
-    Piece, st.integers(1, 5_000), st.integers(0, 4 << 30), tiers, own=st.booleans(), same_domain=st.booleans()
+    Piece,
+    st.integers(1, 5_000),
+    st.integers(0, 4 << 30),
+    tiers,
+    own=st.booleans(),
+    same_domain=st.booleans(),
+    rate=st.none() | rates,
 )
 
 
@@ -243,3 +250,22 @@ def test_the_mean_load_lies_between_the_extremes(some: list[Load]) -> None:
 
 def test_without_known_loads_the_mean_is_idle() -> None:
     assert mean_load([]) == Load()
+
+
+@given(plan=plans())
+def test_the_fixed_prices_of_prefill_decode_queue_and_transfers_add_up_to_a_plans_score(plan: Plan) -> None:
+    profile, load = QuillcacheProfile(), plan.load
+    transfers = sum(
+        profile.transfer_us(one.bytes, one.tier, own=one.own, same_domain=one.same_domain) for one in plan.pieces
+    )
+    decode_us = profile.decode_us(plan.output_tokens, load.running_decodes)
+    by_part = profile.prefill_us(plan.new_tokens) + decode_us + profile.queue_us(load.queued_prefill_tokens) + transfers
+    assert by_part == profile.price(plan).score_us
+
+
+def test_each_fixed_price_by_itself() -> None:
+    profile = QuillcacheProfile()
+    assert (profile.prefill_us(100), profile.queue_us(100), profile.decode_us(10, 2)) == (4_500, 400, 800 + 3_000)
+    assert profile.transfer_us(3 * MIB_BYTES + 1, Tier.CPU_DRAM) == 4 * 55
+    assert profile.transfer_us(0, Tier.HBM) == 5
+    assert profile.transfer_us(MIB_BYTES, Tier.HBM, own=False, same_domain=False) == 20 + 350

@@ -1,4 +1,5 @@
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +7,7 @@ from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.sqlite.index import open_sqlite_index
 from kvatlas.store.connection import connected_store
 
 
@@ -16,12 +18,18 @@ def cluster_url() -> Iterator[str]:
         yield cluster.url
 
 
-@pytest.fixture(params=["memory", "memory-4", "valkey", "valkey-4", "redis8", "redis8-4", "cluster-4"])
-async def index(request: pytest.FixtureRequest) -> AsyncIterator[ResidencyIndex]:
+@pytest.fixture(
+    params=["memory", "memory-4", "sqlite", "sqlite-4", "valkey", "valkey-4", "redis8", "redis8-4", "cluster-4"]
+)
+async def index(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ResidencyIndex]:
     """Every implementation, with one shard and with four."""
     kind, _, shards = request.param.partition("-")
     if kind == "memory":
         yield MemoryIndex(shards=int(shards or 1))
+        return
+    if kind == "sqlite":
+        async with open_sqlite_index(tmp_path / "index", shards=int(shards or 1)) as opened:
+            yield opened
         return
     async with connected_store(request.getfixturevalue(f"{kind}_url"), wait=False) as store:
         await store.client.flushall()

@@ -83,7 +83,7 @@ async def sizes(store: Store) -> dict[str, int]:
     )
     for shard in range(SHARDS):
         k = ShardKeys(shard)
-        for key in (k.holders, k.active, k.digests, k.touched, k.workers):
+        for key in (k.holders, k.active, k.digests, k.touched, k.held, k.workers):
             found[key] = await client.hlen(key)
         found[k.retired] = await client.scard(k.retired)
         found["blocks"] = found.get("blocks", 0) + len([key async for key in client.scan_iter(f"kva:{{s{shard}}}:*:*")])

@@ -4,10 +4,15 @@ import pytest
 
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, unpack_hashes
+from kvatlas.blocks.residency import ModelBlocks, TierBlocks
 from kvatlas.blocks.tiers import Tier
-from kvatlas.events import Checkpoint, Removed, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd, Stored
+from kvatlas.bus.wire import RawMessage, to_raw
+from kvatlas.events import Checkpoint, Message, Removed, ScopeUse, SnapshotBegin, SnapshotChunk, SnapshotEnd, Stored
 from kvatlas.identity import Scope, partition_of, shard_of
+from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import PartitionBatch, Position, ResidencyIndex
+from kvatlas.index.redis.index import RedisIndex
+from kvatlas.index.sqlite.index import SqliteIndex
 from tests.kvatlas.index.message_source import BLOCK_BYTES, MessageSource, apply_messages, contents
 
 pytestmark = pytest.mark.anyio
@@ -53,9 +58,9 @@ async def test_a_tier_is_part_of_a_residency(index: ResidencyIndex) -> None:
     assert flags[0] == (2, Tier.CPU_DRAM.flag)
     assert flags[-1][1] == Tier.HBM.flag
     found = await index.locate(SCOPE, unpack_hashes(CHAIN)[3])
-    assert [(r.worker_id, r.tier, r.bytes, r.last_access_ms, r.ref_count, r.pinned) for r in found] == [
-        ("w", Tier.HBM, BLOCK_BYTES, None, None, False),
-        ("w", Tier.CPU_DRAM, BLOCK_BYTES, None, None, False),
+    assert [(r.worker_id, r.tier, r.bytes, r.pinned) for r in found] == [
+        ("w", Tier.HBM, BLOCK_BYTES, False),
+        ("w", Tier.CPU_DRAM, BLOCK_BYTES, False),
     ]
 
 
@@ -263,22 +268,29 @@ async def test_children_are_the_blocks_behind_a_prefix(index: ResidencyIndex) ->
         source.store(SCOPE, head(3)),
         source.store(SCOPE, fork, parent=CHAIN[8:16]),
     )
-    assert await index.children(SCOPE, None) == [hashes[0]]
-    assert await index.children(SCOPE, hashes[1]) == sorted([hashes[2], *unpack_hashes(fork)])
+    other = MessageSource("v")
+    await apply_messages(index, other.begin(1), other.store(SCOPE, head(1), Tier.CPU_DRAM))
+    children = await index.children(SCOPE, None)
+    assert [(r.sequence_hash, r.worker_id, r.tier, r.bytes) for r in children] == [
+        (hashes[0], "v", Tier.CPU_DRAM, BLOCK_BYTES),
+        (hashes[0], "w", Tier.HBM, BLOCK_BYTES),
+    ]
+    both = sorted([hashes[2], *unpack_hashes(fork)])
+    assert [r.sequence_hash for r in await index.children(SCOPE, hashes[1])] == both
     await apply_messages(index, source.remove(SCOPE, fork))
-    assert await index.children(SCOPE, hashes[1]) == [hashes[2]]
+    assert [r.sequence_hash for r in await index.children(SCOPE, hashes[1])] == [hashes[2]]
     assert await index.children(SCOPE, hashes[2]) == []
 
 
 async def test_metrics_count_what_changed(index: ResidencyIndex) -> None:
     source = MessageSource("w")
-    before = await index.metrics()
+    before = index.work
     await apply_messages(
         index, source.begin(1), source.store(SCOPE, head(10)), source.remove(SCOPE, CHAIN[8 * 7 : 8 * 10])
     )
     await index.overlap(SCOPE, CHAIN)
-    now = await index.metrics()
-    assert (now.resident_blocks, now.resident_bytes) == (7, 7 * BLOCK_BYTES)
+    size, now = await index.metrics(), index.work
+    assert (size.resident_blocks, size.resident_bytes) == (7, 7 * BLOCK_BYTES)
     assert (now.puts - before.puts, now.removes - before.removes, now.prefix_scans - before.prefix_scans) == (10, 3, 1)
     assert now.bytes_written - before.bytes_written == 10 * (8 + 4)
 
@@ -339,3 +351,92 @@ async def test_a_repeated_hash_counts_once(index: ResidencyIndex) -> None:
     )
     assert await index.digest("w") == source.digest().words
     assert await contents(index, "w") == source.held
+
+
+def sized(source: MessageSource, event: Stored, scope: Scope, block_bytes: int) -> RawMessage:
+    """A message whose scope has blocks of this size."""
+    source.seq += 1
+    uses = {scope.scope_id: ScopeUse(scope, 4, block_bytes)}
+    return to_raw(Message(source.worker_id, source.incarnation, source.seq, [event], uses, 1))
+
+
+async def test_resident_bytes_are_those_of_each_scopes_blocks(index: ResidencyIndex) -> None:
+    adapter = Scope("model", "tokenizer", "adapter")
+    a, b = MessageSource("a"), MessageSource("b")
+    await apply_messages(
+        index,
+        a.begin(1),
+        sized(a, Stored(SCOPE.scope_id, Tier.HBM, head(2)), SCOPE, 100),
+        sized(a, Stored(adapter.scope_id, Tier.HBM, head(3)), adapter, 1_000),
+        sized(a, Stored(adapter.scope_id, Tier.CPU_DRAM, head(1)), adapter, 1_000),
+    )
+    await apply_messages(index, b.begin(1), sized(b, Stored(SCOPE.scope_id, Tier.HBM, head(5)), SCOPE, 200))
+    rows = [(row.scope, row.tier, row.blocks, row.bytes) for row in await index.resident_blocks()]
+    assert rows == [
+        (SCOPE, Tier.HBM, 7, 2 * 100 + 5 * 200),
+        (adapter, Tier.HBM, 3, 3_000),
+        (adapter, Tier.CPU_DRAM, 1, 1_000),
+    ]
+    assert (await index.metrics()).resident_bytes == 5_200
+    unused = Scope("model", "tokenizer", "unused")
+    await apply_messages(index, a.remove(adapter, head(3)), a.remove(unused, head(3)))
+    assert (await index.metrics()).resident_bytes == 2_200
+    await index.retire("b", 1)
+    for shard in range(index.shards):
+        await index.sweep(shard, 1_000_000)
+    rows = [(row.scope, row.tier, row.blocks, row.bytes) for row in await index.resident_blocks()]
+    assert rows == [(SCOPE, Tier.HBM, 2, 200), (adapter, Tier.CPU_DRAM, 1, 1_000)]
+
+
+async def test_the_size_is_told_by_model_and_tier(index: ResidencyIndex) -> None:
+    other, adapter = Scope("other", "tokenizer"), Scope("model", "tokenizer", "adapter")
+    a, b = MessageSource("a"), MessageSource("b")
+    await apply_messages(
+        index,
+        a.begin(1),
+        sized(a, Stored(SCOPE.scope_id, Tier.HBM, head(2)), SCOPE, 100),
+        sized(a, Stored(adapter.scope_id, Tier.CPU_DRAM, head(3)), adapter, 100),
+    )
+    await apply_messages(
+        index,
+        b.begin(1),
+        sized(b, Stored(SCOPE.scope_id, Tier.HBM, head(5)), SCOPE, 100),
+        sized(b, Stored(other.scope_id, Tier.HBM, head(4)), other, 100),
+    )
+    assert (await index.metrics()).models == {
+        SCOPE.model_id: ModelBlocks(TierBlocks(hbm=7, cpu_dram=3), TierBlocks(hbm=700, cpu_dram=300)),
+        "other": ModelBlocks(TierBlocks(hbm=4), TierBlocks(hbm=400)),
+    }
+
+
+async def test_a_changed_block_size_counts_from_then_on_and_an_unknown_one_changes_nothing(
+    index: ResidencyIndex,
+) -> None:
+    source = MessageSource("w")
+    begin = source.begin(1)
+    unknown, known, unknown_again = (
+        sized(source, Stored(SCOPE.scope_id, Tier.HBM, CHAIN[8 * i : 8 * (i + 1)]), SCOPE, size)
+        for i, size in enumerate((0, 300, 0))
+    )
+    await apply_messages(index, begin, unknown)
+    assert (await index.metrics()).resident_bytes == 0
+    await apply_messages(index, known, unknown_again)
+    assert (await index.metrics()).resident_bytes == 900
+    assert [r.bytes for r in await index.locate(SCOPE, unpack_hashes(CHAIN)[0])] == [300]
+
+
+async def test_a_removal_from_all_tiers_says_how_many_residencies_it_took(index: ResidencyIndex) -> None:
+    assert await index.is_empty()
+    await index.put(USE, "w", Tier.HBM, head(5))
+    await index.put(USE, "w", Tier.CPU_DRAM, head(2))
+    assert not await index.is_empty()
+    assert await index.remove(SCOPE, "w", None, CHAIN[8:40]) == 4 + 1
+    assert await index.remove(SCOPE, "w", Tier.LOCAL_SSD, head(1)) == 0
+    assert await index.remove(SCOPE, "w", None, head(1)) == 2
+    assert await index.is_empty()
+
+
+async def test_an_index_says_its_name(index: ResidencyIndex) -> None:
+    names: dict[type, str] = {MemoryIndex: "memory", RedisIndex: "redis", SqliteIndex: "sqlite"}
+    assert index.name == names[type(index)]
+    assert index.persistent is (index.name != "memory")

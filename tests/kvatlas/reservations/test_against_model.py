@@ -231,6 +231,7 @@ class Both(RuleBasedStateMachine):
         load=loads,
         age_us=st.integers(0, 2 * SECOND_US),
         covers=st.booleans(),
+        waiting=st.integers(0, 3),
         sampled=st.booleans(),
         routable=st.sampled_from([True, True, True, False]),
         limit=st.builds(Limit, st.sampled_from([0, 1, 5]), st.sampled_from([0, 5_000, 60_000])),
@@ -242,11 +243,12 @@ class Both(RuleBasedStateMachine):
         load: Load,
         age_us: int,
         covers: bool,
+        waiting: int,
         sampled: bool,
         routable: bool,
         limit: Limit,
     ) -> None:
-        sample = LoadReport(load, age_us, covers) if sampled else None
+        sample = LoadReport(load, age_us, covers, waiting) if sampled else None
         likeness = LIKENESSES[2 if worker == "c-12" else WORKERS.index(worker) % 2] if routable else b""
         self.same("report", {worker: WorkerReport(incarnation, sample, likeness, limit)})
 

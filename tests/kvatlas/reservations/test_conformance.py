@@ -48,6 +48,53 @@ async def test_bookings_of_all_routers_spread(reservations: Reservations) -> Non
     assert await load(reservations, "a") == Load(3, 3_000, 0, 3_000)
 
 
+async def test_a_prompt_that_waits_counts_with_its_own_tokens_though_a_sample_has_it(
+    reservations: Reservations, clock: Clock
+) -> None:
+    only = ask([offer("a")])
+    for number in range(4):
+        await clock.pass_us(1)
+        await book(reservations, number, only)
+    await reservations.record_first_token(POOL, id_of(0))
+    await clock.pass_us(ARRIVAL_US)
+    sampled = Load(running_decodes=2, queued_prefill_tokens=60, kv_tokens=1_500)
+    await reservations.report(POOL, {"a": WorkerReport(1, LoadReport(sampled, waiting=2))})
+    # request 0 decodes; 1 is begun, 2 and 3 wait: their 1,000 tokens each are known, whatever the engine's mean prompt is
+    assert await load(reservations, "a") == Load(4, 3_000, 0, 3_500)
+    for number in (1, 2, 3):
+        await reservations.record_first_token(POOL, id_of(number))
+    assert await load(reservations, "a") == Load(4, 0, 0, 3_500)
+
+
+async def test_what_waits_beside_the_bookings_counts_as_the_engine_reports_it(
+    reservations: Reservations, clock: Clock
+) -> None:
+    await book(reservations, 1, ask([offer("a")]))
+    await clock.pass_us(ARRIVAL_US)
+    await reservations.report(POOL, {"a": WorkerReport(1, LoadReport(Load(3, 90, 0, 700), waiting=3))})
+    assert await load(reservations, "a") == Load(4, 1_060, 0, 1_700)
+
+
+async def test_a_booking_without_a_first_token_is_in_the_sample_once_a_newer_one_waits(
+    reservations: Reservations, clock: Clock
+) -> None:
+    only = ask([offer("a")])
+    await book(reservations, 1, only)
+    await clock.pass_us(ARRIVAL_US)
+    idle = {"a": WorkerReport(1, LoadReport(Load()))}
+    busy = {"a": WorkerReport(1, LoadReport(Load(1, 0, 0, 1_000)))}
+    await reservations.report(POOL, busy)
+    assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
+    await clock.pass_us(1)
+    await book(reservations, 2, only)
+    await clock.pass_us(ARRIVAL_US)
+    await reservations.report(POOL, busy)
+    assert await load(reservations, "a") == Load(1, 1_000, 0, 1_000)
+    await clock.pass_us(1)
+    await reservations.report(POOL, idle)
+    assert await load(reservations, "a") == Load()
+
+
 async def test_evaluating_books_nothing(reservations: Reservations) -> None:
     await book(reservations, 1, TWO)
     first = await reservations.evaluate(POOL, TWO)
@@ -64,6 +111,15 @@ async def test_a_reservation_queues_until_its_first_token_and_runs_until_its_end
     assert not await reservations.release(POOL, id_of(1), Outcome.FINISHED)
     assert not await reservations.record_first_token(POOL, id_of(1))
     assert await load(reservations, "a") == Load()
+
+
+async def test_what_is_booked_is_found_until_it_is_released(reservations: Reservations) -> None:
+    for number in range(3):
+        await book(reservations, number, TWO)
+    await reservations.release(POOL, id_of(1), Outcome.FAILED)
+    ids = [id_of(number) for number in range(600)]
+    assert await reservations.find_booked(POOL, ids) == {id_of(0), id_of(2)}
+    assert await reservations.find_booked("another", ids) == await reservations.find_booked(POOL, []) == set()
 
 
 async def test_reported_and_booked_load_add_up(reservations: Reservations) -> None:

@@ -173,6 +173,13 @@ async def test_workers_that_are_named_or_skipped_are_no_members(reservations: Re
     assert (await reservations.evaluate(POOL, crowd_ask(offers=named, skipped=["w0001"]))).worker_id == "w0002"
 
 
+async def test_a_worker_that_is_skipped_and_offered_counts_for_the_mean(reservations: Reservations) -> None:
+    await report(reservations, Load(7, 187, 0, 8_223))
+    both = [offer("silent"), offer("w0000", extra_us=90_000_000.0)]
+    found = await reservations.evaluate(POOL, crowd_ask(offers=both, skipped=["w0000"]))
+    assert (found.worker_id, found.by_offer[0].load) == ("silent", Load(7, 187, 0, 8_223))
+
+
 async def test_a_worker_that_gets_no_requests_now_is_no_member(reservations: Reservations) -> None:
     await report(reservations, Load(), Load(1))
     await report(reservations, Load(), likeness=b"")

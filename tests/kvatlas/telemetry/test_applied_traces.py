@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from indexer.applier import Applier
 from indexer.counters import IndexerCounters
-from indexer.partition.queue import PartitionQueue
+from kvatlas.bus.queue import PartitionQueue
 from kvatlas.identity import partition_of
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ApplyResult, Position

@@ -7,18 +7,21 @@ import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from indexer.counters import IndexerCounters
-from indexer.gauges import ReplicaGauges
-from kvatlas.blocks.residency import IndexMetrics
+from indexer.gauges import PartitionGauges, ReplicaGauges, StoreGauges
+from kvatlas.blocks.residency import IndexWork, ModelBlocks, TierBlocks
 from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import LearnedRates
+from kvatlas.fleet.records import EngineState
+from kvatlas.index.replica.counters import ReplicaCounters
 from kvatlas.predictions.accuracy import AnswerCounts
 from kvatlas.runtime.http_border import HttpCounters
 from kvatlas.telemetry import INSTRUMENTS, export_metrics
 from kvatlas.telemetry.instruments import TOTALS, Instrument
-from publishers.counters import PublisherCounters
+from kvatlas.telemetry.metric_export import read_distributions
+from publishers.counters import PublisherCounters, PublisherGauges
 from publishers.ledger.counters import LedgerCounters
 from router_client import RouterCounters
-from router_client.gateway.counters import GatewayCounters
+from router_client.gateway.counters import GatewayCounters, GatewayGauges
 from router_client.proxy.counters import ProxyCounters
 from router_client.tokens import TokenCounters
 from tests.kvatlas.telemetry.test_metric_export import read
@@ -27,13 +30,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+CONVENTIONS = ("gen_ai.", "db.client.", "http.server.", "messaging.")
+"""OpenTelemetry's names for what all kinds of systems do."""
+
+
 def test_every_instrument_has_one_description_and_a_unit() -> None:
     by_name: dict[str, Instrument] = {}
     for group in INSTRUMENTS.values():
         for series in group.values():
             assert by_name.setdefault(series.instrument.name, series.instrument) == series.instrument
     for instrument in by_name.values():
-        assert instrument.name.startswith("kvatlas.") and instrument.unit and instrument.description
+        assert instrument.name.startswith(("kvatlas.", *CONVENTIONS)) and instrument.unit and instrument.description
+        assert instrument.unit not in ("us", "ms", "KiBy"), "seconds and bytes"
 
 
 @pytest.mark.parametrize(
@@ -41,25 +49,34 @@ def test_every_instrument_has_one_description_and_a_unit() -> None:
     [
         ("indexer", IndexerCounters()),
         ("replica", ReplicaGauges()),
+        ("partition", PartitionGauges(1, 0.5)),
+        ("index", ModelBlocks()),
+        ("store", StoreGauges(7, 8)),
         ("router", RouterCounters()),
         ("rates", LearnedRates(1, EngineRates(), 2.0, 0.1, 0.2)),
         ("proxy", ProxyCounters()),
+        ("gateway_load", GatewayGauges(1, 2)),
         ("http", HttpCounters()),
         ("gateway", GatewayCounters()),
         ("tokens", TokenCounters()),
+        ("index_replica", ReplicaCounters()),
         ("answers", AnswerCounts()),
         ("publisher", PublisherCounters()),
+        ("engine", PublisherGauges(1, 0.5, EngineState.UP, 1, 2, TierBlocks(), 0, 0)),
         ("ledger", LedgerCounters()),
-        ("index", IndexMetrics(1, 2, 3, 4, 5, 6)),
+        ("index_work", IndexWork(1, 2, 3, 4)),
     ],
 )
 def test_every_counter_is_exported(
     metric_reader: InMemoryMetricReader, group: str, counters: "DataclassInstance"
 ) -> None:
     counted = {one.name for one in fields(counters)}
-    assert {name.partition(".")[0] for name in INSTRUMENTS[group]} == counted - TOTALS.get(group, set())
+    exported = {name.partition(".")[0] for name in INSTRUMENTS[group]}
+    computed = {name for name in exported - counted if isinstance(getattr(type(counters), name), property)}
+    assert exported - computed == counted - TOTALS.get(group, set())
     with export_metrics(group, counters):
-        assert len(read(metric_reader)) == len(INSTRUMENTS[group])
+        series = sum(len(found) for found in read_distributions().values())
+        assert len(read(metric_reader)) + series == len(INSTRUMENTS[group])
 
 
 def test_no_two_fields_of_a_group_are_the_same_series() -> None:

@@ -84,7 +84,7 @@ def test_learned_rates_are_exported_per_worker_while_the_worker_exists(metric_re
     }
     rate_metrics.export("pool", rates)
     prefill = {dict(key)["worker"]: us for (name, key), us in read(metric_reader).items() if name.endswith(".prefill")}
-    assert prefill == {"a": 20, "b": 30}
+    assert prefill == pytest.approx({"a": 20e-6, "b": 30e-6})
     rate_metrics.export("pool", {"b": rates["b"]})
     assert {dict(key)["worker"] for _, key in read(metric_reader)} == {"b"}
     rate_metrics.close()

@@ -1,6 +1,7 @@
 """What the OTEL_* variables switch on. Providers are global to a process, so a real set-up runs in a child process."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -85,6 +86,24 @@ def test_the_environment_may_set_the_service_name() -> None:
     )
     for variables in ({"OTEL_SERVICE_NAME": "mine"}, {"OTEL_RESOURCE_ATTRIBUTES": "service.name=mine"}):
         assert run_child(code, {"OTEL_TRACES_EXPORTER": "console", **variables}).stdout.startswith("mine")
+
+
+@pytest.mark.parametrize("exporter", ["none", "console", "prometheus"])
+def test_a_page_has_each_metric_once_whatever_else_is_exported(exporter: str) -> None:
+    code = (
+        "import kvatlas.telemetry as t\n"
+        "from router_client.counters import RouterCounters\n"
+        "telemetry = t.setup_telemetry('router', metrics_page=True)\n"
+        "with t.export_metrics('router', RouterCounters(routed=7)): page, kind = t.read_metrics_page()\n"
+        "telemetry.shutdown()\n"
+        "print(kind, page.decode(), sep='\\n')"
+    )
+    port = {"OTEL_EXPORTER_PROMETHEUS_HOST": "127.0.0.1", "OTEL_EXPORTER_PROMETHEUS_PORT": "0"}
+    out = run_child(code, {"OTEL_METRICS_EXPORTER": exporter, **port}).stdout
+    routed = [
+        line for line in out.splitlines() if re.match(r'kvatlas_router_decisions_total{.*outcome="routed".*} ', line)
+    ]
+    assert out.startswith("text/plain") and len(routed) == 1 and routed[0].endswith(" 7.0")
 
 
 def run_child(code: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -39,6 +39,7 @@ MEMORY = StreamSettings(storage="memory", max_bytes=1 << 20)
         "_INBOX.code.x",
         "_INBOX.chat.x",
         "kvatlas.dead.1.w",
+        "kvatlas.store.pool.code",
     ],
 )
 async def test_a_publisher_may_not_write(servers: GuardedServers, subject: str) -> None:
@@ -58,6 +59,7 @@ async def test_a_publisher_may_not_write(servers: GuardedServers, subject: str) 
         ("chat", alive_subject("code")),
         ("chat", control_subject("code")),
         ("chat", "kvatlas.grant.*"),
+        ("chat", "kvatlas.store.pool.*"),
         ("indexer", "_INBOX.chat.>"),
         ("indexer", "kvatlas.control.*"),
         ("auditor", "kvatlas.events.>"),
@@ -232,5 +234,18 @@ def test_written_secrets_are_kept_and_read_by_their_owner_alone(tmp_path: Path) 
     assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o600}
 
 
-def test_a_router_has_no_user_of_nats() -> None:
+def test_a_router_has_no_user_of_nats_unless_it_is_asked_for() -> None:
     assert set(nats_permissions()) == {"indexer", "auditor", "publisher"}
+    assert set(nats_permissions(with_routers=True)) == {"indexer", "auditor", "publisher", "router"}
+
+
+def test_a_router_may_only_ask_about_the_stream_and_read_it() -> None:
+    router = nats_permissions(with_routers=True)["router"]
+    assert {subject.split(".")[2] for subject in router.publish} == {"STREAM", "CONSUMER"}
+    assert all(subject.startswith("$JS.API.") and "KVATLAS_EVENTS" in subject for subject in router.publish)
+    assert not any(
+        call in subject
+        for subject in router.publish
+        for call in (".PURGE", ".UPDATE", "STREAM.DELETE", "STREAM.CREATE")
+    )
+    assert router.subscribe == ["_INBOX.router.>"] and not router.responds

@@ -16,10 +16,15 @@ from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
 from kvatlas.fleet.store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
+from kvatlas.outliers import OutlierChange, OutlierStore, Verdict
+from kvatlas.predictions.accuracy import AnswerReport
+from kvatlas.predictions.store import write_answer_report
+from kvatlas.reservations import RedisReservations, WorkerReport
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import open_store
 from kvatlas.store.function_library import mark_key
+from tests.kvatlas.reservations.asks import ask, offer
 from tests.kvatlas_cli.auth.guarded_servers import GuardedServers, write
 
 pytestmark = pytest.mark.anyio
@@ -102,6 +107,26 @@ async def test_commands_inside_functions_are_checked(store: tuple[ValkeyProcess,
             await router.fcall(INDEX_LIBRARY.function("kvatlas_retire"), ["kva:{s0}:workers"], [])
         with pytest.raises(NoPermissionError):
             await router.fcall(FLEET_LIBRARY.function("kvatlas_fleet_beat"), ["kva:{fleet}:members"], ["rogue", 10_000])
+    finally:
+        await router.close()
+        await indexer.close()
+
+
+async def test_a_router_may_write_all_that_routers_share_and_repair_it(store: tuple[ValkeyProcess, Path]) -> None:
+    indexer = await open_store(url_of(store, "indexer"), wait=False)
+    router = await open_store(url_of(store, "router"), wait=False)
+    try:
+        await FleetStore(indexer).load_functions()
+        reservations = RedisReservations(router)
+        found = await OutlierStore(router).exchange("p", "r", [OutlierChange("w", 0.0, 1.0, Verdict.EJECT, 0, 1.0)])
+        assert found["w"].times == 1
+        await write_answer_report(router, "r", "p", AnswerReport())
+        await indexer.client.hset(POOL[1], "w", b"damaged")
+        await reservations.report("p", {"v": WorkerReport(1)})
+        evaluation = await reservations.evaluate("p", ask([offer("w"), offer("v")]))
+        assert evaluation.worker_id in ("w", "v")
+        store[0].command("SET", POOL[5], "text")
+        assert await reservations.renew_lease("p", "r", 5_000_000) is False
     finally:
         await router.close()
         await indexer.close()

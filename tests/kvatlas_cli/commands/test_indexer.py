@@ -1,5 +1,6 @@
 """`kvatlas indexer` as a child process."""
 
+import re
 import signal
 
 import pytest
@@ -7,6 +8,8 @@ from redis import Redis
 
 from kvatlas.embedded import ServerProcess
 from tests.kvatlas_cli.conftest import UNUSED_ADDRESS, start_command
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -23,7 +26,7 @@ def test_an_indexer_reports_that_it_is_ready_and_stops_cleanly(
             process.send_signal(number)
             remaining = errors.read()
             assert (process.wait(timeout=30), output.read()) == (0, "")
-            assert remaining == "kvatlas: member i1: stopped reading 64 partitions (0-63)\n"
+            assert re.fullmatch(rf"{TIME} info indexer: member i1: stopped reading 64 partitions \(0-63\)\n", remaining)
             assert not store.hgetall("kva:{fleet}:leases")
 
 
@@ -32,7 +35,7 @@ def test_an_unreachable_server_is_retried_until_the_command_is_stopped(valkey_se
     assert process.stderr is not None and process.stdout is not None
     with process.stderr as errors, process.stdout:
         lines = [errors.readline(), errors.readline()]
-        assert all(line.startswith(f"kvatlas: NATS at nats://{UNUSED_ADDRESS}: ") for line in lines)
+        assert all(f": NATS at nats://{UNUSED_ADDRESS}: " in line for line in lines)
         assert all("retrying in" in line for line in lines)
         process.terminate()
         assert "Traceback" not in errors.read()

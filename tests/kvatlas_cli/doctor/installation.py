@@ -1,5 +1,6 @@
 """A small installation of its own: servers, replicas, simulated engines with their publishers."""
 
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,6 +21,7 @@ from kvatlas_cli.doctor import Finding, Level, examine
 from publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.indexer.running_replica import running_replica
+from tests.kvatlas_cli.conftest import child_environment
 from tests.simulator.running_engine import running_engine
 
 MODEL = "mock-model"
@@ -66,7 +68,7 @@ class Installation:
 
     async def findings(self, check: str, *, listen_s: float = 0.05) -> list[Finding]:
         """The doctor's findings of one check."""
-        found = await examine(self.nats.url, self.valkey.url, listen_s=listen_s)
+        found = await examine(self.nats.url, self.valkey.url, listen_s=listen_s, settle_s=0.2)
         return [one for one in found if one.check == check]
 
     async def problem(self, check: str, *, listen_s: float = 0.05) -> Finding:
@@ -141,3 +143,13 @@ async def running_installation() -> AsyncIterator[Installation]:
         finally:
             await store.close()
             await client.close()
+
+
+async def run_doctor(installation: Installation, *flags: str) -> tuple[int, str]:
+    """Run the command: exit code and stdout."""
+    words = ["doctor", "--nats-url", installation.nats.url, "--redis-url", installation.valkey.url, *flags]
+    done = await anyio.run_process(
+        [sys.executable, "-m", "kvatlas_cli.main", *words], check=False, env=child_environment()
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout.decode()

@@ -1,17 +1,15 @@
 """The whole examination: a healthy installation, an empty one, and unreachable servers."""
 
 import json
-import sys
 
 import anyio
 import pytest
 
 from kvatlas.identity import pool_id
 from kvatlas.predictions.store import read_answer_reports
-from kvatlas_cli.doctor import Level, examine
+from kvatlas_cli.doctor import Finding, Level, examine
 from tests.eventually import until
-from tests.kvatlas_cli.conftest import child_environment
-from tests.kvatlas_cli.doctor.installation import MODEL, Installation, now_us
+from tests.kvatlas_cli.doctor.installation import MODEL, Installation, now_us, run_doctor
 from tests.router_client.proxy.engines import running_proxy
 
 pytestmark = pytest.mark.anyio
@@ -19,15 +17,6 @@ pytestmark = pytest.mark.anyio
 POOL = pool_id(MODEL, MODEL)
 
 NOWHERE = "127.0.0.1:1"
-
-
-async def run_doctor(installation: Installation, *flags: str) -> tuple[int, str]:
-    words = ["doctor", "--nats-url", installation.nats.url, "--redis-url", installation.valkey.url, *flags]
-    done = await anyio.run_process(
-        [sys.executable, "-m", "kvatlas_cli.main", *words], check=False, env=child_environment()
-    )
-    assert not done.stderr
-    return done.returncode, done.stdout.decode()
 
 
 async def test_a_healthy_installation_has_no_problems(installation: Installation) -> None:
@@ -51,6 +40,28 @@ async def test_a_healthy_installation_has_no_problems(installation: Installation
         assert {"workers.heartbeats", "workers.index", "indexers.leases", "routers.answers", "clocks"} <= levels.keys()
 
 
+async def test_nothing_is_wrong_while_indexers_and_workers_are_replaced(installation: Installation) -> None:
+    wrong: list[Finding] = []
+    rolled = 0
+
+    async def look() -> None:
+        nonlocal rolled
+        found = await examine(installation.nats.url, installation.valkey.url, listen_s=1.2)
+        wrong.extend(one for one in found if one.level in (Level.ERROR, Level.WARNING) and one.check != "workers.index")
+        wrong.extend(one for one in found if one.level is Level.ERROR and one.check == "workers.index")
+        rolled += 1
+
+    async with installation.replicas("a"), installation.worker("w1"):
+        async with installation.replicas("b"), installation.worker("w2"):
+            await look()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look)  # b has given its partitions up, and w2 drained
+            async with installation.replicas("c"), installation.worker("w2"):
+                tasks.start_soon(look)
+                await until(lambda: rolled == 3, deadline_s=60, what="it looked while they were replaced")
+    assert not wrong
+
+
 async def test_an_empty_installation_is_an_error_with_advice(installation: Installation) -> None:
     code, out = await run_doctor(installation, "--listen-s", "0.05")
     assert code == 1 and "error    store.layout" in out and "-> start `kvatlas indexer` on it" in out
@@ -61,8 +72,8 @@ async def test_an_unreachable_server_is_an_error_and_the_other_is_still_examined
     found = await examine(f"nats://{NOWHERE}", installation.valkey.url, listen_s=0.05)
     assert [one.check for one in found if one.level is Level.ERROR] == [
         "store.functions",
-        "nats.reachable",
         "store.layout",
+        "nats.reachable",
     ]
     assert any(one.check == "store.policy" and one.level is Level.OK for one in found)
     found = await examine(installation.nats.url, f"redis://{NOWHERE}", listen_s=0.05)

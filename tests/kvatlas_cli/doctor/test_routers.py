@@ -27,7 +27,11 @@ async def test_what_routers_find_wrong_is_a_finding(installation: Installation) 
         counts=AnswerCounts(prompts_equal=1, prompts_differ=2), example="12 tokens where it counted 10"
     )
     await write_answer_report(installation.store, "bad", POOL, wrong)
-    bad, good = await installation.findings("routers.answers")
+    untold = AnswerReport(counts=AnswerCounts(prompts_equal=3, cached_untold=3))
+    await write_answer_report(installation.store, "untold", POOL, untold)
+    bad, good, silent = await installation.findings("routers.answers")
+    assert silent.level is Level.WARNING and silent.line.endswith("engines don't report cached tokens")
+    assert "--enable-prompt-tokens-details" in silent.advice
     assert good.level is Level.OK and "router good" in good.line and "100.0%" in good.line
     assert bad.level is Level.WARNING and "2 of 3 prompts differ" in bad.line and "--tokenizer engine" in bad.advice
 

@@ -3,12 +3,16 @@
 import anyio
 import pytest
 
-from kvatlas.fleet.records import Diagnosis, EngineState, Liveness
+from kvatlas.fleet.records import Diagnosis, EngineKind, EngineState, FleetRecord, Liveness
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas_cli.doctor import Level
+from kvatlas_cli.doctor.workers import judge_workers
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation, fleet_record, now_us
+from tests.router_client.pools import worker
 
 pytestmark = pytest.mark.anyio
+
+STORE = worker("s", kind=EngineKind.STORE)
 
 
 async def test_workers_without_a_heartbeat_or_a_fleet_record_are_found(installation: Installation) -> None:
@@ -107,3 +111,24 @@ async def test_a_pool_with_only_one_role_is_found(installation: Installation) ->
     await open_redis_index(installation.store, writer=True)
     await installation.write_records(fleet_record("w", of_endpoint={"role": "prefill"}))
     assert (await installation.problem("pools.roles")).level is Level.WARNING
+
+
+@pytest.mark.parametrize(
+    ("records", "level", "line"),
+    [
+        ([worker("w", stores=("s",)), STORE], Level.OK, "shared stores that workers read: s"),
+        ([worker("w", stores=("s",))], Level.ERROR, "w: --shared-store is s, which nobody publishes"),
+        ([worker("w"), STORE], Level.ERROR, "shared store s is named by no worker"),
+        (
+            [worker("w", stores=("s",), block_size=32), STORE],
+            Level.ERROR,
+            "w: the model or block size is not that of shared store s",
+        ),
+    ],
+)
+def test_stores_and_their_readers_are_compared(records: list[FleetRecord], level: Level, line: str) -> None:
+    fleet = {record.endpoint.id: record for record in records}
+    found = list(judge_workers(fleet, None, None, listened_s=0, now_us=0))
+    assert [(one.level, one.line) for one in found if one.check == "workers.stores"] == [(level, line)]
+    named = [one.line for one in found if one.check in ("workers.address", "workers.load")]
+    assert all(" s;" not in line and not line.endswith(" s") for line in named)

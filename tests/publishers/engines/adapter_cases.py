@@ -4,15 +4,18 @@ line here: `test_conformance.py` says what it must do.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from kvatlas.errors import EngineEventError
-from kvatlas.events import EngineBatch
+from kvatlas.events import EngineBatch, EngineStored
 from kvatlas.fleet.records import EngineKind
 from publishers.engines import decode_batch
 from publishers.engines.tensorrt_llm import EventDecoder, read_records
 from publishers.ledger.ledger import Ledger, LedgerSettings
+from tests.publishers.engines.open_traffic import BLOCK as OPEN_BLOCK
+from tests.publishers.engines.open_traffic import KEPT as OPEN_KEPT
+from tests.publishers.engines.open_traffic import OpenTraffic
 from tests.publishers.recordings import FILES, read_recording
 from tests.publishers.trtllm_serve import BLOCK, TrtllmServe
 
@@ -101,4 +104,18 @@ def cases() -> Sequence[AdapterCase]:
         payloads = [payload for _, payload in one.batches]
         found.append(AdapterCase(one.name, _zmq(one.kind), payloads, len(one.expected_usable), settings))
     drained = AdapterCase("tensorrt_llm", _drained, _trtllm_answers(), 40, {"set_semantics": True})
-    return [*found, drained]
+    settings = {"set_semantics": True, "salt_is_tenant": True, "block_size": OPEN_BLOCK}
+    plain = AdapterCase("open", _zmq(EngineKind.OPEN), OpenTraffic(numbered=False).batches, OPEN_KEPT, settings)
+    router = AdapterCase("open_router_protocol", _sized, OpenTraffic(numbered=True).batches, OPEN_KEPT, settings)
+    return [*found, drained, plain, router]
+
+
+def _sized() -> Decode:
+    """The router protocol tells no block size: the publisher's settings do."""
+
+    def decode(payload: bytes) -> EngineBatch:
+        batch = decode_batch(EngineKind.OPEN, payload)
+        events = [replace(one, block_size=OPEN_BLOCK) if isinstance(one, EngineStored) else one for one in batch.events]
+        return replace(batch, events=events)
+
+    return decode

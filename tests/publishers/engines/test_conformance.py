@@ -55,7 +55,7 @@ def test_of_stored_events_that_were_lost_nothing_more_is_announced(case: Adapter
 
 
 def _lost(event: object, rng: random.Random) -> bool:
-    return isinstance(event, EngineStored) and bool(event.token_ids) and rng.random() < 0.2
+    return isinstance(event, EngineStored) and bool(event.token_ids or event.local_hashes) and rng.random() < 0.2
 
 
 def test_who_joins_late_announces_no_block_that_the_engine_does_not_hold(case: AdapterCase) -> None:

@@ -160,3 +160,32 @@ def test_the_block_size_is_the_one_on_the_page() -> None:
     page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="10"} 1.0\n'
     assert read_metrics(page, LoadContext("w", EngineKind.VLLM), 1).block_size == 32
     assert read_metrics("", LoadContext("w", EngineKind.VLLM), 1).block_size is None
+
+
+CONFIG = "vllm:cache_config_info{%s} 1\nvllm:kv_cache_usage_perc 0.5\n"
+
+
+def test_capacity_and_use_are_in_bytes_by_the_models_geometry() -> None:
+    page = CONFIG % 'block_size="16",num_gpu_blocks="100",num_cpu_blocks="30"'
+    load = read_metrics(page, LoadContext("w", EngineKind.VLLM, token_bytes=1_000), 1).load
+    assert (load.hbm_capacity_bytes, load.hbm_used_bytes) == (1_600_000, 800_000)
+    assert (load.cpu_capacity_bytes, load.cpu_used_bytes) == (480_000, 0)
+
+
+def test_an_engine_that_was_given_its_caches_size_says_its_blocks_size() -> None:
+    page = CONFIG % 'block_size="16",num_gpu_blocks="100",kv_cache_memory_bytes="1000050",kv_offloading_size="2.5"'
+    metrics = read_metrics(page, LoadContext("w", EngineKind.VLLM), 1)
+    assert metrics.block_bytes == 10_000
+    assert (metrics.load.hbm_capacity_bytes, metrics.load.hbm_used_bytes) == (1_000_000, 500_000)
+    assert metrics.load.cpu_capacity_bytes == 5 << 29
+    set_by_hand = read_metrics(page, LoadContext("w", EngineKind.VLLM, block_bytes=7), 1)
+    assert set_by_hand.load.hbm_capacity_bytes == 700
+    unknown = read_metrics(CONFIG % 'num_gpu_blocks="100",kv_cache_memory_bytes="None"', VLLM, 1)
+    assert unknown.block_bytes == 0
+
+
+def test_sglangs_cache_in_the_hosts_memory_is_counted() -> None:
+    page = "sglang:max_total_num_tokens 1000\nsglang:num_used_tokens 100\n"
+    page += "sglang:hicache_host_total_tokens 4000\nsglang:hicache_host_used_tokens 640\n"
+    load = read_metrics(page, LoadContext("w", EngineKind.SGLANG, block_size=64, token_bytes=10), 1).load
+    assert (load.cpu_capacity_bytes, load.cpu_used_bytes) == (40_000, 6_400)

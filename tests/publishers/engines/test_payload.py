@@ -10,7 +10,9 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.errors import EngineEventError
 from kvatlas.events import EngineCleared, EngineRemoved, EngineStored
 from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import Scope
 from publishers.engines import MAX_PAYLOAD_BYTES, decode_batch
+from publishers.ledger.ledger import Ledger, LedgerSettings
 
 BOTH = [EngineKind.VLLM, EngineKind.SGLANG]
 
@@ -268,6 +270,12 @@ def test_an_image_alone_in_a_first_block_is_no_salt_where_events_are_arrays(
 ) -> None:
     event = only(["BlockStored", [1], None, [1, 2], 2, None, "GPU", "l" if keys[0][0] == "l" else None, keys])
     assert (event.extra_keys, event.salt) == (canonical, salt)
+
+
+def test_an_image_alone_makes_no_tenant() -> None:
+    ledger = Ledger(LedgerSettings("m", "t", salt_is_tenant=True))
+    ledger.fold(batch(["BlockStored", [1], None, [1, 2], 2, None, "GPU", None, [[IMAGE]]]))
+    assert [use.scope for use in ledger.uses.values()] == [Scope("m", "t")] and ledger.announced_blocks == 1
 
 
 def test_where_images_have_offsets_a_text_of_any_form_is_a_salt() -> None:

@@ -58,6 +58,23 @@ async def test_one_unanswered_poll_is_forgiven(engine: EngineHttp) -> None:
     assert poller.state.value == "down"
 
 
+@pytest.mark.parametrize(
+    ("metric", "calls"),
+    [("sglang:swa_token_usage", 1), ("sglang:mamba_available_tokens", 1), ("sglang:token_usage", 0)],
+)
+async def test_metrics_of_another_cache_show_a_hybrid_model(engine: EngineHttp, metric: str, calls: int) -> None:
+    """SGLang has these on every page, at 0 where the model has no such attention."""
+    found: list[None] = []
+    context = LoadContext("w", EngineKind.SGLANG)
+    poller = EnginePoller(
+        engine.url, context, PublisherCounters(), Diagnoses("w"), on_hybrid=lambda: found.append(None)
+    )
+    for value in (0.0, 0.5, 0.25):
+        engine.pages = {"/health": (200, ""), "/metrics": (200, f"sglang:mamba_usage 0.0\n{metric} {value}\n")}
+        await poller.poll_once()
+        assert len(found) == (calls if value else 0)
+
+
 async def test_a_sleeping_engine_is_asleep(engine: EngineHttp) -> None:
     engine.pages = {"/health": (200, ""), "/metrics": (200, 'vllm:engine_sleep_state{sleep_state="awake"} 0\n')}
     poller = make_poller(engine)

@@ -11,7 +11,7 @@ def watch() -> SocketWatch:
     """Connected, and asked for what was sent before."""
     watch = SocketWatch("tcp://events:1", "tcp://replay:2", "kv")
     watch.record_connect()
-    watch.record_replay(complete=True, late_batches=100)
+    watch.record_replay(complete=True, answered=True, late_batches=100)
     return watch
 
 
@@ -24,16 +24,16 @@ def seen(
 
 def test_what_was_sent_before_the_connection_is_not_late(watch: SocketWatch) -> None:
     assert not seen(watch)
-    watch.record_replay(complete=True, late_batches=1)
+    watch.record_replay(complete=True, answered=True, late_batches=1)
     assert not seen(watch)
-    watch.record_replay(complete=True, late_batches=1)
+    watch.record_replay(complete=True, answered=True, late_batches=1)
     assert "brings no events" in seen(watch)
     assert watch.record_message() and not seen(watch)
 
 
 def test_a_socket_that_brings_events_may_lose_some(watch: SocketWatch) -> None:
     assert watch.record_message() and not watch.record_message()
-    watch.record_replay(complete=True, late_batches=5)
+    watch.record_replay(complete=True, answered=True, late_batches=5)
     assert not seen(watch)
 
 
@@ -51,7 +51,7 @@ def test_a_missing_connection_is_suspicious_only_while_something_answers(watch: 
     watch.record_disconnect()
     assert not seen(watch, Connection.AWAY)
     assert seen(watch, Connection.AWAY, up=True).endswith("nothing is connected there")
-    watch.record_refusal()
+    watch.record_listener()
     assert seen(watch, Connection.AWAY, up=True).endswith("no event socket")
     watch.record_connect()
     assert not seen(watch, up=True)

@@ -15,6 +15,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.events import (
     Cleared,
     EngineBatch,
+    EngineDropped,
     EngineHash,
     EngineRemoved,
     EngineStored,
@@ -71,6 +72,10 @@ class NaiveLedger:
                 for name in event.hashes:
                     if self.counts[name, event.tier, event.group]:
                         self.counts[name, event.tier, event.group] -= 1
+            elif isinstance(event, EngineDropped):
+                for key in self.counts:
+                    if key[0] in event.hashes and key[2] == event.group:
+                        self.counts[key] = 0
             else:
                 for key in self.counts:
                     if key[1] in event.tiers:

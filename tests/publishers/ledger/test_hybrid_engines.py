@@ -21,7 +21,7 @@ from kvatlas.events import (
 from publishers.counters import PublisherCounters
 from publishers.ledger.ledger import Ledger, LedgerSettings
 from publishers.stream.changelog import Changelog, IncarnationReason
-from tests.publishers.ledger.one_chain import fold, hashes, held, ledger, reverse, store
+from tests.publishers.ledger.one_chain import TOKENS, fold, hashes, held, ledger, reverse, store
 
 FULL, MAMBA, WINDOW = AttentionKind.FULL, AttentionKind.MAMBA, AttentionKind.SLIDING_WINDOW
 
@@ -120,6 +120,43 @@ def test_what_can_not_be_computed_is_an_upper_bound_with_its_reason(
     fold(one, store([1, 2], kind=FULL), store([2], 1, 1, kind=kind, group=1))
     assert why in one.reuse.upper_bound and one.dropped is None
     assert one.announced_blocks == (1 if "granularity" in settings else 2)
+
+
+@pytest.mark.parametrize("larger_first", [True, False])
+def test_of_two_sizes_of_full_blocks_the_smaller_are_announced_and_both_say_where_to_resume(larger_first: bool) -> None:
+    one = ledger(eagle=True, eagle_groups=frozenset({0}))
+    small = store([1, 2, 3, 4, 5], kind=FULL)
+    large = store([2, 4], block_size=4, token_ids=TOKENS[:8], kind=FULL, group=1)
+    for event in (large, small) if larger_first else (small, large):
+        fold(one, event)
+    assert one.take_regrouped() and one.block_size == 2 and one.announced_blocks == 5 and one.dropped == 1
+    assert (marked(one), one.reuse.upper_bound) == (2, ""), "4 and 8 tokens, with the draft's block behind them"
+    again = Ledger.load(one.dump(), one.settings)
+    assert (again.reuse, again.digest_words) == (one.reuse, one.digest_words)
+    fold(one, EngineRemoved([5]))
+    assert (one.announced_blocks, marked(one)) == (4, 1)
+    fold(one, EngineRemoved([2], group=1))
+    assert (one.announced_blocks, marked(one)) == (4, 0)
+
+
+def test_blocks_of_a_connector_and_of_an_empty_event_do_not_change_a_groups_size() -> None:
+    one = ledger()
+    fold(one, store([1, 2], kind=FULL), store([2], 1, 1, kind=MAMBA, group=1))
+    chunk = store([4], block_size=8, token_ids=TOKENS[:8], kind=FULL, tier=Tier.CPU_DRAM, offloaded=True)
+    fold(one, chunk, store([], block_size=64, token_ids=[], kind=FULL))
+    assert one.block_size == 2 and marked(one) == 1 and not one.reuse.upper_bound
+
+
+def test_what_a_hybrid_holds_is_an_upper_bound_if_its_events_tell_no_groups() -> None:
+    one = ledger()
+    fold(one, store([1, 2]))
+    before = one.reuse.upper_bound
+    one.learn_hybrid()
+    assert not before
+    assert one.reuse.upper_bound == "the engine tells full attention only"
+    one.empty()
+    fold(one, store([1, 2]))
+    assert one.reuse.upper_bound == "the engine tells full attention only" and one.announced_blocks == 2
 
 
 def test_an_adapter_loaded_from_elsewhere_loses_its_blocks_and_only_these() -> None:

@@ -199,3 +199,16 @@ def test_scopes_of_former_tenants_are_forgotten() -> None:
         fold(one, EngineStored([-tenant], None, [1 << 40] * 2, 2, salt=f"unindexable-{tenant}"))
     assert len(one.uses) <= 4
     assert len(one.lineage.namespaces) <= 2
+
+
+def test_a_size_that_the_engine_says_later_is_told_with_the_next_blocks_unless_it_was_set() -> None:
+    for settings, expected in (
+        (LedgerSettings("m", "m", block_size=4), 300),
+        (LedgerSettings("m", "m", token_bytes=5), 20),
+    ):
+        ledger = Ledger(settings)
+        fold(ledger, EngineStored([1], None, [1, 2, 3, 4], 4))
+        ledger.set_told_block_bytes(300)
+        fold(ledger, EngineStored([2], 1, [5, 6, 7, 8], 4))
+        assert [use.block_bytes for use in ledger.uses.values()] == [expected]
+        assert ledger.block_bytes == expected

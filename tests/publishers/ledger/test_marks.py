@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.blocks.attention_groups import AttentionGroup, AttentionKind, ResumptionRule
-from publishers.ledger.block import Block, Namespace, Stretch
+from publishers.ledger.block import Namespace, Stretch
 from publishers.ledger.marks.marks import SEGMENT, MarkChange, Marks
 from tests.publishers.naive_reuse import Group, allows
 
@@ -33,8 +33,19 @@ MODELS = {
     "larger window blocks": (FULL, AttentionGroup(AttentionKind.SLIDING_WINDOW, 64, window_tokens=200)),
     "larger mamba blocks": (FULL, AttentionGroup(AttentionKind.MAMBA, 48)),
     "larger full blocks": (AttentionGroup(AttentionKind.FULL, 32), WINDOW, AttentionGroup(AttentionKind.MAMBA, 48)),
+    "two sizes of full blocks": (FULL, AttentionGroup(AttentionKind.FULL, 64)),
+    "two sizes of full blocks, the smaller draft": (DRAFT, AttentionGroup(AttentionKind.MLA, 64), WINDOW),
+    "two sizes of full blocks, the larger draft": (FULL, AttentionGroup(AttentionKind.FULL, 48, eagle=True)),
+    "smaller window blocks": (AttentionGroup(AttentionKind.FULL, 64), WINDOW, AttentionGroup(AttentionKind.MAMBA, 64)),
+    "smaller window blocks, full attention drafts": (AttentionGroup(AttentionKind.FULL, 32, eagle=True), WINDOW),
     "larger blocks that draft": (AttentionGroup(AttentionKind.FULL, 64, eagle=True), WINDOW),
 }
+
+
+def rule_of(model: str) -> ResumptionRule:
+    """In the blocks that the index has: full attention's where windows have smaller ones, else those that all are made of."""
+    size = MODELS[model][0].block_size if model.startswith("smaller") else None
+    return ResumptionRule.of(MODELS[model], block_size=size)
 
 
 @dataclass
@@ -42,17 +53,17 @@ class Tree:
     """Blocks under one root each, and what full attention holds of them. `announced` follows from that."""
 
     groups: tuple[AttentionGroup, ...]
-    blocks: list[Block] = field(default_factory=list)
-    held_full: set[Block] = field(default_factory=set)
+    blocks: list[Stretch] = field(default_factory=list)
+    held_full: set[Stretch] = field(default_factory=set)
     namespace: Namespace = field(default_factory=lambda: Namespace(b"scope id", None, None, None))
     made: int = 0
 
-    def grow(self, parent: Block | None, count: int) -> list[Block]:
+    def grow(self, parent: Stretch | None, count: int) -> list[Stretch]:
         grown = []
         for _ in range(count):
             self.made += 1
             index = 0 if parent is None else parent.index + 1
-            block = Block(Stretch(self.namespace, index, self.made.to_bytes(8, "little")), 0, parent)
+            block = Stretch(self.namespace, index, self.made.to_bytes(8, "little"), parent)
             if parent is not None:
                 parent.add_child(block)
             self.blocks.append(block)
@@ -60,7 +71,7 @@ class Tree:
             parent = block
         return grown
 
-    def announce(self) -> list[Block]:
+    def announce(self) -> list[Stretch]:
         """Settles what is announced; the blocks for which that changed."""
         changed = []
         for block in self.blocks:  # parents stand before children
@@ -79,39 +90,47 @@ class Tree:
                     block.parent.remove_child(block)
                 self.blocks.remove(block)
 
-    def naive_marks(self, rule: ResumptionRule) -> set[Block]:
+    def naive_marks(self, rule: ResumptionRule) -> set[Stretch]:
         return {block for block in self.blocks if block.usable > 0 and self._is_resumable(block, rule)}
 
-    def _is_resumable(self, block: Block, rule: ResumptionRule) -> bool:
+    def _is_resumable(self, block: Stretch, rule: ResumptionRule) -> bool:
         position = block.index + 1 - rule.dropped
         path = list(above(block))[::-1]
         if position <= 0 or position % rule.alignment:
             return False
-        for slot, group in enumerate(rule.sparse):
+        for group, bits in zip(rule.sparse, bits_of(rule), strict=True):
             naive = Group(str(group.kind), group.window_tokens, group.block_size, group.chunk_tokens, group.drops)
-            held = [block.held_by >> slot & 1 == 1 for block in path]
-            if not allows(naive, position, rule.block_size, held.__getitem__):
+            held = [block.held_by & bit > 0 for block in path for bit in bits]
+            if not allows(naive, position * len(bits), rule.block_size // len(bits), held.__getitem__):
                 return False
         return True
 
 
-def above(block: Block | None) -> Iterator[Block]:
+def bits_of(rule: ResumptionRule) -> list[list[int]]:
+    """Of each sparse group its bits in `Stretch.held_by`."""
+    return [
+        [first << part for part in range(max(1, rule.block_size // group.block_size))]
+        for group, first in zip(rule.sparse, rule.first_bits, strict=True)
+    ]
+
+
+def above(block: Stretch | None) -> Iterator[Stretch]:
     while block is not None:
         yield block
         block = block.parent
 
 
-def naive_heads(marked: set[Block]) -> dict[Block, int]:
-    heads: dict[Block, int] = {}
+def naive_heads(marked: set[Stretch]) -> dict[Stretch, int]:
+    heads: dict[Stretch, int] = {}
     for block in marked:
         head = next(one for one in above(block) if one.index == block.index // SEGMENT * SEGMENT)
         heads[head] = heads.get(head, 0) | 1 << block.index % SEGMENT
     return heads
 
 
-def change_something(tree: Tree, rule: ResumptionRule, random: Random) -> set[Block]:
+def change_something(tree: Tree, rule: ResumptionRule, random: Random) -> set[Stretch]:
     """A batch like an engine's: chains are stored, mostly held by all groups at their end, and blocks are evicted."""
-    touched: set[Block] = set()
+    touched: set[Stretch] = set()
     for _ in range(random.randint(1, 4)):
         act = random.random()
         if act < 0.5 or not tree.blocks:
@@ -120,14 +139,14 @@ def change_something(tree: Tree, rule: ResumptionRule, random: Random) -> set[Bl
             touched.update(grown)
             if random.random() < 0.9:
                 tree.held_full.update(grown)
-            for slot in range(len(rule.sparse)):
+            for bits in bits_of(rule):
                 dense = random.random() < 0.5
                 for block in grown if dense else grown[-random.randint(1, 12) :]:
-                    block.held_by |= 1 << slot
+                    block.held_by |= sum(bits)
         elif act < 0.75:
-            slot = random.randrange(len(rule.sparse))
+            bits = random.choice(bits_of(rule))
             for block in random.sample(tree.blocks, min(len(tree.blocks), random.choice((1, 5, 30)))):
-                block.held_by ^= 1 << slot
+                block.held_by ^= random.choice(bits)
                 touched.add(block)
         else:
             for block in random.sample(tree.blocks, min(len(tree.blocks), random.choice((1, 1, 4)))):
@@ -140,11 +159,11 @@ def change_something(tree: Tree, rule: ResumptionRule, random: Random) -> set[Bl
 @settings(max_examples=150)
 def test_marks_and_heads_equal_a_computation_from_scratch_after_each_batch(model: str, seed: int, batches: int) -> None:
     random = Random(seed)
-    rule = ResumptionRule.of(MODELS[model])
+    rule = rule_of(model)
     tree = Tree(MODELS[model])
     marks = Marks(rule)
-    published_marks: set[Block] = set()
-    published_heads: dict[Block, int] = {}
+    published_marks: set[Stretch] = set()
+    published_heads: dict[Stretch, int] = {}
     for _ in range(batches):
         change = marks.settle(change_something(tree, rule, random))
         expected = tree.naive_marks(rule)
@@ -156,7 +175,7 @@ def test_marks_and_heads_equal_a_computation_from_scratch_after_each_batch(model
         tree.drop_forgotten(random)
 
 
-def apply(change: MarkChange, marks: set[Block], heads: dict[Block, int]) -> None:
+def apply(change: MarkChange, marks: set[Stretch], heads: dict[Stretch, int]) -> None:
     """As an index would; refuses what is no change."""
     assert marks.issuperset(change.unmarked)
     assert marks.isdisjoint(change.marked)
@@ -170,7 +189,7 @@ def apply(change: MarkChange, marks: set[Block], heads: dict[Block, int]) -> Non
             del heads[head]
 
 
-def chain(tree: Tree, count: int) -> list[Block]:
+def chain(tree: Tree, count: int) -> list[Stretch]:
     grown = tree.grow(None, count)
     tree.held_full.update(grown)
     return grown
@@ -209,6 +228,21 @@ def test_a_chunks_start_needs_no_block_of_the_chunked_group() -> None:
     tree.announce()
     marks.settle(blocks)
     assert positions(marks) == [6, 12, 18]
+
+
+def test_larger_full_blocks_count_as_long_as_all_of_them_are_held() -> None:
+    groups = (DRAFT, AttentionGroup(AttentionKind.FULL, 64))
+    tree = Tree(groups)
+    blocks = chain(tree, 18)
+    for block in blocks[3:16:4]:
+        block.held_by = 1
+    marks = Marks(ResumptionRule.of(groups))
+    tree.announce()
+    marks.settle(blocks)
+    assert positions(marks) == [5, 9, 13, 17], "positions 4, 8, 12 and 16, each with the draft's block behind it"
+    blocks[7].held_by = 0
+    marks.settle([blocks[7]])
+    assert positions(marks) == [5]
 
 
 def test_only_touched_blocks_and_those_in_their_windows_are_looked_at() -> None:

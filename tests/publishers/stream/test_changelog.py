@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import decode, decode_raw
 from kvatlas.errors import InvalidValue
@@ -120,6 +121,29 @@ def test_after_an_overflow_a_new_incarnation_is_due() -> None:
     begin(changelog)
     assert changelog.incarnation_due is None
     assert changelog.ledger.digest.blocks == 4
+
+
+@pytest.mark.anyio
+async def test_after_an_overflow_the_old_incarnation_can_withdraw_what_it_claims() -> None:
+    changelog = new_changelog(OutboxLimits(outbox_messages=2))
+    changelog.require_incarnation(IncarnationReason.START)
+    begin(changelog)
+    assert not changelog.withdraw(NOW_US), "nothing was lost"
+    changelog.require_incarnation(IncarnationReason.REQUESTED)
+    assert not changelog.withdraw(NOW_US), "nothing was lost"
+    for name in range(4):
+        changelog.record(stored(name))
+        flush(changelog)
+    assert changelog.withdraw(NOW_US) and not changelog.withdraw(NOW_US)
+    changelog.record(stored(5))
+    assert flush(changelog) == 0
+    index = MemoryIndex(partitions=1)
+    await index.apply(0, [PartitionBatch(0, [decode_raw(payload) for payload in drain(changelog)])])
+    assert await index.digest("w") == Digest().words
+    begin(changelog)
+    assert not changelog.withdraw(NOW_US)
+    await index.apply(0, [PartitionBatch(0, [decode_raw(payload) for payload in drain(changelog)])])
+    assert await index.digest("w") == changelog.ledger.digest.words and changelog.ledger.digest.blocks == 5
 
 
 def test_starting_over_begins_with_an_empty_cache() -> None:

@@ -134,7 +134,9 @@ async def test_a_fleet_that_can_not_be_read_is_used_as_last_known(index: Breakab
     fleet.broken = False
     await router.reserve(PROMPT, dry_run=True)
     fleet.broken = True
-    assert (await router.reserve(PROMPT, dry_run=True)).worker_id == HOLDER
+    choice = await router.reserve(PROMPT, dry_run=True)
+    assert (choice.worker_id, choice.basis, router.counters.open_fleet) == (HOLDER, Basis.COST, 1)
+    assert "fleet: " in choice.explain()
 
 
 # ---------------------------------------------------------------- the whole store

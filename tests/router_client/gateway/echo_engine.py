@@ -26,8 +26,8 @@ class EchoEngine:
 
 
 @asynccontextmanager
-async def echo_engine(port: int) -> AsyncIterator[EchoEngine]:
-    listener = listen(LOOPBACK, port, "the echo engine")
+async def echo_engine(port: int, host: str = LOOPBACK) -> AsyncIterator[EchoEngine]:
+    listener = listen(host, port, "the echo engine")
     engine = EchoEngine(listener.url)
 
     async def echo(request: Request) -> Response:

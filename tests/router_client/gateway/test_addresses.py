@@ -3,9 +3,8 @@
 import pytest
 
 from kvatlas.errors import InvalidValue
-from router_client.gateway.addresses import Candidates, PodList, WorkerAddresses, endpoint_of
+from router_client.gateway.addresses import Candidates, WorkerAddresses, endpoint_of
 from router_client.upstream.engine_addresses import AddressPolicy
-from tests.eventually import until
 from tests.router_client.proxy.engines import record
 
 NEAR, FAR = AddressPolicy(near=True), AddressPolicy(near=False)
@@ -50,33 +49,27 @@ def test_a_subset_names_workers_and_pods_that_nobody_publishes_for() -> None:
     }
     found = WorkerAddresses.of(records, FAR)
     assert found.among(None).workers == frozenset(["a", "b", "r-dp0", "r-dp1"]) and "named" in found.unusable
-    assert found.among(["10.0.0.1:8000", "10.0.0.9:8000"]) == Candidates(frozenset("a"), ["10.0.0.9:8000"])
-    assert found.among(["10.0.0.1", "10.0.0.9"]) == Candidates(frozenset("ab"), []), (
+    assert found.among(None, ["10.0.0.1:8000", "10.0.0.9:8000"]) == Candidates(frozenset("a"), ["10.0.0.9:8000"])
+    assert found.among(None, ["10.0.0.1", "10.0.0.9"]) == Candidates(frozenset("ab"), []), (
         "an address alone stands for all its ports"
     )
-    assert found.among(["10.0.0.2:8000"]).workers == frozenset(["r-dp0", "r-dp1"])
+    assert found.among(None, ["10.0.0.2:8000"]).workers == frozenset(["r-dp0", "r-dp1"])
     assert (found.worker_at("10.0.0.1:8001"), found.worker_at("10.0.0.2:8000")) == ("b", None)
     usable = WorkerAddresses.of({"a": records["a"]}, FAR)
     assert usable.among(None).workers is None
 
 
-@pytest.mark.anyio
-async def test_a_name_stands_for_its_addresses_and_one_that_is_unknown_for_none() -> None:
-    pods = PodList(["localhost:8000", "nosuch.invalid:8000", "[::1]:9000"])
-    await pods.start()
-    try:
-
-        async def found() -> bool:
-            return {"127.0.0.1:8000", "[::1]:9000"} <= set(pods.endpoints or ())
-
-        await until(found, what="addresses are looked up")
-        assert not any("nosuch" in endpoint for endpoint in pods.endpoints or ())
-    finally:
-        await pods.stop()
-    assert PodList([]).endpoints is None
-
-
-@pytest.mark.parametrize("entry", ["engine", "engine:", ":80", "engine:http", "engine:0", "engine:65536"])
-def test_a_pod_needs_a_port(entry: str) -> None:
-    with pytest.raises(InvalidValue, match="expected HOST:PORT"):
-        PodList([entry])
+def test_of_a_known_pool_a_subset_names_only_members() -> None:
+    records = {"a": record("a", "http://10.0.0.1:8000"), "b": record("b", "http://10.0.0.2:8000")}
+    found = WorkerAddresses.of(records, FAR)
+    pool = ["10.0.0.1:8000", "10.0.0.3:8000", "10.0.0.3:8001", "[fd00::1]:8000"]
+    assert found.among(pool) == Candidates(frozenset("a"), pool[1:])
+    assert found.among(pool, ["10.0.0.1", "10.0.0.2", "10.0.0.3:8001"]) == Candidates(frozenset("a"), pool[2:3])
+    assert found.among(pool, ["10.0.0.3", "fd00::1"]) == Candidates(frozenset(), pool[1:])
+    assert (
+        found.among(pool, ["10.0.0.2:8000"])
+        == found.among(pool, [])
+        == found.among([], None)
+        == Candidates(frozenset(), [])
+    )
+    assert found.among(None, ["10.0.0.2:8000"]) == Candidates(frozenset("b"), [])

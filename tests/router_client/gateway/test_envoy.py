@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,11 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
+from kvatlas.embedded.free_port import free_port
 from kvatlas.fleet.records import Role
 from kvatlas.fleet.store import FleetStore
 from kvatlas.store.connection import Store
-from router_client.gateway import service
-from router_client.gateway.extension_objects import KubernetesApi
 from router_client.gateway.service import RunningPicker
 from simulator.http.chat_template import render
 from tests.eventually import until
@@ -31,6 +25,7 @@ from tests.router_client.disaggregation.test_proxy_pairs import BUSY, part
 from tests.router_client.gateway.echo_engine import echo_engine
 from tests.router_client.gateway.envoy import SUBSET_HEADER, EnvoyProcess
 from tests.router_client.gateway.gateway import PROMPT, Gateway, running_gateway, running_picker, worker_of
+from tests.router_client.gateway.kubernetes import Namespace
 from tests.router_client.proxy.engines import MODEL, record
 from tests.router_client.proxy.test_proxy import MESSAGES, requests_are
 
@@ -78,9 +73,11 @@ async def test_a_chat_is_tokenized_and_goes_to_the_worker_that_holds_it(
             body = {"model": MODEL, "messages": messages, "max_tokens": 2}
             answer = await gateway["whole"].post("/v1/chat/completions", json=body)
             assert answer.status_code == 200 and worker_of(answer) == worker_id
+            streamed = await gateway["whole"].post("/v1/chat/completions", json={**body, "stream": True})
+            assert worker_of(streamed) == worker_id and streamed.text.endswith("data: [DONE]\n\n")
         await gateway.nothing_is_booked()
         answers = picker.client.answers.counts
-        assert (answers.prompts_equal, answers.prompts_differ) == (2, 0)
+        assert (answers.prompts_equal, answers.prompts_differ) == (4, 0)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -163,6 +160,16 @@ async def test_bodies_of_10_mb_pass_unchanged_both_ways(
         assert picker.counters.answered == 8
 
 
+async def test_a_gateway_that_buffers_bodies_refuses_those_above_its_own_limit(
+    gateway: Gateway, picker: RunningPicker
+) -> None:
+    for length, status in ((900_000, 400), (2_000_000, 413)):  # the engine's context is shorter than either
+        answer = await gateway["buffered"].post("/v1/completions", json={**ASK, "prompt": [7] * (length // 3)})
+        assert answer.status_code == status
+    await gateway.nothing_is_booked()
+    assert (picker.counters.failed, picker.counters.undecided) == (1, 1)
+
+
 async def test_only_endpoints_of_the_subset_are_picked(gateway: Gateway, picker: RunningPicker) -> None:
     await gateway.fleet.holds("w1", PROMPT)
     chosen: list[str] = []
@@ -199,10 +206,13 @@ async def test_a_subset_without_a_known_endpoint_is_routed_by_prefix_and_an_empt
         await gateway.nothing_is_booked()
 
 
-async def test_a_dead_engine_costs_a_retry_where_the_gateway_takes_a_list(
-    envoy: EnvoyProcess, store: Store, valkey_url: str
+@pytest.mark.parametrize(
+    "is_the_gateways", [True, False], ids=["a dead engine", "an address that the gateway does not know"]
+)
+async def test_an_endpoint_that_can_not_answer_costs_a_retry_where_the_gateway_takes_a_list(
+    envoy: EnvoyProcess, store: Store, valkey_url: str, is_the_gateways: bool
 ) -> None:
-    dead = f"http://127.0.0.1:{envoy.ports.engines[2]}"
+    dead = f"http://127.0.0.1:{envoy.ports.engines[2] if is_the_gateways else free_port()}"
     async with (
         running_gateway(envoy, store, {"w1": {}, "w2": {}}, {"w3": {"url": dead}}) as gateway,
         running_picker(valkey_url, port=envoy.ports.picker, fallbacks=2) as picker,
@@ -301,22 +311,10 @@ async def test_the_ranks_of_one_engine_share_an_endpoint_and_get_their_header(
 async def test_a_model_is_rewritten_for_the_engine_and_back_in_the_answer(
     envoy: EnvoyProcess, gateway: Gateway, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "token").write_text("secret")
-    (tmp_path / "namespace").write_text("models")
     pool = {"poolRef": {"name": "kvatlas"}}
     rule = {"matches": [{"model": {"value": "chat"}}], "targets": [{"modelRewrite": MODEL}]}
-    found = [{"metadata": {"name": "r"}, "spec": {**pool, "rules": [rule]}}]
-
-    async def listed(request: Request) -> Response:
-        return JSONResponse({"items": found if request.url.path.endswith("rewrites") else []})
-
-    @asynccontextmanager
-    async def api() -> AsyncIterator[KubernetesApi]:
-        transport = httpx.ASGITransport(app=Starlette(routes=[Route("/{path:path}", listed)]))
-        async with httpx.AsyncClient(transport=transport, base_url="https://kubernetes") as client:
-            yield KubernetesApi(client, tmp_path)
-
-    monkeypatch.setattr(service, "open_kubernetes_api", api)
+    rewrite = {"metadata": {"name": "r"}, "spec": {**pool, "rules": [rule]}}
+    Namespace(tmp_path, {"llm-d.ai/v1alpha2": {"inferencemodelrewrites": [rewrite]}}).replace_service(monkeypatch)
     async with running_picker(valkey_url, port=envoy.ports.picker, extension_objects="llm-d.ai") as picker:
         whole = await gateway["whole"].post("/v1/completions", json={**ASK, "model": "chat"})
         assert whole.status_code == 200 and whole.json()["model"] == "chat"

@@ -5,18 +5,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvatlas.errors import SettingsError
 from router_client.gateway.answer_reader import AnswerReader
 from router_client.gateway.asked_request import AskedRequest
-from router_client.gateway.extension_objects import ExtensionObjects, KubernetesApi, PoolObjects, open_kubernetes_api
+from router_client.gateway.extension_objects import ExtensionObjects, PoolObjects
+from router_client.gateway.kubernetes_api import open_kubernetes_api
 from router_client.gateway.picker import Renaming, RequestHead
+from tests.router_client.gateway.kubernetes import Namespace
 
 pytestmark = pytest.mark.anyio
 
@@ -118,30 +115,20 @@ def test_the_answer_names_the_clients_model(space: str, cut: int) -> None:
 async def test_objects_are_read_as_the_pods_service_account_and_kept_while_the_api_is_away(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "token").write_text("secret\n")
-    (tmp_path / "namespace").write_text("models")
     found = {
         "inferenceobjectives": [objective("fast", 10), {"metadata": {"name": "bad"}, "spec": {}}],
         "inferencemodelrewrites": [rewrite("r", "2026-01-01T00:00:00Z", (["chat"], {"a": 1}))],
     }
-    status = 200
-
-    async def listed(request: Request) -> Response:
-        if request.headers["authorization"] != "Bearer secret" or status != 200:
-            return JSONResponse({"kind": "Status"}, max(status, 403))
-        return JSONResponse({"items": found[request.path_params["plural"]]})
-
-    application = Starlette(routes=[Route("/apis/llm-d.ai/v1alpha2/namespaces/models/{plural}", listed)])
-    transport = httpx.ASGITransport(app=application)
-    async with httpx.AsyncClient(transport=transport, base_url="https://kubernetes") as client:
-        objects = ExtensionObjects(KubernetesApi(client, tmp_path), "llm-d.ai", "pool")
+    namespace = Namespace(tmp_path, {"llm-d.ai/v1alpha2": found})
+    async with namespace.open() as api:
+        objects = ExtensionObjects(api, "llm-d.ai", "pool")
         for _ in range(2):
             await objects.read()
             assert objects.current.priorities == {"fast": 10} and objects.current.rewrite("chat") == "a"
         assert len(caplog.messages) == 1 and "InferenceObjective 'bad' is left out" in caplog.messages[0]
-        status = 503
+        namespace.status = 503
         await objects.read()
-        assert "keeping the last ones" in caplog.messages[-1] and objects.current.priorities == {"fast": 10}
+        assert "keeping what was read last" in caplog.messages[-1] and objects.current.priorities == {"fast": 10}
 
 
 async def test_outside_a_pod_the_setting_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

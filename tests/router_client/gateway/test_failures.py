@@ -33,7 +33,7 @@ from tests.router_client.gateway.gateway import (
     worker_of,
 )
 from tests.router_client.proxy.engines import MODEL
-from tests.router_client.proxy.faulty_engine import faulty_engine
+from tests.router_client.proxy.faulty_engine import faulty_engine, well
 
 pytestmark = pytest.mark.anyio
 
@@ -158,22 +158,6 @@ async def test_a_decision_that_takes_too_long_is_a_refusal(envoy: EnvoyProcess, 
         assert picker.counters.late == 1
 
 
-async def test_the_duties_of_the_conformance_suites_picker(envoy: EnvoyProcess, store: Store, valkey_url: str) -> None:
-    workers: dict[str, dict[str, Any]] = {"w1": {}, "w2": {}}
-    async with (
-        running_gateway(envoy, store, workers) as gateway,
-        running_picker(valkey_url, port=envoy.ports.picker, conformance=True),
-    ):
-        for worker_id in workers:
-            endpoint = gateway.endpoint(worker_id)
-            headers = {"test-epp-endpoint-selection": endpoint}
-            answer = await gateway["override host"].get("/v1/models", headers=headers)
-            assert answer.headers["x-conformance-test-served-endpoint"] == endpoint
-        untold = await gateway["override host, untold"].get("/v1/models", headers=headers)
-        assert untold.headers["x-conformance-test-served-endpoint"].startswith("fail: ")
-        assert "x-conformance-test-served-endpoint" not in (await gateway["whole"].get("/v1/models")).headers
-
-
 async def test_a_stopped_picker_is_not_ready_first_and_ends_what_runs(
     envoy: EnvoyProcess, store: Store, valkey_url: str
 ) -> None:
@@ -232,6 +216,24 @@ async def test_a_worker_that_fails_is_left_alone_as_the_proxy_leaves_it(
 
             await until(is_ejected, what="requests go to the worker that answers")
             assert picker.counters.failed == broken.asked > 0
+            await gateway.nothing_is_booked()
+
+
+async def test_a_request_for_an_adapter_goes_to_the_worker_that_has_it(
+    envoy: EnvoyProcess, store: Store, valkey_url: str
+) -> None:
+    async with faulty_engine(well) as first, faulty_engine(well) as second:
+        second.adapters = ["sql"]
+        reports = {"w1": {"url": first.url}, "w2": {"url": second.url}}
+        async with (
+            running_gateway(envoy, store, {}, reports) as gateway,
+            running_picker(valkey_url, port=envoy.ports.picker, tokenizer="none"),
+        ):
+            for number in range(8):
+                body = {**ASK, "model": "sql", "prompt": [number, *PROMPT]}
+                answer = await gateway["whole"].post("/v1/completions", json=body)
+                assert answer.status_code == 200 and worker_of(answer) == "w2"
+            assert first.asked == 0 and second.asked == 8
             await gateway.nothing_is_booked()
 
 

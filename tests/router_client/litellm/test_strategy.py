@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BudgetedToke
     """The simulated engines' tokenizer, from its files."""
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     save_simulators(folder)
-    threads = ThreadedTokenizer(LocalTokenizer.from_folder(folder).encode)
+    threads = ThreadedTokenizer(LocalTokenizer.from_folder(folder).prompt_tokens)
     yield BudgetedTokenizer(threads, TokenizerBudget(deadline_ms=20_000))
     threads.close()
 
@@ -175,9 +175,9 @@ async def test_the_rank_of_a_data_parallel_engine_is_sent(store: Store, valkey_u
             worker(f"i-dp{n}", scope=SCOPE, base_url=engine.url, dp_rank=n, load={"running_decodes": 8 - 6 * n})
             for n in (0, 1)
         ]
-        await FleetStore(store).write(pool(*ranks))
         await FleetStore(store).forget("i", SCOPE.pool_id)
         for headers in (None, {"X-Tenant": "a"}):
+            await FleetStore(store).write(pool(*ranks))  # loads are known for 5 s
             with pytest.raises(litellm.InternalServerError):
                 await lite.router.acompletion(**CHAT, extra_headers=headers)
             head = engine.heads[-1].lower()

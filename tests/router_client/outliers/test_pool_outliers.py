@@ -4,6 +4,7 @@ import pytest
 
 from kvatlas.outliers import OutlierChange, OutlierRecord, OutlierStore, Verdict
 from kvatlas.store.connection import Store
+from router_client.outliers.monitor import OutlierMonitor
 from router_client.outliers.pool_outliers import EJECT_S, UNREACHABLE_S, Avoided, PoolOutliers
 from router_client.outliers.retry_budget import RetryBudget
 
@@ -94,6 +95,14 @@ def test_the_budget_allows_a_share_of_the_requests_and_some_more() -> None:
     assert [budget.take() for _ in range(11)] == [True] * 10 + [False]
     now = 4.1
     assert [budget.take() for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.anyio
+async def test_a_pool_s_bad_day_takes_nothing_from_another_s_budget(store: Store) -> None:
+    monitor = OutlierMonitor(OutlierStore(store), "router")
+    while monitor.retry_budget("bad").take():
+        pass
+    assert monitor.retry_budget("good").take()
 
 
 @pytest.mark.anyio

@@ -1,7 +1,7 @@
 """What a request costs on each worker, written down from docs/router-reference.md only: token by token, with its numbers, every
 worker tried as a source. Nothing of `kvatlas.cost`, `kvatlas.blocks.reuse` or the ranking is used."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
@@ -43,6 +43,7 @@ class Part:
     tier: Tier
     own: bool
     near: bool
+    rate: tuple[int, int] | None = None
 
     @property
     def at_hand(self) -> bool:
@@ -65,6 +66,7 @@ def scores(
     `booked`: what routers have booked on workers, with its prefill still to come."""
     cost = {"engine": engine, "quillcache": quillcache}[profile]
     able = {id: r.endpoint for id, r in workers.items() if r.liveness is Liveness.ALIVE and r.state is EngineState.UP}
+    able = {id: endpoint for id, endpoint in able.items() if endpoint.kind is not EngineKind.STORE}
     whole = [id for id, worker in able.items() if worker.role is Role.BOTH]
     prompts_alone = [id for id, w in able.items() if w.role is Role.PREFILL and w.kind is not EngineKind.SGLANG]
     candidates = whole or prompts_alone
@@ -76,7 +78,7 @@ def scores(
         busy = (reported[id] or mean) + (booked or {}).get(id, Busy())
         usable = reused(me, len(mine), input_tokens)
         own = cut(mine[:usable], me, me)
-        ways = [own]
+        ways = [read_of_stores(workers, held, me, own, input_tokens, cost=lambda p: cost(p, input_tokens, 0, Busy()))]
         for source in sources(workers, held, me, len(mine)):
             theirs = held[source]
             reach = reused(me, len(theirs), input_tokens)
@@ -124,6 +126,36 @@ def reused(worker: EngineEndpoint, resident: int, prompt: int) -> int:
     return max(0, whole - size if worker.eagle else whole)
 
 
+def read_of_stores(
+    workers: Mapping[str, FleetRecord],
+    held: Mapping[str, Sequence[Tier]],
+    me: EngineEndpoint,
+    own: Sequence[Part],
+    input_tokens: int,
+    *,
+    cost: Callable[[Sequence[Part]], int],
+) -> Sequence[Part]:
+    """What the engine reads whatever it costs: its own blocks, and behind them those of the deepest shared store that it
+    names; of equally deep ones the cheapest."""
+    usable = sum(part.tokens for part in own)
+    reads: list[tuple[int, int, list[Part]]] = []
+    for id in me.stores:
+        store = workers.get(id)
+        if store is None or store.endpoint.kind is not EngineKind.STORE or store.liveness is not Liveness.ALIVE:
+            continue
+        if (
+            store.state not in (EngineState.UP, EngineState.DRAINING)
+            or store.endpoint.block_size != me.block_size
+            or not held.get(id)
+        ):
+            continue
+        reach = reused(me, len(held[id]), input_tokens)
+        if reach > usable:
+            parts = [*own, *cut(held[id][usable:reach], store.endpoint, me)]
+            reads.append((-reach, cost(parts), parts))
+    return min(reads, key=lambda read: read[:2])[2] if reads else own
+
+
 def sources(
     workers: Mapping[str, FleetRecord], held: Mapping[str, Sequence[Tier]], me: EngineEndpoint, mine: int
 ) -> list[str]:
@@ -135,6 +167,7 @@ def sources(
             id
             for id, record in sorted(workers.items())
             if held.get(id)
+            and record.endpoint.kind is not EngineKind.STORE
             and group in record.endpoint.transfer_groups
             and record.endpoint.block_size == me.block_size
             and record.liveness is Liveness.ALIVE
@@ -152,7 +185,9 @@ def cut(tiers: Sequence[Tier], holder: EngineEndpoint, reader: EngineEndpoint) -
     """Tokens in runs of one tier; the size of a block is as its reader's record says."""
     own, near = holder.id == reader.id, holder.locality_domain == reader.locality_domain
     runs = [(tier, len(list(run))) for tier, run in groupby(tiers)]
-    return [Part(n, ceil(n * reader.block_bytes / (reader.block_size or 1)), tier, own, near) for tier, n in runs]
+    told = holder.read_setup_us, holder.read_us_per_mib
+    rate = None if told == (None, None) else (told[0] or 0, told[1] or 0)
+    return [Part(n, ceil(n * reader.block_bytes / (reader.block_size or 1)), tier, own, near, rate) for tier, n in runs]
 
 
 def engine(parts: Sequence[Part], input_tokens: int, output_tokens: int, busy: Busy) -> int:
@@ -163,10 +198,10 @@ def engine(parts: Sequence[Part], input_tokens: int, output_tokens: int, busy: B
     for part in parts:
         if part.at_hand:
             continue
-        set_up, a_mib = SET_UP_AND_MIB[part.priced_as]
+        set_up, a_mib = part.rate or SET_UP_AND_MIB[part.priced_as]
         mib = part.bytes / MIB
         transfer += set_up + a_mib * mib
-        if not part.own and part.priced_as is not Tier.REMOTE_HBM:
+        if part.rate is None and not part.own and part.priced_as is not Tier.REMOTE_HBM:
             transfer += 25 * mib  # the network
         if not part.own and not part.near:
             transfer += 350

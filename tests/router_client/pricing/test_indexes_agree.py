@@ -53,6 +53,11 @@ class Holding:
         return held
 
 
+kinds = st.sampled_from([*EngineKind, EngineKind.STORE])
+"""Stores more often: a worker has to name one by chance."""
+named = st.lists(st.sampled_from(["w0", "w1", "w2"]), max_size=2, unique=True).map(tuple)
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> list[Holding]:
     held = []
@@ -68,7 +73,9 @@ def fleets(draw: st.DrawFn) -> list[Holding]:
         )
         record = worker(
             worker_id,
-            kind=draw(st.sampled_from(EngineKind)),
+            kind=(kind := draw(kinds)),
+            stores=draw(named),
+            read_us_per_mib=draw(st.sampled_from([None, 0, 400])) if kind is EngineKind.STORE else None,
             eagle=draw(st.booleans()),
             role=draw(st.sampled_from([Role.BOTH, Role.BOTH, Role.BOTH, *Role])),
             state=draw(st.sampled_from([EngineState.UP, EngineState.UP, EngineState.UP, *EngineState])),

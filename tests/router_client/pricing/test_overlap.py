@@ -36,7 +36,7 @@ async def test_each_worker_has_resident_and_usable_tokens_by_tier(index: Residen
     by_id = {w.worker_id: w for w in found}
     assert (by_id["w1"].resident_blocks, by_id["w1"].resident_tokens, by_id["w1"].usable_tokens) == (40, 640, 640)
     assert by_id["w1"].tokens_by_tier == {Tier.HBM: 640}
-    assert (by_id["w2"].resident_blocks, by_id["w2"].required_blocks) == (62, 62)
+    assert (by_id["w2"].resident_blocks, by_id["w2"].required_blocks) == (62, 63)
     assert by_id["w2"].tokens_by_tier == {Tier.CPU_DRAM: 992}
     assert (by_id["w3"].resident_tokens, by_id["w3"].routable) == (16, False)
     assert (by_id["w4"].resident_tokens, by_id["w4"].routable) == (0, True)
@@ -44,8 +44,8 @@ async def test_each_worker_has_resident_and_usable_tokens_by_tier(index: Residen
     assert found.of("w1") is by_id["w1"]
     assert found.of("w9") is None
     text = found.explain()
-    assert "w1: 40 of 62 blocks, 640 tokens resident (640 in hbm), 640 usable" in text
-    assert "w3: 1 of 62 blocks, 16 tokens resident (16 in hbm), 16 usable (gets no requests now)" in text
+    assert "w1: 40 of 63 blocks, 640 tokens resident (640 in hbm), 640 usable" in text
+    assert "w3: 1 of 63 blocks, 16 tokens resident (16 in hbm), 16 usable (gets no requests now)" in text
 
 
 async def test_a_fully_resident_prompt_is_not_fully_usable(index: ResidencyIndex) -> None:

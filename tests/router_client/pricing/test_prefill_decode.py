@@ -173,9 +173,9 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         size = records[id].endpoint.block_size or 0
         return min(blocks[id] * size, (tokens - 1) // size * size)
 
-    def piece(id: str, count: int, **where: bool) -> list[Piece]:
+    def piece(id: str, count: int, *, own: bool = True, same_domain: bool = True) -> list[Piece]:
         bytes = -(-count * BLOCK_BYTES // (records[id].endpoint.block_size or 0))
-        return [Piece(count, bytes, Tier.HBM, **where)] if count else []
+        return [Piece(count, bytes, Tier.HBM, own, same_domain)] if count else []
 
     def own(id: str) -> list[Piece]:
         return piece(id, usable(id))

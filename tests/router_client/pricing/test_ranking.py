@@ -49,6 +49,11 @@ def held(tokens: int, *tiers: Tier) -> HeldPrefix:
 tiers = st.sampled_from(Tier)
 
 
+kinds = st.sampled_from([*EngineKind, EngineKind.STORE])
+"""Stores more often: a worker has to name one by chance."""
+named = st.lists(st.sampled_from(["w0", "w1", "w2"]), max_size=2, unique=True).map(tuple)
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, HeldPrefix]]:
     records: list[FleetRecord] = []
@@ -57,7 +62,9 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, HeldPrefi
         size = draw(st.sampled_from([16, 16, 32]))
         record = worker(
             f"w{number}",
-            kind=draw(st.sampled_from(EngineKind)),
+            kind=(kind := draw(kinds)),
+            stores=draw(named),
+            read_us_per_mib=draw(st.sampled_from([None, 0, 400])) if kind is EngineKind.STORE else None,
             eagle=draw(st.booleans()),
             role=draw(st.sampled_from([Role.BOTH, Role.BOTH, *Role])),
             state=draw(st.sampled_from([EngineState.UP, EngineState.UP, *EngineState])),
@@ -122,7 +129,7 @@ def test_the_longer_overlap_wins_at_equal_load() -> None:
     assert [result.worker_id for result in results] == ["w3", "w2", "w1"]
     assert [result.usable_tokens for result in results] == [640, 320, 0]
     assert [result.overlap_blocks for result in results] == [40, 20, 0]
-    assert {result.required_blocks for result in results} == {62}
+    assert {result.required_blocks for result in results} == {63}
 
 
 def test_a_long_queue_outweighs_an_overlap() -> None:
@@ -146,7 +153,7 @@ def test_neither_a_lost_worker_nor_one_that_only_decodes_is_a_candidate() -> Non
 def test_blocks_of_different_size_compare_in_tokens() -> None:
     workers = pool(worker("w16", block_size=16), worker("w64", block_size=64))
     results = rank(prompt(1_000), workers, {"w16": held(496), "w64": held(512)}, EngineProfile())
-    assert [(r.worker_id, r.overlap_blocks, r.required_blocks) for r in results] == [("w64", 8, 15), ("w16", 31, 62)]
+    assert [(r.worker_id, r.overlap_blocks, r.required_blocks) for r in results] == [("w64", 8, 16), ("w16", 31, 63)]
 
 
 def test_without_a_transfer_group_a_copy_elsewhere_is_worth_nothing() -> None:

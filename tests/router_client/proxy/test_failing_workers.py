@@ -11,7 +11,7 @@ from kvatlas.outliers import OutlierStore
 from kvatlas.store.connection import Store
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, SCOPE, Fleet, running_fleet, running_proxy
-from tests.router_client.proxy.faulty_engine import FaultyEngine, faulty_engine, in_turn, status, well
+from tests.router_client.proxy.faulty_engine import Answer, FaultyEngine, faulty_engine, in_turn, status, well
 from tests.router_client.proxy.test_proxy import PROMPT, decision
 from tests.router_client.proxy.test_proxy import status as proxy_status
 
@@ -32,14 +32,13 @@ async def three_engines(stack: AsyncExitStack, store: Store, first: object) -> t
     return fleet, engines
 
 
-@pytest.mark.parametrize("code", [500, 503, 429, 401])
-async def test_a_worker_that_fails_fast_draws_no_traffic(store: Store, valkey_url: str, code: int) -> None:
+@pytest.mark.parametrize("answer", [status(500), status(503), status(429), status(429, retry_after="0"), status(401)])
+async def test_a_worker_that_fails_fast_draws_no_traffic(store: Store, valkey_url: str, answer: Answer) -> None:
     async with AsyncExitStack() as stack:
-        _, engines = await three_engines(stack, store, status(code))
+        _, engines = await three_engines(stack, store, answer)
         client = await stack.enter_async_context(running_proxy(valkey_url))
         for number in range(60):
-            answer = await client.post("/v1/completions", json=body(number))
-            assert answer.status_code == 200
+            assert (await client.post("/v1/completions", json=body(number))).status_code == 200
         assert 1 <= engines[0].asked <= 12
         counted = await proxy_status(client)
         assert counted["ejected"].keys() == {"w0"} and counted["outliers"]["ejections"] >= 1

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from kvatlas.store.connection import Store
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
@@ -99,7 +100,9 @@ async def test_the_callers_trace_continues_to_the_engine_through_the_proxys_span
         headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "r1", "authorization": "Bearer key"}
         body = {"model": MODEL, "prompt": PROMPT, "stream": True}
         assert (await client.post("/v1/completions?a=b", json=body, headers=headers)).status_code == 200
-    (own,) = [span for span in spans.get_finished_spans() if span.name == "POST /v1/completions"]
+    sent, own = [span for span in spans.get_finished_spans() if span.name == "POST /v1/completions"]
+    assert (sent.kind, own.kind) == (SpanKind.CLIENT, SpanKind.SERVER)
+    assert sent.context is not None and sent.parent is not None
     (route,) = [span for span in spans.get_finished_spans() if span.name == "route kvatlas"]
     assert own.context is not None and own.parent is not None and route.parent is not None
     assert (f"{own.context.trace_id:032x}", f"{own.parent.span_id:016x}") == (TRACE, SPAN)
@@ -107,7 +110,10 @@ async def test_the_callers_trace_continues_to_the_engine_through_the_proxys_span
     assert own.attributes["kvatlas.worker"] == "w1" and own.attributes["http.response.status_code"] == 200
     (head,) = rude.heads
     lines = {line.partition(":")[0].lower(): line.partition(":")[2].strip() for line in head.splitlines()}
-    assert lines["traceparent"] == f"00-{TRACE}-{own.context.span_id:016x}-01"
+    assert sent.parent.span_id == own.context.span_id
+    assert lines["traceparent"] == f"00-{TRACE}-{sent.context.span_id:016x}-01"
+    assert sent.attributes is not None and sent.attributes["server.port"] == int(rude.url.rpartition(":")[2])
+    assert any(event.name == "first token" for event in sent.events)
     assert (lines["authorization"], lines["accept-encoding"]) == ("Bearer key", "identity")
     assert head.startswith("POST /v1/completions?a=b ") and lines["host"] == rude.url.removeprefix("http://")
 

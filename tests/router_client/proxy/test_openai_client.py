@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from kvatlas.store.connection import Store
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
-from tests.router_client.proxy.faulty_engine import FaultyEngine, faulty_engine
+from tests.router_client.proxy.faulty_engine import Answer, FaultyEngine, faulty_engine
 from tests.router_client.proxy.test_proxy import MESSAGES, decision
 from tests.router_client.proxy.test_proxy import status as proxy_status
 
@@ -40,6 +40,8 @@ async def serve_everything(request: Request) -> Response:
         return JSONResponse({"text": f"{len(form)} bytes"})
     if request.url.path == "/v1/audio/speech":
         return Response(b"\x00\x01" * 9, media_type="audio/wav")
+    if request.url.path == "/redirected":
+        return RedirectResponse(request.url.replace(path="/other", query=""))
     body = json.loads(await request.body())
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
     if request.url.path == "/v1/chat/completions":
@@ -122,6 +124,8 @@ async def test_any_path_with_a_model_goes_to_its_workers(store: Store, valkey_ur
             assert (worker, parameters["untokenized"], parameters["cached"]) == ("w1", "unread", "0")
         answer = await client.request("DELETE", f"/v1/responses/r1?model={MODEL}", json={})
         assert answer.json()["method"] == "DELETE"
+        answer = await client.post(f"/redirected?model={MODEL}")  # as engines do for a slash too many
+        assert (answer.status_code, answer.headers["location"]) == (307, "/other")
         # the only model needs no name
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
 
@@ -153,22 +157,27 @@ async def test_errors_are_those_of_the_official_client(store: Store, valkey_url:
         assert engine.paths.keys() == {"/v1/completions"}
 
 
-async def test_a_cancelled_stream_ends_at_the_engine(store: Store, valkey_url: str) -> None:
-    ended = anyio.Event()
+def endless(ended: anyio.Event, event: bytes) -> Answer:
+    """A stream of the same event; `ended` is set when nobody reads it any more."""
 
-    async def endless(_: Request) -> Response:
+    async def answer(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
             try:
                 while True:
-                    yield b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
+                    yield b"data: " + event + b"\n\n"
                     await anyio.sleep(0.01)
             finally:
                 ended.set()
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    return answer
+
+
+async def test_a_cancelled_stream_ends_at_the_engine(store: Store, valkey_url: str) -> None:
+    ended = anyio.Event()
     async with one_engine(store, valkey_url) as (engine, proxy), openai_client(proxy) as client:
-        engine.answer = endless
+        engine.answer = endless(ended, b'{"choices": [{"index": 0, "text": "a"}]}')
         stream = await client.completions.create(model=MODEL, prompt="a", stream=True)
         async for _ in stream:
             break

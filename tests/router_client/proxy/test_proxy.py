@@ -12,6 +12,7 @@ import pytest
 
 from kvatlas.identity import Scope
 from kvatlas.store.connection import Store
+from router_client.proxy.request_router import RequestRouter
 from simulator.http.chat_template import render
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, running_fleet, running_proxy
@@ -170,6 +171,14 @@ async def test_without_a_worker_left_the_client_gets_the_last_error(store: Store
         assert (await status(client))["proxy"]["gave_up"] == 1
 
 
+async def test_engines_are_tried_once_more_if_none_can_be_connected_to(store: Store, valkey_url: str) -> None:
+    reports = {"w1": {"url": NOTHING_LISTENS}, "w2": {"url": NOTHING_LISTENS}}
+    async with running_fleet(store, {}, reports) as fleet, running_proxy(valkey_url) as client:
+        answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT})
+        assert answer.status_code == 503 and NOTHING_LISTENS in answer.json()["error"]["message"]
+        assert (await status(client))["proxy"]["unreachable"] == 3 and fleet.urls == {}
+
+
 @pytest.mark.parametrize(
     ("body", "code", "said"),
     [
@@ -234,6 +243,29 @@ async def test_a_request_without_a_tokenizer_is_routed_by_load(store: Store, val
         answer = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES})
         assert answer.status_code == 200 and "prompt" not in decision(answer)[1]
         assert (await status(client))["proxy"]["untokenized"] == 1
+
+
+async def test_a_proxy_warms_up_before_it_is_ready_also_for_workers_that_come_later(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed: list[int] = []
+    warm_up = RequestRouter.warm_up
+
+    async def counted(parts: RequestRouter) -> None:
+        warmed.append(len(await parts.catalogue.records()))
+        await warm_up(parts)
+
+    monkeypatch.setattr(RequestRouter, "warm_up", counted)
+    async with running_fleet(store, {}) as fleet, running_proxy(valkey_url) as client:
+        assert (await client.get("/ready")).status_code == 503
+        await fleet.report("w1", NOTHING_LISTENS)
+
+        async def is_ready() -> bool:
+            return (await client.get("/ready")).status_code == 200
+
+        await until(is_ready, what="the proxy is ready")
+        await is_ready()
+        assert warmed == [0, 1]
 
 
 async def test_probes_say_if_the_proxy_is_alive_and_ready(store: Store, valkey_url: str) -> None:

@@ -80,3 +80,17 @@ async def test_hints_decide_only_where_they_are_switched_on(store: Store, valkey
             await fleet.holds("w1", other["prompt"])  # type: ignore[arg-type]
             ignored = await client.post("/v1/completions", json=other, headers={"X-KVAtlas-Allow": "w2"})
             assert ignored.headers["x-kvatlas-decision"].startswith('"w1"')
+
+
+@pytest.mark.anyio
+async def test_a_body_of_hints_may_carry_an_engines_own_hashes_and_unknown_fields(
+    store: Store, valkey_url: str
+) -> None:
+    async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
+        body = {"block_hashes": ["a", 7], "block_tokens": 4, "session_id": "s", "colour": "red"}
+        answer = (await client.post("/v1/route", json=body)).json()
+        assert (answer["worker"], answer["prompt_tokens"], answer["predicted_cached_tokens"]) == ("w1", 8, 0)
+        assert answer["notes"] == ["request field 'colour' is not known, and ignored"]
+        assert "colour" in answer["explanation"]
+        wrong = await client.post("/v1/route", json={**body, "chain": "own"})
+        assert wrong.status_code == 400 and "expected 16 hex digits" in wrong.json()["error"]["message"]

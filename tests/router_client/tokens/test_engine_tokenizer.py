@@ -10,6 +10,7 @@ import pytest
 from router_client.tokens import Api, CannotTokenize, TextRequest, Why
 from router_client.tokens.engine_tokenizer import EngineTokenizer
 from router_client.tokens.local_tokenizer import LocalTokenizer
+from tests.router_client.proxy.raw_engine import silent_engine
 from tests.router_client.tokens.small_model import save_simulators
 from tests.simulator.running_engine import running_engine
 
@@ -38,7 +39,7 @@ async def test_an_engine_and_a_local_tokenizer_agree_with_what_the_engine_comput
         requests = [TextRequest(Api.CHAT, body) for body in BODIES]
         requests.append(TextRequest(Api.COMPLETIONS, {"prompt": "a text", "model": "mock-model"}))
         for request in requests:
-            tokens = list(await tokenizer.token_ids(request))
+            tokens = await tokenizer.token_ids(request)
             assert tokens == list(local.encode(request))
             if request.body.get("add_generation_prompt", True):
                 answer = await client.post(request.api, json={**request.body, "return_token_ids": True})
@@ -50,6 +51,20 @@ async def test_another_engine_is_asked_if_one_is_away() -> None:
         tokenizer = EngineTokenizer(client, of("http://127.0.0.1:1", addresses.base_url))
         for _ in range(2):
             assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [97, 98]
+
+
+async def test_another_engine_is_asked_if_one_hangs_and_that_one_is_asked_last_for_a_while() -> None:
+    async with silent_engine(b"") as hanging, running_engine() as (addresses, client):
+        now = 0.0
+        tokenizer = EngineTokenizer(client, of(hanging.url, addresses.base_url), clock=lambda: now)
+        request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
+        for _ in range(6):  # every second one would be the hanging engine's turn
+            assert await tokenizer.token_ids(request) == [97, 98]
+        assert len(hanging.heads) == 1
+        now += 10
+        for _ in range(2):
+            assert await tokenizer.token_ids(request) == [97, 98]
+        assert len(hanging.heads) == 2
 
 
 async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail() -> None:

@@ -123,6 +123,7 @@ def test_a_template_may_mark_generations_and_break_out_of_loops() -> None:
     ("request_", "why"),
     [
         (chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), Why.UNSUPPORTED),
+        (chat([{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]), Why.UNSUPPORTED),
         (chat([{"role": "user", "content": "a"}], chat_template="{{ 1 }}"), Why.UNSUPPORTED),
         (chat([{"role": "nobody", "content": "a"}]), Why.FAILED),
     ],

@@ -131,6 +131,35 @@ local function distinct(hashes)
   return out
 end
 
+-- Returns the field of `held` that counts a holder's blocks of a scope in a tier.
+local function held_field(holder, scope_id, tier)
+  return holder .. scope_id .. string.char(tier)
+end
+
+-- Adds to how many blocks holders have by scope and tier. changes: {field -> blocks more, or less}
+local function change_held(key, changes)
+  local fields, set, gone = {}, {}, {}
+  for field, change in pairs(changes) do
+    if change ~= 0 then
+      fields[#fields + 1] = field
+    end
+  end
+  local stored = read_fields(key, fields)
+  for _, field in ipairs(fields) do
+    local blocks = (tonumber(stored[field]) or 0) + changes[field]
+    if blocks > 0 then
+      set[#set + 1] = field
+      set[#set + 1] = string.format('%d', blocks)
+    elseif stored[field] then
+      gone[#gone + 1] = field
+    end
+  end
+  write_fields(key, set)
+  for first = 1, #gone, CHUNK do
+    redis.call('HDEL', key, unpack(gone, first, math.min(first + CHUNK - 1, #gone)))
+  end
+end
+
 local PART = 512 -- blocks a command; more at a time don't fit into the processor's caches
 
 -- Works out an operation on hashes[first..last], whose values are values[i - before]: appends {hash, new value...} to `set`,
@@ -197,7 +226,8 @@ end
 -- Carries out operations on blocks of one scope: several if all their blocks are different, or one.
 -- op: {scope, holder, tier, tier_bit, flags, store = true or false, digest, known = {}, parts = {packed hashes...},
 --   size = hashes in the parts, low, high = their sums as apply_call.py made them}; no part repeats a hash
--- scope: {blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in apply.lua
+-- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in apply.lua. Sets op.changed: how many blocks
+-- more the holder has in the tier, or less.
 local function change_blocks(scope, ops, count)
   local packed, total = {}, 0
   for _, op in ipairs(ops) do
@@ -225,7 +255,9 @@ local function change_blocks(scope, ops, count)
       count.bytes_written = count.bytes_written + bytes
       if stop == op.last then
         local name = op.store and 'stored' or 'removed'
-        count[name] = count[name] + settle(op, hashes, from, stop)
+        local changed = settle(op, hashes, from, stop)
+        count[name] = count[name] + changed
+        op.changed = op.store and changed or -changed
         at, from = at + 1, stop + 1
       end
       i = stop + 1

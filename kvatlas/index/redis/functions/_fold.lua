@@ -11,12 +11,17 @@ local EVENT_CODE, EVENT_SCOPE, EVENT_TIER, EVENT_HASHES, EVENT_PARENT, EVENT_FLA
 local STORED_LOW, STORED_HIGH, REMOVED_LOW, REMOVED_HIGH = 8, 9, 5, 6
 local END_CHUNKS, END_DIGEST, CHECKPOINT_DIGEST = 2, 3, 2
 local BEGIN_DROPPED, MARK_HASHES, HEAD_BITS = 2, 3, 4
+local UNKNOWN_BYTES = '\0\0\0\0' -- a block's, behind its size
 
 -- Carries out what is queued, of all workers.
 local function flush(c)
   for _, scope in pairs(c.scopes) do
     if scope.queue[1] then
       change_blocks(scope, scope.queue, c.count)
+      for _, op in ipairs(scope.queue) do
+        local field = held_field(op.holder, scope.id, op.tier)
+        c.held[field] = (c.held[field] or 0) + op.changed
+      end
       scope.queue = {}
     end
   end
@@ -32,7 +37,7 @@ local function digest_for(c, holder)
   return digest
 end
 
--- The holder has blocks of this scope from now on: a sweep must look there.
+-- The holder has blocks of this scope from now on: a sweep must look there. They have the size that its messages told last.
 local function touch(self, holder, scope_id)
   local c = self.c
   local new = c.newly_touched[holder] or { known = {} }
@@ -46,8 +51,12 @@ local function touch(self, holder, scope_id)
   while at and at % 16 ~= 1 do
     at = string.find(touched, scope_id, at + 1, true)
   end
+  local use = self.uses[scope_id]
   if not at then
-    new[#new + 1] = scope_id .. self.uses[scope_id]
+    new[#new + 1] = scope_id .. use
+  elseif string.sub(use, 5) ~= UNKNOWN_BYTES and string.sub(touched, at + 8, at + 15) ~= use then
+    c.touched[holder] = string.sub(touched, 1, at + 7) .. use .. string.sub(touched, at + 16)
+    new.resized = true
   end
 end
 

@@ -35,23 +35,41 @@ local function marks_for(c, holder)
   return marks
 end
 
--- Returns the position of an entry of a size that begins with the holder's number; without one nil, and where it belongs.
-local function place_sized(value, holder, size)
-  local a, b, c = string.byte(holder, 1, 3)
-  local number, low, high = (a * 256 + b) * 256 + c, 0, #value / size
+local function number_at(value, at)
+  local a, b, c = string.byte(value, at, at + 2)
+  return (a * 256 + b) * 256 + c
+end
+
+-- Looks for an entry of a size that begins with a number, from the low-th (from 0) to before the high-th. Returns its position,
+-- nil without one; and how many entries are before it, or before where it belongs.
+local function place_between(value, number, size, low, high)
   while low < high do
     local middle = math.floor((low + high) / 2)
-    a, b, c = string.byte(value, middle * size + 1, middle * size + 3)
-    local here = (a * 256 + b) * 256 + c
+    local here = number_at(value, middle * size + 1)
     if here == number then
-      return middle * size + 1
+      return middle * size + 1, middle
     elseif here < number then
       low = middle + 1
     else
       high = middle
     end
   end
-  return nil, low * size + 1
+  return nil, low
+end
+
+-- The same from the low-th on. Of several numbers in their order the next one is mostly found at once.
+local function place_after(value, number, size, low)
+  local count, at, step = #value / size, low, 1
+  while at < count and number_at(value, at * size + 1) < number do
+    low, at, step = at + 1, at + step, step * 2
+  end
+  return place_between(value, number, size, low, math.min(at + 1, count))
+end
+
+-- Returns the position of an entry of a size that begins with the holder's number; without one nil, and where it belongs.
+local function place_sized(value, holder, size)
+  local at, before = place_between(value, number_of(holder), size, 0, #value / size)
+  return at, before * size + 1
 end
 
 -- Returns the position of an entry of a size that begins with the holder's number; nil without one.

@@ -133,7 +133,10 @@ local function resume(marked, key, packed, first, limit, names, belows)
   n = left
 
   -- then all bits of those that are left, segment by segment from the deepest on
-  local spent, first_read = 0, math.floor(deepest / SEGMENT) + 1
+  local spent, first_read, numbers = 0, math.floor(deepest / SEGMENT) + 1, {}
+  for i = 1, n do
+    numbers[names[i]] = number_of(names[i])
+  end
   for s = first_read - 1, 0, -1 do
     if n == 0 then
       break
@@ -147,11 +150,13 @@ local function resume(marked, key, packed, first, limit, names, belows)
     end
     local value, base = heads[s - first_read + 1], s * SEGMENT
     if value then
-      local any_high, any_low, here, c = 0, 0, {}, 0
+      local any_high, any_low, here, c, before, last = 0, 0, {}, 0, 0, -1
       for i = 1, n do
         if tops[i] >= base then
           spent = spent + 1
-          local entry = find_sized(value, names[i], HEAD)
+          local number, entry = numbers[names[i]], nil
+          entry, before = place_after(value, number, HEAD, number > last and before or 0)
+          last = number
           if entry then
             local high, low = bits_up_to(value, entry, math.min(tops[i] - base, SEGMENT - 1))
             if high > 0 or low > 0 then
@@ -185,12 +190,18 @@ local function resume(marked, key, packed, first, limit, names, belows)
           local mark, index = marks[j], base + offsets[j]
           if mark then
             spent = spent + c
+            before, last = 0, -1
             for q = 1, c do
               local i = here[q]
-              if tops[i] >= index and find_sized(mark, names[i], MARK) then
-                m = m + 1
-                found[m] = names[i] .. struct.pack('>I4', math.max(0, first + index + 1 - drops[i]))
-                tops[i] = -1
+              if tops[i] >= index then
+                local number, entry = numbers[names[i]], nil
+                entry, before = place_after(mark, number, MARK, number > last and before or 0)
+                last = number
+                if entry then
+                  m = m + 1
+                  found[m] = names[i] .. struct.pack('>I4', math.max(0, first + index + 1 - drops[i]))
+                  tops[i] = -1
+                end
               end
             end
           end

@@ -12,6 +12,7 @@
 --   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} by tier, flat; then by flag, if its
 --                             blocks ever had flags besides the tiers
 --   touched             HASH  3-byte number -> 16 bytes for each scope used: scope id, block size, block bytes (u32 BE)
+--   held                HASH  3-byte number, scope id, tier (a byte) -> how many blocks the holder has there; none of none
 --   workers             HASH  worker id -> cmsgpack record (below)
 --   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of its next message is applied,
 --                             if that comes in parts
@@ -34,6 +35,7 @@ local DIGEST_WORDS, ALL_WORDS = 15, 24 -- of the tiers; with those of the flags
 local CHUNK = 3500 -- unpack fails from 8,000 values up; HSET takes two a block
 local TWO32 = 4294967296
 local SCOPE_COST = 4 -- of a scope in a sweep's budget
+local SCAN_COST = 8 -- of one HSCAN: it looks at up to ten times as many empty buckets as it is asked for fields
 
 local INCARNATION, SEQ, ACTIVE, LOADING, BAD, CLOSED, OOM = 1, 2, 3, 4, 5, 6, 7 -- the fields of a record
 local WANT_INCARNATION, WANT_SEQ, CHUNKS, PARTITION = 8, 9, 10, 11
@@ -126,6 +128,33 @@ local function split(packed)
     first = first + n
   end
   return out
+end
+
+-- Returns a holders value's entries as numbers, holder number * 256 + flags, and how many; a torn one at the end is left out.
+local function entries_of(value)
+  local count, out = math.floor(#value / 4), {}
+  for first = 0, count - 1, CHUNK do
+    local n = math.min(count - first, CHUNK)
+    local part = { struct.unpack('>' .. string.rep('I4', n), value, first * 4 + 1) }
+    part[n + 1] = nil -- struct.unpack returns the next position too
+    if n == count then
+      return part, count
+    end
+    for i = 1, n do
+      out[first + i] = part[i]
+    end
+  end
+  return out, count
+end
+
+-- Returns how many fields a scan asks for next: as many as the rest of the budget allows, by what those seen so far cost; at
+-- first one, since a value may be as long as there are workers.
+local FIRST_FIELDS, MOST_FIELDS = 1, 16
+local function fields_to_scan(seen, cost, budget)
+  if seen == 0 then
+    return FIRST_FIELDS
+  end
+  return math.max(1, math.min(MOST_FIELDS, math.floor((budget - cost) * seen / cost)))
 end
 
 -- Returns the byte position of a holder's entry in a holders value; without an entry nil, and the position where it belongs.

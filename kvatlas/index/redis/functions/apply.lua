@@ -11,7 +11,8 @@
 --      8 partitions
 --      9 meta
 --      10 steps
---      11... blocks of each scope, in the argument's order; with the side index children and parents of each; marked; marks
+--      11 held
+--      12... blocks of each scope, in the argument's order; with the side index children and parents of each; marked; marks
 --         of each scope that has any in this call
 -- ARGV 1 msgpack {reuse ms, most that blocks may cost, {scope...}, {position...}, {worker...}, {number of a scope with
 --        marks...}}, packed by kvatlas/index/redis/apply_call.py
@@ -23,7 +24,7 @@
 -- returns msgpack {{weight of each scope...}, counts in the order of COUNTS, {moved partition...}, {worker id, record...}};
 --   {{weight of each scope...}}: nothing was applied, the call is too large by these weights (0: not looked at)
 local COUNTS = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_checks', 'stored', 'removed', 'bytes_written' }
-local SHARD_KEYS, GROUP_FIELDS = 10, 4
+local SHARD_KEYS, GROUP_FIELDS = 11, 4
 
 -- What a block costs, in blocks whose values are short and equal, if values are all different and this long on average: each is
 -- taken apart in Lua (measured; up to some length that costs more than copying it).
@@ -31,8 +32,11 @@ local function weight_of(bytes)
   return 2 + math.min(bytes, 192) / 32 + bytes / 256
 end
 
--- Returns what a block of each scope costs (0: there are few of them), by some of the values; and what all the call's blocks
--- cost.
+-- The same of a block whose value is very long, if there are few: several times a value is copied.
+local LONG, FEW_SAMPLES = 2048, 2
+
+-- Returns what a block of each scope costs (0: little, since there are few of them), by some of the values; and what all the
+-- call's blocks cost.
 local function weigh(keys, used)
   local weights, cost = {}, 0
   for i = 1, #used do
@@ -47,8 +51,13 @@ local function weigh(keys, used)
         different = different + (seen[value] and 0 or 1)
         seen[value] = true
       end
-      local share = (different - 1) / (#hashes - 1)
-      weights[i] = 1 - share + share * weight_of(bytes / #hashes)
+      bytes = bytes / #hashes
+      if #hashes > FEW_SAMPLES then
+        local share = (different - 1) / (#hashes - 1)
+        weights[i] = 1 - share + share * weight_of(bytes)
+      elseif bytes > LONG then
+        weights[i] = 1 + bytes / LONG
+      end
     end
     cost = cost + blocks * math.max(weights[i], 1)
   end
@@ -88,7 +97,7 @@ local function scopes_of(keys, used, with_marks)
     local mix_low, mix_high = mix_of(scope_id)
     local behind = SHARD_KEYS + #used + 2 * i
     scopes[scope_id] = {
-      blocks = keys[SHARD_KEYS + i], mix_low = mix_low, mix_high = mix_high, in_order = in_order == 1, queue = {},
+      id = scope_id, blocks = keys[SHARD_KEYS + i], mix_low = mix_low, mix_high = mix_high, in_order = in_order == 1, queue = {},
       side = sided and { children = keys[behind - 1], parents = keys[behind] } or nil,
     }
   end
@@ -102,7 +111,7 @@ end
 local function apply(keys, args, oom)
   local k = {
     workers = keys[1], holders = keys[2], active = keys[3], retired = keys[4], free = keys[5], digests = keys[6],
-    touched = keys[7], partitions = keys[8], meta = keys[9], steps = keys[10],
+    touched = keys[7], partitions = keys[8], meta = keys[9], steps = keys[10], held = keys[11],
   }
   local reuse_ms, most_cost, used, batches, all_workers, with_marks = unpack(cmsgpack.unpack(args[1]))
   k.marked = keys[#keys - #with_marks]
@@ -143,7 +152,7 @@ local function apply(keys, args, oom)
   -- stored digests and touched scopes are of holders that go on; those that begin in this call have nothing yet
   local c = {
     k = k, scopes = scopes_of(keys, used, with_marks), reuse_ms = reuse_ms, oom = oom, count = count, digests = {}, marks = {},
-    newly_touched = {}, stored_digests = read_fields(k.digests, holders), touched = read_fields(k.touched, holders),
+    newly_touched = {}, held = {}, stored_digests = read_fields(k.digests, holders), touched = read_fields(k.touched, holders),
   }
   for _, self in ipairs(workers) do
     self.c = c
@@ -162,7 +171,7 @@ local function apply(keys, args, oom)
     digests[#digests + 1] = cmsgpack.pack(digest)
   end
   for holder, new in pairs(c.newly_touched) do
-    if new[1] then
+    if new[1] or new.resized then
       touched[#touched + 1] = holder
       touched[#touched + 1] = (c.touched[holder] or '') .. table.concat(new)
     end
@@ -177,6 +186,7 @@ local function apply(keys, args, oom)
   write_fields(k.workers, records)
   write_fields(k.digests, digests)
   write_fields(k.touched, touched)
+  change_held(k.held, c.held)
   for holder, marks in pairs(c.marks) do
     if marks and marks.changed then
       redis.call('HSET', k.marked, holder, pack_marks(marks))

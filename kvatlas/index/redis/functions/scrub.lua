@@ -24,20 +24,33 @@ local function state_of(k, worker)
   return { record[INCARNATION], record[SEQ], holder, read_digest(k.digests, holder), registered, steps, marked }, holder
 end
 
--- Is this a holders value: entries of 4 bytes, sorted, none twice?
-local function well_formed(value)
-  local before = -1
-  for at = 1, #value, 4 do
-    local number = #value - at >= 3 and number_of(string.sub(value, at, at + 2)) or -1
-    if number <= before then
-      return false
-    end
-    before = number
-  end
-  return true
-end
+-- what a worker's state costs, a block, each entry of a value that was not met before, each that is told, and each other number
+local STATE_COST, SCRUB_BLOCK, SCRUB_ENTRY, SCRUB_FOUND, SCRUB_OTHER = 5, 1, 0.1, 0.3, 0.5
 
-local SCRUB_SCAN, SCRUB_BLOCK, SCRUB_ENTRY = 16, 1, 0.3 -- what a block costs, and each entry of a value that was not met before
+-- Takes a holders value apart. mine: {number of a holder -> its worker's index, a byte}. Returns what is mine of it (a worker's
+-- index and flags, 2 bytes; flags 0 if this is no holders value: entries of 4 bytes, sorted, none twice), and the others' numbers.
+local function part_of(value, mine)
+  local entries, count = entries_of(value)
+  local found, others, right, before = {}, {}, #value % 4 == 0, -1
+  if #value % 4 == 3 then
+    entries[count + 1] = number_of(string.sub(value, -3)) * 256 -- torn
+  end
+  for _, entry in ipairs(entries) do
+    local flags = entry % 256
+    local number = (entry - flags) / 256
+    right = right and number > before
+    before = number
+    if mine[number] then
+      found[#found + 1] = mine[number] .. string.char(flags)
+    else
+      others[#others + 1] = number
+    end
+  end
+  for i = 1, right and 0 or #found do
+    found[i] = string.sub(found[i], 1, 1) .. '\0'
+  end
+  return found, others
+end
 
 -- scrub: what some workers' active holders have in a part of one scope's blocks, and the workers' states at that moment.
 --
@@ -63,48 +76,42 @@ register_read_only('kvatlas_scrub', function(keys, args)
     return cmsgpack.pack({ server })
   end
   local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5], steps = keys[6], marked = keys[7] }
-  local states, mine = {}, {} -- mine: {active holder -> its worker's index, a byte}
+  local states, mine = {}, {} -- mine: {number of an active holder -> its worker's index, a byte}
   for i = 4, #args do
     local state, holder = state_of(k, args[i])
     states[i - 3] = state
     if state then
-      mine[holder] = string.char(i - 4)
+      mine[number_of(holder)] = string.char(i - 4)
     end
   end
-  local found, n, strays, seen, cost = {}, 0, {}, {}, 0
-  local read, others, numbers = {}, {}, {} -- values repeat: each is taken apart once
+  local found, n, strays, blocks_seen, cost = {}, 0, {}, 0, STATE_COST * (#args - 3)
+  local parted, others, numbers = {}, {}, {} -- values repeat: each is taken apart once
   repeat
     local flat
-    cursor, flat = unpack(redis.call('HSCAN', blocks, cursor, 'COUNT', SCRUB_SCAN))
+    cursor, flat = unpack(redis.call('HSCAN', blocks, cursor, 'COUNT', fields_to_scan(blocks_seen, cost, budget)))
+    cost = cost + SCAN_COST + SCRUB_BLOCK * #flat / 2
+    blocks_seen = blocks_seen + #flat / 2
     for i = 1, #flat, 2 do
       local hash, value = flat[i], flat[i + 1]
-      seen[#seen + 1], seen[#seen + 2] = hash, value
-      cost = cost + SCRUB_BLOCK
-      local parts = read[value]
-      if not parts then
-        parts = { mine = {}, others = {} }
+      local entry = parted[value]
+      if not entry then
+        entry = { hashes = {} }
+        entry.mine, entry.others = part_of(value, mine)
+        parted[value] = entry
         cost = cost + SCRUB_ENTRY * #value / 4
-        local right = well_formed(value)
-        for at = 1, #value, 4 do
-          local number = string.sub(value, at, at + 2)
-          if mine[number] then
-            parts.mine[#parts.mine + 1] = mine[number] .. string.char(right and string.byte(value, at + 3) or 0)
-          else
-            parts.others[#parts.others + 1] = number
-            if not others[number] then
-              others[number] = true
-              numbers[#numbers + 1] = number
-            end
+        for _, number in ipairs(entry.others) do
+          if not others[number] then
+            others[number] = true
+            numbers[#numbers + 1] = holder_bytes(number)
+            cost = cost + SCRUB_OTHER
           end
         end
-        read[value] = parts
       end
-      if value == '' then
-        strays[#strays + 1] = hash
-      end
-      for _, entry in ipairs(parts.mine) do
+      entry.hashes[#entry.hashes + 1] = hash
+      cost = cost + SCRUB_FOUND * #entry.mine
+      for _, told in ipairs(entry.mine) do
         n = n + 1
-        found[n] = hash .. entry
+        found[n] = hash .. told
       end
     end
   until cursor == '0' or cost >= budget
@@ -114,19 +121,18 @@ register_read_only('kvatlas_scrub', function(keys, args)
     local entries = redis.call('HMGET', k.holders, unpack(numbers, first, last))
     for i = first, last do
       if not entries[i - first + 1] then
-        others[numbers[i]] = 'unknown'
+        others[number_of(numbers[i])] = 'unknown'
         any_unknown = true
       end
     end
   end
-  if any_unknown then
-    for i = 1, #seen, 2 do
-      for _, number in ipairs(read[seen[i + 1]].others) do
-        if others[number] == 'unknown' then
-          strays[#strays + 1] = seen[i]
-          break
-        end
-      end
+  for value, entry in pairs(parted) do
+    local stray = value == '' or #value % 4 == 1 or #value % 4 == 2
+    for _, number in ipairs(any_unknown and entry.others or {}) do
+      stray = stray or others[number] == 'unknown'
+    end
+    for _, hash in ipairs(stray and entry.hashes or {}) do
+      strays[#strays + 1] = hash
     end
   end
   return cmsgpack.pack({ server, cursor, math.ceil(cost), states, table.concat(found), strays })

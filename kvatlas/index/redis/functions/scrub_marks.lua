@@ -18,7 +18,7 @@ local function entry_size(field)
   return #field == 8 and MARK or HEAD
 end
 
-local MARKS_SCRUB_SCAN, MARKS_FIELD, MARKS_ENTRY = 8, 1, 0.5 -- what a field costs, and each of its entries
+local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- what a field costs, and each of its entries
 
 -- scrub_marks: what some workers' active holders have in a part of one scope's marks, and the workers' states at that moment.
 --
@@ -48,10 +48,12 @@ register_read_only('kvatlas_scrub_marks', function(keys, args)
       mine[holder] = i - 4
     end
   end
-  local found, strays, cost = {}, {}, 0
+  local found, strays, seen, cost = {}, {}, 0, STATE_COST * (#args - 3)
   repeat
     local flat
-    cursor, flat = unpack(redis.call('HSCAN', key, cursor, 'COUNT', MARKS_SCRUB_SCAN))
+    cursor, flat = unpack(redis.call('HSCAN', key, cursor, 'COUNT', fields_to_scan(seen, cost, budget)))
+    cost = cost + SCAN_COST
+    seen = seen + #flat / 2
     for i = 1, #flat, 2 do
       local field, value = flat[i], flat[i + 1]
       local size, stray = entry_size(field), #value == 0

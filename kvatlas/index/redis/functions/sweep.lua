@@ -2,7 +2,8 @@
 --
 -- KEYS 1 retired
 --      2 digests
---      3... blocks of each scope; with the side index also its children and parents
+--      3 held
+--      4... blocks of each scope; with the side index also its children and parents
 -- ARGV 1 server on which the sweep began ('': here)
 --      2 budget: the cost of what is looked at (see below)
 --      3 cursor in the first scope
@@ -11,28 +12,43 @@
 -- returns {server, scopes done, cursor in the next, cost}; on another server than the sweep began on, where
 --   the cursor means nothing, {server} alone
 
-local SCAN_COUNT = 16 -- a value may be as long as there are workers
-local BLOCK_COST, ENTRY_COST = 1, 0.1
+local SWEEP_KEYS = 3
+-- of a block, of each entry of a value that was not met before, of each of them that is taken out, and of each holder, flags and
+-- scope that are counted out in a call
+local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 1, 0.1, 0.5, 8
 
--- Takes holders out of some blocks. flat: {hash, value...}; gone: {entry -> is it of a retired holder, as far as was looked}.
--- Returns what they cost, and adds up what was taken out by entry: sums_by_entry[entry] = {count, low, high}.
-local function take_out(scope, flat, is_gone, sums_by_entry)
-  local groups, cost, set, gone = {}, 0, {}, {}
+-- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the retired holders' entries, as numbers, and
+-- the value without them.
+local function without_retired(value, swept)
+  local entries, count = entries_of(value)
+  local gone, kept, from = {}, {}, 1
+  for i = 1, count do
+    local entry = entries[i]
+    if swept[(entry - entry % 256) / 256] then
+      gone[#gone + 1] = entry
+      kept[#kept + 1] = string.sub(value, from, 4 * i - 4)
+      from = 4 * i + 1
+    end
+  end
+  local torn = string.sub(value, 4 * count + 1)
+  kept[#kept + 1] = string.sub(value, from, #torn == 3 and swept[number_of(torn)] and 4 * count or -1)
+  return gone, table.concat(kept)
+end
+
+-- Takes holders out of some blocks. flat: {hash, value...}. Returns what they cost, and adds up what was taken out by entry:
+-- sums_by_entry[entry] = {count, low, high}.
+local function take_out(scope, flat, swept, sums_by_entry)
+  local groups, cost, set, gone = {}, BLOCK_COST * #flat / 2, {}, {}
   for i = 1, #flat, 2 do
     local hash, value = flat[i], flat[i + 1]
     local group = groups[value]
     if not group then
-      group = { hashes = {}, entries = {}, rest = {} }
+      group = { hashes = {} }
+      group.entries, group.rest = without_retired(value, swept)
       groups[value] = group
-      for at = 1, #value, 4 do
-        local entry = string.sub(value, at, at + 3)
-        table.insert(is_gone[entry] and group.entries or group.rest, entry)
-      end
-      cost = cost + ENTRY_COST * #value / 4
-      group.rest = table.concat(group.rest)
+      cost = cost + ENTRY_COST * #value / 4 + GONE_COST * #group.entries
     end
-    cost = cost + BLOCK_COST
-    if group.entries[1] then
+    if group.rest ~= value then
       group.hashes[#group.hashes + 1] = hash
       if group.rest == '' then
         gone[#gone + 1] = hash
@@ -51,6 +67,7 @@ local function take_out(scope, flat, is_gone, sums_by_entry)
         if not total then
           total = { 0, 0, 0 }
           sums_by_entry[entry] = total
+          cost = cost + COUNTED_COST
         end
         total[1], total[2], total[3] = total[1] + count, total[2] + low, total[3] + high
       end
@@ -68,38 +85,38 @@ local function take_out(scope, flat, is_gone, sums_by_entry)
   return cost
 end
 
--- Counts what was taken out of one scope out of the holders' digests. digests: {holder -> digest}, those changed so far
-local function count_out(key, digests, scope, sums_by_entry)
+-- Counts what was taken out of one scope out of the holders' digests, and into `held`: see change_held. digests: {holder ->
+-- digest}, those changed so far
+local function count_out(key, digests, held, scope, sums_by_entry)
   for entry, total in pairs(sums_by_entry) do
-    local holder, flags = string.sub(entry, 1, 3), string.byte(entry, 4) or 0 -- or torn
+    local flags = entry % 256
+    local holder = holder_bytes((entry - flags) / 256)
     digests[holder] = digests[holder] or read_digest(key, holder)
     for tier = 0, 4 do
       if bit.band(flags, 2 ^ tier) ~= 0 then
         count_sums(digests[holder], tier, total[1], total[2], total[3], scope, -1)
+        local field = held_field(holder, scope.id, tier)
+        held[field] = (held[field] or 0) - total[1]
       end
     end
   end
 end
 
 register_always('kvatlas_sweep', function(keys, args)
-  local retired, digests_key, server = keys[1], keys[2], server_id()
+  local retired, digests_key, held_key, server = keys[1], keys[2], keys[3], server_id()
   local began_on, budget, cursor, scope_ids = args[1], tonumber(args[2]), args[3], split(args[4])
   if began_on ~= '' and began_on ~= server then
     return { server }
   end
-  local swept = retired_among(retired, args[5])
-  local is_gone = setmetatable({}, {
-    __index = function(known, entry)
-      local answer = swept[string.sub(entry, 1, 3)] or false
-      known[entry] = answer
-      return answer
-    end,
-  })
-  local keys_a_scope = (#keys - 2) / #scope_ids
-  local cost, done, digests = 0, 0, {}
+  local swept = {}
+  for holder, is_retired in pairs(retired_among(retired, args[5])) do
+    swept[number_of(holder)] = is_retired
+  end
+  local keys_a_scope = (#keys - SWEEP_KEYS) / #scope_ids
+  local cost, done, seen, digests, held = 0, 0, 0, {}, {}
   while done < #scope_ids and cost < budget do
-    local first_key = 3 + done * keys_a_scope
-    local scope, sums_by_entry = { blocks = keys[first_key] }, {}
+    local first_key = SWEEP_KEYS + 1 + done * keys_a_scope
+    local scope, sums_by_entry = { id = scope_ids[done + 1], blocks = keys[first_key] }, {}
     scope.mix_low, scope.mix_high = mix_of(scope_ids[done + 1])
     if keys_a_scope == 3 then
       scope.side = { children = keys[first_key + 1], parents = keys[first_key + 2] }
@@ -107,10 +124,11 @@ register_always('kvatlas_sweep', function(keys, args)
     cost = cost + SCOPE_COST
     repeat
       local flat
-      cursor, flat = unpack(redis.call('HSCAN', scope.blocks, cursor, 'COUNT', SCAN_COUNT))
-      cost = cost + take_out(scope, flat, is_gone, sums_by_entry)
+      cursor, flat = unpack(redis.call('HSCAN', scope.blocks, cursor, 'COUNT', fields_to_scan(seen, cost, budget)))
+      cost = cost + SCAN_COST + take_out(scope, flat, swept, sums_by_entry)
+      seen = seen + #flat / 2
     until cursor == '0' or cost >= budget
-    count_out(digests_key, digests, scope, sums_by_entry)
+    count_out(digests_key, digests, held, scope, sums_by_entry)
     if cursor == '0' then
       done = done + 1
     end
@@ -118,5 +136,6 @@ register_always('kvatlas_sweep', function(keys, args)
   for holder, digest in pairs(digests) do
     redis.call('HSET', digests_key, holder, cmsgpack.pack(digest))
   end
+  change_held(held_key, held)
   return { server, done, cursor, math.ceil(cost) }
 end)

@@ -5,8 +5,8 @@
 --      3... marks of each scope
 -- ARGV and the answer are those of sweep (sweep.lua)
 
-local MARKS_SCAN_COUNT = 4 -- a value of a head may have 11 bytes for each worker
-local FIELD_COST, KEPT_COST, TAKEN_COST = 1, 0.3, 2
+-- of a field, of each entry that stays and each that is taken out, and of each holder whose digest changes in a call
+local FIELD_COST, KEPT_COST, TAKEN_COST, HOLDER_COST = 1, 0.2, 1, 8
 
 -- Takes holders out of one field of marks. swept: {holder -> is it retired}. Returns what that costs.
 local function take_out_of_marks(key, field, value, swept, scope, words_of)
@@ -42,24 +42,28 @@ register_always('kvatlas_sweep_marks', function(keys, args)
     return { server }
   end
   local swept, changed = retired_among(retired, args[5]), {}
+  local cost, done, seen = 0, 0, 0
   local function words_of(holder)
     if changed[holder] == nil then
+      cost = cost + HOLDER_COST
       local packed = redis.call('HGET', marked, holder)
       changed[holder] = packed and unpack_marks(packed) or false
     end
     return changed[holder] and changed[holder].words
   end
-  local cost, done = 0, 0
   while done < #scope_ids and cost < budget do
     local key, scope = keys[3 + done], {}
     scope.mix_low, scope.mix_high = mix_of(scope_ids[done + 1])
     cost = cost + SCOPE_COST
     repeat
       local flat
-      cursor, flat = unpack(redis.call('HSCAN', key, cursor, 'COUNT', MARKS_SCAN_COUNT))
+      cursor, flat = unpack(redis.call('HSCAN', key, cursor, 'COUNT', fields_to_scan(seen, cost, budget)))
+      cost = cost + SCAN_COST
       for i = 1, #flat, 2 do
-        cost = cost + take_out_of_marks(key, flat[i], flat[i + 1], swept, scope, words_of)
+        local taken = take_out_of_marks(key, flat[i], flat[i + 1], swept, scope, words_of)
+        cost = cost + taken -- and what words_of added
       end
+      seen = seen + #flat / 2
     until cursor == '0' or cost >= budget
     if cursor == '0' then
       done = done + 1

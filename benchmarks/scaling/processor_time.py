@@ -1,0 +1,28 @@
+"""Processor time of several processes over a stretch of time."""
+
+from collections.abc import Mapping
+from time import perf_counter
+
+from benchmarks.process_usage import usage_of
+
+
+class Stretch:
+    """From its making on. `pids`: of each process, by name."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = dict(pids)
+        self._before = {name: usage_of(pid).cpu_s for name, pid in self._pids.items()}
+        self._began = perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return perf_counter() - self._began
+
+    def cpu_s(self) -> dict[str, float]:
+        """Of each process until now."""
+        return {name: usage_of(pid).cpu_s - self._before[name] for name, pid in self._pids.items()}
+
+    def share(self) -> dict[str, float]:
+        """Of a core, on average."""
+        seconds = self.seconds
+        return {name: cpu_s / seconds for name, cpu_s in self.cpu_s().items()}

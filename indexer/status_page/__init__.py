@@ -1,0 +1,1 @@
+"""The HTTP server of a replica: a page for people, `/status` for scripts, and what probes ask."""

@@ -1,0 +1,59 @@
+"""The status page: `/` for people; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` (Prometheus) for probes and scripts."""
+
+from dataclasses import asdict
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from indexer.replica import Replica
+from indexer.status_page.sections import status_page
+from kvatlas.fleet.store import FleetStore
+from kvatlas.index.protocol import ResidencyIndex
+from kvatlas.runtime.metrics_page import METRICS_ROUTE
+
+
+def application(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> Starlette:
+    """`index`, `fleet`: what the replica writes."""
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(_: Request) -> Response:
+        if replica.ready:
+            return PlainTextResponse("ready\n")
+        return PlainTextResponse("not ready: NATS or the store does not answer\n", status_code=503)
+
+    async def status(_: Request) -> Response:
+        return JSONResponse(status_of(replica))
+
+    return Starlette(
+        routes=[
+            *status_page(replica, index, fleet).routes,
+            Route("/healthz", healthz),
+            Route("/readyz", readyz),
+            Route("/status", status),
+            METRICS_ROUTE,
+        ]
+    )
+
+
+def status_of(replica: Replica) -> dict[str, Any]:
+    """The answer to `/status`."""
+    workers = replica.workers
+    return {
+        "member_id": replica.member_id,
+        "ready": replica.ready,
+        "members": replica.membership.members,
+        "partitions": [asdict(partition) for partition in replica.partitions],
+        "workers": {worker_id: liveness.value for worker_id, liveness in sorted(workers.items())},
+        "workers_in_doubt": {worker_id: doubt.value for worker_id, doubt in sorted(replica.doubts.items())},
+        "workers_without_room": replica.workers_without_room,
+        "shards_out_of_memory": replica.shards_out_of_memory,
+        "shards_evicting": replica.shards_evicting,
+        "retired_holders": replica.retired_holders,
+        "granted_snapshot_bytes": replica.granted_bytes,
+        "counters": replica.counters.to_jsonable(),
+    }

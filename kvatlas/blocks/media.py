@@ -1,0 +1,46 @@
+"""Images, audio and video in a prompt: which items touch which block, as engines hash them (`kvatlas.blocks.hashing`).
+
+vLLM (0.24 to 0.33): a block's key has `[id, offset]` for each item whose placeholder tokens stand in it, or in the tokens
+behind it that its hash covers; the offset is that of the item less that of the block's first token
+(`kv_cache_utils._gen_mm_extra_hash_keys`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from kvatlas.blocks.hashing import ExtraKeys
+from kvatlas.errors import InvalidValue
+from kvatlas.validation import Count, Positive
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One item of a prompt. `id`: as the engine hashes it (vLLM: the hash of its content, or what the request names it);
+    `offset` and `length`: of its placeholder, in tokens. Raises InvalidValue for one that can't stand in a prompt."""
+
+    id: Annotated[str, Field(min_length=1)]
+    offset: Count
+    length: Positive
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise InvalidValue(f"media item {self.id!r:.80}; expected the engine's name of it")
+        for what, number, least in (("offset", self.offset, 0), ("length", self.length, 1)):
+            if type(number) is not int or number < least:
+                raise InvalidValue(
+                    f"media item with {what} {number!r:.20}; expected a number of tokens from {least} on"
+                )
+
+
+def media_keys(items: Sequence[MediaItem], block_size: int, blocks: int, lookahead_tokens: int = 0) -> list[ExtraKeys]:
+    """The items' part of the extra keys of each of a prompt's first `blocks` blocks."""
+    keys: list[ExtraKeys] = [None] * blocks
+    for item in sorted(items, key=lambda item: item.offset):
+        first = max(0, (item.offset - lookahead_tokens) // block_size)
+        last = min(blocks - 1, (item.offset + item.length - 1) // block_size)
+        for i in range(first, last + 1):
+            keys[i] = [*(keys[i] or ()), [item.id, item.offset - i * block_size]]
+    return keys

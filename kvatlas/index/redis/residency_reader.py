@@ -1,0 +1,68 @@
+"""Residencies of one shard's active holders, from blocks that were read."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Self
+
+from kvatlas.blocks.residency import Residency
+from kvatlas.blocks.tiers import FLAG_PINNED, tiers_of
+from kvatlas.identity import Scope
+from kvatlas.index.holder_entries import entries_of
+from kvatlas.index.mark_lookup import has_mark
+from kvatlas.index.redis.scope_registry import ScopeRegistry
+from kvatlas.index.redis.shard_reader import ShardReader
+
+
+class ResidencyReader:
+    """The active holders are those of the moment when it was opened. Raises Unreachable."""
+
+    def __init__(self, reader: ShardReader, active: dict[bytes, str], marked: set[bytes]) -> None:
+        self._reader = reader
+        self._active = active
+        self._marked = marked
+        self._touched: dict[bytes, dict[bytes, tuple[int, int]]] = {}
+
+    @classmethod
+    async def open(cls, reader: ShardReader, worker_id: str | None = None) -> Self:
+        """For one worker's holder, or all."""
+        active = {holder: name for holder, name in (await reader.active()).items() if worker_id in (None, name)}
+        return cls(reader, active, active.keys() & (await reader.dropped()).keys())
+
+    async def snapshot(self, registry: ScopeRegistry) -> AsyncIterator[Residency]:
+        """All residencies. Not atomic."""
+        for holder in self._active:
+            await self._touched_by(holder)
+        for scope_id in sorted({scope_id for scopes in self._touched.values() for scope_id in scopes}):
+            if await self._reader.has_blocks(scope_id):  # else it may be forgotten
+                scope = await registry.scope(scope_id)
+                async for blocks in self._reader.block_batches(scope_id):
+                    for residency in await self.of_blocks(scope, blocks):
+                        yield residency
+
+    async def of_blocks(self, scope: Scope, blocks: Sequence[tuple[bytes, bytes]]) -> list[Residency]:
+        """Residencies of (hash, holders value) of a scope's blocks, in their order."""
+        marks = await self._reader.marks(scope.scope_id, b"".join(key for key, _ in blocks)) if self._marked else {}
+        found: list[Residency] = []
+        for key, value in blocks:
+            for holder, flags in entries_of(value):
+                if holder in self._active:
+                    resumable = has_mark(marks.get(key), holder) if holder in self._marked else None
+                    _, block_bytes = (await self._touched_by(holder)).get(scope.scope_id, (0, 0))
+                    number, name = int.from_bytes(key, "little"), self._active[holder]
+                    found += residencies_of(scope, number, name, flags, block_bytes, resumable)
+        return found
+
+    async def _touched_by(self, holder: bytes) -> dict[bytes, tuple[int, int]]:
+        if holder not in self._touched:
+            self._touched[holder] = await self._reader.touched(holder)
+        return self._touched[holder]
+
+
+def residencies_of(
+    scope: Scope, sequence_hash: int, worker_id: str, flags: int, block_bytes: int, resumable: bool | None
+) -> list[Residency]:
+    """One for each tier of an entry's flags."""
+    pinned = bool(flags & FLAG_PINNED)
+    return [
+        Residency(scope, sequence_hash, worker_id, tier, block_bytes, pinned=pinned, resumable=resumable)
+        for tier in tiers_of(flags)
+    ]

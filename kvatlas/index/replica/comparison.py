@@ -1,0 +1,104 @@
+"""Compares a replica's workers with the store's: what the stream does not say, and what the replica missed.
+
+A worker may be closed in the store without a message (it is gone, or the store has no memory): the replica follows. A replica
+that missed a message, or took one differently, differs from the store for longer than the stream needs to bring it up: it is
+made again. A replica may be ahead: the indexer has not applied yet what it read.
+"""
+
+from collections.abc import Mapping
+from enum import Enum, auto
+
+from kvatlas.index.memory.shard import MemoryShard, Record
+from kvatlas.index.redis.records import StoredRecord, unpack_incarnation
+
+ABSENT_S = 10.0
+"""A worker that the store has not known for this long is dropped here too."""
+
+Moment = tuple[int, int]
+"""(incarnation, seq)."""
+
+
+class Difference(Enum):
+    """How one worker here differs from the store's."""
+
+    NONE = auto()
+    BEHIND = auto()
+    """Messages that the store has applied have not come here."""
+    CLOSED_THERE = auto()
+    """The store holds nothing of this incarnation any more."""
+    ABSENT_THERE = auto()
+    WRONG = auto()
+    """At the same message, or for ever."""
+
+
+def moment_of(record: Record | None) -> Moment:
+    """Below all others without a record."""
+    return (record.incarnation, record.seq) if record is not None else (0, -1)
+
+
+def stored_moment(stored: StoredRecord) -> Moment:
+    """The same of the store's record."""
+    return unpack_incarnation(stored.incarnation), stored.seq
+
+
+def compare(mine: Record | None, stored: StoredRecord | None) -> Difference:
+    """`stored` was read before `mine` is looked at."""
+    answers_here = mine is not None and (mine.active >= 0 or mine.loading >= 0)
+    if stored is None:
+        return Difference.ABSENT_THERE if mine is not None else Difference.NONE
+    holds_there = bool(stored.active or stored.loading)
+    if mine is None:
+        return Difference.BEHIND if holds_there else Difference.NONE
+    here, there = moment_of(mine), stored_moment(stored)
+    if here < there:
+        return Difference.BEHIND
+    if here[0] > there[0]:
+        return Difference.NONE
+    if stored.closed and not mine.closed:  # the store applies nothing more of this incarnation
+        return Difference.WRONG if holds_there else Difference.CLOSED_THERE
+    if here > there:
+        return Difference.NONE
+    if stored.closed and answers_here and not holds_there:
+        return Difference.CLOSED_THERE
+    states = (mine.active >= 0, mine.loading >= 0, mine.closed)
+    if states != (bool(stored.active), bool(stored.loading), bool(stored.closed)) or (mine.bad and not stored.bad):
+        return Difference.WRONG
+    return Difference.NONE
+
+
+class ShardComparison:
+    """One shard's comparisons over time."""
+
+    def __init__(self, shard: MemoryShard) -> None:
+        self.shard = shard
+        self._expected: dict[str, tuple[Moment, float]] = {}
+        """Workers that were behind: what the store had applied, and when that was read."""
+        self._absent_since_s: dict[str, float] = {}
+
+    def follow(self, stored: Mapping[str, StoredRecord], read_s: float, current_s: float) -> str | None:
+        """Close and forget here what the store has closed and forgotten. Returns why the replica is wrong, if it is.
+
+        `read_s`: when the records had been read; `current_s`: all that the stream had then is applied here.
+        """
+        workers, unsettled = self.shard.workers, {}
+        for worker_id, (moment, since_s) in self._expected.items():
+            if current_s <= since_s:
+                unsettled[worker_id] = moment, since_s
+            elif moment_of(workers.get(worker_id)) < moment and worker_id in stored:
+                return f"worker {worker_id}: message {moment[1]} of incarnation {moment[0]} did not come"
+        self._expected = unsettled
+        for worker_id in workers.keys() | stored.keys():
+            mine, theirs = workers.get(worker_id), stored.get(worker_id)
+            difference = compare(mine, theirs)
+            if difference is Difference.WRONG:
+                return f"worker {worker_id}: its state differs from the store's"
+            if difference is Difference.BEHIND and theirs is not None:
+                self._expected.setdefault(worker_id, (stored_moment(theirs), read_s))
+            elif difference is Difference.CLOSED_THERE and mine is not None:
+                self.shard.retire(worker_id, mine.incarnation)
+            if difference is not Difference.ABSENT_THERE or mine is None:
+                self._absent_since_s.pop(worker_id, None)
+            elif self._absent_since_s.setdefault(worker_id, read_s) + ABSENT_S <= read_s:
+                self.shard.retire(worker_id, mine.incarnation)
+                self.shard.forget(worker_id, mine.incarnation)
+        return None

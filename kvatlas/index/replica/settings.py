@@ -1,0 +1,29 @@
+"""Settings of a replica."""
+
+from dataclasses import dataclass
+from math import inf
+
+from kvatlas.bus.access import NatsAccess
+from kvatlas.errors import InvalidValue
+
+MAX_STALE_MS = 1_000.0
+MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """A copy of the index in this process, fed from `nats` (an access, or the URL alone).
+
+    `max_stale_ms`: the store is asked while the copy may be older than this. `max_bytes`: the store is asked if the copy would
+    take more memory than this, as estimated from its blocks.
+    """
+
+    nats: NatsAccess | str
+    max_stale_ms: float = MAX_STALE_MS
+    max_bytes: int = MAX_BYTES
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_stale_ms < inf:
+            raise InvalidValue(f"replica setting max_stale_ms is {self.max_stale_ms}; expected more than 0")
+        if self.max_bytes <= 0:
+            raise InvalidValue(f"replica setting max_bytes is {self.max_bytes}; expected more than 0")

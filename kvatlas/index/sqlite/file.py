@@ -1,0 +1,199 @@
+"""The file of a SqliteIndex: its tables, and the rows that one transaction writes.
+
+The write-ahead log makes each transaction whole or absent, whatever ends the process. It is synced to the disk at checkpoints
+only, so a machine that loses power may lose the last transactions; positions go back with them, as in a store that did.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgpack
+
+from kvatlas.errors import DATA_ERRORS, KvatlasError, LayoutMismatch, Unreachable, UnsuitableStore
+from kvatlas.index.protocol import DEFAULT_PARTITIONS, DEFAULT_SHARDS
+
+APPLICATION_ID = 0x6B766174
+VERSION = 1
+
+_TABLES = {
+    "layout": ("id INTEGER", "partitions INTEGER, shards INTEGER"),
+    "scopes": ("scope BLOB", "text BLOB"),
+    "blocks": ("shard INTEGER, id INTEGER", "scope BLOB, hash BLOB, holders BLOB, parent BLOB"),
+    "marks": ("shard INTEGER, id INTEGER", "scope BLOB, hash BLOB, holders BLOB"),
+    "heads": ("shard INTEGER, id INTEGER", "scope BLOB, hash BLOB, holders BLOB"),
+    "holders": ("shard INTEGER, number INTEGER", "packed BLOB"),
+    "workers": ("shard INTEGER, worker TEXT", "packed BLOB"),
+    "positions": ("shard INTEGER, partition INTEGER", "creation_us INTEGER, seq INTEGER"),
+    "numbers": ("shard INTEGER", "last INTEGER"),
+}
+"""Columns that identify a row, and those besides. The values of holders, marks and heads are the memory index's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Statements:
+    """What is said about one table."""
+
+    create: str
+    select: str
+    select_shard: str
+    insert: str
+    delete: str
+    empty: str
+
+    @classmethod
+    def of(cls, table: str, keys: str, others: str) -> Self:
+        names = [column.split()[0] for column in keys.split(", ")]
+        marks = ", ".join("?" * len(f"{keys}, {others}".split(", ")))
+        return cls(
+            f"CREATE TABLE {table} ({keys}, {others}, PRIMARY KEY ({', '.join(names)})) WITHOUT ROWID",
+            f"SELECT * FROM {table}",  # noqa: S608  # the names are those above
+            f"SELECT * FROM {table} WHERE shard = ?",  # noqa: S608
+            f"INSERT OR REPLACE INTO {table} VALUES ({marks})",  # noqa: S608
+            f"DELETE FROM {table} WHERE {' AND '.join(f'{name} = ?' for name in names)}",  # noqa: S608
+            f"DELETE FROM {table}",  # noqa: S608
+        )
+
+
+_SAY = {table: _Statements.of(table, keys, others) for table, (keys, others) in _TABLES.items()}
+
+Row = tuple[Any, ...]
+T = TypeVar("T")
+_REPLACE = "delete it: publishers' snapshots fill a new one"
+
+
+@dataclass(slots=True)
+class Changes:
+    """Rows that a transaction sets, and keys of rows that it deletes, by table."""
+
+    set: dict[str, list[Row]] = field(default_factory=dict)
+    deleted: dict[str, list[Row]] = field(default_factory=dict)
+
+    def put(self, table: str, key: Row, values: Row | None) -> None:
+        """Set a row; None deletes it."""
+        if values is None:
+            self.deleted.setdefault(table, []).append(key)
+        else:
+            self.set.setdefault(table, []).append((*key, *values))
+
+    def __bool__(self) -> bool:
+        return bool(self.set or self.deleted)
+
+
+class IndexFile:
+    """One process at a time has it open. Calls may come from any thread, one after the other."""
+
+    def __init__(self, path: Path, partitions: int | None, shards: int | None) -> None:
+        """Opens the file, or makes it. Raises UnsuitableStore (no file of ours, damaged, or open elsewhere) and
+        LayoutMismatch."""
+        self.path = path
+        with self._opening():
+            self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+            try:
+                self._prepare()
+                self.partitions, self.shards = self._layout(partitions, shards)
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def rows(self, table: str) -> Iterator[Row]:
+        """Every row, with the fields in the order of the table's. Raises UnsuitableStore for a damaged file."""
+        with self._opening():
+            yield from self._connection.execute(_SAY[table].select)
+
+    def shard_rows(self, table: str, shard: int) -> Iterator[Row]:
+        """The same of one shard, without its number."""
+        with self._opening():
+            for row in self._connection.execute(_SAY[table].select_shard, (shard,)):
+                yield row[1:]
+
+    def read(self, what: str, unpack: Callable[..., T], *fields: Any) -> T:
+        """What `unpack` makes of a row's fields. Raises UnsuitableStore if they can't be read."""
+        try:
+            return unpack(*fields)
+        except (*DATA_ERRORS, KvatlasError, msgpack.UnpackException) as error:
+            raise UnsuitableStore(f"index file {self.path}: a {what} can't be read ({error}); {_REPLACE}") from error
+
+    def write(self, changes: Changes) -> None:
+        """All of it in one transaction. Raises Unreachable; nothing is written then."""
+        try:
+            with self._transaction():
+                for table, rows in changes.set.items():
+                    self._connection.executemany(_SAY[table].insert, rows)
+                for table, keys in changes.deleted.items():
+                    self._connection.executemany(_SAY[table].delete, keys)
+        except sqlite3.Error as error:
+            raise Unreachable(f"index file {self.path}: can't be written ({error}); changes wait in memory") from error
+
+    def clear(self) -> None:
+        """Delete every row. Raises Unreachable."""
+        try:
+            with self._transaction():
+                for table in _TABLES.keys() - {"layout"}:
+                    self._connection.execute(_SAY[table].empty)
+        except sqlite3.Error as error:
+            raise Unreachable(f"index file {self.path}: can't be emptied ({error})") from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                line = "another process has it open; stop that one, or choose another file"
+            elif error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                line = f"it is no index file, or damaged ({error}); {_REPLACE}"
+            else:
+                line = f"it can't be opened ({error})"
+            raise UnsuitableStore(f"index file {self.path}: {line}") from error
+
+    def _prepare(self) -> None:
+        execute = self._connection.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = NORMAL")
+        [application] = execute("PRAGMA application_id").fetchone()
+        [version] = execute("PRAGMA user_version").fetchone()
+        [tables] = execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if not tables:
+            with self._transaction():
+                for statements in _SAY.values():
+                    execute(statements.create)
+                execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                execute(f"PRAGMA user_version = {VERSION}")
+        elif application != APPLICATION_ID:
+            raise UnsuitableStore(f"index file {self.path}: another program's database; choose another file")
+        elif version != VERSION:
+            raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
+
+    def _layout(self, partitions: int | None, shards: int | None) -> tuple[int, int]:
+        wanted = partitions or DEFAULT_PARTITIONS, shards or DEFAULT_SHARDS
+        found = self._connection.execute("SELECT partitions, shards FROM layout").fetchone()
+        if found is None:
+            if wanted[0] % wanted[1]:
+                raise LayoutMismatch(f"{wanted[1]} shards; expected a divisor of {wanted[0]} partitions")
+            self._connection.execute(_SAY["layout"].insert, (0, *wanted))
+            return wanted
+        if (partitions or found[0], shards or found[1]) != found:
+            raise LayoutMismatch(
+                f"index file {self.path}: laid out with {found[0]} partitions and {found[1]} shards; "
+                f"asked for {wanted[0]} and {wanted[1]}"
+            )
+        return found[0], found[1]

@@ -1,0 +1,138 @@
+"""The residency index of one process, kept in a file: for a router that restarts warm without a server."""
+
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from kvatlas.identity import Scope, partition_of, scope_from_canonical, shard_of
+from kvatlas.index.memory.index import MemoryIndex
+from kvatlas.index.protocol import ApplyResult, PartitionBatch, Position, ScrubResult
+from kvatlas.index.sqlite.changes import TrackedDict, keep_on_error
+from kvatlas.index.sqlite.file import Changes, IndexFile
+from kvatlas.index.sqlite.shard import SqliteShard
+
+
+@asynccontextmanager
+async def open_sqlite_index(
+    path: Path | str, *, partitions: int | None = None, shards: int | None = None
+) -> AsyncIterator["SqliteIndex"]:
+    """`async with open_sqlite_index(path) as index`: what the file holds, or an empty index.
+
+    Partitions and shards are the file's, or 64 and 1. Raises UnsuitableStore for a file that is not ours, is damaged, or is
+    open in another process, and LayoutMismatch for another version or other partitions and shards.
+    """
+    file = await anyio.to_thread.run_sync(IndexFile, Path(path), partitions, shards)
+    try:
+        yield await anyio.to_thread.run_sync(SqliteIndex, file)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(file.close)
+
+
+class SqliteIndex(MemoryIndex):
+    """A ResidencyIndex that answers from memory and writes every change to a file; see the protocol for its promises.
+
+    A call that changes something returns when the file has it. Calls that wait for the file share transactions. Raises
+    Unreachable if the file can't be written: the change answers from memory then, and is written with the next one.
+    """
+
+    name = "sqlite"
+    persistent = True
+
+    def __init__(self, file: IndexFile) -> None:
+        """Reads the whole file; `open_sqlite_index` does it in a thread. Raises UnsuitableStore."""
+        super().__init__(file.partitions, file.shards)
+        self._file = file
+        self._writing = anyio.Lock()
+        self._make_shards()
+        self._tracked_scopes.update(
+            {scope_id: file.read("scope", scope_from_canonical, text) for scope_id, text in file.rows("scopes")}
+        )
+        for shard in self._tracked_shards:
+            shard.load(file)
+
+    def _make_shards(self) -> None:
+        self._tracked_shards = [SqliteShard(number) for number in range(self.shards)]
+        self._tracked_scopes: TrackedDict[bytes, Scope] = TrackedDict()
+        self._shards, self._scopes = list(self._tracked_shards), self._tracked_scopes
+
+    # ------------------------------------------------------------ changes
+
+    async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
+        result = await super().apply(shard, batches)
+        await self._save(shard, [record.worker_id for record in result.records])
+        return result
+
+    async def retire(self, worker_id: str, incarnation: int) -> bool:
+        changed = await super().retire(worker_id, incarnation)
+        await self._save(self._shard_number(worker_id), [worker_id])
+        return changed
+
+    async def forget(self, worker_id: str, incarnation: int) -> bool:
+        changed = await super().forget(worker_id, incarnation)
+        await self._save(self._shard_number(worker_id), [worker_id])
+        return changed
+
+    async def forget_scopes(self, idle_s: float) -> int:
+        forgotten = await super().forget_scopes(idle_s)
+        await self._save_all()
+        return forgotten
+
+    async def sweep(self, shard: int, budget_blocks: int) -> int:
+        left = await super().sweep(shard, budget_blocks)
+        await self._save(shard)
+        return left
+
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
+        result = await super().scrub(shard, budget_blocks, partitions)
+        await self._save(shard, result.damaged)
+        return result
+
+    async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
+        stored = await super().set_position(partition, expected, new)
+        if stored == new:
+            shard = shard_of(partition, self.shards)
+            workers = self._tracked_shards[shard].workers if expected is not None else {}
+            await self._save(shard, [one for one, record in workers.items() if record.partition == partition])
+        return stored
+
+    async def clear(self) -> None:
+        async with self._writing:
+            await anyio.to_thread.run_sync(self._file.clear)
+            self._make_shards()
+
+    # ------------------------------------------------------------ the file
+
+    async def _save(self, shard: int, workers: Iterable[str] = ()) -> None:
+        self._tracked_shards[shard].changed_workers.update(dict.fromkeys(workers))
+        await self._write_changes([self._tracked_shards[shard]])
+
+    async def _save_all(self) -> None:
+        for shard in self._tracked_shards:
+            shard.changed_workers.update(dict.fromkeys(shard.workers))
+        await self._write_changes(self._tracked_shards)
+
+    async def _write_changes(self, shards: Sequence[SqliteShard]) -> None:
+        """Write what changed until now; nothing if an earlier transaction took it along."""
+        async with self._writing:
+            tracked = [self._tracked_scopes.changed, *(one for shard in shards for one in shard.changed)]
+            with keep_on_error(tracked):
+                changes = Changes()
+                for scope_id in self._tracked_scopes.changed:
+                    scope = self._scopes.get(scope_id)
+                    changes.put("scopes", (scope_id,), None if scope is None else (scope.canonical,))
+                for shard in shards:
+                    shard.describe(changes)
+                for one in tracked:
+                    one.clear()
+                if changes:
+                    await anyio.to_thread.run_sync(partial(self._file.write, changes))
+            for shard in shards:
+                shard.confirm()
+
+    def _shard_number(self, worker_id: str) -> int:
+        return shard_of(partition_of(worker_id, self.partitions), self.shards)

@@ -1,0 +1,149 @@
+"""One shard of a SqliteIndex: the memory index's, with the rows of what changed in it."""
+
+from typing import Any
+
+import msgpack
+
+from kvatlas.blocks.digest import Digest, MarkDigest
+from kvatlas.blocks.tiers import Tier
+from kvatlas.index.holder_entries import number_bytes
+from kvatlas.index.memory.block_table import Holder
+from kvatlas.index.memory.mark_table import HolderMarks
+from kvatlas.index.memory.shard import MemoryShard, Record
+from kvatlas.index.protocol import Position
+from kvatlas.index.sqlite.changes import RowIds, TrackedDict, ValuesByScope
+from kvatlas.index.sqlite.file import Changes, IndexFile
+
+LOADING, ACTIVE, RETIRED = "l", "a", "r"
+
+
+class SqliteShard(MemoryShard):
+    """`changed_workers`: those whose records, or whose holders' digests, changed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.changed_workers: dict[str, None] = {}
+        table = self.table
+        self._blocks, self._parents = table.blocks, table.parents = ValuesByScope(), ValuesByScope()
+        self._marks, self._heads = table.marks.marks, table.marks.heads = ValuesByScope(), ValuesByScope()
+        self._holders: TrackedDict[int, Holder] = TrackedDict()
+        self._active: TrackedDict[int, str] = TrackedDict()
+        self._retired: TrackedDict[int, None] = TrackedDict()
+        self._positions: TrackedDict[int, Position] = TrackedDict()
+        self._row_ids = {"blocks": RowIds(), "marks": RowIds(), "heads": RowIds()}
+        table.holders, table.active, table.retired = self._holders, self._active, self._retired
+        self.positions = self._positions
+
+    @property
+    def changed(self) -> list[dict[Any, None]]:
+        """What changed since these were emptied."""
+        values = (self._blocks, self._parents, self._marks, self._heads)
+        numbers = (self._holders, self._active, self._retired, self._positions)
+        return [*(one.changed for one in values), *(one.changed for one in numbers), self.changed_workers]
+
+    # ------------------------------------------------------------ to the file
+
+    def describe(self, changes: Changes) -> None:
+        """Add the rows of all that changed."""
+        for name, table, changed in (
+            ("blocks", self._blocks, self._blocks.changed | self._parents.changed),
+            ("marks", self._marks, self._marks.changed),
+            ("heads", self._heads, self._heads.changed),
+        ):
+            ids = self._row_ids[name]
+            ids.gone.clear()
+            for scope_id, key in changed:
+                value = table.get(scope_id, {}).get(key)
+                if value is None:
+                    if (gone := ids.of_gone(scope_id, key)) is not None:
+                        changes.put(name, (self.number, gone), None)
+                    continue
+                parent = (self._parents.get(scope_id, {}).get(key),) if table is self._blocks else ()
+                changes.put(name, (self.number, ids.of_value(scope_id, key)), (scope_id, key, value, *parent))
+        for partition in self._positions.changed:
+            position = self._positions.get(partition)
+            row = None if position is None else (position.creation_us, position.seq)
+            changes.put("positions", (self.number, partition), row)
+        numbers = {*self._holders.changed, *self._active.changed, *self._retired.changed}
+        for worker_id in self.changed_workers:
+            record = self.workers.get(worker_id)
+            changes.put("workers", (self.number, worker_id), None if record is None else (_pack_record(record),))
+            numbers |= {record.active, record.loading} - {-1} if record is not None else set()
+        for number in numbers:
+            holder = self._holders.get(number)
+            packed = None if holder is None else (self._pack_holder(number, holder),)
+            changes.put("holders", (self.number, number), packed)
+        if self._holders.changed:
+            changes.put("numbers", (self.number,), (self.table.last_number,))
+
+    def confirm(self) -> None:
+        """What was described last is written."""
+        for ids in self._row_ids.values():
+            ids.forget_gone()
+
+    def _pack_holder(self, number: int, holder: Holder) -> bytes:
+        state = ACTIVE if number in self._active else RETIRED if number in self._retired else LOADING
+        marks = self.table.marks.marked.get(number_bytes(number))
+        touched = [(scope_id, *use) for scope_id, use in holder.touched.items()]
+        blocks_in = [(scope_id, int(tier), blocks) for (scope_id, tier), blocks in holder.blocks_in.items() if blocks]
+        packed: bytes = msgpack.packb(
+            (
+                holder.worker_id,
+                state,
+                holder.digest.words,
+                holder.flags.words,
+                touched,
+                blocks_in,
+                None if marks is None else (marks.dropped, marks.digest.words),
+            )
+        )
+        return packed
+
+    # ------------------------------------------------------------ from the file
+
+    def load(self, file: IndexFile) -> None:
+        """Take in the file's rows of this shard. Raises UnsuitableStore for one that can't be read."""
+        for id, scope_id, key, value, parent in file.shard_rows("blocks", self.number):
+            self._row_ids["blocks"].load(id, scope_id, key)
+            self._blocks.load(scope_id, key, value)
+            if parent is not None:
+                self._parents.load(scope_id, key, parent)
+                self.table.children.setdefault(scope_id, {}).setdefault(parent, []).append(key)
+        for name, table in (("marks", self._marks), ("heads", self._heads)):
+            for id, scope_id, key, value in file.shard_rows(name, self.number):
+                self._row_ids[name].load(id, scope_id, key)
+                table.load(scope_id, key, value)
+        for number, packed in file.shard_rows("holders", self.number):
+            file.read("holder", self._load_holder, number, packed)
+        for worker_id, packed in file.shard_rows("workers", self.number):
+            self.workers[worker_id] = file.read("worker's record", _unpack_record, packed)
+        for partition, creation_us, seq in file.shard_rows("positions", self.number):
+            self._positions[partition] = Position(creation_us, seq)
+        for (last,) in file.shard_rows("numbers", self.number):
+            self.table.last_number = last
+        for one in self.changed:
+            one.clear()
+
+    def _load_holder(self, number: int, packed: bytes) -> None:
+        worker_id, state, words, flag_words, touched, blocks_in, marks = msgpack.unpackb(packed)
+        holder = self._holders[number] = Holder(worker_id, Digest(words))
+        holder.flags.words = flag_words
+        holder.touched.update({scope_id: (size, block_bytes) for scope_id, size, block_bytes in touched})
+        holder.blocks_in.update({(scope_id, Tier(tier)): blocks for scope_id, tier, blocks in blocks_in})
+        if marks is not None:
+            self.table.marks.marked[number_bytes(number)] = HolderMarks(marks[0], MarkDigest(marks[1]))
+        if state == ACTIVE:
+            self._active[number] = worker_id
+        elif state == RETIRED:
+            self._retired[number] = None
+
+
+def _pack_record(record: Record) -> bytes:
+    packed: bytes = msgpack.packb([getattr(record, name) for name in Record.__slots__])
+    return packed
+
+
+def _unpack_record(packed: bytes) -> Record:
+    values = dict(zip(Record.__slots__, msgpack.unpackb(packed), strict=True))
+    return Record(**{**values, "want": tuple(values["want"])})

@@ -1,0 +1,17 @@
+"""`/metrics` of the servers of ours: Prometheus' text. `setup_telemetry` has to be told that a process serves it."""
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvatlas.telemetry import read_metrics_page
+
+
+async def _metrics(request: Request) -> Response:
+    page, content_type = await asyncio.to_thread(read_metrics_page, request.headers.get("accept", ""))
+    return Response(page, headers={"Content-Type": content_type})
+
+
+METRICS_ROUTE = Route("/metrics", _metrics)

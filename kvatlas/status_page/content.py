@@ -1,0 +1,100 @@
+"""What a status page shows, without how it looks: facts, sections of tables, and a form to probe with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Tone(StrEnum):
+    """How a cell is meant."""
+
+    PLAIN = "plain"
+    QUIET = "quiet"
+    GOOD = "good"
+    WARNING = "warning"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`hint`: more of it, shown on hovering. `share`: 0 to 1, drawn as a bar beside the text. `marked`: the text is a state or
+    a choice, and stands out."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+    hint: str = ""
+    share: float | None = None
+    marked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`number`: its cells are compared by eye, so they are aligned at their end."""
+
+    label: str
+    number: bool = False
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """`empty`: what is shown without a row. `note`: what it leaves out. `title`: in a section with several tables. `folded`:
+    shown on a click."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    empty: str = "none"
+    note: str = ""
+    title: str = ""
+    folded: bool = False
+
+    def without_empty(self, *labels: str) -> "Table":
+        """Without those of these columns in which no row says anything."""
+        kept = [
+            i
+            for i, column in enumerate(self.columns)
+            if column.label not in labels or any(row[i].text not in ("", "0", QUIET_DASH.text) for row in self.rows)
+        ]
+        return replace(
+            self, columns=[self.columns[i] for i in kept], rows=[[row[i] for i in kept] for row in self.rows]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A row of bars, the newest last. `values`: (height, what it stands for)."""
+
+    title: str
+    values: Sequence[tuple[float, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`name`: its anchor in the page. `lines`: paragraphs above the tables, each with its tone."""
+
+    name: str
+    title: str
+    tables: Sequence[Table] = ()
+    lines: Sequence[Cell] = ()
+    bars: Bars | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One figure at the top of the page."""
+
+    label: str
+    value: Cell
+
+
+QUIET_DASH = Cell("–", Tone.QUIET)
+
+
+def milliseconds_text(us: float) -> str:
+    """With a decimal where it matters."""
+    return f"{us / 1e3:,.1f} ms" if us < 100_000 else f"{us / 1e3:,.0f} ms"
+
+
+def number_cell(value: int, tone: Tone = Tone.PLAIN, hint: str = "") -> Cell:
+    """With separators of thousands; 0 is quiet."""
+    return Cell(f"{value:,}", Tone.QUIET if not value and tone is Tone.PLAIN else tone, hint)

@@ -1,0 +1,98 @@
+"""The probe of a status page: a prompt in a form, and what answers it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, Self
+from urllib.parse import parse_qs
+
+from kvatlas.errors import InvalidValue
+from kvatlas.status_page.content import Section
+
+MAX_BYTES = 512 * 1024
+"""Of a form: some 60,000 token ids."""
+MAX_FIELDS = 16
+MAX_NAME = 512
+
+
+class PromptKind(StrEnum):
+    """What was pasted."""
+
+    TOKENS = "tokens"
+    TEXT = "text"
+    CHAT = "chat"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+
+_LABELS = {
+    PromptKind.TOKENS: "token ids",
+    PromptKind.TEXT: "text, as a completion",
+    PromptKind.CHAT: "text, as a chat's first message",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A filled-in form. `model`: one of the names that the probe offered, or empty; `adapter`, `tenant`: empty unless given."""
+
+    kind: PromptKind
+    prompt: str
+    model: str = ""
+    adapter: str = ""
+    tenant: str = ""
+
+    @classmethod
+    def parse(cls, body: bytes, kinds: Sequence[PromptKind]) -> Self:
+        """From a URL-encoded form. Raises InvalidValue for anything else, and without a prompt."""
+        try:
+            fields = parse_qs(body.decode("ascii"), max_num_fields=MAX_FIELDS, errors="strict")
+        except ValueError as error:  # a UnicodeError is one
+            raise InvalidValue(f"the form can't be read: {error}") from error
+        kind = _field(fields, "kind")
+        prompt = (fields.get("prompt") or [""])[0].replace("\r\n", "\n")  # browsers send every line's end so
+        if kind not in kinds:
+            raise InvalidValue(f"kind is {kind!r}; expected one of {', '.join(kinds)}")
+        if not prompt.strip():
+            raise InvalidValue("the prompt is empty; paste text or token ids")
+        names = {name: _field(fields, name) for name in ("model", "adapter", "tenant")}
+        return cls(PromptKind(kind), prompt, **names)
+
+
+def _field(fields: Mapping[str, Sequence[str]], name: str) -> str:
+    value = (fields.get(name) or [""])[0].strip()
+    if len(value.encode()) > MAX_NAME:
+        raise InvalidValue(f"{name} has {len(value.encode())} bytes; expected at most {MAX_NAME}")
+    return value
+
+
+class Probe(Protocol):
+    """Answers what a form asks."""
+
+    @property
+    def kinds(self) -> Sequence[PromptKind]:
+        """What may be pasted."""
+
+    @property
+    def asks_adapter(self) -> bool:
+        """Is an adapter named besides the model?"""
+
+    async def models(self) -> Mapping[str, str]:
+        """Models to choose from: what the form sends, and what it shows. Raises KvatlasError."""
+
+    async def answer(self, query: Query) -> Section:
+        """Who holds how much of the prompt, and what it would cost where. Nothing is booked. Raises KvatlasError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the page shows of a probe: its form. `error`: why the last one got no answer; `answer`: what it got."""
+
+    kinds: Sequence[PromptKind]
+    models: Mapping[str, str]
+    asks_adapter: bool
+    query: Query | None = None
+    error: str = ""
+    answer: Section | None = None

@@ -1,0 +1,106 @@
+"""A histogram of plain integers, because the hot path adds to it: 0.5 us where OpenTelemetry's own takes 10."""
+
+from dataclasses import dataclass, field, fields
+from math import ceil, inf, isfinite, log2
+from time import time_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from opentelemetry.trace import SpanContext
+
+SCALE = 1
+"""Of OpenTelemetry's exponential histograms: 2 ** SCALE buckets for each doubling."""
+_STEPS = 1 << SCALE
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The values that are told apart: from 2 ** `lowest` to 2 ** `highest`; others count as the nearest."""
+
+    lowest: int
+    highest: int
+
+
+SECONDS = Extent(-17, 9)
+"""8 us to 512 s."""
+TOKENS = Extent(0, 18)
+"""1 to 262,144."""
+
+
+class Exemplar(NamedTuple):
+    """One counted value, and the span in which it was. `time_ns`: since 1970."""
+
+    value: float
+    trace_id: int
+    span_id: int
+    time_ns: int
+
+
+@dataclass(slots=True)
+class Distribution:
+    """Values since it was made, counted in buckets of which two make a doubling. No value is below 0.
+
+    `exemplars`: the newest of each doubling that was counted with its span, by the doubling's place.
+    """
+
+    extent: Extent = SECONDS
+    counts: list[int] = field(default_factory=list)
+    """By bucket, lowest first."""
+    sum: float = 0.0
+    exemplars: dict[int, Exemplar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * ((self.extent.highest - self.extent.lowest) * _STEPS)
+
+    def add(self, value: float, times: int = 1, *, span: "SpanContext | None" = None) -> None:
+        """Count a value; with the sampled span in which it was, if any."""
+        place = ceil(log2(value) * _STEPS) - 1 - self.offset if value > 0 else 0
+        place = min(max(place, 0), len(self.counts) - 1)
+        self.counts[place] += times
+        self.sum += max(0.0, value) * times
+        if span is not None:
+            self.exemplars[place // _STEPS] = Exemplar(value, span.trace_id, span.span_id, time_ns())
+
+    @property
+    def offset(self) -> int:
+        """Index of the first bucket in an exponential histogram of this scale."""
+        return self.extent.lowest * _STEPS
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def doublings(self) -> tuple[list[float], list[int]]:
+        """Upper bounds of buckets that are each a doubling, and their counts. The last bucket has no bound."""
+        bounds = [2.0**power for power in range(self.extent.lowest + 1, self.extent.highest)]
+        counts = [sum(self.counts[at : at + _STEPS]) for at in range(0, len(self.counts), _STEPS)]
+        return bounds, counts
+
+    def quantile(self, q: float) -> float | None:
+        """Upper bound of the bucket that holds the quantile: infinity for the last; None before the first value."""
+        total, seen = self.count, 0
+        if not total:
+            return None
+        for number, count in enumerate(self.counts[:-1], 1):
+            seen += count
+            if seen >= q * total:
+                return float(2.0 ** ((self.offset + number) / _STEPS))
+        return inf
+
+    def plus(self, other: "Distribution") -> "Distribution":
+        """Both together; of equal extents."""
+        counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
+        return Distribution(self.extent, counts, self.sum + other.sum, {**self.exemplars, **other.exemplars})
+
+    def to_jsonable(self) -> dict[str, Any]:
+        """For people; quantiles are upper bounds, and None where there is none."""
+        found = {f"p{round(q * 100)}": self.quantile(q) for q in (0.5, 0.99)}
+        finite = {name: at if at is not None and isfinite(at) else None for name, at in found.items()}
+        return {"count": self.count, "sum": self.sum, **finite}
+
+
+def counters_to_jsonable(counters: "DataclassInstance") -> dict[str, Any]:
+    """Plain numbers as they are, distributions in short."""
+    found = {one.name: getattr(counters, one.name) for one in fields(counters)}
+    return {name: value.to_jsonable() if isinstance(value, Distribution) else value for name, value in found.items()}

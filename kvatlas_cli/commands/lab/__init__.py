@@ -1,0 +1,1 @@
+"""Commands of the lab: recording traffic, replaying it, and calibrating costs."""

@@ -1,0 +1,100 @@
+"""`kvatlas replay`: what policies make of a request trace, in virtual time."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+
+from kvatlas_cli.flags import JsonFlag, with_settings
+from kvatlas_cli.output import print_json, print_notice, print_table
+from simulator.lab.comparison import Study, compare, compare_live
+from simulator.lab.generated_requests import REQUESTS, WORKLOADS, generate
+from simulator.lab.miss_ratio import measure_curve, replayed_hit_rate, sizes_to_replay
+from simulator.lab.report import (
+    COLUMNS,
+    CURVE_COLUMNS,
+    curve_rows,
+    curve_title,
+    curve_to_jsonable,
+    rows_of,
+    save_picture,
+    title_of,
+    to_jsonable,
+)
+from simulator.lab.requests import Workload
+from simulator.lab.settings import ReplaySettings
+from simulator.lab.traces import read_trace
+
+_Trace = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE",
+        help=f"A file of JSON lines, also gzipped (Mooncake's traces, logs of OpenAI-style requests), or a generated workload: "
+        f"{', '.join(WORKLOADS)}.",
+    ),
+]
+
+
+@with_settings(ReplaySettings)
+def replay(settings: ReplaySettings, trace: _Trace, as_json: JsonFlag = False) -> None:
+    """Replay a request trace against simulated workers in virtual time, once for each policy, and compare them."""
+    workload = generate(trace, 0, settings.requests or REQUESTS) if trace in WORKLOADS else read_trace(Path(trace))
+    if settings.requests is not None:
+        workload = replace(workload, requests=workload.requests[: settings.requests])
+    if settings.curve:
+        _print_curve(workload, settings, as_json=as_json)
+        return
+    study = Study(
+        workload,
+        settings.named_policies,
+        settings.points,
+        settings.seeds,
+        settings.seed,
+        settings.cpu_tokens,
+        settings.cost,
+        settings.objective,
+        settings.dynamo_python or sys.executable,
+    )
+    with _progress(len(study.runs) * len(workload.requests)) as on_progress:
+        if settings.live:
+            cells = anyio.run(compare_live, study, settings.live_scale, on_progress)
+        else:
+            cells = compare(study, settings.jobs, on_progress)
+    if as_json:
+        print_json(to_jsonable(study, cells))
+    else:
+        for point in study.points:
+            print_table(title_of(study, point), COLUMNS, rows_of([cell for cell in cells if cell.point == point]))
+    if settings.picture is not None:
+        save_picture(study, cells, settings.picture)
+        print_notice(f"picture: {settings.picture}")
+
+
+def _print_curve(workload: Workload, settings: ReplaySettings, *, as_json: bool) -> None:
+    curve = measure_curve(workload, seed=settings.seed)
+    replayed = {}
+    to_replay = sizes_to_replay(workload, curve, settings.curve_replays)
+    with _progress(len(to_replay)) as on_progress:
+        for number, tokens in enumerate(to_replay, 1):
+            replayed[tokens] = replayed_hit_rate(workload, tokens, settings.seed)
+            on_progress(number)
+    if as_json:
+        print_json(curve_to_jsonable(workload, curve, replayed))
+    else:
+        print_table(curve_title(workload, curve), CURVE_COLUMNS, curve_rows(curve, replayed))
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("replaying", total=total)
+        yield lambda replayed: bar.update(task, completed=replayed)

@@ -1,0 +1,69 @@
+"""Listens to the publishers' heartbeats."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from kvatlas.bus.access import NatsAccess
+from kvatlas.bus.connection import connect_nats
+from kvatlas.bus.subjects import ALL_ALIVE
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import Heartbeat
+
+Told = Callable[[str], None]
+"""Gets a line that says what is being done now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedHeartbeat:
+    """A heartbeat, and when it arrived by our clock."""
+
+    heartbeat: Heartbeat
+    received_us: int
+
+
+@dataclass(slots=True)
+class HeartbeatListener:
+    """The last heartbeat of each worker, and how far each clock is ahead by the heartbeat that was delayed least."""
+
+    heard: dict[str, ReceivedHeartbeat] = field(default_factory=dict)
+    ahead_us: dict[str, int] = field(default_factory=dict)
+    malformed: str = ""
+
+    async def on_heartbeat(self, msg: Msg) -> None:
+        try:
+            heartbeat = Heartbeat.unpack(msg.data)
+        except InvalidValue as error:
+            self.malformed = f"{msg.subject}: {error}"
+            return
+        if not heartbeat.worker_id == heartbeat.endpoint.id == msg.subject.rpartition(".")[2]:
+            self.malformed = (
+                f"{msg.subject}: heartbeat of worker {heartbeat.worker_id}, endpoint {heartbeat.endpoint.id}"
+            )
+            return
+        now_us = time.time_ns() // 1_000
+        self.heard[heartbeat.worker_id] = ReceivedHeartbeat(heartbeat, now_us)
+        if heartbeat.sent_us:
+            ahead_us = heartbeat.sent_us - now_us
+            self.ahead_us[heartbeat.worker_id] = max(ahead_us, self.ahead_us.get(heartbeat.worker_id, ahead_us))
+
+    async def start(self, client: Client) -> Subscription:
+        """Listen until the subscription is ended."""
+        return await client.subscribe(ALL_ALIVE, cb=self.on_heartbeat)
+
+
+async def hear_workers(nats: NatsAccess, listen_s: float) -> Mapping[str, Heartbeat]:
+    """The last heartbeat of each worker that sends one in this time. Raises Unreachable."""
+    client = await connect_nats(nats, name="kvatlas-doctor", wait=False)
+    try:
+        listener = HeartbeatListener()
+        await listener.start(client)
+        await anyio.sleep(listen_s)
+        return {worker_id: one.heartbeat for worker_id, one in listener.heard.items()}
+    finally:
+        await client.close()

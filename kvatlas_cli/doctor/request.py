@@ -1,0 +1,311 @@
+"""One prompt, followed from its scope to what each worker holds of it: why is its overlap what it is?"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from kvatlas.bus.access import NatsAccess
+from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.fleet.records import FleetRecord, Heartbeat
+from kvatlas.fleet.store import FleetStore
+from kvatlas.identity import Scope, scope_from_canonical
+from kvatlas.index.redis.keys import SCOPES
+from kvatlas.index.redis.shard_reader import read_hash
+from kvatlas.store.access import RedisAccess
+from kvatlas.store.connection import Store, connected_store
+from kvatlas_cli.doctor.heartbeats import Told, hear_workers
+from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.output import count_text
+from kvatlas_cli.token_input import read_json_or_tokens
+from router_client import (
+    Fallbacks,
+    NoWorkers,
+    Prompt,
+    PromptOverlap,
+    RequestHints,
+    RouterClient,
+    RouterSettings,
+    WorkerOverlap,
+)
+
+MOST_WORKERS = 8
+"""Workers that are listed each by itself, the best first."""
+MOST_SCOPES = 64
+"""Other scopes in which the prompt is looked for."""
+
+_CHAT, _COMPLETION = "messages", "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRequest:
+    """A request as a file has it: token ids, a router's hints, or the body of an OpenAI call."""
+
+    source: str
+    content: Any
+
+    @property
+    def body(self) -> Mapping[str, Any] | None:
+        """Of an OpenAI call; None if it is none."""
+        has = isinstance(self.content, dict) and (_CHAT in self.content or _COMPLETION in self.content)
+        return self.content if has else None
+
+    @property
+    def model(self) -> str | None:
+        """The name that an OpenAI call gives."""
+        name = (self.body or {}).get("model")
+        return name if isinstance(name, str) and name else None
+
+
+def read_request(source: str) -> AskedRequest:
+    """From a file, or `-` for stdin. Raises InvalidValue, naming the file."""
+    return AskedRequest(source, read_json_or_tokens(source, "--request"))
+
+
+class RequestFollower:
+    """Follows one request through a store. `heard`: the workers' heartbeats."""
+
+    def __init__(self, store: Store, router: RouterClient, heard: Mapping[str, Heartbeat]) -> None:
+        self._store = store
+        self._router = router
+        self._heard = heard
+
+    async def follow(self, request: AskedRequest, scope: Scope | None, tenant_id: str) -> list[Finding]:
+        """`scope`: of the flags, for a request that names no model. Raises Unreachable; InvalidValue for what is no request."""
+        fleet = await FleetStore(self._store).all()
+        named = request.model or (scope.model_id if scope is not None else None)
+        if request.model is not None and scope is None:
+            scope = Scope(*self._pool_of(request.model, fleet), None, tenant_id)
+        prompt = await self._prompt_of(request, scope, fleet)
+        if isinstance(prompt, Finding):
+            return [prompt]
+        found = [_describe_prompt(prompt, named)]
+        pool = [record for record in fleet.values() if record.endpoint.pool_id == prompt.scope.pool_id]
+        if not pool:
+            return [*found, self._judge_model(prompt.scope, fleet)]
+        found.append(Finding("request.pool", Level.OK, f"{count_text(len(pool), 'worker')} of its model and tokenizer"))
+        scopes = await self._registered()
+        found.append(_judge_scope(prompt.scope, scopes))
+        overlap = await self._router.overlap(prompt)
+        found += [Finding("request.blocks", Level.WARNING, line) for line in overlap.remarks]
+        found += self._judge_workers(prompt, overlap, fleet)
+        if not any(worker.resident_tokens for worker in overlap):
+            found += await self._look_elsewhere(prompt, scopes)
+        found.append(await self._choose(prompt))
+        return found
+
+    # ---------------------------------------------------------------- what is asked
+
+    def _pool_of(self, name: str, fleet: Mapping[str, FleetRecord]) -> tuple[str, str]:
+        """Model and tokenizer that a request's name stands for: a fleet's, or of a worker whose engine serves it."""
+        for record in fleet.values():
+            if record.endpoint.model_id == name:
+                return name, record.endpoint.tokenizer_id
+        for one in self._heard.values():
+            if name in one.served_names:
+                return one.endpoint.model_id, one.endpoint.tokenizer_id
+        return name, name
+
+    async def _prompt_of(
+        self, request: AskedRequest, scope: Scope | None, fleet: Mapping[str, FleetRecord]
+    ) -> Prompt | Finding:
+        content = request.content
+        if request.body is not None:
+            if scope is None:
+                raise InvalidValue(f"--request {request.source}: it names no model; expected one, or --model-id")
+            return await self._prompt_of_call(request.body, scope, fleet)
+        if isinstance(content, dict):
+            known = Fallbacks() if scope is None else _fallbacks(scope)
+            return Prompt.of_hints(RequestHints.parse(content), known)
+        if scope is None:
+            raise InvalidValue(f"--request {request.source}: token ids alone; expected --model-id too")
+        return Prompt.of_tokens(scope, content)
+
+    async def _prompt_of_call(
+        self, body: Mapping[str, Any], scope: Scope, fleet: Mapping[str, FleetRecord]
+    ) -> Prompt | Finding:
+        """Text becomes tokens at one of the model's engines."""
+        from json import dumps
+
+        import httpx  # of the extra router
+
+        from router_client.chain_cache import ChainCache
+        from router_client.tokens.budget import BudgetedTokenizer, TokenizerBudget
+        from router_client.tokens.engine_tokenizer import EngineTokenizer
+        from router_client.tokens.prompt_reader import PromptReader
+        from router_client.tokens.text_request import Api, TextRequest
+
+        text = TextRequest.parse(Api.CHAT if _CHAT in body else Api.COMPLETIONS, dumps(body).encode())
+        urls = [one.endpoint.url for one in fleet.values() if one.routable and one.endpoint.pool_id == scope.pool_id]
+
+        async def engines(_: TextRequest) -> Sequence[str]:
+            return [url for url in urls if url]
+
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+            tokenizer = BudgetedTokenizer(EngineTokenizer(client, engines), TokenizerBudget(deadline_ms=2_000))
+            read = await PromptReader(tokenizer, ChainCache(0)).read(text, scope)
+        if read.prompt_tokens is None and read.untokenized != "media" and urls:
+            line = f"its token ids are not known ({read.untokenized}): no engine of {scope.model_id} answered /tokenize"
+            return Finding("request.tokens", Level.ERROR, line, "give the token ids instead of the text")
+        return read.prompt
+
+    # ---------------------------------------------------------------- what is found
+
+    def _judge_model(self, scope: Scope, fleet: Mapping[str, FleetRecord]) -> Finding:
+        endpoints = [record.endpoint for record in fleet.values()]
+        tokenizers = sorted({one.tokenizer_id for one in endpoints if one.model_id == scope.model_id})
+        if tokenizers:
+            line = f"no worker serves model {scope.model_id} with tokenizer {scope.tokenizer_id}"
+            nearest = _nearest(scope.tokenizer_id, tokenizers)
+            return Finding("request.pool", Level.ERROR, f"{line}; {nearest}", "ask with the publishers' --tokenizer-id")
+        models = {one.model_id for one in endpoints}
+        models.update(name for one in self._heard.values() for name in one.served_names)
+        line = f"no worker serves model {scope.model_id}"
+        if not models:
+            return Finding("request.pool", Level.ERROR, f"{line}: no worker is known", "see `kvatlas doctor`")
+        advice = "ask for a model that is published, or start a publisher with this --model-id"
+        return Finding("request.pool", Level.ERROR, f"{line}; {_nearest(scope.model_id, sorted(models))}", advice)
+
+    def _judge_workers(
+        self, prompt: Prompt, overlap: PromptOverlap, fleet: Mapping[str, FleetRecord]
+    ) -> Iterator[Finding]:
+        workers = list(overlap)
+        for worker in workers[:MOST_WORKERS]:
+            line = worker.explain()
+            if worker.resident_tokens or worker.predicted_tokens:
+                yield Finding("request.worker", Level.OK, line + _where_it_ends(worker, prompt))
+            else:
+                yield Finding("request.worker", Level.INFO, f"{line}: {self._why_nothing(worker, prompt, fleet)}")
+        if rest := workers[MOST_WORKERS:]:
+            best = max(worker.usable_tokens for worker in rest)
+            line = f"{count_text(len(rest), 'more worker')}, of up to {best} usable tokens"
+            yield Finding("request.worker", Level.INFO, line)
+
+    def _why_nothing(self, worker: WorkerOverlap, prompt: Prompt, fleet: Mapping[str, FleetRecord]) -> str:
+        """In a few words, the likeliest cause first."""
+        if worker.why:
+            return "so it can hold nothing of it"
+        if (heard := self._heard.get(worker.worker_id)) is not None and heard.diagnoses:
+            return f"its publisher says: {heard.diagnoses[0].seen} ({heard.diagnoses[0].cure})"
+        endpoint = fleet[worker.worker_id].endpoint if worker.worker_id in fleet else None
+        if endpoint is not None and endpoint.salt_is_tenant is False and endpoint.tenant_id != prompt.scope.tenant_id:
+            return f"it publishes tenant {endpoint.tenant_id}, the request is of tenant {prompt.scope.tenant_id}"
+        if not worker.block_size:
+            return "it has published no block yet"
+        if prompt.input_tokens < worker.block_size:
+            return f"the prompt is shorter than a block of {worker.block_size} tokens"
+        return f"it never stored the first {worker.block_size} tokens in this scope, or has evicted them"
+
+    async def _look_elsewhere(self, prompt: Prompt, scopes: Sequence[Scope]) -> list[Finding]:
+        """The same tokens in other scopes, and without their first token."""
+        found: list[Finding] = []
+        for scope in [one for one in scopes if one != prompt.scope and one.chain == prompt.scope.chain][:MOST_SCOPES]:
+            best = await self._best(replace(prompt, scope=scope))
+            if best is not None:
+                differs = ", ".join(_differences(prompt.scope, scope))
+                line = f"{best.worker_id} holds {best.resident_tokens} tokens of it in another scope: {differs}"
+                advice = "ask in the publishers' scope, or change what they publish"
+                found.append(Finding("request.scope", Level.ERROR, line, advice))
+        tokens = prompt.tokens
+        if not found and tokens is not None and len(tokens) > 1 and not prompt.extra_keys:
+            best = await self._best(replace(prompt, tokens=tokens[1:], input_tokens=prompt.input_tokens - 1, media=()))
+            if best is not None:
+                line = (
+                    f"{best.worker_id} holds {best.resident_tokens} tokens of it without its first token, {tokens[0]}"
+                )
+                advice = "the tokenizers differ in what they put first: let the engine tokenize (--tokenizer engine)"
+                found.append(Finding("request.tokens", Level.ERROR, line, advice))
+        return found
+
+    async def _best(self, prompt: Prompt) -> WorkerOverlap | None:
+        """The worker that holds most of a prompt; None if nobody holds anything."""
+        held = [worker for worker in await self._router.overlap(prompt) if worker.resident_tokens]
+        return max(held, key=lambda worker: worker.resident_tokens) if held else None
+
+    async def _choose(self, prompt: Prompt) -> Finding:
+        try:
+            choice = await self._router.reserve(prompt, dry_run=True)
+        except NoWorkers as error:
+            return Finding("request.choice", Level.ERROR, str(error), "see `kvatlas doctor` and `kvatlas workers`")
+        line = f"{choice.worker_id} would be chosen: {', '.join(str(term) for term in choice.result.terms)}"
+        return Finding("request.choice", Level.OK, line)
+
+    async def _registered(self) -> Sequence[Scope]:
+        """Every scope of which blocks are, or lately were, published."""
+        return [scope_from_canonical(canonical) for canonical in (await read_hash(self._store, SCOPES)).values()]
+
+
+async def follow_request(
+    nats: NatsAccess,
+    redis: RedisAccess,
+    request: AskedRequest,
+    scope: Scope | None,
+    tenant_id: str,
+    listen_s: float,
+    on_step: Told,
+) -> list[Finding]:
+    """What becomes of a request, step by step. Without NATS it does without what publishers say. Raises Unreachable if the
+    store does not answer, InvalidValue for what is no request."""
+    found: list[Finding] = []
+    on_step(f"listening to heartbeats for {listen_s:g} s")
+    try:
+        heard = await hear_workers(nats, listen_s)
+    except Unreachable as error:
+        heard = {}
+        found.append(
+            Finding("nats.reachable", Level.WARNING, str(error), "what publishers see is not known without it")
+        )
+    on_step("looking the prompt up")
+    settings = RouterSettings(deadline_ms=None)
+    async with connected_store(redis, wait=False) as store, RouterClient.open(redis, settings, wait=False) as router:
+        found += await RequestFollower(store, router, heard).follow(request, scope, tenant_id)
+    return found
+
+
+def _describe_prompt(prompt: Prompt, named: str | None) -> Finding:
+    scope = prompt.scope
+    alias = f" (asked for as {named})" if named not in (None, scope.model_id) else ""
+    parts = [f"model {scope.model_id}{alias}", f"tokenizer {scope.tokenizer_id}", f"tenant {scope.tenant_id}"]
+    if scope.adapter_id is not None:
+        parts.append(f"adapter {scope.adapter_id}")
+    return Finding(
+        "request.prompt", Level.OK, f"prompt of {count_text(prompt.input_tokens, 'token')}, {', '.join(parts)}"
+    )
+
+
+def _judge_scope(scope: Scope, registered: Sequence[Scope]) -> Finding:
+    if scope in registered:
+        return Finding("request.scope", Level.OK, "blocks of its model, tokenizer, adapter and tenant are published")
+    near = [one for one in registered if one.pool_id == scope.pool_id]
+    if not near:
+        return Finding("request.scope", Level.INFO, "no worker has published a block of its model yet")
+    nearest = min(near, key=lambda one: len(list(_differences(scope, one))))
+    line = f"nobody publishes blocks of its scope; the nearest has {', '.join(_differences(scope, nearest))}"
+    return Finding("request.scope", Level.ERROR, line, "ask in the publishers' scope, or change what they publish")
+
+
+def _differences(asked: Scope, other: Scope) -> Iterator[str]:
+    """What another scope has instead."""
+    for name in ("model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain"):
+        mine, theirs = getattr(asked, name), getattr(other, name)
+        if mine != theirs:
+            yield f"{name.removesuffix('_id')} {theirs or '(none)'} instead of {mine or '(none)'}"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"the nearest is {close[0]}" if close else f"there are {join_names(known)}"
+
+
+def _where_it_ends(worker: WorkerOverlap, prompt: Prompt) -> str:
+    """Why it holds no more."""
+    full = prompt.input_tokens // worker.block_size if worker.block_size else 0
+    if not worker.resident_blocks or worker.resident_blocks >= full:
+        return ""
+    return (
+        f"; block {worker.resident_blocks} (from token {worker.resident_tokens}) was never stored there, or is evicted"
+    )
+
+
+def _fallbacks(scope: Scope) -> Fallbacks:
+    return Fallbacks(scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id)

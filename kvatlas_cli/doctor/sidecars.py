@@ -1,0 +1,86 @@
+"""Publishers asked on their status pages: what one says that is not heard on this NATS."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import anyio
+
+from kvatlas.errors import DATA_ERRORS
+from kvatlas.redaction import redact_url
+from kvatlas_cli.doctor.report import Finding, Level
+
+ANSWER_S = 2.0
+
+
+class PublishedWorker(NamedTuple):
+    """A worker as its publisher's page says. `nats`: the server that it is connected to; `diagnoses`: what it sees, and the
+    cure."""
+
+    worker_id: str
+    nats: str
+    diagnoses: Sequence[tuple[str, str]]
+
+
+class StatusPage(NamedTuple):
+    """A publisher's page. `error`: why it was not read; empty if it was."""
+
+    url: str
+    workers: Sequence[PublishedWorker] = ()
+    error: str = ""
+
+
+async def read_status_pages(urls: Sequence[str]) -> Sequence[StatusPage]:
+    """All of them at the same time."""
+    pages = [StatusPage(url) for url in urls]
+
+    async def read(at: int) -> None:
+        pages[at] = await _read(urls[at])
+
+    async with anyio.create_task_group() as tasks:
+        for at in range(len(urls)):
+            tasks.start_soon(read, at)
+    return pages
+
+
+def judge_status_pages(pages: Sequence[StatusPage], heard: Collection[str], nats: str) -> Iterator[Finding]:
+    """`heard`: the workers whose heartbeats came on this NATS, `nats`."""
+    check = "workers.publishers"
+    for page in pages:
+        where = redact_url(page.url)
+        if page.error:
+            yield Finding(
+                check, Level.ERROR, f"status page {where}: {page.error}", "is `kvatlas publish` running there?"
+            )
+            continue
+        if not page.workers:
+            line = f"the publisher at {where} publishes no worker yet: it waits for NATS, or for its engine"
+            yield Finding(check, Level.ERROR, line, "see its log; does it reach the NATS of its --nats-url?")
+        for one in page.workers:
+            if one.worker_id in heard:
+                continue
+            line = f"{one.worker_id} (publisher at {where}) is connected to NATS at {one.nats}, and not heard on {nats}"
+            advice = "give publishers, indexers and this command the same --nats-url"
+            yield Finding(check, Level.ERROR, line, advice)
+            for seen, cure in one.diagnoses:
+                yield Finding(check, Level.ERROR, f"{one.worker_id}: {seen}", cure)
+
+
+async def _read(url: str) -> StatusPage:
+    import httpx  # of the extras publisher and router
+
+    try:
+        async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as client:
+            with anyio.fail_after(ANSWER_S):
+                answer = await client.get(f"{url.rstrip('/')}/status")
+        if answer.status_code != 200:
+            return StatusPage(url, error=f"answers /status with {answer.status_code}")
+        return StatusPage(url, [_worker_of(one) for one in answer.json()["workers"]])
+    except (httpx.HTTPError, TimeoutError) as error:
+        return StatusPage(url, error=str(error) or "no answer in time")
+    except DATA_ERRORS:
+        return StatusPage(url, error="it is no publisher's")
+
+
+def _worker_of(status: dict[str, Any]) -> PublishedWorker:
+    diagnoses = [(str(one["seen"]), str(one["cure"])) for one in status.get("diagnoses", ())]
+    return PublishedWorker(str(status["worker_id"]), str(status.get("nats") or "(not connected)"), diagnoses)

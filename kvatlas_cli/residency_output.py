@@ -1,0 +1,93 @@
+"""How commands print residencies: as JSON, or as rows of a table."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from kvatlas.blocks.external_chain import hash_text
+from kvatlas.blocks.residency import Residency
+from kvatlas.errors import InvalidValue
+from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.store import FleetStore
+from kvatlas.identity import Scope
+from kvatlas.store.connection import Store
+from kvatlas_cli.output import age_text, count_text, print_json, print_table
+
+HASH_DIGITS = 16
+
+
+def read_hash(text: str) -> int:
+    """The number in 16 hex digits. Raises InvalidValue."""
+    if len(text) != HASH_DIGITS or not all(digit in "0123456789abcdefABCDEF" for digit in text):
+        raise InvalidValue(f"sequence hash {text!r:.80}; expected 16 hex digits, as `kvatlas export` prints them")
+    return int(text, 16)
+
+
+def scope_fields(scope: Scope) -> dict[str, str | None]:
+    """As JSON types."""
+    return {
+        "model_id": scope.model_id,
+        "tokenizer_id": scope.tokenizer_id,
+        "adapter_id": scope.adapter_id,
+        "tenant_id": scope.tenant_id,
+        "chain": scope.chain,
+    }
+
+
+class ResidencyPrinter:
+    """`records`: of the workers and shared stores that the fleet has."""
+
+    def __init__(self, records: Mapping[str, FleetRecord], now_us: int) -> None:
+        self._records = records
+        self._now_us = now_us
+
+    @classmethod
+    async def of_fleet(cls, store: Store) -> Self:
+        """With the heartbeats of now. Raises Unreachable."""
+        return cls(await FleetStore(store).all(), time.time_ns() // 1_000)
+
+    def jsonable(self, residency: Residency) -> dict[str, Any]:
+        """`kind`: of the engine, or `store`; `age_ms`: since the worker's last heartbeat. Both None if the fleet does not have
+        the worker."""
+        age_us = self._age_us(residency.worker_id)
+        return {
+            "worker": residency.worker_id,
+            "kind": self._kind(residency.worker_id),
+            **scope_fields(residency.scope),
+            "tier": residency.tier.label,
+            "sequence_hash": hash_text(residency.sequence_hash),
+            "bytes": residency.bytes,
+            "pinned": residency.pinned,
+            "resumable": residency.resumable,
+            "age_ms": None if age_us is None else age_us // 1_000,
+        }
+
+    def print_all(self, what: str, scope: Scope, residencies: Sequence[Residency], *, as_json: bool) -> None:
+        """As a JSON array, or a table. `what`: what they are residencies of."""
+        if as_json:
+            print_json([self.jsonable(residency) for residency in residencies])
+            return
+        title = f"{count_text(len(residencies), 'residency', 'residencies')} {what} in {scope}"
+        columns = ("worker", "kind", "tier", "sequence hash", "bytes", "flags", "heard")
+        print_table(title, columns, [self._row(residency) for residency in residencies])
+
+    def _row(self, residency: Residency) -> tuple[str, ...]:
+        age_us = self._age_us(residency.worker_id)
+        flags = [name for name in ("pinned", "resumable") if getattr(residency, name)]
+        return (
+            residency.worker_id,
+            self._kind(residency.worker_id) or "-",
+            residency.tier.label,
+            hash_text(residency.sequence_hash),
+            f"{residency.bytes:,}" if residency.bytes else "unknown",
+            ", ".join(flags) or "-",
+            "never" if age_us is None else f"{age_text(age_us)} ago",
+        )
+
+    def _age_us(self, worker_id: str) -> int | None:
+        record = self._records.get(worker_id)
+        return max(0, self._now_us - record.heard_us) if record is not None and record.heard_us else None
+
+    def _kind(self, worker_id: str) -> str | None:
+        record = self._records.get(worker_id)
+        return None if record is None else record.endpoint.kind.value

@@ -1,0 +1,152 @@
+"""Batches of the open event forms, between whoever receives them and the publisher.
+
+The forms number events, name their engine, tell loads and say when the engine stops. What that means is decided here, the same
+for each way by which batches come (ZMQ, standard input, HTTP, the embedded API):
+
+    another engine's batch     ignored, and a diagnosis; the first engine heard is the worker's, unless the settings name it
+    another model's batch      its stored blocks are left out, and a diagnosis
+    event in order             taken
+    event heard before         a duplicate: ignored
+    event ahead, or going back a gap or a restart: everything held is dropped, and the event taken; rationed, since each time
+                               costs the index a new incarnation: a source that goes on like that is ignored for a while
+    shutdown                   the worker drains, until its engine begins again
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import monotonic, time
+from typing import Any
+
+from kvatlas.blocks.external_chain import MAX_HASH
+from kvatlas.errors import InvalidValue
+from kvatlas.events import EngineBatch, EngineEvent, EngineStored, OpenHeader
+from kvatlas.fleet.records import read_load
+from kvatlas.identity import EXTERNAL_PREFIX, OWN_CHAIN
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from publishers.engines.open_events import batch_of, decode_batch
+from publishers.feed.continuity import Continuity
+from publishers.feed.undecodable import STARTING_OVER, Distrust
+from publishers.publisher import Publisher
+
+log = logging.getLogger("kvatlas.publisher")
+
+
+class OpenBatches:
+    """Of one publisher, whose engine is of kind `open`. Give it what comes, in order."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._settings = publisher.settings
+        self._log = RateLimitedLog(log, f"worker {publisher.worker_id}: ")
+        self._continuity = Continuity(can_replay=False, max_seq=MAX_HASH)
+        self._engine_id = self._settings.engine_id
+        self._distrust = Distrust()
+        self._left_out = 0
+
+    def take(self, told: bytes | dict[str, Any]) -> EngineBatch:
+        """Record a batch of either form: its bytes (JSON or msgpack), or the decoded object. Returns it: `skipped` names what
+        can't be read of it. Raises EngineEventError for what is no batch."""
+        batch = decode_batch(told) if isinstance(told, bytes) else batch_of(told)
+        if batch.lost:
+            self._publisher.counters.feed_lost += 1
+        self.record(batch)
+        return batch
+
+    def forget(self) -> None:
+        """The source begins anew: it may be another engine process, and count from anywhere."""
+        self._continuity.forget()
+        self._engine_id = self._settings.engine_id
+        self._publisher.undrain()
+
+    def record(self, batch: EngineBatch) -> None:
+        """The same for a decoded batch."""
+        header = batch.header or OpenHeader()
+        if not self._is_own_engine(header):
+            self._publisher.counters.feed_unheard += 1
+            return
+        if header.load is not None:
+            self._record_load(header.load, batch.ts)
+        events = self._in_order(header.event_ids, batch.events) if header.event_ids else batch.events
+        if not self._is_own_model(header):
+            events = [event for event in events if not isinstance(event, EngineStored)]
+        self._publisher.record(replace(batch, events=[one for event in events for one in self._completed(event)]))
+        self._report_unknown_parents()
+        if header.shutdown:
+            self._publisher.drain()
+
+    def _is_own_engine(self, header: OpenHeader) -> bool:
+        if header.engine_id is None or header.engine_id == self._engine_id:
+            return True
+        if self._engine_id is None:
+            self._engine_id = header.engine_id
+            return True
+        seen = f"there are batches of engine {header.engine_id}, but the worker is engine {self._engine_id}: they are ignored"
+        self._publisher.diagnoses.set("engine_id", seen, "run a publisher for each engine, or set --engine-id")
+        return False
+
+    def _is_own_model(self, header: OpenHeader) -> bool:
+        own = self._settings.model_id, self._settings.tokenizer_id or self._settings.model_id
+        told = header.model_id or own[0], header.tokenizer_id or own[1]
+        if told == own:
+            return True
+        seen = f"there are batches of model {told[0]} with tokenizer {told[1]}: their blocks are left out"
+        self._publisher.diagnoses.set("model", seen, "run a publisher with that --model-id and --tokenizer-id")
+        return False
+
+    def _report_unknown_parents(self) -> None:
+        left_out = self._publisher.ledger.counters.unknown_parent
+        if left_out > self._left_out:
+            why = "the block before them is not known; for a session's first block, name the session in session_id"
+            self._log.report("parents", f"{left_out - self._left_out} blocks left out: {why}", logging.INFO)
+        self._left_out = left_out
+
+    # ---------------------------------------------------------------- events
+
+    def _in_order(self, event_ids: Sequence[tuple[int, bytes]], events: Sequence[EngineEvent]) -> Sequence[EngineEvent]:
+        """The events to record. What is held is dropped before one that does not follow."""
+        counted, taken, now_s = self._continuity.counters, list[EngineEvent](), monotonic()
+        for (event_id, told), event in zip(event_ids, events, strict=True):
+            restarts, last_id = counted.restarts, self._continuity.last_seq
+            step = self._continuity.offer(event_id, told)
+            if step.empty:
+                taken.clear()
+                if self._distrust.record_loss(now_s):
+                    self._log.report("lost", f"event_id {event_id} came after {last_id}; {STARTING_OVER}")
+                    self._publisher.start_over()
+            if counted.restarts > restarts:
+                self._publisher.undrain()
+            if step.take:
+                taken.append(event)
+        counters = self._publisher.counters
+        counters.event_gaps, counters.event_restarts = counted.gaps, counted.restarts
+        counters.event_duplicates = counted.duplicates
+        if self._distrust.is_trusted(now_s):
+            return taken
+        counters.feed_unheard += 1
+        return ()
+
+    def _completed(self, event: EngineEvent) -> Sequence[EngineEvent]:
+        """The event with what the settings say of it; none if that is missing."""
+        if not isinstance(event, EngineStored) or event.local_hashes is None:
+            return (event,)
+        if event.chain != OWN_CHAIN:
+            local = replace(event.local_hashes, chain=f"{EXTERNAL_PREFIX}{self._settings.hash_chain}")
+            return (replace(event, local_hashes=local),)
+        if self._settings.block_size is None:
+            seen = "events of the router protocol tell no block size: their blocks are left out"
+            self._publisher.diagnoses.set("block_size_untold", seen, "set --block-size to the engine's")
+            return ()
+        return (replace(event, block_size=self._settings.block_size),)
+
+    def _record_load(self, load: Mapping[str, Any], ts_s: float) -> None:
+        counters, now_s = self._publisher.counters, time()
+        sampled_us = int(min(ts_s or now_s, now_s) * 1e6)
+        try:
+            state = read_load(load, self._publisher.worker_id, sampled_us, self._settings.locality_domain)
+        except InvalidValue as error:
+            counters.load_failures += 1
+            self._log.report("load", f"load ignored: {error}")
+            return
+        counters.load_samples += 1
+        self._publisher.reported_load = state

@@ -1,0 +1,112 @@
+"""Begins a worker's incarnations as they fall due: when the stream takes messages, and a grant allows the snapshot."""
+
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+
+import anyio
+from nats.aio.client import Client
+
+from kvatlas.bus.control import UNGRANTED_SNAPSHOT_BYTES, GrantRequest
+from kvatlas.errors import InvalidValue
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.runtime.wakeup import Wakeup
+from kvatlas.telemetry import inject_headers, snapshot_span
+from publishers.counters import PublisherCounters
+from publishers.heartbeat import time_us
+from publishers.stream.changelog import Changelog, IncarnationReason
+from publishers.stream.grants import await_grant
+from publishers.stream.sender import Sender
+
+RETRY_S = 1.0
+
+log = logging.getLogger("kvatlas.publisher")
+
+
+class IncarnationStarter:
+    """`due`: woken when an incarnation is due, or when one that waits may go on."""
+
+    def __init__(
+        self,
+        client: Client,
+        worker_id: str,
+        partitions: int,
+        changelog: Changelog,
+        sender: Sender,
+        due: Wakeup,
+        counters: PublisherCounters,
+        errors: RateLimitedLog,
+        rng: random.Random,
+        on_begun: Callable[[], None],
+    ) -> None:
+        """`partitions`: of the whole fleet."""
+        self._client = client
+        self._worker_id = worker_id
+        self._partitions = partitions
+        self._changelog = changelog
+        self._sender = sender
+        self._due = due
+        self._counters = counters
+        self._errors = errors
+        self._rng = rng
+        self._on_begun = on_begun
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        changelog, sender = self._changelog, self._sender
+        while True:
+            await self._due.wait()
+            while changelog.incarnation_due is not None:
+                if not sender.ready or changelog.yielded:
+                    await self._due.wait(RETRY_S)
+                    continue
+                try:
+                    incarnation = changelog.next_incarnation(time_us())
+                except InvalidValue as error:
+                    self._errors.report("incarnation", str(error))
+                    await anyio.sleep(RETRY_S)
+                    continue
+                await await_grant(
+                    self._client,
+                    self._partitions,
+                    partial(self._grant_request, incarnation),
+                    self._counters,
+                    self._rng,
+                    self._withdraw,
+                )
+                reason = changelog.incarnation_due
+                if sender.ready and self._begin(incarnation, reason):
+                    blocks = changelog.ledger.digest.blocks
+                    line = "worker %s: starting incarnation %d with %d blocks (%s)"
+                    log.info(line, self._worker_id, incarnation, blocks, reason)
+                    sender.wake()
+                    self._on_begun()
+
+    def _begin(self, incarnation: int, reason: IncarnationReason) -> bool:
+        changelog = self._changelog
+        with snapshot_span(
+            self._worker_id,
+            incarnation=incarnation,
+            blocks=changelog.ledger.digest.blocks,
+            reason=reason.value,
+            request=changelog.snapshot_request,
+        ):
+            return changelog.begin_incarnation(incarnation, time_us(), inject_headers())
+
+    def _grant_request(self, incarnation: int) -> GrantRequest | None:
+        """For a snapshot as large as it would be now; None if that needs no grant."""
+        size = self._changelog.snapshot_bytes
+        if size <= UNGRANTED_SNAPSHOT_BYTES or self._changelog.yielded:
+            return None
+        return GrantRequest(worker_id=self._worker_id, incarnation=incarnation, snapshot_bytes=size)
+
+    def _withdraw(self) -> None:
+        """A grant was refused: see `Changelog.withdraw`."""
+        if self._changelog.withdraw(time_us()):
+            log.warning(
+                "worker %s: changes were lost when the outbox was full, and no grant for a snapshot yet; "
+                "withdrawing all its blocks from the index until then",
+                self._worker_id,
+            )
+            self._sender.wake()

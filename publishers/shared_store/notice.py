@@ -1,0 +1,168 @@
+"""What an engine's publisher tells a shared store's: msgpack `[version, block size, uses keys, changes]`.
+
+    [1, scope, hashes, parent or nil]    these blocks of one chain were stored (again); `hashes` packed, parent first
+    [2, scope, hashes]                   these are gone
+    [3]                                  all is gone: the cache was reset, or its weights are others now
+    [4, adapter]                         the adapter's are gone: it was loaded again from elsewhere
+
+`scope` is `[model_id, tokenizer_id, adapter_id, tenant_id]`. `uses keys`: the engine's prompts have adapters, salts or images,
+so tokens alone don't say which block a connector's is. Notices are lost while nobody listens; none needs those before it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from kvatlas.blocks.hashing import HASH_BYTES
+from kvatlas.errors import InvalidValue, WireError
+from kvatlas.identity import Scope
+from kvatlas.msgpack_input import unpack
+from kvatlas.validation import MAX_BLOCK_TOKENS
+
+VERSION = 1
+MAX_NOTICE_BYTES = 512 * 1024
+MAX_CHANGE_BLOCKS = 4_096
+_MOST_CHANGES = 128
+"""A notice of this many changes, and of _MOST_BLOCKS, is smaller than MAX_NOTICE_BYTES whatever the scopes' names."""
+_MOST_BLOCKS = 16_384
+
+
+class _Kind(IntEnum):
+    """The first field of a change."""
+
+    STORED = 1
+    GONE = 2
+    CLEARED = 3
+    ADAPTER_GONE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StoredInStore:
+    """`hashes` are packed; `parent` is the packed hash before the first one, None at a root."""
+
+    scope: Scope
+    hashes: bytes
+    parent: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class GoneFromStore:
+    scope: Scope
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCleared:
+    """All is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGone:
+    adapter: str
+
+
+StoreChange = StoredInStore | GoneFromStore | StoreCleared | AdapterGone
+
+
+@dataclass(frozen=True, slots=True)
+class StoreNotice:
+    """See the module. `block_size`: tokens of the writer's blocks."""
+
+    block_size: int
+    uses_keys: bool
+    changes: Sequence[StoreChange] = ()
+
+
+def encode(block_size: int, uses_keys: bool, changes: Sequence[StoreChange]) -> Iterator[bytes]:
+    """The notices of these changes, in order; one without changes if there are none."""
+    part: list[Any] = []
+    size = 0
+    for change in changes:
+        for blocks, item in _encode(change):
+            if part and (size + blocks > _MOST_BLOCKS or len(part) == _MOST_CHANGES):
+                yield _pack(block_size, uses_keys, part)
+                part, size = [], 0
+            part.append(item)
+            size += blocks
+    if part or not changes:
+        yield _pack(block_size, uses_keys, part)
+
+
+def _pack(block_size: int, uses_keys: bool, changes: list[Any]) -> bytes:
+    return bytes(msgpack.packb([VERSION, block_size, uses_keys, changes]))
+
+
+def _encode(change: StoreChange) -> Iterator[tuple[int, list[Any]]]:
+    """(blocks, the fields) of each part."""
+    match change:
+        case StoredInStore(scope, hashes, parent):
+            for part in _cut(hashes):
+                yield len(part) // HASH_BYTES, [_Kind.STORED, _names(scope), part, parent]
+                parent = part[-HASH_BYTES:]
+        case GoneFromStore(scope, hashes):
+            for part in _cut(hashes):
+                yield len(part) // HASH_BYTES, [_Kind.GONE, _names(scope), part]
+        case StoreCleared():
+            yield 0, [_Kind.CLEARED]
+        case AdapterGone(adapter):
+            yield 0, [_Kind.ADAPTER_GONE, adapter]
+
+
+def _cut(hashes: bytes) -> Iterator[bytes]:
+    step = MAX_CHANGE_BLOCKS * HASH_BYTES
+    return (hashes[at : at + step] for at in range(0, len(hashes), step))
+
+
+def _names(scope: Scope) -> list[str | None]:
+    return [scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id]
+
+
+def decode(payload: bytes) -> StoreNotice:
+    """Raises WireError, naming what is wrong, for bytes that are no notice."""
+    try:
+        raw = unpack(payload, max_bytes=MAX_NOTICE_BYTES)
+    except InvalidValue as error:
+        raise WireError(f"notice of {error}") from error
+    match raw:
+        case [version, block_size, uses_keys, changes] if version == VERSION:
+            pass
+        case _:
+            raise WireError(f"notice {raw!r:.60}; expected an array of 4 fields, of version {VERSION}")
+    if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_TOKENS:
+        raise WireError(f"notice with block size {block_size!r:.40}; expected 1 to {MAX_BLOCK_TOKENS} tokens")
+    if type(uses_keys) is not bool or not isinstance(changes, list):
+        raise WireError(f"notice with keys {uses_keys!r:.40} and changes {changes!r:.40}; expected a flag and an array")
+    return StoreNotice(block_size, uses_keys, [_decode(change) for change in changes])
+
+
+def _decode(raw: Any) -> StoreChange:
+    match raw:
+        case [_Kind.STORED, names, bytes(hashes), parent] if _are_packed(hashes) and _is_parent(parent):
+            return StoredInStore(_scope(names), hashes, parent)
+        case [_Kind.GONE, names, bytes(hashes)] if _are_packed(hashes):
+            return GoneFromStore(_scope(names), hashes)
+        case [_Kind.CLEARED]:
+            return StoreCleared()
+        case [_Kind.ADAPTER_GONE, str(adapter)]:
+            return AdapterGone(adapter)
+    raise WireError(f"change {raw!r:.80}; expected one of kinds {min(_Kind)} to {max(_Kind)}, with its fields")
+
+
+def _are_packed(hashes: bytes) -> bool:
+    return 0 < len(hashes) <= MAX_CHANGE_BLOCKS * HASH_BYTES and not len(hashes) % HASH_BYTES
+
+
+def _is_parent(parent: Any) -> bool:
+    return parent is None or (isinstance(parent, bytes) and len(parent) == HASH_BYTES)
+
+
+def _scope(names: Any) -> Scope:
+    if not isinstance(names, list) or len(names) != 4:
+        raise WireError(f"scope {names!r:.80}; expected four names")
+    try:
+        return Scope(*names)
+    except (InvalidValue, TypeError) as error:
+        raise WireError(f"scope {names!r:.80}: {error}") from error

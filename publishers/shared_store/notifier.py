@@ -1,0 +1,62 @@
+"""Sends what an engine's publisher knows of a shared store to the store's publisher (thin; core NATS)."""
+
+from collections import deque
+from collections.abc import Callable
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from kvatlas.bus.subjects import shared_store_subject
+from kvatlas.runtime.wakeup import Wakeup
+from publishers.counters import PublisherCounters
+from publishers.ledger.ledger import Ledger
+from publishers.shared_store.notice import StoreCleared, encode
+
+EVERY_S = 5.0
+"""A notice without changes is sent so often: a store's publisher that has just started learns of the writer's keys."""
+LOOK_S = 0.5
+MOST_WAITING = 1_024
+"""Notices kept while NATS is away; if they are more, one takes their place that says that all is gone."""
+
+
+class StoreNotifier:
+    """Of one worker and one store; `collect` after each fold, `run` until cancelled."""
+
+    def __init__(
+        self, client: Client, store_id: str, worker_id: str, counters: PublisherCounters, ledger: Callable[[], Ledger]
+    ) -> None:
+        self._client = client
+        self._subject = shared_store_subject(store_id, worker_id)
+        self._counters = counters
+        self._ledger = ledger
+        self._wakeup = Wakeup()
+        self._waiting: deque[bytes] = deque()
+
+    def collect(self) -> None:
+        """Take what the ledger has learned of the store."""
+        ledger = self._ledger()
+        writes, size = ledger.store_writes, ledger.block_size
+        changes = writes.take() if writes is not None else []
+        if not changes or size is None:  # without a size, no block was ever known
+            return
+        self._waiting.extend(encode(size, ledger.uses_keys, changes))
+        if len(self._waiting) > MOST_WAITING:
+            self._counters.store_notices_lost += len(self._waiting)
+            self._waiting.clear()
+            self._waiting.extend(encode(size, ledger.uses_keys, [StoreCleared()]))
+        self._wakeup.wake()
+
+    async def run(self) -> None:
+        while True:
+            await self._wakeup.wait(LOOK_S if self._waiting else EVERY_S)
+            ledger = self._ledger()
+            if not self._waiting and ledger.block_size is not None:
+                self._waiting.extend(encode(ledger.block_size, ledger.uses_keys, []))
+            while self._waiting and self._client.is_connected:
+                notice = self._waiting.popleft()
+                try:
+                    await self._client.publish(self._subject, notice)
+                except NatsError:
+                    self._counters.store_notices_lost += 1
+                else:
+                    self._counters.store_notices += 1

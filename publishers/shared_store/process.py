@@ -1,0 +1,196 @@
+"""`kvatlas publish --engine store`: publishes what a shared store holds, whoever wrote it.
+
+What engines' connectors wrote is told by their publishers, and is held for the time to live after it was last told. What
+LMCache's server holds it tells itself. The saved ledger says how old each block is; it is deleted when more is gone than time
+tells, and made again with the next save.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic, time
+
+import anyio
+import msgpack
+import zmq.asyncio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.subjects import notices_to_store, writer_of
+from kvatlas.errors import InvalidValue, WireError
+from kvatlas.events import EngineBatch, EngineHash
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.settings import PublishSettings
+from publishers.engines.connector_blocks import TICKS_TO_LIVE
+from publishers.feed.lmcache_subscription import LMCacheSubscription
+from publishers.ledger.ledger import Ledger
+from publishers.publisher import STORE_TTL_S, Publisher
+from publishers.saved_state import SavedState, StateFile
+from publishers.settings import PublisherSettings
+from publishers.shared_store.notice import StoredInStore, decode
+from publishers.shared_store.receiver import adapters_gone, events_of
+
+SAVE_EVERY_S = 60.0
+CLEAR_LOOK_S = 1.0
+
+log = logging.getLogger("kvatlas.publisher")
+
+
+class SharedStore:
+    """One store; it has the methods of `publishers.sidecar.EngineSidecar`."""
+
+    def __init__(self, settings: PublishSettings) -> None:
+        """Raises SettingsError for a state folder that can't be written."""
+        self._settings = PublisherSettings.of(settings)
+        self.worker_id = self._settings.worker_id
+        self._lmcache_endpoint = settings.lmcache_endpoint
+        self._lmcache_model = settings.lmcache_model or settings.model_id
+        self._lmcache: LMCacheSubscription | None = None
+        self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
+        if self._state_file is not None:
+            self._state_file.check_writable()
+        self._log = RateLimitedLog(log, f"store {self.worker_id}: ")
+
+    def open(self, client: Client, context: zmq.asyncio.Context) -> None:
+        """Load what was saved."""
+        ledger, incarnation = self._load()
+        self._client, self._context = client, context
+        self._publisher = publisher = Publisher(
+            self._settings,
+            nats=client,
+            ledger=ledger,
+            saved_incarnation=incarnation,
+            begin=False,
+            on_start_over=self._on_start_over,
+        )
+        if self._lmcache_endpoint is not None:
+            self._lmcache = LMCacheSubscription(
+                self._lmcache_endpoint,
+                self._lmcache_model,
+                self.worker_id,
+                lambda: publisher.ledger,
+                on_batch=publisher.record,
+            )
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    async def run(self, ready: Callable[[Publisher], None]) -> None:
+        """Publish until cancelled; after `open`."""
+        publisher = self._publisher
+        async with publisher:
+            publisher.begin_publishing()
+            subscription = await self._client.subscribe(notices_to_store(self.worker_id), cb=self._on_notice)
+            with suppress(NatsError, TimeoutError):  # a connection that comes back subscribes again
+                await self._client.flush()
+            try:
+                async with anyio.create_task_group() as tasks:
+                    if self._lmcache is not None:
+                        tasks.start_soon(self._lmcache.run, self._context)
+                    if self._state_file is not None:
+                        tasks.start_soon(self._save_regularly, self._state_file)
+                    ready(publisher)
+                    await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    if self._client.is_connected:
+                        await subscription.unsubscribe()
+                await publisher.close_gently()
+                if self._state_file is not None:
+                    self._save(self._state_file)
+
+    # ---------------------------------------------------------------- notices
+
+    async def _on_notice(self, message: Msg) -> None:
+        publisher = self._publisher
+        try:
+            writer = writer_of(message.subject)
+            notice = decode(message.data)
+            ledger = publisher.ledger
+            events = events_of(notice, ledger.settings, uses_keys=ledger.uses_keys)
+        except (InvalidValue, WireError) as error:
+            publisher.counters.store_notices_refused += 1
+            who = message.subject.rpartition(".")[2]
+            self._log.report(f"notice {who}", f"notice of worker {who:.64} refused: {error}")
+            return
+        publisher.counters.store_notices += 1
+        for adapter in adapters_gone(notice):
+            publisher.forget_adapter(adapter)
+        if any(not isinstance(change, StoredInStore) for change in notice.changes):
+            self._drop_saved(f"worker {writer} says that blocks are gone")
+        if events:
+            publisher.record(EngineBatch(events))
+
+    def _on_start_over(self) -> None:
+        self._drop_saved("all known blocks were dropped")
+        if self._lmcache is not None:
+            self._lmcache.restart()
+
+    # ---------------------------------------------------------------- saved state
+
+    def _drop_saved(self, why: str) -> None:
+        if self._state_file is None:
+            return
+        try:
+            if self._state_file.discard():
+                log.info("store %s: saved state deleted: %s", self.worker_id, why)
+        except OSError as error:
+            path = self._state_file.path
+            log.warning("store %s: %s can't be deleted (%s), though %s", self.worker_id, path, error.strerror, why)
+
+    async def _save_regularly(self, file: StateFile) -> None:
+        counters = self._publisher.ledger.counters
+        saved_at, cleared = monotonic(), 0  # counters begin with the process, so a clear before this is seen too
+        while True:
+            await anyio.sleep(CLEAR_LOOK_S)
+            if counters.cleared_events != cleared:
+                cleared = counters.cleared_events
+                self._drop_saved("it was cleared")
+            if monotonic() - saved_at >= SAVE_EVERY_S:
+                saved_at = monotonic()
+                self._save(file)
+
+    def _save(self, file: StateFile) -> None:
+        publisher = self._publisher
+        publisher.settle()
+        ages = [[int(tier), group, name, age] for tier, group, name, age in publisher.ledger.ages()]
+        state = SavedState(
+            worker_id=self.worker_id,
+            incarnation=max(publisher.changelog.outbox.incarnation, publisher.changelog.saved_incarnation),
+            continuity=msgpack.packb([time(), ages]),
+            ledger=publisher.ledger.dump(),
+        )
+        try:
+            file.save(state)
+        except OSError as error:
+            publisher.counters.saves_failed += 1
+            log.warning("store %s: state not saved to %s: %s", self.worker_id, file.path, error.strerror)
+        else:
+            publisher.counters.saves += 1
+
+    def _load(self) -> tuple[Ledger, int]:
+        """The saved ledger, older by the time that has passed, and its incarnation; or an empty one."""
+        saved = self._state_file.load() if self._state_file is not None else None
+        if saved is None:
+            return Ledger(self._settings.ledger), 0
+        try:
+            ledger = Ledger.load(saved.ledger, self._settings.ledger)
+            saved_s, ages = _read_ages(saved.continuity)
+        except InvalidValue as error:
+            log.warning("store %s: saved state can't be used; starting empty: %s", self.worker_id, error)
+            return Ledger(self._settings.ledger), saved.incarnation
+        tick_s = (self._settings.store_ttl_s or STORE_TTL_S) / TICKS_TO_LIVE
+        passed = max(0, -int(-(time() - saved_s) // tick_s))
+        ledger.restore_ages({copy: age + passed for copy, age in ages.items()})
+        return ledger, saved.incarnation
+
+
+def _read_ages(packed: bytes) -> tuple[float, dict[tuple[Tier, int, EngineHash], int]]:
+    """When it was saved (seconds since 1970), and the ticks that each block was old. Raises InvalidValue."""
+    try:
+        saved_s, ages = msgpack.unpackb(packed)
+        return float(saved_s), {(Tier(tier), int(group), name): int(age) for tier, group, name, age in ages}
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise InvalidValue(f"ages of its blocks: {error}") from error

@@ -1,0 +1,169 @@
+"""An engine of the open event forms without a ZMQ socket: its batches are read from standard input, or come to the status
+page.
+
+Nothing is saved, since neither way can be asked what was missed: the publisher starts empty, and learns of blocks as it is
+told. When standard input ends, what was read is published, and the worker leaves.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from time import monotonic
+
+import anyio
+import zmq.asyncio
+from nats.aio.client import Client
+
+from kvatlas.errors import EngineEventError
+from kvatlas.events import EngineBatch
+from kvatlas.fleet.records import EngineState
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.settings import PublishSettings
+from publishers.engines import MAX_PAYLOAD_BYTES
+from publishers.feed.dead_letters import DeadLetters
+from publishers.feed.open_batches import OpenBatches
+from publishers.feed.undecodable import STARTING_OVER, Distrust
+from publishers.publisher import Publisher
+from publishers.settings import PublisherSettings
+
+READ_BYTES = 1 << 16
+LINES_AT_ONCE = 64
+"""After so many lines other tasks have their turn."""
+FLUSH_S = 30.0
+
+log = logging.getLogger("kvatlas.publisher")
+
+
+class OpenEngine:
+    """One such engine; it has the methods of `publishers.sidecar.EngineSidecar`, and `take` for what is sent to the page."""
+
+    def __init__(self, settings: PublishSettings) -> None:
+        self._settings = PublisherSettings.of(settings)
+        self.worker_id = self._settings.worker_id
+        self._from_stdin = settings.source is not None
+        self._distrust = Distrust() if settings.distrust_poison else None
+        letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
+        self._dead_letters = DeadLetters(letters, self.worker_id)
+        self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
+        self._was_up = False
+
+    def open(self, client: Client, context: zmq.asyncio.Context) -> None:
+        """Opens no socket."""
+        self._publisher = publisher = Publisher(
+            self._settings,
+            nats=client,
+            begin=False,
+            on_engine_change=self._on_engine_change,
+            on_engine_restart=lambda: self._start_over("engine restarted"),
+        )
+        self._batches = OpenBatches(publisher)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    async def run(self, ready: Callable[[Publisher], None]) -> None:
+        """Publish until cancelled, or until standard input has ended; after `open`."""
+        publisher = self._publisher
+        if publisher.poller is not None:
+            await publisher.poller.poll_once()
+        async with publisher:
+            publisher.begin_publishing()
+            try:
+                ready(publisher)
+                if not self._from_stdin:
+                    await anyio.sleep_forever()
+                await self._read_lines(_stdin_chunks())
+                log.info("worker %s: standard input ended; publishing what was read, and leaving", self.worker_id)
+                with anyio.move_on_after(FLUSH_S):
+                    await publisher.flush()
+            finally:
+                await publisher.close_gently()
+
+    def take(self, payload: bytes) -> EngineBatch:
+        """Record one batch. Raises EngineEventError for what is none: it is counted, and kept as a dead letter."""
+        try:
+            batch = self._batches.take(payload)
+        except EngineEventError as error:
+            self._publisher.counters.poison_malformed += 1
+            self._record_undecodable(str(error), payload)
+            raise
+        if batch.lost:
+            self._record_loss("a batch is not fully readable, and may have removed blocks")
+        return batch
+
+    # ---------------------------------------------------------------- standard input
+
+    async def _read_lines(self, chunks: AsyncIterator[bytes]) -> None:
+        """A batch a line; a line that can't be read is skipped."""
+        rest, number, too_long = b"", 0, False
+        async for chunk in chunks:
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                number += 1
+                if too_long:
+                    too_long = False  # the end of a line of which the beginning was dropped
+                else:
+                    self._take_line(number, line)
+                if number % LINES_AT_ONCE == 0:
+                    await anyio.lowlevel.checkpoint()
+            if len(rest) > MAX_PAYLOAD_BYTES:
+                if not too_long:
+                    self._publisher.counters.poison_oversized += 1
+                    why = f"line of more than {MAX_PAYLOAD_BYTES} bytes"
+                    self._record_undecodable(why, rest[:READ_BYTES])
+                    self._log.report("undecodable", f"skipped line {number + 1}: {why}")
+                rest, too_long = b"", True
+        if not too_long:
+            self._take_line(number + 1, rest)
+
+    def _take_line(self, number: int, line: bytes) -> None:
+        if not line.strip():
+            return
+        try:
+            self.take(line)
+        except EngineEventError as error:
+            self._log.report("undecodable", f"skipped line {number}: {error}")
+
+    # ---------------------------------------------------------------- what may have been missed
+
+    def _record_undecodable(self, why: str, payload: bytes) -> None:
+        counters = self._publisher.counters
+        counters.poison += 1
+        counters.feed_lost += 1
+        if not self._dead_letters.keep(why, None, payload):
+            counters.dead_letters_dropped += 1
+        self._record_loss(why)
+
+    def _record_loss(self, why: str) -> None:
+        """Blocks may be gone that are still claimed: see `publishers.feed.undecodable`."""
+        if self._distrust is not None and self._distrust.record_loss(monotonic()):
+            self._start_over(why)
+
+    def _on_engine_change(self, state: EngineState) -> None:
+        """An engine that was away may have lost its cache, even if no page says when its process started."""
+        if state is EngineState.UP:
+            if self._was_up:
+                self._start_over("engine is up again")
+            self._was_up = True
+
+    def _start_over(self, why: str) -> None:
+        log.warning("worker %s: %s; %s", self.worker_id, why, STARTING_OVER)
+        self._publisher.start_over()
+        self._batches.forget()
+
+
+async def _stdin_chunks() -> AsyncIterator[bytes]:
+    """What comes on standard input, until it ends."""
+    handle, waits = sys.stdin.fileno(), True
+    while True:
+        if waits:
+            try:
+                await anyio.wait_readable(handle)
+            except OSError:  # a file is always readable, and can't be waited for
+                waits = False
+        else:
+            await anyio.lowlevel.checkpoint()
+        if not (chunk := os.read(handle, READ_BYTES)):
+            return
+        yield chunk

@@ -1,0 +1,1 @@
+"""A router's page for people."""

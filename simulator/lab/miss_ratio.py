@@ -1,0 +1,153 @@
+"""Miss-ratio curves: what one cache of each size would find of a workload's prompts, from a single pass over the trace.
+
+A prompt's block is found in a least-recently-used cache if fewer other blocks were used since its last use than the cache
+holds (Mattson et al., 1970). Those are counted for a random share of all blocks, chosen by hash, and scaled up (SHARDS with its
+adjustment: Waldspurger et al., FAST '15). A request uses its blocks from the last to the first, as vLLM frees them: a cache
+loses the ends of prompts before their beginnings.
+
+The pass knows no requests that run at the same time: it is the curve of an unhurried fleet that shares one cache.
+`replayed_hit_rate` is the same figure from a whole replay.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from simulator.engine.scheduler import SchedulerLimits
+from simulator.lab.replay import FleetSettings, draw_arrivals, replay
+from simulator.lab.requests import LabRequest, Workload
+
+MOST_SAMPLED_USES = 400_000
+"""Uses of blocks that are followed, about: two seconds' work."""
+UNHURRIED = 0.01
+"""Times the trace's rate at which replays don't run requests at the same time."""
+SIZES = 10
+"""Of a curve that nobody gave sizes for: each twice the one before, up to one that holds everything."""
+
+_HASHES = 1 << 64
+
+
+class CurvePoint(NamedTuple):
+    """`hit_rate`: of all prompt tokens."""
+
+    cache_tokens: int
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class MissRatioCurve:
+    """`sampled`: the share of all blocks that was followed. `distinct_tokens`: of all blocks of the workload, about."""
+
+    points: Sequence[CurvePoint]
+    sampled: float
+    distinct_tokens: int
+
+
+def measure_curve(
+    workload: Workload, cache_tokens: Sequence[int] = (), *, seed: int = 0, most_uses: int = MOST_SAMPLED_USES
+) -> MissRatioCurve:
+    """The curve at these sizes, or at SIZES of its own. `seed`: of the order of arrivals and of the choice of blocks."""
+    size = workload.block_tokens
+    uses = sum(len(request.contents) for request in workload.requests)
+    share = min(1.0, most_uses / uses)
+    distances, sampled_lookups, distinct = _follow(workload, share, seed)
+    sizes = cache_tokens or [max(1, (distinct * size) >> n) for n in reversed(range(SIZES))]
+    lookups = sum(_found_at_most(request, size) for request in workload.requests)
+    # what is missing to the expected number are lookups of a hot block that was not chosen, or the other way round: hits
+    hot = share * lookups - sampled_lookups
+    points = []
+    for tokens in sizes:
+        hits = sum(distance < tokens // size for distance in distances) + hot
+        points.append(CurvePoint(tokens, min(1.0, max(0.0, hits / share * size / workload.prompt_tokens))))
+    return MissRatioCurve(points, share, distinct * size)
+
+
+def sizes_to_replay(workload: Workload, curve: MissRatioCurve, count: int) -> list[int]:
+    """Sizes of the curve, evenly spread, at most `count`: of those in which each request has room twice."""
+    largest = max(len(request.contents) for request in workload.requests) * workload.block_tokens
+    fitting = [point.cache_tokens for point in curve.points if point.cache_tokens >= 2 * largest]
+    count = min(count, len(fitting))
+    return [fitting[(2 * n + 1) * len(fitting) // (2 * count)] for n in range(count)]
+
+
+def replayed_hit_rate(workload: Workload, cache_tokens: int, seed: int = 0) -> float:
+    """The hit rate of one engine with such a cache, replayed request by request. Raises InvalidValue for a request that does
+    not fit it."""
+    limits = SchedulerLimits(queue_limit=1 << 30)
+    fleet = FleetSettings(1, cache_tokens, limits=limits)
+    served = replay(workload, "round-robin", fleet, seed, speed=UNHURRIED).served
+    return sum(one.cached_tokens for one in served) / workload.prompt_tokens
+
+
+def _follow(workload: Workload, share: float, seed: int) -> tuple[list[float], int, int]:
+    """The reuse distances, in blocks, of the sampled lookups that found their block used before; how many lookups were sampled;
+    about how many distinct blocks there are."""
+    size = workload.block_tokens
+    below = int(share * _HASHES)
+    requests = [request for _, request in draw_arrivals(workload, seed, UNHURRIED)]
+    sampled = [_sampled_blocks(request, below, seed) for request in requests]
+    last_use: dict[int, int] = {}
+    newest = _UseCounts(sum(map(len, sampled)))
+    distances: list[float] = []
+    lookups = time = 0
+    for request, blocks in zip(requests, sampled, strict=True):
+        end = _found_at_most(request, size)
+        for position, block in blocks:
+            if position >= end:
+                break
+            lookups += 1
+            used = last_use.get(block)
+            if used is not None:
+                # the prompt's own blocks before this one are used after it
+                distances.append(newest.count_after(used) / share)
+        for _, block in reversed(blocks):
+            used = last_use.get(block)
+            if used is not None:
+                newest.add(used, -1)
+            newest.add(time, 1)
+            last_use[block] = time
+            time += 1
+    return distances, lookups, round(len(last_use) / share)
+
+
+def _found_at_most(request: LabRequest, block_tokens: int) -> int:
+    """Blocks of a prompt that an engine can find: it computes the last token always."""
+    return (request.input_tokens - 1) // block_tokens
+
+
+def _sampled_blocks(request: LabRequest, below: int, seed: int) -> list[tuple[int, int]]:
+    """(position, id) of the request's blocks that are followed."""
+    return [(position, block) for position, block in enumerate(_block_ids(request, seed)) if block < below]
+
+
+def _block_ids(request: LabRequest, seed: int) -> Iterator[int]:
+    """An id for each block: of its content and all before it, in the request's identity."""
+    id = xxhash.xxh3_64_intdigest(repr(request.identity).encode(), seed)
+    for content in request.contents:
+        id = xxhash.xxh3_64_intdigest(struct.pack("<QQ", id, content), seed)
+        yield id
+
+
+class _UseCounts:
+    """How many of the last uses of blocks came after a time: a Fenwick tree over times."""
+
+    def __init__(self, size: int) -> None:
+        self._tree = [0] * (size + 1)
+        self._total = 0
+
+    def add(self, time: int, amount: int) -> None:
+        self._total += amount
+        tree, at = self._tree, time + 1
+        while at < len(tree):
+            tree[at] += amount
+            at += at & -at
+
+    def count_after(self, time: int) -> int:
+        tree, at, until = self._tree, time + 1, 0
+        while at:
+            until += tree[at]
+            at &= at - 1
+        return self._total - until

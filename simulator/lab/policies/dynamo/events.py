@@ -1,0 +1,67 @@
+"""The engines' events as Dynamo reads them: vLLM's, with blocks of real size."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import xxhash
+
+from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent
+from simulator.lab.requests import DEFAULT_IDENTITY, Identity
+
+_MARK = 0xFFFF_FFFF
+
+
+def encode_batch(events: Sequence[dict[str, Any]]) -> bytes:
+    """The payload of one message."""
+    payload: bytes = msgpack.packb([0.0, events, None])
+    return payload
+
+
+def encode_event(event: KVEvent, block_tokens: int) -> dict[str, Any]:
+    """A block's tokens are all its content's id."""
+    if isinstance(event, GpuCleared):
+        return {"type": "AllBlocksCleared"}
+    if isinstance(event, BlockRemoved):
+        return removed(event.block_hash, event.medium)
+    identity = _identity_of(event)
+    tokens = [token_of(content, identity) for content in event.token_ids[::2] for _ in range(block_tokens)]
+    return stored(event.block_hashes, event.parent_hash, tokens, block_tokens, event.medium)
+
+
+def stored(
+    hashes: Sequence[int], parent: int | None, tokens: Sequence[int], block_tokens: int, medium: str = "GPU"
+) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": block_tokens,
+        "medium": medium,
+    }
+
+
+def removed(block_hash: int, medium: str = "GPU") -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [block_hash], "medium": medium}
+
+
+def mark_tokens(mark: int, block_tokens: int) -> list[int]:
+    """A block that no content is: its tokens differ."""
+    return [mark, *[_MARK] * (block_tokens - 1)]
+
+
+def mark_hash(mark: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"mark {mark}".encode()) | 1
+
+
+def token_of(content: int, identity: Identity) -> int:
+    """Dynamo's service knows neither tenants nor adapters: their blocks are other tokens to it, so it mixes none up."""
+    if identity == DEFAULT_IDENTITY:
+        return content
+    return xxhash.xxh32_intdigest(repr((content, identity)).encode())
+
+
+def _identity_of(event: BlocksStored) -> Identity:
+    salt = next((key for key in event.extra_keys[0] if key != event.adapter), None) if event.extra_keys else None
+    return Identity(event.adapter) if salt is None else Identity(event.adapter, salt)

@@ -1,0 +1,117 @@
+"""What a call to the store does is bounded, whatever the values are: by the costs that the functions count themselves."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes
+from kvatlas.blocks.tiers import Tier
+from kvatlas.bus.wire import RawMessage
+from kvatlas.identity import Scope
+from kvatlas.index.holder_entries import number_bytes
+from kvatlas.index.redis import recount, sweep
+from kvatlas.index.redis.apply_call import unpack_answer
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
+from kvatlas.index.redis.index_functions import IndexFunctions
+from kvatlas.index.redis.keys import ShardKeys
+from kvatlas.store.connection import Store, connected_store
+from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
+
+pytestmark = pytest.mark.anyio
+
+SCOPE = Scope("m", "t")
+K = ShardKeys(0)
+OTHERS = 1_000_000
+"""The first number of holders that only values have."""
+
+
+@pytest.fixture
+async def store(fresh_store: str) -> AsyncIterator[Store]:
+    async with connected_store(fresh_store, wait=False) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def index(store: Store) -> RedisIndex:
+    return await open_redis_index(store, partitions=1, shards=1, writer=True)
+
+
+def value_of(*, first: int, entries: int) -> bytes:
+    """A holders value of so many others."""
+    return b"".join(number_bytes(number) + bytes([Tier.HBM.flag]) for number in range(first, first + entries))
+
+
+async def lengthen_values(store: Store, hashes: bytes, entries: int) -> None:
+    """Every value gets so many other holders; no two are equal."""
+    keys = split(hashes)
+    values = await store.client.hmget(K.blocks(SCOPE.scope_id), keys)
+    longer = [value + value_of(first=OTHERS + at, entries=entries) for at, value in enumerate(values)]
+    await store.client.hset(K.blocks(SCOPE.scope_id), mapping=dict(zip(keys, longer, strict=True)))
+
+
+async def test_a_sweep_looks_at_as_many_blocks_as_their_values_allow(
+    index: RedisIndex, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes, source = pack_hashes(range(1, 201)), MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, hashes))
+    await lengthen_values(store, hashes, 1_000)
+    await lengthen_values(store, hashes[:HASH_BYTES], 3_000)
+    await index.retire("w", 1)
+    costs: list[int] = []
+    call = IndexFunctions.call
+
+    async def noting(self: IndexFunctions, function: str, *what: Any) -> Any:
+        answer = await call(self, function, *what)
+        if function == "kvatlas_sweep":
+            costs.append(answer[-1])
+        return answer
+
+    monkeypatch.setattr(IndexFunctions, "call", noting)
+    while await index.sweep(0, 1):
+        pass
+    assert len(costs) > 10 and max(costs) < 3 * sweep.CALL_COST
+    values = await store.client.hvals(K.blocks(SCOPE.scope_id))
+    assert {len(value) for value in values} == {4 * 1_000, 4 * 4_000}
+
+
+async def test_a_scrub_looks_at_as_many_blocks_as_their_values_allow(index: RedisIndex, store: Store) -> None:
+    hashes, source = pack_hashes(range(1, 201)), MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, hashes))
+    await lengthen_values(store, hashes, 500)
+    counted = recount.Recount(K, ["w"], [SCOPE.scope_id])
+    costs, strays = [], set[bytes]()
+    while not counted.ended:
+        found, cost = await counted.part(IndexFunctions(store))
+        costs.append(cost)
+        strays.update(found.fields)
+    [one] = await counted.finish(IndexFunctions(store))
+    # how many blocks of a scan share a bucket is chance
+    assert len(costs) > 10 and max(costs) < 4 * recount.CALL_COST
+    assert strays == set(split(hashes)) and not one.wrong
+
+
+async def test_messages_of_few_blocks_with_very_long_values_are_calls_of_their_own(
+    index: RedisIndex, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes, first = pack_hashes(range(1, 17)), MessageSource("first")
+    await apply_messages(index, first.begin(1), first.store(SCOPE, hashes))
+    await lengthen_values(store, hashes, 10_000)
+    calls = 0
+    call = IndexFunctions.call
+
+    async def counting(self: IndexFunctions, function: str, *what: Any) -> Any:
+        nonlocal calls
+        answer = await call(self, function, *what)
+        calls += function == "kvatlas_apply" and unpack_answer(answer).records is not None
+        return answer
+
+    monkeypatch.setattr(IndexFunctions, "call", counting)
+    messages: list[RawMessage] = []
+    for number in range(8):
+        source = MessageSource(f"w{number}")
+        messages += [source.begin(1), source.store(SCOPE, hashes)]
+    assert (await apply_messages(index, *messages)).applied == len(messages)
+    assert calls >= 8
+    values = await store.client.hvals(K.blocks(SCOPE.scope_id))
+    assert {len(value) for value in values} == {4 * (9 + 10_000)} and len(hashes) == len(values) * HASH_BYTES
