@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+AGAIN_S = 5.0
+"""After how long a task that was cancelled and still runs is cancelled once more: longer than any body takes to clean up."""
+
 
 class BackgroundTask:
     """A task that may be started and stopped any number of times. Its body loops `while task.running`.
 
-    The flag is needed because Python 3.11's `wait_for`, inside redis-py, may swallow a cancellation.
+    Python 3.11's `wait_for`, inside redis-py and nats-py, may swallow a cancellation: a body that loops sees the flag, and
+    one that waits for something else by then is cancelled again after AGAIN_S.
     """
 
     def __init__(self, body: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -29,6 +33,8 @@ class BackgroundTask:
         self.running = False
         if task is None:
             return False
-        task.cancel()
+        while not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=AGAIN_S)
         await asyncio.gather(task, return_exceptions=True)
         return True

@@ -1,7 +1,10 @@
 import asyncio
+import contextlib
 
+import anyio
 import pytest
 
+from kvatlas.runtime import background_task
 from kvatlas.runtime.background_task import BackgroundTask
 
 pytestmark = pytest.mark.anyio
@@ -35,3 +38,20 @@ async def test_stop_waits_for_the_end_even_if_the_body_swallows_the_cancellation
         await worker.started.wait()
         assert await worker.task.stop()
         assert worker.ended
+
+
+async def test_a_body_that_waits_after_a_swallowed_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_task, "AGAIN_S", 0.01)
+    waits = asyncio.Event()
+
+    async def body() -> None:
+        waits.set()
+        with contextlib.suppress(asyncio.CancelledError):  # as `wait_for` may
+            await asyncio.sleep(3600)
+        await asyncio.sleep(3600)
+
+    task = BackgroundTask(body, "worker")
+    task.start()
+    await waits.wait()
+    with anyio.fail_after(10):
+        assert await task.stop()

@@ -73,7 +73,7 @@ async def until_health_is(port: int, name: str, state: str) -> None:
 
 @dataclass(slots=True)
 class Gateway:
-    """Clients by Envoy's listeners; `picker` is the one in this process, if the test has one."""
+    """Clients by Envoy's listeners."""
 
     envoy: EnvoyProcess
     fleet: Fleet
