@@ -143,7 +143,7 @@ local function weigh_family(state, at, family)
   if state.lowest == 0 and state.least < without_load_us + again_us then
     return
   end
-  local cursors, most = cursors_for(kinds, k, family), FIRST_READ
+  local cursors, most, others = cursors_for(kinds, k, family), FIRST_READ, state.count
   while true do
     local all_read = false
     for _, cursor in ipairs(cursors) do
@@ -174,6 +174,7 @@ local function weigh_family(state, at, family)
       all_equal = all_equal and (cursor.equals or 0) > 0
     end
     threshold = threshold + again_us
+    all_equal = all_equal and state.chosen > others -- the best so far is one of the equals
     if state.lowest == 0 and state.least < threshold + (all_equal and ROUNDING_US or 0) then
       return
     end

@@ -234,7 +234,7 @@ class Both(RuleBasedStateMachine):
         waiting=st.integers(0, 3),
         sampled=st.booleans(),
         routable=st.sampled_from([True, True, True, False]),
-        limit=st.builds(Limit, st.sampled_from([0, 1, 5]), st.sampled_from([0, 5_000, 60_000])),
+        limit=st.builds(Limit, st.sampled_from([0, 1, 5]), st.sampled_from([0, 5_000, 60_000]), st.just(0.0)),
     )
     def report(
         self,

@@ -173,6 +173,15 @@ async def test_workers_that_are_named_or_skipped_are_no_members(reservations: Re
     assert (await reservations.evaluate(POOL, crowd_ask(offers=named, skipped=["w0001"]))).worker_id == "w0002"
 
 
+async def test_a_member_that_is_cheaper_than_a_named_equal_by_less_than_a_microsecond_is_chosen(
+    reservations: Reservations,
+) -> None:
+    await report(reservations, Load(), Load())
+    for named, other in (("w0000", "w0001"), ("w0001", "w0000")):
+        asked = crowd_ask(offers=[offer(named, extra_us=0.25)], ring=place_on_ring(named))
+        assert (await reservations.evaluate(POOL, asked)).worker_id == other
+
+
 async def test_a_worker_that_is_skipped_and_offered_counts_for_the_mean(reservations: Reservations) -> None:
     await report(reservations, Load(7, 187, 0, 8_223))
     both = [offer("silent"), offer("w0000", extra_us=90_000_000.0)]
