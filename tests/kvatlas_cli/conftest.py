@@ -23,8 +23,8 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import connected_store
 from kvatlas_cli import main
+from tests.end_to_end.processes import environment
 
-ROOT = Path(__file__).parents[2]
 SCOPE = Scope("m", "m")
 BLOCK_SIZE = 4
 TOKENS = list(range(1, 17))
@@ -42,12 +42,6 @@ class Done:
 
 
 Cli = Callable[..., Done]
-
-
-def child_environment(**variables: str) -> dict[str, str]:
-    """This process' environment without the variables of kvatlas and telemetry."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVATLAS_", "OTEL_"))}
-    return {**clean, "PYTHONPATH": str(ROOT), **variables}
 
 
 @pytest.fixture
@@ -77,7 +71,7 @@ def start_command(*words: str, **variables: str) -> subprocess.Popen[str]:
     """Start a command as a child process. It ends with the test."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kvatlas_cli.main", *words],
-        env=child_environment(**variables),
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,7 +10,8 @@ from typer import Typer
 from kvatlas.settings import Settings, flag_of, variable_of
 from kvatlas.version import own_version
 from kvatlas_cli.app import COMMANDS, SUMMARIES
-from tests.kvatlas_cli.conftest import Cli, child_environment
+from tests.end_to_end.processes import environment
+from tests.kvatlas_cli.conftest import Cli
 
 EXPECTED_COMMANDS = {
     "up",
@@ -89,7 +90,7 @@ def test_a_missing_extra_is_reported_in_one_line_with_the_pip_command(
         f"sys.exit(run({words!r}))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
     )
     line = f"kvatlas {words[0]} needs the extra '{extra}': pip install 'kvatlas[{extra}]'\n"
     assert (done.returncode, done.stderr) == (1, line)
@@ -108,4 +109,4 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
         "import sys; from kvatlas_cli.main import run; run(['--help'])\n"
         "assert not {'redis', 'pydantic', 'nats', 'asyncio', 'opentelemetry'} & set(sys.modules), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, timeout=60, check=True)

@@ -10,8 +10,8 @@ import httpx
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
+from tests.end_to_end.processes import environment
 from tests.eventually import until_sync
-from tests.kvatlas_cli.conftest import child_environment
 
 SECRET = "s3cr3t-of-a-server"
 WORKER = ["--engine", "vllm", "--endpoint", "tcp://127.0.0.1:1", "--worker-id", "w", "--model-id", "m"]
@@ -25,7 +25,7 @@ COMMANDS = {
 def test_processes_show_no_password_of_their_servers(tmp_path: Path) -> None:
     with NatsProcess(user="someone", password=SECRET) as nats, ValkeyProcess(password=SECRET) as valkey:
         assert SECRET in nats.url and SECRET in valkey.url
-        environment = child_environment(KVATLAS_NATS_URL=nats.url, KVATLAS_REDIS_URL=valkey.url)
+        variables = environment(KVATLAS_NATS_URL=nats.url, KVATLAS_REDIS_URL=valkey.url)
         ports: dict[str, int] = {}
         shown = ""
         with ExitStack() as stack:
@@ -34,7 +34,7 @@ def test_processes_show_no_password_of_their_servers(tmp_path: Path) -> None:
                 log = stack.enter_context((tmp_path / command).open("w"))
                 process = subprocess.Popen(
                     [sys.executable, "-m", "kvatlas_cli.main", command, *words, str(port), "--log-level", "debug"],
-                    env=environment,
+                    env=variables,
                     stdout=log,
                     stderr=log,
                 )

@@ -19,9 +19,9 @@ from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.store.connection import connected_store
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
+from tests.end_to_end.processes import environment
 from tests.indexer.running_replica import running_replica
 from tests.kvatlas.index.damage import Damage
-from tests.kvatlas_cli.conftest import child_environment
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +63,7 @@ class Installation:
         words = ["audit", "--json", "--nats-url", self.nats.url, "--redis-url", self.valkey.url, *flags]
         with anyio.fail_after(60):
             done = await anyio.run_process(
-                [sys.executable, "-m", "kvatlas_cli.main", *words], check=False, env=child_environment()
+                [sys.executable, "-m", "kvatlas_cli.main", *words], check=False, env=environment()
             )
         return done.returncode, json.loads(done.stdout or b"null"), done.stderr.decode()
 

@@ -19,9 +19,9 @@ from kvatlas.settings import PublishSettings
 from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import Finding, Level, examine
 from publishers.sidecar import run_sidecar
+from tests.end_to_end.processes import environment
 from tests.eventually import until
 from tests.indexer.running_replica import running_replica
-from tests.kvatlas_cli.conftest import child_environment
 from tests.simulator.running_engine import running_engine
 
 MODEL = "mock-model"
@@ -148,8 +148,6 @@ async def running_installation() -> AsyncIterator[Installation]:
 async def run_doctor(installation: Installation, *flags: str) -> tuple[int, str]:
     """Run the command: exit code and stdout."""
     words = ["doctor", "--nats-url", installation.nats.url, "--redis-url", installation.valkey.url, *flags]
-    done = await anyio.run_process(
-        [sys.executable, "-m", "kvatlas_cli.main", *words], check=False, env=child_environment()
-    )
+    done = await anyio.run_process([sys.executable, "-m", "kvatlas_cli.main", *words], check=False, env=environment())
     assert not done.stderr
     return done.returncode, done.stdout.decode()

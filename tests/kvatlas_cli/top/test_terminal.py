@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvatlas.embedded import ServerProcess
+from tests.end_to_end.processes import environment
 from tests.eventually import until_sync
-from tests.kvatlas_cli.conftest import Cli, child_environment
+from tests.kvatlas_cli.conftest import Cli
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_a_terminal_shows_the_fleet_takes_keys_and_is_left_as_it_was(
     before = termios.tcgetattr(theirs)
     command = [sys.executable, "-m", "kvatlas_cli.main", "top", "--nats-url", nats_server.url]
     process = subprocess.Popen(
-        [*command, "--redis-url", fleet_store_url], stdin=theirs, stdout=theirs, stderr=theirs, env=child_environment()
+        [*command, "--redis-url", fleet_store_url], stdin=theirs, stdout=theirs, stderr=theirs, env=environment()
     )
     shown = ""
 

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 
 from kvatlas.store.connection import Store
 from router_client.gateway.service import run_endpoint_picker
+from tests.end_to_end.processes import environment
 from tests.eventually import until
-from tests.kvatlas_cli.conftest import child_environment
 from tests.router_client.gateway.echo_engine import echo_engine
 from tests.router_client.gateway.envoy import EnvoyProcess
 from tests.router_client.gateway.gateway import (
@@ -87,7 +87,7 @@ async def picker_process(valkey_url: str, port: int) -> AsyncIterator[asyncio.su
     words = ["epp", "--redis-url", valkey_url, "--port", str(port), "--health-port", "0", "--plaintext"]
     words += ["--processes", "2", "--tokenizer", "none", "--decision-deadline-ms", "5000"]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=child_environment()
+        sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment()
     )
     try:
         assert process.stderr is not None

@@ -12,8 +12,8 @@ from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import pool_id
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
+from tests.end_to_end.processes import environment
 from tests.eventually import until
-from tests.kvatlas_cli.conftest import child_environment
 from tests.router_client.proxy.engines import MODEL, running_fleet
 from tests.router_client.proxy.test_proxy import PROMPT, requests_are
 
@@ -37,7 +37,7 @@ async def test_a_killed_router_frees_its_bookings(store: Store, valkey_url: str)
             "5000",
         ]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=child_environment()
+            sys.executable, "-m", "kvatlas_cli.main", *words, stderr=asyncio.subprocess.PIPE, env=environment()
         )
         try:
             assert process.stderr is not None
