@@ -109,7 +109,7 @@ class BrokenFleet:
 
     async def examine(self) -> Sequence[Finding]:
         servers = self.installation.nats.url, self.installation.valkey.url
-        self.found = await examine(*servers, listen_s=1.5, status_urls=[self.page])
+        self.found = await examine(*servers, listen_s=1.5, settle_s=0.5, status_urls=[self.page])
         return self.found
 
     def missing(self) -> list[Link]:
@@ -235,7 +235,7 @@ async def test_the_command_exits_with_1_within_its_time_and_says_what_it_does(fl
 
 async def test_a_publisher_on_another_nats_is_named_there_too_and_when_it_is_stuck(fleet: BrokenFleet) -> None:
     async def errors_say(check: str, *texts: str) -> bool:
-        found = await examine(fleet.other_nats, fleet.installation.valkey.url, listen_s=1.5)
+        found = await examine(fleet.other_nats, fleet.installation.valkey.url, listen_s=1.5, settle_s=0)
         lines = [f"{one.line} -> {one.advice}" for one in found if one.check == check and one.level is Level.ERROR]
         return any(all(text in line for text in texts) for line in lines)
 
