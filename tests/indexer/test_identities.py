@@ -113,7 +113,9 @@ async def test_the_doctor_knows_whom_the_indexers_refuse(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send)
-            found = await examine(nats.url, valkey.url, identities=load_identities(identities, "x"), listen_s=0.2)
+            found = await examine(
+                nats.url, valkey.url, identities=load_identities(identities, "x"), listen_s=0.2, settle_s=0
+            )
             tasks.cancel_scope.cancel()
     (finding,) = [one for one in found if one.check == "workers.identity"]
     assert "publisher rogue may not speak for tenant 'default'" in finding.line
