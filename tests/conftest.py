@@ -1,5 +1,6 @@
 """Real servers for every test, one of each kind a session; started without an event loop, so any loop may use them."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ settings.load_profile("kvatlas")
 
 # A shell starts a job in its background with SIGINT ignored, and so are then the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Three processes for two cores: a third of their time tests wait, for leases, probes and processes."""
+    return max(1, (os.cpu_count() or 1) * 3 // 2)
 
 
 @pytest.fixture(scope="session")

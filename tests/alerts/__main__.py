@@ -4,7 +4,6 @@ A fleet serves requests while a real Prometheus scrapes it. In a healthy hour no
 turn, its alerts must fire, and end when the cause does. Needs Debian's `prometheus`. Exit code 0 if all went so.
 """
 
-import asyncio
 import re
 import shutil
 import sys
@@ -29,6 +28,7 @@ from kvatlas.embedded.free_port import LOOPBACK, free_port
 from tests.chaos.child_process import ChildProcess
 from tests.deployment.test_alerts import ALERTS, FILE
 from tests.end_to_end.prometheus import Prometheus
+from tests.eventually import until
 from tests.indexer.bus_publisher import BusPublisher
 
 SPEED = 30
@@ -147,7 +147,7 @@ async def send_requests(fleet: Fleet) -> None:
             while True:
                 number += 1
                 group.start_soon(ask, number)
-                await anyio.sleep(1 / REQUESTS_PER_S)
+                await anyio.sleep(1 / REQUESTS_PER_S)  # a paced load
 
 
 @asynccontextmanager
@@ -206,7 +206,7 @@ async def worker_in_doubt(fleet: Fleet) -> AsyncIterator[None]:
     async def beat() -> None:
         while True:
             await ghost.beat(acked_seq=5)
-            await anyio.sleep(0.5)
+            await anyio.sleep(0.5)  # its pace
 
     async with anyio.create_task_group() as group:
         group.start_soon(beat)
@@ -249,7 +249,7 @@ async def events_of_something_else(fleet: Fleet) -> AsyncIterator[None]:
         while True:
             await fleet.event_socket.send_multipart([b"", number.to_bytes(8, "big"), b"no batch of events"])
             number += 1
-            await anyio.sleep(0.2)
+            await anyio.sleep(0.2)  # a paced feed
 
     async with anyio.create_task_group() as group:
         group.start_soon(send)
@@ -308,13 +308,15 @@ async def healthy_hour(watch: Watch) -> set[str]:
     """What fired in it. It begins when all parts were scraped and every partition has its owner: a start takes seconds, which
     are minutes of the faster rules."""
     seen: set[str] = set()
-    async with asyncio.timeout(ENDS_S):
-        while not await watch.counts("sum(kvatlas_indexer_partitions_owned) == 64") or await watch.firing():
-            await anyio.sleep(1)
+
+    async def is_healthy() -> bool:
+        return await watch.counts("sum(kvatlas_indexer_partitions_owned) == 64") and not await watch.firing()
+
+    await until(is_healthy, deadline_s=ENDS_S, what="every partition has its owner, and no alert fires")
     until_s = monotonic() + HEALTHY_S
     while monotonic() < until_s:
         seen |= await watch.firing()
-        await anyio.sleep(1)
+        await anyio.sleep(1)  # as often as Prometheus evaluates the rules
     return seen
 
 

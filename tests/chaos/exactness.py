@@ -70,7 +70,7 @@ class Checker:
     async def compare_index(self, under_reporting: Iterable[str] = ()) -> Comparison:
         """Compare what the index holds now. `under_reporting`: workers whose publishers can't know all that their engine
         holds."""
-        await anyio.sleep(COMPARE_EVERY_S)  # a comparison takes time of this process, where the proxies run
+        await anyio.sleep(COMPARE_EVERY_S)  # paced: a comparison takes time of this process, where the proxies run
         try:
             exported = await self._exported()
             return await self.compare(exported, under_reporting)

@@ -69,7 +69,7 @@ class Load:
                 pass  # it is down, on purpose
             finally:
                 self._open -= 1
-            await anyio.sleep(self._rng.expovariate(REQUESTS_PER_S))
+            await anyio.sleep(self._rng.expovariate(REQUESTS_PER_S))  # a paced load
 
     def _request(self) -> dict[str, object]:
         rng = self._rng

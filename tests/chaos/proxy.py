@@ -79,7 +79,7 @@ class TcpProxy:
         try:
             while piece := await reader.read(CHUNK_BYTES):
                 if self.delay_s:
-                    await asyncio.sleep(self.delay_s)
+                    await asyncio.sleep(self.delay_s)  # the fault itself: a slow line
                 await self._flowing.wait()
                 writer.write(piece)
                 await writer.drain()

@@ -172,7 +172,7 @@ class StoreCluster:
     async def _move_keys(self, source: EmbeddedServer, slot: int, target: EmbeddedServer, pause_s: float) -> None:
         while keys := await self.command(source, "CLUSTER GETKEYSINSLOT", slot, KEYS_AT_ONCE):
             await self.command(source, "MIGRATE", LOOPBACK, target.port, "", 0, MIGRATE_MS, "REPLACE", "KEYS", *keys)
-            await anyio.sleep(pause_s)
+            await anyio.sleep(pause_s)  # so slow that calls meet keys on both sides
 
     async def _put_line_before(self, node: EmbeddedServer) -> None:
         line = await self.stack.enter_async_context(TcpProxy(node.port, f"all to Valkey {len(self.lines)}"))

@@ -1,6 +1,5 @@
 """Faults of a Valkey cluster: servers that die, fail over, and give the shards' slots to each other."""
 
-import anyio
 
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.identity import partition_of, shard_of
@@ -152,9 +151,14 @@ async def cluster_server_half_open(run: ScenarioRun) -> None:
     cluster, slot = cluster_of(run.fleet), busy_slot(run.fleet)
     await run.wait_for_answers(10)
     line = cluster.lines[cluster.nodes.index(await primary_of(cluster, slot))]
+
+    def failures() -> int:
+        return sum(indexer.child.log_text().count("apply failed") for indexer in run.fleet.indexers)
+
+    before = failures()
     line.stall()
     run.record_fault("clients' line to a Valkey primary half-open")
-    await anyio.sleep(8)  # longer than a call waits for its answer
+    await until(lambda: failures() > before, deadline_s=30, what="a call has waited too long for its answer")
     line.heal()
     run.mark_healed()
 

@@ -31,8 +31,8 @@ ENGINES = 4
 EVENTS = 4
 LOOK_S = 0.1
 """How often the balancer asks each router if it is ready."""
-DRAIN_S = 1.5
-"""Of routers in this process; processes have the default: the balancer must have looked by then, on a busy machine too."""
+DRAIN_S, PROCESS_DRAIN_S = 1.5, 5
+"""Of routers in this process, and of processes (the default): the balancer must have looked by then, on a busy machine too."""
 GRACE_S = 60
 
 EVENT = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
@@ -110,7 +110,7 @@ class RouterProcess:
     @classmethod
     async def start(cls, redis_url: str, folder: Path, stack: AsyncExitStack, tree: Path = ROOT) -> RouterLife:
         flags = ["--redis-url", redis_url, "--port", "0", "--tokenizer", "none", "--no-access-log", "--no-learn"]
-        flags += ["--grace-s", str(GRACE_S)]
+        flags += ["--drain-s", str(PROCESS_DRAIN_S), "--grace-s", str(GRACE_S)]
         child = ChildProcess(f"router-{secrets.token_hex(3)}", ["router", *flags], "router at", folder, tree)
         child.start()
         stack.callback(child.close)
