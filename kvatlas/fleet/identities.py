@@ -100,7 +100,7 @@ class Identities:
         return sorted(self._user_of)
 
     def check_scope(self, worker_id: str, scope: Scope) -> None:
-        """Raises InvalidValue, one line, if the worker's publisher may not speak for the scope; TenantRefused for its tenant."""
+        """Raises InvalidValue, one line, if the publisher may not speak for the scope: TenantRefused for its tenant."""
         user, identity = self._of(worker_id)
         refusal = f"worker {worker_id}: publisher {user} may not speak for"
         if not _matches(scope.model_id, identity.models):
