@@ -42,7 +42,9 @@ class Scope:
             if value is None and name == "adapter_id":
                 continue
             if not isinstance(value, str) or not 0 < len(value.encode()) <= MAX_NAME_BYTES:
-                raise InvalidValue(f"scope field {name} is {_kind(value)}; expected text of 1 to {MAX_NAME_BYTES} bytes")
+                raise InvalidValue(
+                    f"scope field {name} is {_kind(value)}; expected text of 1 to {MAX_NAME_BYTES} bytes"
+                )
         if self.chain != OWN_CHAIN:
             check_chain(self.chain)
 

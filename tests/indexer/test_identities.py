@@ -27,6 +27,7 @@ pytestmark = pytest.mark.anyio
 
 TENANT = "tenant-of-nobody"
 
+
 @pytest.fixture
 def identities(tmp_path: Path) -> Path:
     file = tmp_path / "identities.json"
