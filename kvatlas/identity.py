@@ -42,7 +42,9 @@ class Scope:
             if value is None and name == "adapter_id":
                 continue
             if not isinstance(value, str) or not 0 < len(value.encode()) <= MAX_NAME_BYTES:
-                raise InvalidValue(f"scope field {name} is {value!r:.80}; expected text of 1 to {MAX_NAME_BYTES} bytes")
+                raise InvalidValue(
+                    f"scope field {name} is {_kind(value)}; expected text of 1 to {MAX_NAME_BYTES} bytes"
+                )
         if self.chain != OWN_CHAIN:
             check_chain(self.chain)
 
@@ -70,6 +72,13 @@ class Scope:
     def __str__(self) -> str:
         names = f"{self.log_name}/{self.tenant_id}"
         return names if self.chain == OWN_CHAIN else f"{names}/{self.chain}"
+
+
+def _kind(value: object) -> str:
+    """What a wrong field is, without what it says: logs don't tell tenants."""
+    if isinstance(value, str):
+        return f"text of {len(value.encode())} bytes"
+    return "missing" if value is None else f"of type {type(value).__name__}"
 
 
 def check_chain(chain: str) -> str:

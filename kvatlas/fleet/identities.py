@@ -5,6 +5,7 @@ of the subject, leads to the identity that holds for it.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -21,6 +22,8 @@ from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.identity import Scope, check_worker_id
 from kvatlas.validation import describe_mistake
 
+log = logging.getLogger("kvatlas.identities")
+
 ANY = "*"
 MAX_WORKERS = 4_096
 """Of one publisher: each is three subjects in the permissions."""
@@ -31,6 +34,14 @@ _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def _check_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
     AddressList.parse(value)
     return value
+
+
+class TenantRefused(InvalidValue):
+    """A publisher may not speak for a tenant. The line does not name it, since lines get into logs."""
+
+    def __init__(self, line: str, tenant_id: str) -> None:
+        super().__init__(line)
+        self.tenant_id = tenant_id
 
 
 class Identity(BaseModel):
@@ -89,10 +100,14 @@ class Identities:
         return sorted(self._user_of)
 
     def check_scope(self, worker_id: str, scope: Scope) -> None:
-        """Raises InvalidValue, one line, if the worker's publisher may not speak for the scope."""
+        """Raises InvalidValue, one line, if the publisher may not speak for the scope: TenantRefused for its tenant."""
         user, identity = self._of(worker_id)
-        _check(scope.model_id, identity.models, f"worker {worker_id}: publisher {user} may not speak for model")
-        _check(scope.tenant_id, identity.tenants, f"worker {worker_id}: publisher {user} may not speak for tenant")
+        refusal = f"worker {worker_id}: publisher {user} may not speak for"
+        if not _matches(scope.model_id, identity.models):
+            raise InvalidValue(f"{refusal} model {scope.model_id!r:.80}")
+        if not _matches(scope.tenant_id, identity.tenants):
+            log.debug("%s tenant %.80r", refusal, scope.tenant_id)
+            raise TenantRefused(f"{refusal} its tenant", scope.tenant_id)
 
     def check_endpoint(self, endpoint: EngineEndpoint) -> None:
         """Raises InvalidValue, one line, if the worker's publisher may not advertise the model, the tenant or the address."""
@@ -141,11 +156,6 @@ def parse_identities(found: object) -> Identities:
             where = ".".join(str(part) for part in ("publishers", user, *first["loc"]))
             raise InvalidValue(describe_mistake(where, first)) from error
     return Identities(by_user)
-
-
-def _check(value: str, patterns: tuple[str, ...], refusal: str) -> None:
-    if not _matches(value, patterns):
-        raise InvalidValue(f"{refusal} {value!r:.80}")
 
 
 @lru_cache(maxsize=16_384)

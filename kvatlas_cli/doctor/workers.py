@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from kvatlas.errors import InvalidValue
-from kvatlas.fleet.identities import Identities
+from kvatlas.fleet.identities import Identities, TenantRefused
 from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Heartbeat, Liveness
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
@@ -60,7 +60,8 @@ def judge_identities(heard: Iterable[ReceivedHeartbeat], identities: Identities)
             identities.check_endpoint(one.heartbeat.endpoint)
         except InvalidValue as error:
             advice = "change what its publisher advertises, or the identities (`kvatlas auth nats`)"
-            yield Finding("workers.identity", Level.ERROR, f"the indexers refuse it: {error}", advice)
+            tenant = f", {error.tenant_id}" if isinstance(error, TenantRefused) else ""
+            yield Finding("workers.identity", Level.ERROR, f"the indexers refuse it: {error}{tenant}", advice)
 
 
 def _judge_heartbeats(

@@ -1,6 +1,7 @@
 """An indexer with identities believes a publisher only what its own identity names."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from nats.aio.client import Client
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.errors import SettingsError
-from kvatlas.fleet.identities import load_identities
+from kvatlas.fleet.identities import TenantRefused, load_identities
 from kvatlas.fleet.records import EngineEndpoint, EngineKind
 from kvatlas.fleet.store import FleetStore
+from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import open_store
 from kvatlas_cli.doctor import examine
@@ -22,6 +24,8 @@ from tests.indexer.bus_publisher import BusPublisher, heartbeat
 from tests.indexer.running_replica import running_replica
 
 pytestmark = pytest.mark.anyio
+
+TENANT = "tenant-of-nobody"
 
 
 @pytest.fixture
@@ -56,7 +60,7 @@ async def test_messages_in_another_tenant_are_refused_counted_and_named(
             digest = await index.digest(worker)
             assert digest is None or not any(digest)
         await store.close()
-    assert "worker rogue: publisher rogue may not speak for tenant 'default'" in caplog.text or (
+    assert "worker rogue: publisher rogue may not speak for its tenant" in caplog.text or (
         "worker unknown: no publisher may speak for it" in caplog.text
     )
 
@@ -64,7 +68,7 @@ async def test_messages_in_another_tenant_are_refused_counted_and_named(
 @pytest.mark.parametrize(
     ("worker", "changed", "line"),
     [
-        ("rogue", {"tenant_id": "other"}, "publisher rogue may not speak for tenant 'other'"),
+        ("rogue", {"tenant_id": TENANT}, "publisher rogue may not speak for its tenant"),
         ("rogue", {"advertised_url": "http://10.2.0.1:8000"}, "may not advertise 10.2.0.1:8000"),
         ("rogue", {"base_url": "http://evil.example:8000"}, "may not advertise evil.example:8000"),
         ("rogue", {"advertised_url": "http://10.1.0.1:8000/?next="}, "no URL of scheme, host and port alone"),
@@ -98,6 +102,16 @@ async def test_what_an_identity_does_not_allow_never_reaches_routers(
         assert set(fleet) == {"good"} and fleet["good"].vouched
         await store.close()
     assert line in caplog.text
+    assert [one for one in caplog.records if TENANT in one.getMessage() and one.levelno > logging.DEBUG] == []
+
+
+def test_the_tenant_of_a_refusal_is_named_at_debug_only(identities: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(TenantRefused) as refused:
+        load_identities(identities, "x").check_scope("rogue", Scope("model", "tokenizer", None, TENANT))
+    assert TENANT not in str(refused.value) and refused.value.tenant_id == TENANT
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG and TENANT in record.getMessage()
 
 
 async def test_the_doctor_knows_whom_the_indexers_refuse(
@@ -118,7 +132,7 @@ async def test_the_doctor_knows_whom_the_indexers_refuse(
             )
             tasks.cancel_scope.cancel()
     (finding,) = [one for one in found if one.check == "workers.identity"]
-    assert "publisher rogue may not speak for tenant 'default'" in finding.line
+    assert "publisher rogue may not speak for its tenant, default" in finding.line
 
 
 async def test_a_file_of_identities_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None:

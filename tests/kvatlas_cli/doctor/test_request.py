@@ -3,11 +3,19 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from kvatlas.bus.access import NatsAccess
 from kvatlas.embedded import ServerProcess
+from kvatlas.identity import DEFAULT_TENANT
+from kvatlas.store.access import RedisAccess
+from kvatlas_cli.doctor import Finding, Level, follow_request, read_request
+from tests.eventually import until
 from tests.kvatlas_cli.conftest import TOKENS, Cli, Done
+from tests.kvatlas_cli.doctor.installation import MODEL, Installation
 
 
 @pytest.fixture
@@ -73,6 +81,37 @@ def test_a_prompt_that_nobody_computed_is_no_fault(ask: Ask) -> None:
 def test_text_needs_an_engine_that_tokenizes_it(ask: Ask) -> None:
     done = ask({"model": "m", "prompt": "some text"})
     assert done.code == 1 and "no engine of m answered /tokenize" in done.out
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": "Who holds this prefix? Grüße."}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who holds this prefix?"}]}),
+    ],
+)
+async def test_text_is_tokenized_by_an_engine_and_found_where_it_was_computed(
+    installation: Installation, tmp_path: Path, path: str, prompt: dict[str, Any]
+) -> None:
+    request = {"model": MODEL, "max_tokens": 1, **prompt}
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(request))
+    nats, redis = NatsAccess(installation.nats.url), RedisAccess(installation.valkey.url)
+    async with installation.replicas("i"), installation.worker("w") as url, httpx.AsyncClient(base_url=url) as client:
+        answer = (await client.post(path, json=request)).json()
+        tokens = answer["usage"]["prompt_tokens"]
+        blocks, of = tokens // 4, -(-tokens // 4)
+
+        async def found() -> list[Finding] | None:
+            asked = read_request(str(file))
+            findings = await follow_request(nats, redis, asked, None, DEFAULT_TENANT, 0.05, lambda _: None)
+            return findings if f"w: {blocks} of {of} blocks" in " ".join(one.line for one in findings) else None
+
+        findings = await until(found, what=f"the {blocks} blocks of the text are found")
+    assert {one.level for one in findings} == {Level.OK}
+    assert findings[0].line == f"prompt of {tokens} tokens, model {MODEL}, tokenizer {MODEL}, tenant {DEFAULT_TENANT}"
+    assert findings[-1].line.startswith("w would be chosen: ")
 
 
 @pytest.mark.parametrize(
