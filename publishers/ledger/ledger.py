@@ -182,7 +182,7 @@ class Ledger:
         self.lineage.forget_unused_scopes()  # what was folded before is published by now
         events: list[IndexEvent] = [Cleared()] if self._learn(batch) else []
         residency, writes = self._residency, self.store_writes
-        residency.drop_unnamed()
+        residency.forgotten.drop_unnamed()
         cleared = False
         for event in batch.events:
             if isinstance(event, EngineStored):
@@ -224,7 +224,7 @@ class Ledger:
         if len(self.lineage.evicted) > self._remembered_evictions:
             forgotten, lost = self.lineage.trim(self._remembered_evictions)
             residency.forget(forgotten)
-            if residency.forget_behind(lost):
+            if residency.forgotten.forget_behind(lost):
                 events += self._settle(cleared=False)
             self.counters.forgotten += len(forgotten)
         return events
@@ -241,7 +241,7 @@ class Ledger:
         If an engine hash stands for blocks with and without the adapter, all is forgotten: see `take_regrouped`.
         """
         self.lineage.forget_unused_scopes()
-        self._residency.drop_unnamed()
+        self._residency.forgotten.drop_unnamed()
         if self.store_writes is not None:
             self.store_writes.forget_adapter(adapter)
         known = {**self.lineage.known, **self.lineage.variants.detached}
