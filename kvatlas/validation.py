@@ -89,9 +89,21 @@ def describe_expected(error: ErrorDetails) -> str:
 
 def describe_mistake(where: str, error: ErrorDetails) -> str:
     """One error of a ValidationError in one line; `where` names the field."""
-    if error["type"] == "missing":
-        return f"{where} is missing"
+    context: dict[str, Any] = error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            return f"{where} is missing"
+        case "union_tag_not_found":
+            return f"{where}: {_unquoted(context['discriminator'])} is missing"
+        case "union_tag_invalid":
+            tag, tags = f"{context['tag']!r:.80}", _unquoted(context["expected_tags"])
+            return f"{where}: {_unquoted(context['discriminator'])} is {tag}; expected one of {tags}"
     return f"{where} is {error['input']!r:.80}; {describe_expected(error)}"
+
+
+def _unquoted(names: str) -> str:
+    """Names as people write them: pydantic quotes each."""
+    return names.replace("'", "")
 
 
 def _plain(number: float) -> str:

@@ -32,8 +32,6 @@ async def _overlap(settings: PromptSettings, prompt: Prompt, as_json: bool) -> N
     if any(notes):
         headers.append("why they end there")
         rows = [[*row, note or "-"] for row, note in zip(rows, notes, strict=True)]
-    for remark in found.remarks:
-        print_notice(remark)
     print_table(f"prompt of {count_text(found.input_tokens, 'token')}", headers, rows)
 
 

@@ -6,7 +6,7 @@ import typer
 
 from kvatlas.settings import PromptSettings
 from kvatlas_cli.flags import JsonFlag, with_settings
-from kvatlas_cli.output import print_json, print_notice, print_table
+from kvatlas_cli.output import print_json, print_table
 from kvatlas_cli.prompt_query import HintsFlag, TokensFlag, open_router, read_prompt
 from kvatlas_cli.runner import run_query
 from router_client import Prompt
@@ -33,8 +33,6 @@ async def _route(settings: PromptSettings, prompt: Prompt, as_json: bool) -> Non
     if as_json:
         print_json(choice.explanation())
         return
-    for remark in choice.ranking.remarks:
-        print_notice(remark)
     print_table(
         f"{choice.worker_id} at {choice.url or '(no address)'}",
         ("worker", "score us", "resident blocks", "of", "resident tokens", "usable tokens", "terms"),

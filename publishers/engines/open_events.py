@@ -75,7 +75,7 @@ def batch_of(raw: Any) -> EngineBatch:
     try:
         fields = RouterFields.model_validate(raw) if numbered else BatchFields.model_validate(raw)
     except ValidationError as error:
-        raise EngineEventError(f"batch: {_mistake(error)}") from error
+        raise EngineEventError(_mistake("batch", error)) from error
     if isinstance(fields, RouterFields):
         return _numbered_batch(raw_events, fields)
     events: list[EngineEvent] = []
@@ -222,10 +222,10 @@ def _numbered_event(event: RouterEvent) -> EngineEvent:
 
 
 def _why_skipped(error: InvalidValue | ValidationError) -> str:
-    return str(error) if isinstance(error, InvalidValue) else f"event: {_mistake(error)}"
+    return str(error) if isinstance(error, InvalidValue) else _mistake("event", error)
 
 
-def _mistake(error: ValidationError) -> str:
+def _mistake(what: str, error: ValidationError) -> str:
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if "constrained" not in str(part)) or "it"
-    return describe_mistake(where, first)
+    path = ".".join(str(part) for part in first["loc"] if "constrained" not in str(part))
+    return describe_mistake(f"{what} {path}" if path else what, first)

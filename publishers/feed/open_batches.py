@@ -43,15 +43,15 @@ class OpenBatches:
         self._engine_id = self._settings.engine_id
         self._distrust = Distrust()
         self._left_out = 0
+        self._ignored: list[str] = []
 
     def take(self, told: bytes | dict[str, Any]) -> EngineBatch:
         """Record a batch of either form: its bytes (JSON or msgpack), or the decoded object. Returns it: `skipped` names what
-        can't be read of it. Raises EngineEventError for what is no batch."""
+        of it can't be read, and what is ignored. Raises EngineEventError for what is no batch."""
         batch = decode_batch(told) if isinstance(told, bytes) else batch_of(told)
         if batch.lost:
             self._publisher.counters.feed_lost += 1
-        self.record(batch)
-        return batch
+        return replace(batch, skipped=[*batch.skipped, *self.record(batch)])
 
     def forget(self) -> None:
         """The source begins anew: it may be another engine process, and count from anywhere."""
@@ -59,12 +59,13 @@ class OpenBatches:
         self._engine_id = self._settings.engine_id
         self._publisher.undrain()
 
-    def record(self, batch: EngineBatch) -> None:
-        """The same for a decoded batch."""
+    def record(self, batch: EngineBatch) -> Sequence[str]:
+        """Record a decoded batch. Returns what of it is ignored, and why, a line each."""
+        self._ignored = []
         header = batch.header or OpenHeader()
         if not self._is_own_engine(header):
             self._publisher.counters.feed_unheard += 1
-            return
+            return self._ignored
         if header.load is not None:
             self._record_load(header.load, batch.ts)
         events = self._in_order(header.event_ids, batch.events) if header.event_ids else batch.events
@@ -74,6 +75,7 @@ class OpenBatches:
         self._report_unknown_parents()
         if header.shutdown:
             self._publisher.drain()
+        return self._ignored
 
     def _is_own_engine(self, header: OpenHeader) -> bool:
         if header.engine_id is None or header.engine_id == self._engine_id:
@@ -82,7 +84,7 @@ class OpenBatches:
             self._engine_id = header.engine_id
             return True
         seen = f"there are batches of engine {header.engine_id}, but the worker is engine {self._engine_id}: they are ignored"
-        self._publisher.diagnoses.set("engine_id", seen, "run a publisher for each engine, or set --engine-id")
+        self._report_ignored("engine_id", seen, "run a publisher for each engine, or set --engine-id")
         return False
 
     def _is_own_model(self, header: OpenHeader) -> bool:
@@ -91,8 +93,13 @@ class OpenBatches:
         if told == own:
             return True
         seen = f"there are batches of model {told[0]} with tokenizer {told[1]}: their blocks are left out"
-        self._publisher.diagnoses.set("model", seen, "run a publisher with that --model-id and --tokenizer-id")
+        self._report_ignored("model", seen, "run a publisher with that --model-id and --tokenizer-id")
         return False
+
+    def _report_ignored(self, key: str, seen: str, cure: str) -> None:
+        self._publisher.diagnoses.set(key, seen, cure)
+        if seen not in self._ignored:
+            self._ignored.append(seen)
 
     def _report_unknown_parents(self) -> None:
         left_out = self._publisher.ledger.counters.unknown_parent
@@ -124,6 +131,7 @@ class OpenBatches:
         if self._distrust.is_trusted(now_s):
             return taken
         counters.feed_unheard += 1
+        self._ignored.append("events are ignored for a while: their numbers did not follow each other too often")
         return ()
 
     def _completed(self, event: EngineEvent) -> Sequence[EngineEvent]:
@@ -135,7 +143,7 @@ class OpenBatches:
             return (replace(event, local_hashes=local),)
         if self._settings.block_size is None:
             seen = "events of the router protocol tell no block size: their blocks are left out"
-            self._publisher.diagnoses.set("block_size_untold", seen, "set --block-size to the engine's")
+            self._report_ignored("block_size_untold", seen, "set --block-size to the engine's")
             return ()
         return (replace(event, block_size=self._settings.block_size),)
 
@@ -146,7 +154,8 @@ class OpenBatches:
             state = read_load(load, self._publisher.worker_id, sampled_us, self._settings.locality_domain)
         except InvalidValue as error:
             counters.load_failures += 1
-            self._log.report("load", f"load ignored: {error}")
+            self._ignored.append(f"load ignored: {error}")
+            self._log.report("load", self._ignored[-1])
             return
         counters.load_samples += 1
         self._publisher.reported_load = state

@@ -88,6 +88,17 @@ class EngineGroups:
         sizes = [one.block_size for one in self.told.values() if one.kind.is_full and one.block_size]
         return min(sizes, default=0)
 
+    def told_block_size(self, event: EngineStored, known: int | None) -> int | None:
+        """Tokens of full attention's smallest full blocks as the event tells it; of groups that tell no kind, the largest
+        blocks are the full ones. None if it tells nothing new. `known`: what was told before."""
+        if event.offloaded or not self.is_full(event.group) or event.block_size < 1:
+            return None
+        if event.local_hashes is None and not 0 < len(event.token_ids) == event.block_size * len(event.hashes):
+            return None
+        size = self.smallest_full or event.block_size
+        smaller = known is not None and size < known and not self.smallest_full
+        return None if smaller and self.settings.block_size is None else size
+
     def is_full(self, group: int) -> bool:
         """Does a group need every block before a position? False for one whose kind is not known yet."""
         if not self.told:

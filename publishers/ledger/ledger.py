@@ -182,7 +182,7 @@ class Ledger:
         self.lineage.forget_unused_scopes()  # what was folded before is published by now
         events: list[IndexEvent] = [Cleared()] if self._learn(batch) else []
         residency, writes = self._residency, self.store_writes
-        residency.drop_unnamed()
+        residency.forgotten.drop_unnamed()
         cleared = False
         for event in batch.events:
             if isinstance(event, EngineStored):
@@ -224,7 +224,7 @@ class Ledger:
         if len(self.lineage.evicted) > self._remembered_evictions:
             forgotten, lost = self.lineage.trim(self._remembered_evictions)
             residency.forget(forgotten)
-            if residency.forget_behind(lost):
+            if residency.forgotten.forget_behind(lost):
                 events += self._settle(cleared=False)
             self.counters.forgotten += len(forgotten)
         return events
@@ -241,7 +241,7 @@ class Ledger:
         If an engine hash stands for blocks with and without the adapter, all is forgotten: see `take_regrouped`.
         """
         self.lineage.forget_unused_scopes()
-        self._residency.drop_unnamed()
+        self._residency.forgotten.drop_unnamed()
         if self.store_writes is not None:
             self.store_writes.forget_adapter(adapter)
         known = {**self.lineage.known, **self.lineage.variants.detached}
@@ -336,7 +336,7 @@ class Ledger:
             return
         self._regrouped = True
         self.counters.regrouped += 1
-        saved = ledger_dump.unpack(self.dump(), self._identity)
+        saved = ledger_dump.unpack(self.dump(), self.settings.identity)
         uses_keys, unproven = self._resolver.uses_keys, self._residency.unproven
         self._begin(Holdings(), self.block_size)
         self._resolver.uses_keys = uses_keys
@@ -344,24 +344,17 @@ class Ledger:
         self._restore(saved)
 
     def _learn_block_size(self, event: EngineStored) -> bool:
-        """Take the size of full attention's smallest full blocks, unless it is set; of groups that tell no kind, the largest
-        blocks are the full ones. True if blocks were resolved by another size."""
-        if event.offloaded or not self.groups.is_full(event.group) or event.block_size < 1:
-            return False
-        if event.local_hashes is None and not 0 < len(event.token_ids) == event.block_size * len(event.hashes):
-            return False
-        size = self.groups.smallest_full or event.block_size
-        if size == self.block_size:
+        """True if blocks were resolved by another size than the one that the event tells."""
+        known = self.block_size
+        size = self.groups.told_block_size(event, known)
+        if size is None or size == known:
             return False
         if self.settings.block_size is not None:
             self.other_block_size = size
             return False
-        if self.block_size is not None and size < self.block_size and not self.groups.smallest_full:
-            return False
-        known = self.block_size is not None
         self._resolver.block_size = size
         self.counters.block_size_learned += 1
-        return known
+        return known is not None
 
     def _forget_blocks(self) -> bool:
         """Blocks were resolved by the size of a partial one: all are out, until they are stored again. Were some announced?"""
@@ -418,7 +411,7 @@ class Ledger:
     def dump(self) -> bytes:
         """All of it but the counters, for the saved state."""
         return ledger_dump.pack(
-            self._identity,
+            self.settings.identity,
             self.block_size,
             self.groups,
             self.lineage,
@@ -434,7 +427,7 @@ class Ledger:
         """The ledger that `dump` wrote. Raises InvalidValue for other bytes, and for one saved under settings by which
         blocks have other hashes. Granularity may differ."""
         ledger = cls(settings, remembered_evictions=remembered_evictions)
-        saved = ledger_dump.unpack(dumped, ledger._identity)
+        saved = ledger_dump.unpack(dumped, settings.identity)
         try:
             ledger.groups.restore(saved.groups, saved.lookahead_tokens)
             ledger._check_block_size(saved.block_size)
@@ -455,14 +448,6 @@ class Ledger:
         size = self.settings.block_size or self.groups.smallest_full or saved
         if size != saved:
             raise InvalidValue(f"saved ledger of blocks of {saved} tokens; expected {size}")
-
-    @property
-    def _identity(self) -> list[str | int | bool | None]:
-        one = self.settings
-        return [
-            one.model_id, one.tokenizer_id, one.tenant_id, one.block_size, one.set_semantics, one.salt_is_tenant,
-            *(f"{name}={adapter}" for name, adapter in sorted(one.adapter_ids.items())),
-        ]  # fmt: skip
 
     def _restore(self, saved: ledger_dump.SavedLedger) -> None:
         saved.restore(self.lineage, self._residency, self._resolver.awaiting)

@@ -4,19 +4,20 @@ Counts are references, since engines announce each physical copy: a block is hel
 has a copy in every indexable group of that tier.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import EngineCleared, EngineDropped, EngineHash, EngineRemoved, EngineStored
 from publishers.ledger.block import COPIES_BITS, Block, Stretch
 from publishers.ledger.counters import LedgerCounters
 from publishers.ledger.engine_groups import EngineGroups
+from publishers.ledger.forgotten_names import ForgottenNames
 from publishers.ledger.holdings import Holding, Holdings
-from publishers.ledger.lineage import Lineage, Part, Place
-from publishers.ledger.marks.sparse_holdings import SparseHoldings, is_held_elsewhere
+from publishers.ledger.lineage import Lineage, Place
+from publishers.ledger.marks.sparse_holdings import SparseHoldings
+from publishers.ledger.plain_stretches import PlainStretches
 from publishers.ledger.resolver import BlockResolver, has_keys
 from publishers.ledger.shared_hashes import SharedHashes
 
@@ -43,10 +44,13 @@ class Residency:
         """`bits`: of the sparse groups that decide where a prompt can be resumed (`ReuseOfGroups.bits`). `one_by_one`: no
         stretch may be plain."""
         self.holdings = holdings
-        self.sparse = SparseHoldings(holdings, max(map(len, bits.values()), default=1))
+        self.shared = SharedHashes(lineage, holdings, counters, on_change=self._change_copies)
+        parts = max(map(len, bits.values()), default=1)
+        self.sparse = SparseHoldings(holdings, parts, block_of=lineage.block, shared=self.shared.by_hash)
+        self.forgotten = ForgottenNames(lineage, self.shared.by_hash, self._leave)
+        self._plain = PlainStretches(lineage, holdings)
         self._groups = groups
         self._bits = bits
-        self.shared = SharedHashes(lineage, holdings, counters, on_change=self._change_copies)
         self._lineage = lineage
         self._by_group, self._indexed = holdings.by_group, holdings.indexed
         self._shared_hashes = self.shared.by_hash
@@ -56,7 +60,6 @@ class Residency:
         self._counting = not set_semantics
         self.unproven: set[EngineHash] = set()
         """Hashes whose block an offloaded event's tokens alone say: it is another one if the engine has keys for it."""
-        self._unnamed: list[Block] = []
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
         self._plain_removals: dict[EngineHash, None] = {}
@@ -75,7 +78,7 @@ class Residency:
         """What has changed its copies since the last call; some may come twice."""
         if self._evicted or self._shared_removals:
             self.end_removals()
-        self.sparse.tie_small(lambda name: None if name in self._shared_hashes else self._block_of(name))
+        self.sparse.tie_small()
         lineage = self._lineage
         lineage.variants.settle(self.holdings.is_held, self._detach, self._attach)
         changed = lineage.changed
@@ -163,7 +166,7 @@ class Residency:
         if holding is None:
             holding = self.add_holding(event.tier, event.group)
         if not holding.indexable:
-            self._store_sparse(event, holding)
+            self.sparse.store(event, holding, counting=self._counting)
             return
         place = resolver.locate(event) if hashes else None
         if place is None:
@@ -171,53 +174,13 @@ class Residency:
             return
         if self.unproven and not event.offloaded:
             self.unproven.difference_update(hashes)
-        if holding is not self._device or not self._store_plain(event, place):
+        if holding is not self._device or not self._plain.store(event, place):
             blocks = self._lineage.extend(*place)
             self._store_each(event, blocks, holding)
             if self._lineage.variants.names:
                 self._hang(event, blocks)
         if resolver.awaiting:
             self._enter_awaiting(hashes)
-
-    def _store_plain(self, event: EngineStored, place: Place) -> bool:
-        """The usual store in the device tier, in one go: blocks that were evicted, as they were, then new ones, whose hashes
-        are neither known nor counted. False, and nothing is done, for any other."""
-        lineage, names = self._lineage, event.hashes
-        if event.offloaded or lineage.variants.detached or place.parent in lineage.variants.names:
-            return False
-        evicted = lineage.find_evicted(place, names) if names[0] in lineage.known else []
-        if evicted is None:
-            return False
-        back = sum(part.last - part.first for part in evicted)
-        new = names[back:] if back else names
-        hashes = place.hashes[HASH_BYTES * back :] if back else place.hashes
-        if new and not self._is_new(new, hashes[:HASH_BYTES], evicted[-1] if evicted else None, place):
-            return False
-        parent = place.parent
-        for part in evicted:
-            parent = lineage.cut_out(part)
-            parent.copies = 1
-            lineage.changed.append(parent)
-            for name in parent.names:
-                del lineage.evicted[name]
-        if new:
-            lineage.changed += lineage.add(place.namespace, parent, hashes, new, 1)
-        return True
-
-    def _is_new(self, names: Sequence[EngineHash], first_hash: bytes, after: Part | None, place: Place) -> bool:
-        """Are these hashes neither known nor counted, each once, and does no block begin where they belong: behind the part
-        `after`, or at the place itself?"""
-        once = dict.fromkeys(names)
-        if len(once) < len(names) or not self._lineage.known.keys().isdisjoint(once):
-            return False
-        if any(not holding.counts.keys().isdisjoint(once) for holding in self._indexed if holding.counts):
-            return False
-        if after is not None and after.last < len(after.stretch.names):
-            at = HASH_BYTES * after.last
-            return after.stretch.hashes[at : at + HASH_BYTES] != first_hash
-        parent = place.parent if after is None else after.stretch
-        found = place.namespace.roots.get(first_hash) if parent is None else parent.child(first_hash)
-        return found is None
 
     def _store_each(self, event: EngineStored, blocks: Sequence[Block], holding: Holding) -> None:
         """The store of any hashes, one after the other."""
@@ -279,8 +242,7 @@ class Residency:
         del self._lineage.known[name]
         self._lineage.evicted.pop(name, None)
         self._lineage.variants.detached[name] = block
-        self.sparse.leave(name, block)
-        self._leave_tiers(name, block)
+        self._leave(name, block)
         return True
 
     def _attach(self, name: EngineHash) -> None:
@@ -290,37 +252,12 @@ class Residency:
         self.enter_tiers(name, block)
         self._enter_awaiting([name])
 
-    def _leave_tiers(self, name: EngineHash, block: Block) -> None:
+    def _leave(self, name: EngineHash, block: Block) -> None:
         """The block is no longer held by this hash, whatever is held of the hash."""
+        self.sparse.leave(name, block)
         for holding in {holding.tier: holding for holding in self._indexed if holding.in_all(name)}.values():
             block.copies -= holding.unit
         self._lineage.changed.append(block)
-
-    def _store_sparse(self, event: EngineStored, holding: Holding) -> None:
-        """Count copies of a group that residency says nothing of: its blocks are those that full attention stored under the
-        same hashes."""
-        counts, counting, bit, shared = holding.counts, self._counting, holding.bit, self._shared_hashes
-        for name in event.hashes:
-            count = counts.get(name, 0)
-            counts[name] = count + 1 if counting else 1
-            if bit and not count:
-                block = self._block_of(name)
-                if block is None:
-                    if holding.part_bits:
-                        self._change_parts(name, holding, self.sparse.gain)
-                elif name not in shared and not is_held_elsewhere(name, holding):
-                    self.sparse.gain(block, bit)
-        if holding.part_bits and event.token_ids and not event.offloaded:  # a connector has orders of its own
-            self.sparse.small.stored(event.hashes)
-
-    def _change_parts(self, name: EngineHash, holding: Holding, change: Callable[[Block, int], None]) -> None:
-        """A group with smaller blocks took a hash, or gave it up: `change` the bits of the announced blocks that have it."""
-        if is_held_elsewhere(name, holding):
-            return
-        for anchor, number in self.sparse.small.tied.get(name, {}).items():
-            block = self._block_of(anchor)
-            if block is not None and anchor not in self._shared_hashes:
-                change(block, holding.part_bits[number])
 
     def _split(self, name: EngineHash, owner: Block, holding: Holding, copies_before: int) -> None:
         """The hash stands for several blocks from now on: which of them a sparse group holds can't be known."""
@@ -359,10 +296,12 @@ class Residency:
         if holding is None:
             counters.removed_unknown += len(hashes)
             return
+        if not holding.indexable:
+            counters.removed_unknown += self.sparse.remove(hashes, holding)
+            return
         counts, unit, changed, shared = holding.counts, holding.unit, self._lineage.changed, self._shared_hashes
-        block_of, evicted = self._block_of, self._evicted
+        block_of, evicted, peers = self._block_of, self._evicted, holding.peers
         stretch_of = self._lineage.known.get if holding is self._device else None
-        peers, indexable, bit = holding.peers, holding.indexable, holding.bit
         alone = len(self._indexed) == 1
         for name in hashes:
             stretch = None if stretch_of is None else stretch_of(name)
@@ -381,16 +320,6 @@ class Residency:
                 counts[name] = count - 1
             else:
                 del counts[name]
-            if not indexable:
-                if bit and count == 1:
-                    block = block_of(name)
-                    if block is None:
-                        if holding.part_bits:
-                            self._change_parts(name, holding, self.sparse.lose)
-                            self.sparse.forget_part(name)
-                    elif name not in shared and not is_held_elsewhere(name, holding):
-                        self.sparse.lose(block, bit)
-                continue
             if shared and name in shared:
                 self._shared_removals.append((name, holding))
                 continue
@@ -420,7 +349,7 @@ class Residency:
         """A run of removals ended: an engine may remove a chain's parents first, and only the whole run shows which blocks of
         shared hashes they were, and which parts of stretches."""
         if self._plain_removals:
-            self._remove_plain(self._plain_removals)
+            self._plain.remove(self._plain_removals)
             self._plain_removals = {}
         if self._evicted:
             self._lineage.mark_evicted(self._evicted)
@@ -429,31 +358,13 @@ class Residency:
             self.shared.remove(self._shared_removals)
             self._shared_removals.clear()
 
-    def _remove_plain(self, names: Iterable[EngineHash]) -> None:
-        """The only copies of these blocks, each in a plain stretch, are gone."""
-        lineage = self._lineage
-        by_stretch: dict[Stretch, list[EngineHash]] = {}
-        for name in names:
-            by_stretch.setdefault(lineage.known[name], []).append(name)
-        for stretch, some in by_stretch.items():
-            for part in _parts(stretch, some):
-                gone = lineage.cut_out(part)
-                gone.copies = 0
-                lineage.changed.append(gone)
-
     def clear(self, event: EngineCleared) -> None:
         """All copies in the tiers are gone."""
         self.end_removals()
         self._counters.cleared_events += 1
         cleared = [holding for holding in self._by_group.values() if holding.tier in event.tiers]
         shared, block_of = self._shared_hashes, self._block_of
-        removed: list[EngineHash] = []
-        if self._device in cleared:
-            for stretch in self._lineage.plain():
-                if stretch.copies:
-                    stretch.copies = 0
-                    self._lineage.changed.append(stretch)
-                    removed += stretch.names
+        removed = self._plain.clear() if self._device in cleared else []
         done: set[Tier] = set()
         for holding in cleared:
             if not holding.indexable or holding.tier in done:
@@ -465,21 +376,9 @@ class Residency:
                     block.copies -= holding.unit
                     self._lineage.changed.append(block)
                     removed.append(name)
-        sparse: dict[int, set[EngineHash]] = {}
-        for holding in cleared:
-            if holding.bit:
-                sparse.setdefault(holding.bit, set()).update(holding.counts)
+        self.sparse.clear(cleared)
         for holding in cleared:
             holding.counts.clear()
-        for holding in cleared:
-            for name in sparse.pop(holding.bit, ()):
-                block = block_of(name)
-                if block is None:
-                    if holding.part_bits:
-                        self._change_parts(name, holding, self.sparse.lose)
-                        self.sparse.forget_part(name)
-                elif name not in shared and not is_held_elsewhere(name, holding):
-                    self.sparse.lose(block, holding.bit)
         self.shared.clear(cleared)
         self._lineage.mark_evicted([name for name in removed if not self.holdings.is_held(name)])
 
@@ -489,56 +388,9 @@ class Residency:
         self.unproven.clear()
 
     def forget_names(self, names: Iterable[EngineHash]) -> None:
-        """These hashes stand for no blocks any more, whatever is held of them, nor do those behind a block that is left without
-        one. Not for shared ones."""
+        """These hashes stand for no blocks any more, whatever is held of them; see `ForgottenNames`."""
         self.end_removals()
-        for name in names:
-            self.forget_behind(self._forget_name(name))
-
-    def _forget_name(self, name: EngineHash) -> list[Block]:
-        """Returns the blocks that lost a hash."""
-        lineage = self._lineage
-        block = lineage.block(name)
-        if block is None:
-            block = lineage.variants.detached.pop(name, None)
-            if block is None:
-                return []
-        else:
-            del lineage.known[name]
-            self.sparse.leave(name, block)
-            self._leave_tiers(name, block)
-        lineage.mark_held(name)  # it is forgotten here
-        unnamed = [block, *lineage.variants.forget(name, block)]
-        for lost in unnamed:
-            lost.named -= 1
-        self._unnamed += unnamed
-        return unnamed
-
-    def forget_behind(self, blocks: Iterable[Block]) -> bool:
-        """Forget the hashes behind those of the blocks that no hash stands for any more: another hash of the same block, which
-        the engine may store later, does not lead to them. False if there are none."""
-        behind = [name for block in blocks if not block.named for name in self._names_behind(block)]
-        for name in behind:
-            self._forget_name(name)
-        return bool(behind)
-
-    def _names_behind(self, block: Block) -> Iterator[EngineHash]:
-        lineage, further = self._lineage, list(block.iter_children())
-        for child in further:  # it grows
-            for name in lineage.variants.names.get(Block(child), child.names) if child.named else ():
-                if name not in self._shared_hashes and lineage.known.get(name) in (child, None):
-                    yield name
-            further += child.iter_children()
-
-    def drop_unnamed(self) -> None:
-        """Drop the blocks of forgotten hashes; called after their change was published."""
-        if not self._unnamed:
-            return
-        for block in sorted(
-            dict.fromkeys(self._unnamed), key=lambda block: block.index
-        ):  # a leaf takes its ancestors along
-            self._lineage.drop(block)
-        self._unnamed.clear()
+        self.forgotten.forget(names)
 
     # ---------------------------------------------------------------- tiers and groups
 
@@ -592,20 +444,3 @@ class Residency:
     def _change_copies(self, block: Block, tier: Tier, held: bool) -> None:
         block.copies += (1 if held else -1) << COPIES_BITS * tier
         self._lineage.changed.append(block)
-
-
-def _parts(stretch: Stretch, names: Sequence[EngineHash]) -> Iterator[Part]:
-    """The parts of a plain stretch that are these names', last part first."""
-    if len(names) == len(stretch.names):
-        yield Part(stretch, 0, len(names))
-        return
-    if len(names) == 1:
-        at = stretch.names.index(names[0])
-        yield Part(stretch, at, at + 1)
-        return
-    positions = sorted(map(stretch.names.index, names))
-    last = positions[-1] + 1
-    for at, before in zip(reversed(positions), [*positions[-2::-1], -2], strict=True):
-        if before != at - 1:
-            yield Part(stretch, at, last)
-            last = before + 1

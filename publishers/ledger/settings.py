@@ -61,3 +61,16 @@ class LedgerSettings:
     def block_bytes_of(self, block_size: int | None) -> int:
         """Bytes of KV cache in a block of so many tokens; 0: unknown."""
         return self.block_bytes or min(MAX_BLOCK_BYTES, self.token_bytes * (block_size or 0))
+
+    @property
+    def identity(self) -> list[str | int | bool | None]:
+        """Settings by which blocks have other hashes, or other counts."""
+        of_engine = [
+            self.model_id,
+            self.tokenizer_id,
+            self.tenant_id,
+            self.block_size,
+            self.set_semantics,
+            self.salt_is_tenant,
+        ]
+        return [*of_engine, *(f"{name}={adapter}" for name, adapter in sorted(self.adapter_ids.items()))]

@@ -48,6 +48,8 @@ class Checker:
         self._engines = engines
         self._nats = nats
         self.store = store
+        self.told: dict[str, set[Residence]] = {}
+        """What other holders have, by worker id: a scenario that runs their publishers keeps it."""
 
     async def status(self, worker_id: str) -> ControlReply:
         """Raises NatsError if the publisher does not answer."""
@@ -58,7 +60,7 @@ class Checker:
         process)."""
         try:
             index = await open_redis_index(self.store, writer=False)
-            for worker_id in self._engines:
+            for worker_id in self._holders:
                 reply = await self._ask(worker_id, ControlOp.DIGEST)
                 words = reply.digest or []
                 if [*words, *reply.marks] != list(await index.digest(worker_id) or []):
@@ -83,12 +85,13 @@ class Checker:
         problems: list[str] = []
         wrong = missing = 0
         records = await FleetStore(self.store).all()
-        if strange := set(exported) - set(self._engines):
+        if strange := set(exported) - set(self._holders):
             problems.append(f"blocks of unknown workers exported {sorted(strange)}")
             wrong += sum(len(exported[worker_id]) for worker_id in strange)
-        for worker_id in self._engines:
+        for worker_id in self._holders:
             mine = exported.get(worker_id, set())
-            held = await self._held(worker_id)
+            told = self.told.get(worker_id)
+            held = await self._held(worker_id) if told is None else told
             announced = await self._ask(worker_id, ControlOp.DIGEST)
             wrong += len(mine - held)
             missing += len(held - mine)
@@ -111,6 +114,10 @@ class Checker:
         """How many blocks the index has for this worker now; 0 without an active holder."""
         index = await open_redis_index(self.store, writer=False)
         return sum((await index.digest(worker_id) or [0])[:WORDS:3])
+
+    @property
+    def _holders(self) -> list[str]:
+        return [*self._engines, *self.told]
 
     async def _exported(self) -> dict[str, set[Residence]]:
         index = await open_redis_index(self.store, writer=False)

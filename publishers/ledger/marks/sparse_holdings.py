@@ -4,10 +4,10 @@ A hash counts for its block while it is known, stands for that block alone, and 
 held by a group while any of its hashes is. So are the parts of a block, of a group with smaller ones (`SmallBlocks`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
-from kvatlas.events import EngineHash
-from publishers.ledger.block import Stretch
+from kvatlas.events import EngineHash, EngineStored
+from publishers.ledger.block import Block, Stretch
 from publishers.ledger.holdings import Holding, Holdings
 from publishers.ledger.marks.small_blocks import SmallBlocks
 
@@ -15,9 +15,18 @@ from publishers.ledger.marks.small_blocks import SmallBlocks
 class SparseHoldings:
     """The only writer of `Stretch.held_by`; remembers the blocks it changed."""
 
-    def __init__(self, holdings: Holdings, parts: int) -> None:
-        """`parts`: see `SmallBlocks`."""
+    def __init__(
+        self,
+        holdings: Holdings,
+        parts: int,
+        *,
+        block_of: Callable[[EngineHash], Block | None],
+        shared: Container[EngineHash],
+    ) -> None:
+        """`parts`: see `SmallBlocks`. `block_of`: the block that a hash stands for; `shared`: hashes that stand for several."""
         self.small = SmallBlocks(parts)
+        self._block_of = block_of
+        self._shared = shared
         self._holdings = holdings.sparse
         self._more: dict[tuple[Stretch, int], int] = {}
         """By block and group's bit: how many hashes hold the block there besides the first. Hardly ever any."""
@@ -32,6 +41,68 @@ class SparseHoldings:
         if changed:
             self._changed = []
         return changed
+
+    def store(self, event: EngineStored, holding: Holding, *, counting: bool) -> None:
+        """Count copies in a group that residency says nothing of: its blocks are those that full attention stored under the
+        same hashes. Without `counting` a second copy is none."""
+        counts, bit, shared, block_of = holding.counts, holding.bit, self._shared, self._block_of
+        for name in event.hashes:
+            count = counts.get(name, 0)
+            counts[name] = count + 1 if counting else 1
+            if bit and not count:
+                block = block_of(name)
+                if block is None:
+                    if holding.part_bits:
+                        self._change_parts(name, holding, self.gain)
+                elif name not in shared and not is_held_elsewhere(name, holding):
+                    self.gain(block, bit)
+        if holding.part_bits and event.token_ids and not event.offloaded:  # a connector has orders of its own
+            self.small.stored(event.hashes)
+
+    def remove(self, names: Sequence[EngineHash], holding: Holding) -> int:
+        """One copy of each hash is gone. Returns how many had none."""
+        counts, unknown = holding.counts, 0
+        for name in names:
+            count = counts.get(name)
+            if count is None:
+                unknown += 1
+            elif count > 1:
+                counts[name] = count - 1
+            else:
+                del counts[name]
+                if holding.bit:
+                    self._give_up(name, holding)
+        return unknown
+
+    def clear(self, cleared: Sequence[Holding]) -> None:
+        """All copies in these holdings are gone."""
+        gone: dict[int, set[EngineHash]] = {}
+        for holding in cleared:
+            if holding.bit:
+                gone.setdefault(holding.bit, set()).update(holding.counts)
+                holding.counts.clear()
+        for holding in cleared:
+            for name in gone.pop(holding.bit, ()):
+                self._give_up(name, holding)
+
+    def _give_up(self, name: EngineHash, holding: Holding) -> None:
+        """The holding's last copy of a hash is gone."""
+        block = self._block_of(name)
+        if block is None:
+            if holding.part_bits:
+                self._change_parts(name, holding, self.lose)
+                self._forget_part(name)
+        elif name not in self._shared and not is_held_elsewhere(name, holding):
+            self.lose(block, holding.bit)
+
+    def _change_parts(self, name: EngineHash, holding: Holding, change: Callable[[Block, int], None]) -> None:
+        """A group with smaller blocks took a hash, or gave it up: `change` the bits of the announced blocks that have it."""
+        if is_held_elsewhere(name, holding):
+            return
+        for anchor, number in self.small.tied.get(name, {}).items():
+            block = self._block_of(anchor)
+            if block is not None and anchor not in self._shared:
+                change(block, holding.part_bits[number])
 
     def gain(self, block: Stretch, bit: int) -> None:
         """One more hash of the block is held in the group with this bit."""
@@ -62,16 +133,20 @@ class SparseHoldings:
         for bit in self._bits_of(name):
             self.lose(block, bit)
 
-    def tie_small(self, block_of: Callable[[EngineHash], Stretch | None]) -> None:
-        """Tie the parts of blocks that were stored since the last call, now that their anchors are known. `block_of`: an
-        anchor's block, if the anchor stands for that alone."""
-        for part, anchor, number in self.small.tie(lambda name: block_of(name) is not None, self._is_held):
-            block = block_of(anchor)
+    def tie_small(self) -> None:
+        """Tie the parts of blocks that were stored since the last call, now that their anchors are known: hashes that stand for
+        one block alone."""
+
+        def is_anchor(name: EngineHash) -> bool:
+            return name not in self._shared and self._block_of(name) is not None
+
+        for part, anchor, number in self.small.tie(is_anchor, self._is_held):
+            block = self._block_of(anchor)
             assert block is not None, "it is an anchor"
             for bit in self._bits_of_part(part, number):
                 self.gain(block, bit)
 
-    def forget_part(self, part: EngineHash) -> None:
+    def _forget_part(self, part: EngineHash) -> None:
         """A group does not hold the hash any more: it is forgotten unless another one does."""
         if not self._is_held(part):
             self.small.forget(part)

@@ -3,10 +3,10 @@
 from collections.abc import Awaitable, Callable
 
 from tests.chaos.scenario_run import ScenarioRun
-from tests.chaos.scenarios import bus, combinations, indexers, publishers, rogues, store, workers
+from tests.chaos.scenarios import bus, combinations, indexers, publishers, rogues, shared_stores, store, workers
 
 Scenario = Callable[[ScenarioRun], Awaitable[None]]
 
-MODULES = (publishers, indexers, store, bus, workers, rogues, combinations)
+MODULES = (publishers, indexers, store, shared_stores, bus, workers, rogues, combinations)
 
 SCENARIOS: dict[str, Scenario] = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}

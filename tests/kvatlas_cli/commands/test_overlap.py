@@ -23,3 +23,11 @@ def test_another_scope_has_no_overlap(cli: Cli, fleet_store_url: str) -> None:
     for other in (["--tenant-id", "x"], ["--adapter-id", "x"]):
         done = cli(*words, *other, stdin=json.dumps(TOKENS))
         assert [worker["resident_blocks"] for worker in json.loads(done.out)["workers"]] == [0, 0]
+
+
+@pytest.mark.parametrize("command", ["overlap", "route"])
+def test_what_of_a_request_is_ignored_is_said_once(cli: Cli, fleet_store_url: str, command: str) -> None:
+    hints = json.dumps({"model_id": "m", "token_ids": TOKENS, "surprise": 1})
+    done = cli(command, "--hints", "-", "--redis-url", fleet_store_url, stdin=hints)
+    assert done.code == 0
+    assert done.err.count("request field 'surprise' is not known, and ignored") == 1

@@ -94,6 +94,22 @@ def test_an_event_that_may_have_removed_blocks_loses_what_came_before_it(event: 
     assert (decoded.events, decoded.lost, len(decoded.skipped)) == ([EngineCleared(tuple(Tier))], True, 1)
 
 
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            {"type": "block_moved"},
+            "event: type is 'block_moved'; expected one of block_stored, block_removed, all_blocks_cleared",
+        ),
+        ({}, "event: type is missing"),
+        ({"type": "block_removed"}, "event block_removed.block_hashes is missing"),
+        ({"type": "block_stored", "block_hashes": 5}, "event block_stored.block_hashes is 5; expected a list"),
+    ],
+)
+def test_a_skipped_event_is_described(event: Any, line: str) -> None:
+    assert decode({"engine_id": "e", "events": [event]}).skipped == [line]
+
+
 @given(st.lists(INTEGERS, min_size=1, max_size=8), INTEGERS)
 def test_integers_of_64_bits_round_trip_signed_and_unsigned(names: list[int], parent: int) -> None:
     blocks = [{"block_hash": name, "tokens_hash": name} for name in names]

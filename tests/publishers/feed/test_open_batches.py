@@ -213,10 +213,24 @@ async def test_a_load_is_told_by_either_name_and_a_wrong_one_is_counted_and_name
     assert one.load is not None
     metrics = one.load.forward_pass
     assert (metrics.active_request_slots, metrics.total_kv_blocks, metrics.requests_waiting) == (3, 9, 2)
-    batches.take(batch(load={"active_slots": 5}))
+    (line,) = batches.take(batch(load={"active_slots": 5})).skipped
+    assert line.startswith("load ignored: load field active_slots is not known")
     assert one.load.forward_pass == metrics
     assert (one.counters.load_samples, one.counters.load_failures) == (1, 1)
     assert "load ignored: load field active_slots is not known" in caplog.text
+
+
+async def test_whoever_sends_a_batch_is_told_what_of_it_is_ignored(publisher: MakePublisher) -> None:
+    one = await publisher(block_size=None)
+    batches = OpenBatches(one)
+    assert batches.take(batch(block("a"))).skipped == []
+    (line,) = batches.take({"engine_id": "e2", "events": [block("b")]}).skipped
+    assert line == "there are batches of engine e2, but the worker is engine e: they are ignored"
+    (line,) = batches.take(batch(block("b"), block("c"), model_id="other")).skipped
+    assert line == "there are batches of model other with tokenizer m: their blocks are left out"
+    (line,) = batches.take({"events": [stored(0, (1, 1)), stored(1, (2, 2))], "shutdown": False}).skipped
+    assert line == "events of the router protocol tell no block size: their blocks are left out"
+    assert announced(one) == set(unpack_hashes(external_chain(["a"])))
 
 
 async def test_what_is_no_batch_is_refused_and_changes_nothing(publisher: MakePublisher) -> None:

@@ -1,0 +1,73 @@
+"""Engine hashes that stand for no block any more, though the engine may hold them: they were of an adapter that was loaded
+again, or nobody knows which blocks they are."""
+
+from collections.abc import Callable, Container, Iterable, Iterator
+
+from kvatlas.events import EngineHash
+from publishers.ledger.block import Block
+from publishers.ledger.lineage import Lineage
+
+
+class ForgottenNames:
+    """Forgets names, and what is found behind their blocks alone. `drop_unnamed` ends it, when the change was published."""
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        shared: Container[EngineHash],
+        on_forgotten: Callable[[EngineHash, Block], None],
+    ) -> None:
+        """`shared`: hashes that stand for several blocks. `on_forgotten`: a block is held by this hash no longer."""
+        self._lineage = lineage
+        self._shared = shared
+        self._on_forgotten = on_forgotten
+        self._unnamed: list[Block] = []
+
+    def forget(self, names: Iterable[EngineHash]) -> None:
+        """These hashes, and those behind a block that is left without one. Not for shared ones."""
+        for name in names:
+            self.forget_behind(self._forget(name))
+
+    def forget_behind(self, blocks: Iterable[Block]) -> bool:
+        """Forget the hashes behind those of the blocks that no hash stands for any more: another hash of the same block, which
+        the engine may store later, does not lead to them. False if there are none."""
+        behind = [name for block in blocks if not block.named for name in self._names_behind(block)]
+        for name in behind:
+            self._forget(name)
+        return bool(behind)
+
+    def drop_unnamed(self) -> None:
+        """Drop the blocks of forgotten hashes; called after their change was published."""
+        if not self._unnamed:
+            return
+        for block in sorted(
+            dict.fromkeys(self._unnamed), key=lambda block: block.index
+        ):  # a leaf takes its ancestors along
+            self._lineage.drop(block)
+        self._unnamed.clear()
+
+    def _forget(self, name: EngineHash) -> list[Block]:
+        """Returns the blocks that lost a hash."""
+        lineage = self._lineage
+        block = lineage.block(name)
+        if block is None:
+            block = lineage.variants.detached.pop(name, None)
+            if block is None:
+                return []
+        else:
+            del lineage.known[name]
+            self._on_forgotten(name, block)
+        lineage.mark_held(name)  # it is forgotten here
+        unnamed = [block, *lineage.variants.forget(name, block)]
+        for lost in unnamed:
+            lost.named -= 1
+        self._unnamed += unnamed
+        return unnamed
+
+    def _names_behind(self, block: Block) -> Iterator[EngineHash]:
+        lineage, further = self._lineage, list(block.iter_children())
+        for child in further:  # it grows
+            for name in lineage.variants.names.get(Block(child), child.names) if child.named else ():
+                if name not in self._shared and lineage.known.get(name) in (child, None):
+                    yield name
+            further += child.iter_children()
