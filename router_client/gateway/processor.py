@@ -196,7 +196,7 @@ class _Stream:
     async def _pass_part(self, part: AnswerPart) -> None:
         body = self._reader.feed(part.body, last=part.over)
         self._passed_parts = True
-        if part.body and not self._prefilled and self._is_well and self._picked is not None:
+        if self._reader.has_content and not self._prefilled and self._is_well and self._picked is not None:
             self._prefilled = True
             age_s = time.monotonic() - self._came_at
             self._metrics.record_first_token(self._attributes, age_s, streamed=self._reader.is_stream)
