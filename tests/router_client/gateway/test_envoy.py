@@ -197,8 +197,12 @@ async def test_a_subset_without_a_known_endpoint_is_routed_by_prefix_and_an_empt
         headers = {SUBSET_HEADER: unpublished.url.removeprefix("http://")}
         answer = await gateway["whole"].post("/v1/completions", json=ASK, headers=headers)
         assert answer.status_code == 200 and answer.json() == ASK
+        # where KV is read from is not for a client to say, here neither
+        own = {**ASK, "bootstrap_host": "10.9.9.9"}
+        answer = await gateway["whole"].post("/v1/completions", json=own, headers=headers)
+        assert answer.status_code == 200 and answer.json() == {**ASK, "bootstrap_host": None}
         await until(lambda: not picker.counters.in_flight, what="the picker saw the end of the answer")
-        assert (picker.counters.unpublished, picker.counters.answered) == (1, 1)
+        assert (picker.counters.unpublished, picker.counters.answered) == (2, 2)
         for nobody in (",", "10.9.9.9"):
             refused = await gateway["whole"].post("/v1/completions", json=ASK, headers={SUBSET_HEADER: nobody})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
