@@ -41,6 +41,9 @@ from router_client.proxy.request_router import RequestRouter
 from router_client.tokens.prompt_reader import RequestPrompt
 from router_client.tokens.text_request import TextRequest
 
+CURLS_OWN = "application/x-www-form-urlencoded"
+"""What curl says of JSON too, unless it is told."""
+
 _log = logging.getLogger("router_client.gateway")
 
 
@@ -107,7 +110,11 @@ class FleetPicker:
     def wants_body(self, head: RequestHead) -> bool:
         """Bodies of JSON name a model, and may have a prompt. A form names a model too, which matters if there are several."""
         kind = (head.first(b"content-type") or "json").lower()
-        reads = "json" in kind or (self._has_models and kind.startswith("multipart/form-data"))
+        reads = (
+            "json" in kind
+            or kind.startswith(CURLS_OWN)
+            or (self._has_models and kind.startswith("multipart/form-data"))
+        )
         return reads and head.method in ("POST", "PUT", "PATCH")
 
     async def pick(self, head: RequestHead, body: bytes | None, *, may_hide_usage: bool) -> PickedRequest | Refusal:
