@@ -5,9 +5,15 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
 
 OF_A_TRANSFER = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank")
+TRANSFER_FIELDS = frozenset({*OF_A_TRANSFER, "kv_transfer_params"})
+
+
+class NotForClients(InvalidValue):
+    """A body that is too large to be changed says from where an engine reads KV."""
 
 
 class TransferProtocol(Enum):

@@ -9,6 +9,7 @@ from router_client.proxy.event_stream import EventStream
 from router_client.proxy.headers import RawHeaders
 from router_client.tokens.text_request import TextRequest
 from router_client.tokens.usage import Usage
+from router_client.upstream.engine_answer import EVENT_STREAM
 
 MOST_BYTES = 4 << 20
 """Of an answer that is no stream: a longer one is passed on and not read."""
@@ -20,15 +21,25 @@ class AnswerReader:
     `renaming`: answers of JSON and streams of events name the client's model instead of the engine's; such a whole answer is
     held back until its end.
 
-    The clock starts when the reader is made: when the request goes to its engine. An answer that is compressed, or of
-    another status than 200, is not read.
+    `clock`: starts when the reader is made: when the request goes to its engine. An answer that is compressed, or of another
+    status than 200, is not read. `is_stream`: of server-sent events. `has_content`: a part of the answer is there: of a stream
+    that is read an event with content, of any other answer its first bytes.
     """
 
-    def __init__(self, text: TextRequest | None, *, hides_usage: bool, renaming: Renaming | None = None) -> None:
+    def __init__(
+        self,
+        text: TextRequest | None,
+        *,
+        hides_usage: bool,
+        renaming: Renaming | None = None,
+        clock: AnswerClock | None = None,
+    ) -> None:
+        self.is_stream = False
+        self.has_content = False
         self._text = text
         self._hides_usage = hides_usage
         self._names = () if renaming is None else _spellings(renaming)
-        self._clock = AnswerClock()
+        self._clock = clock or AnswerClock()
         self._stream: EventStream | None = None
         self._whole: bytearray | None = None
         self._usage: Usage | None = None
@@ -36,10 +47,11 @@ class AnswerReader:
     def begin(self, status: int, headers: RawHeaders) -> None:
         """The answer's status and headers."""
         kind = _value(headers, b"content-type")
+        self.is_stream = kind.startswith(EVENT_STREAM.encode())
         wanted = self._text is not None or bool(self._names)
         if not wanted or status != 200 or _value(headers, b"content-encoding") not in (b"", b"identity"):
             return
-        if kind.startswith(b"text/event-stream"):
+        if self.is_stream:
             self._stream = EventStream(hide_usage=self._hides_usage)
         elif b"json" in kind:
             self._whole = bytearray()
@@ -49,17 +61,14 @@ class AnswerReader:
         """May the answer get another length than the engine said?"""
         return bool(self._names) and self._whole is not None
 
-    @property
-    def is_stream(self) -> bool:
-        return self._stream is not None
-
     def feed(self, part: bytes, *, last: bool) -> bytes:
         """The bytes for the client now; may be empty."""
-        if part:
-            self._clock.part()
         if self._stream is not None:
+            before = self._stream.parts
             passed = self._stream.feed(part) if part else b""
+            self._count_parts(self._stream.parts - before)
             return self._rename(passed + self._stream.end() if last else passed)
+        self._count_parts(1 if part and not self.has_content else 0)  # when its tokens were made is not known
         if self._whole is not None:
             self._whole += part
             if len(self._whole) > MOST_BYTES:
@@ -78,6 +87,10 @@ class AnswerReader:
             self._usage = usage_of_body(bytes(self._whole))
         if self._text is not None:
             self._usage = usage_of_one_answer(self._text, self._usage)
+
+    def _count_parts(self, parts: int) -> None:
+        self._clock.part(parts)
+        self.has_content = self.has_content or parts > 0
 
     def _rename(self, passed: bytes) -> bytes:
         for engines, clients in self._names:

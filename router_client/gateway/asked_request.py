@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvatlas.errors import InvalidValue
-from router_client.disaggregation.protocol import replace_fields
+from router_client.disaggregation.protocol import NotForClients, replace_fields
 from router_client.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObjects
 from router_client.gateway.field_metrics import RequestLabels
 from router_client.gateway.picker import Renaming, RequestHead
@@ -15,19 +15,20 @@ from router_client.tokens.text_request import parse_object
 
 @dataclass(frozen=True, slots=True)
 class AskedRequest:
-    """`body` None: it was not waited for. `renaming`: the body names another model than the client's. `priority`: of its
-    objective, as queues have it: lower is earlier; None: it has none."""
+    """`changed`: the body for the engine, if it is not the client's. `renaming`: it names another model than the client's.
+    `priority`: of its objective, as queues have it: lower is earlier; None: it has none."""
 
     head: RequestHead
     call: EngineCall
-    body: bytes | None
+    changed: bytes | None
     labels: RequestLabels
     renaming: Renaming | None = None
     priority: int | None = None
 
     @classmethod
     async def read(cls, head: RequestHead, body: bytes | None, objects: PoolObjects, tenant_header: str) -> Self:
-        """A call that can't be read is one of no known model. Raises AdministrationPath."""
+        """A call that can't be read is one of no known model. Raises AdministrationPath, and NotForClients. `body` None: it
+        was not waited for."""
         call = await _read_call(head, body)
         model = _model_of(call)
         renaming = None
@@ -35,25 +36,26 @@ class AskedRequest:
             model
             and body
             and (target := objects.rewrite(model)) != model
-            and (changed := _rename(body, target)) is not None
+            and (renamed := _rename(call.body, target)) is not None
         ):
-            renaming, body = Renaming(target, model), changed
-            call = await _read_call(head, body)
+            renaming = Renaming(target, model)
+            call = await _read_call(head, renamed)
         objective = next((name for header in OBJECTIVE_HEADERS if (name := head.first(header)) is not None), None)
         importance = 0 if objective is None else objects.priorities.get(objective, 0)
         tenant = (head.first(tenant_header.encode()) or "") if tenant_header else ""
         labels = RequestLabels(model, _model_of(call), tenant, importance)
-        return cls(head, call, body, labels, renaming, None if objective is None else -importance)
+        changed = call.body if body is not None and call.body != body else None
+        return cls(head, call, changed, labels, renaming, None if objective is None else -importance)
 
 
 async def _read_call(head: RequestHead, body: bytes | None) -> EngineCall:
     kind = head.first(b"content-type") or ""
     try:
         return await read_call(head.method, head.path, head.query, kind, body or b"")
-    except AdministrationPath:
+    except (AdministrationPath, NotForClients):
         raise
     except InvalidValue:
-        return EngineCall(None, len(body or b""))
+        return EngineCall(None, body or b"", len(body or b""))
 
 
 def _model_of(call: EngineCall) -> str:

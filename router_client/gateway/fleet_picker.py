@@ -19,7 +19,7 @@ from router_client.admission.admission import Admission, RequestShed
 from router_client.admission.queue import QueueFull
 from router_client.decision.selector import Selector
 from router_client.disaggregation.pair_booker import Booked
-from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
+from router_client.disaggregation.protocol import NotForClients, replace_fields
 from router_client.errors import NoWorkers
 from router_client.gateway.addresses import Candidates, WorkerAddresses
 from router_client.gateway.asked_request import AskedRequest
@@ -40,6 +40,9 @@ from router_client.proxy.request_reader import UnknownModel
 from router_client.proxy.request_router import RequestRouter
 from router_client.tokens.prompt_reader import RequestPrompt
 from router_client.tokens.text_request import TextRequest
+
+CURLS_OWN = "application/x-www-form-urlencoded"
+"""What curl says of JSON too, unless it is told."""
 
 _log = logging.getLogger("router_client.gateway")
 
@@ -107,7 +110,11 @@ class FleetPicker:
     def wants_body(self, head: RequestHead) -> bool:
         """Bodies of JSON name a model, and may have a prompt. A form names a model too, which matters if there are several."""
         kind = (head.first(b"content-type") or "json").lower()
-        reads = "json" in kind or (self._has_models and kind.startswith("multipart/form-data"))
+        reads = (
+            "json" in kind
+            or kind.startswith(CURLS_OWN)
+            or (self._has_models and kind.startswith("multipart/form-data"))
+        )
         return reads and head.method in ("POST", "PUT", "PATCH")
 
     async def pick(self, head: RequestHead, body: bytes | None, *, may_hide_usage: bool) -> PickedRequest | Refusal:
@@ -122,6 +129,9 @@ class FleetPicker:
         except AdministrationPath as error:
             self._counters.refused += 1
             return Refusal(ErrorKind.NO_PATH, str(error), None)
+        except NotForClients as error:
+            self._counters.refused += 1
+            return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)
         if not self._prefers_unpublished(candidates):
             picked = await self._pick_worker(asked, candidates, may_hide_usage=may_hide_usage)
@@ -201,10 +211,10 @@ class FleetPicker:
         fields: dict[str, Any] = {}
         if text is not None:
             hides_usage = may_hide_usage and self._settings.ask_usage and text.streamed and not text.wants_usage
-            fields = {**withdraw_transfer_fields(text.body), **(usage_fields(text) if hides_usage else {})}
-        changed = None
-        if asked.body is not None and (fields or asked.renaming is not None):
-            changed = asked.body if text is None else replace_fields(text.body, asked.body, fields)
+            fields = dict(usage_fields(text)) if hides_usage else {}
+        changed = asked.changed
+        if text is not None and fields:
+            changed = replace_fields(text.body, asked.call.body, fields)
         name, value = decision_header(choice, read.prompt, attempt=1)
         return BookedRequest(
             booked,

@@ -54,12 +54,13 @@ class Renaming:
 class Destination:
     """Where a request goes: endpoints (ip:port), the next ones for the gateway's retries.
 
-    `headers` are added to the request. `body` replaces its body; None: that stays.
+    `headers` are added to the request, `withdrawn` ones taken from it. `body` replaces its body; None: that stays.
     """
 
     endpoints: Sequence[str]
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
+    withdrawn: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -50,12 +50,13 @@ Send = Callable[[ProcessingResponse], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class ProcessorSettings:
     """`deadline_s`: a decision that takes longer is a refusal: in full duplex, gateways don't limit it. `conformance`: heed the
-    test headers."""
+    test headers. `own_headers`: no engine gets a client's, in lower case."""
 
     response_mode: ResponseMode = ResponseMode.WHOLE
     deadline_s: float = 1.0
     most_body_bytes: int = 64 << 20
     conformance: bool = False
+    own_headers: Set[str] = frozenset()
 
 
 class Processor:
@@ -165,7 +166,10 @@ class _Stream:
         headers = {**trace_headers(), **destination.headers}
         if self._settings.conformance:
             headers[ECHO] = f"{SERVED}:{destination.endpoints[0]}"
-        await self._send_all(self._state.forward(replace(destination, headers=headers)))
+        # a client's own would reach another worker than the one that was booked
+        own = self._settings.own_headers - {name.lower() for name in headers}
+        withdrawn = [name for name in own if head.first(name.encode()) is not None]
+        await self._send_all(self._state.forward(replace(destination, headers=headers, withdrawn=withdrawn)))
         renaming = picked.renaming if may_change else None
         self._reader = AnswerReader(picked.text, hides_usage=picked.hides_usage, renaming=renaming)
         return True
@@ -196,7 +200,7 @@ class _Stream:
     async def _pass_part(self, part: AnswerPart) -> None:
         body = self._reader.feed(part.body, last=part.over)
         self._passed_parts = True
-        if part.body and not self._prefilled and self._is_well and self._picked is not None:
+        if self._reader.has_content and not self._prefilled and self._is_well and self._picked is not None:
             self._prefilled = True
             age_s = time.monotonic() - self._came_at
             self._metrics.record_first_token(self._attributes, age_s, streamed=self._reader.is_stream)

@@ -24,9 +24,12 @@ from router_client.gateway.processor import Processor, ProcessorSettings
 from router_client.gateway.server import Addresses, GatewayServer
 from router_client.proxy.catalogue import Catalogue
 from router_client.proxy.request_router import build_admission, is_near, open_request_router
+from router_client.results import RANK_HEADER
 
 CLOSE_S = 5.0
 READY_RETRY_S = 0.5
+PREFILL_HEADER = "x-prefiller-host-port"
+"""llm-d's routing sidecars ask the prefill worker that it names, whoever sent it."""
 
 _log = logging.getLogger("router_client.gateway")
 
@@ -102,6 +105,7 @@ def _server(
         settings.pick_deadline_ms / 1_000 + waits_s,
         most_body_bytes,
         settings.conformance,
+        {RANK_HEADER.lower(), PREFILL_HEADER, settings.prefill_header.lower()} - {""},
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
     metrics = FieldMetrics(settings.pool_name, picker.ready_endpoints)

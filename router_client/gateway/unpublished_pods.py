@@ -27,7 +27,7 @@ class UnpublishedPods:
 
     def choose(self, asked: AskedRequest, endpoints: Sequence[str], fallbacks: int) -> "UnpublishedRequest":
         """One of at least one endpoint, and up to `fallbacks` next ones."""
-        prefix = xxhash.xxh3_64_intdigest((asked.body or b"")[:PREFIX_BYTES])
+        prefix = xxhash.xxh3_64_intdigest(asked.call.body[:PREFIX_BYTES])
         order = sorted(
             endpoints, key=lambda endpoint: xxhash.xxh3_64_intdigest(endpoint.encode(), prefix), reverse=True
         )
@@ -35,8 +35,7 @@ class UnpublishedPods:
         most = math.ceil(MOST_ABOVE_MEAN * (1 + sum(running[each] for each in endpoints)) / len(endpoints))
         first = next(endpoint for endpoint in order if running[endpoint] < most)
         rest = [endpoint for endpoint in order if endpoint != first]
-        body = None if asked.renaming is None else asked.body
-        return UnpublishedRequest(self._running, Destination((first, *rest[:fallbacks]), {}, body), asked)
+        return UnpublishedRequest(self._running, Destination((first, *rest[:fallbacks]), {}, asked.changed), asked)
 
 
 class UnpublishedRequest:

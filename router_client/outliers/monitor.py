@@ -103,11 +103,15 @@ class OutlierMonitor:
     def record_status(
         self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]]
     ) -> Verdict:
-        """The worker answered with this status; what that says. One that said when to come again is left alone until then."""
+        """The worker answered with this status; what that says. One that said when to come again is left alone until then. A
+        refusal is doubtful if the others refuse far less."""
         verdict = judge(status)
         if verdict is Verdict.ANSWERED:
             self.record_good(pool_id, worker_id)
-        elif verdict is not Verdict.ELSEWHERE:
+        elif verdict is Verdict.REFUSED:
+            if self._outliers(pool_id).record_refused(worker_id, self._clock()):
+                verdict = Verdict.DOUBTFUL
+        elif verdict is Verdict.DOUBTFUL:
             self.record_unknown(pool_id, worker_id)
         elif status in (429, 503) and (seconds := retry_after_s(headers) or 0.0) >= LEAST_REST_S:
             self.rest(pool_id, worker_id, seconds)

@@ -5,9 +5,12 @@ that is WORSE times the rate of the rest of the pool: a request that fails every
 lasts EJECT_S, twice as long each further time, until nothing is known against the worker for ten minutes. Then one router of
 the pool may send one request (half open): if that is answered the worker is readmitted, else it is ejected again. Never more
 than SHARE of the candidates are avoided for their failures.
+
+Refusals (a 400) are mostly the requests' own fault, and are no failures. They are counted beside them: those of a worker that
+refuses as much more than the others as one that is ejected fails are doubtful, and so are those of an ejected worker.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from kvatlas.outliers.store import CLAIM_S, HALF_LIFE_S, OutlierChange, OutlierRecord, Verdict
@@ -40,12 +43,13 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Worker:
-    """`own`: this router's answers that are not shared yet; `shared`: those of all routers, as last read. `ejected_until`
-    None: it is not ejected; a time that is over: it is half open. `may_probe`: until when this router alone may try it
-    again."""
+    """`own`: this router's answers that are not shared yet; `shared`: those of all routers, as last read. `refusals`: this
+    router's, the bad ones refused by the worker. `ejected_until` None: it is not ejected; a time that is over: it is half
+    open. `may_probe`: until when this router alone may try it again."""
 
     own: _Counts
     shared: _Counts
+    refusals: _Counts
     ejected_until: float | None = None
     times: int = 0
     may_probe: float = 0.0
@@ -60,6 +64,11 @@ class _Worker:
         self.shared.fade(now)
         bad = self.own.bad + self.shared.bad
         return bad, bad + self.own.good + self.shared.good
+
+    def refusal_rate(self, now: float) -> tuple[float, float]:
+        """(refused, all) requests, faded."""
+        self.refusals.fade(now)
+        return self.refusals.bad, self.refusals.bad + self.refusals.good
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +94,9 @@ class PoolOutliers:
     def record_good(self, worker_id: str, now: float) -> bool:
         """The worker began to answer well; True if that ends its ejection."""
         worker = self._worker(worker_id, now)
-        worker.own.fade(now)
-        worker.own.good += 1
+        for counts in (worker.own, worker.refusals):
+            counts.fade(now)
+            counts.good += 1
         worker.unreachable_until = 0.0
         worker.probing = False
         if worker.ejected_until is None or worker.ejected_until > now:
@@ -104,10 +114,18 @@ class PoolOutliers:
             worker.unreachable_until = now + UNREACHABLE_S
             self._suspects.add(worker_id)
         half_open, worker.probing = worker.ejected_until is not None and worker.ejected_until <= now, False
-        if half_open or (worker.ejected_until is None and self._is_outlier(worker, now)):
+        if half_open or (worker.ejected_until is None and self._is_outlier(worker, now, _Worker.rate)):
             self._suspects.add(worker_id)
             return self._eject(worker, now)
         return 0.0
+
+    def record_refused(self, worker_id: str, now: float) -> bool:
+        """The worker refused a request, which says nothing about it yet; True if that is doubtful."""
+        worker = self._worker(worker_id, now)
+        worker.refusals.fade(now)
+        worker.refusals.bad += 1
+        worker.probing = False
+        return worker.ejected_until is not None or self._is_outlier(worker, now, _Worker.refusal_rate)
 
     def record_unknown(self, worker_id: str) -> None:
         """A request ended without saying anything about its worker."""
@@ -225,14 +243,14 @@ class PoolOutliers:
     def _worker(self, worker_id: str, now: float) -> _Worker:
         worker = self._workers.get(worker_id)
         if worker is None:
-            worker = self._workers[worker_id] = _Worker(_Counts(now), _Counts(now))
+            worker = self._workers[worker_id] = _Worker(_Counts(now), _Counts(now), _Counts(now))
         return worker
 
-    def _is_outlier(self, worker: _Worker, now: float) -> bool:
-        bad, total = worker.rate(now)
+    def _is_outlier(self, worker: _Worker, now: float, rate: Callable[[_Worker, float], tuple[float, float]]) -> bool:
+        bad, total = rate(worker, now)
         if bad < LEAST_BAD or bad < RATE * total:
             return False
-        others = [other.rate(now) for other in self._workers.values() if other is not worker]
+        others = [rate(other, now) for other in self._workers.values() if other is not worker]
         others_bad, others_total = sum(one[0] for one in others), sum(one[1] for one in others)
         return bad * others_total >= WORSE * others_bad * total
 
@@ -250,7 +268,8 @@ class PoolOutliers:
     def _forget_idle(self, now: float) -> None:
         for worker_id, worker in list(self._workers.items()):
             idle = worker.ejected_until is None and not worker.probing and worker.verdict is Verdict.COUNT
-            if idle and max(worker.unreachable_until, worker.resting_until) <= now and worker.rate(now)[1] < 0.01:
+            known = worker.rate(now)[1] + worker.refusal_rate(now)[1]
+            if idle and max(worker.unreachable_until, worker.resting_until) <= now and known < 0.01:
                 del self._workers[worker_id]
 
 

@@ -14,7 +14,7 @@ from kvatlas.errors import Unreachable
 from kvatlas.telemetry import sampled_context
 from router_client.disaggregation.pair_booker import Booked
 from router_client.disaggregation.pair_sender import send_to_pair
-from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
+from router_client.disaggregation.protocol import replace_fields
 from router_client.prefill_decode_result import PairChoice
 from router_client.proxy.answer_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from router_client.proxy.client_request import ClientRequest, ErrorKind, send_answer
@@ -71,10 +71,7 @@ class AnswerRelay:
         self._counters.sent += 1
         fields: dict[str, Any] = {}
         if text is not None:
-            fields = {
-                **withdraw_transfer_fields(text.body),
-                **(usage_fields(text) if self._hides_usage(request) else {}),
-            }
+            fields = dict(usage_fields(text)) if self._hides_usage(request) else {}
         if isinstance(choice, PairChoice):
             assert text is not None
             self._counters.apart += 1

@@ -187,7 +187,7 @@ class _ForEngines:
             return
         except ClientDisconnect:
             return
-        for_engine = EngineRequest(scope["method"], scope["raw_path"].decode("ascii"), query, body)
+        for_engine = EngineRequest(scope["method"], scope["raw_path"].decode("ascii"), query, call.body)
         await self._exchange.run(
             ClientRequest(call.text, call.model, call.letters, for_engine, scope["headers"], receive, send)
         )

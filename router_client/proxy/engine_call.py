@@ -1,11 +1,13 @@
 """Reads from any request what a router needs to find a worker for it: the model that it names, and about how long its prompt
 is."""
 
+import json
 import re
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from kvatlas.errors import InvalidValue
+from router_client.disaggregation.protocol import replace_fields, withdraw_transfer_fields
 from router_client.proxy.large_body import find_model
 from router_client.tokens.text_request import Api, TextRequest, is_large, parse_object
 
@@ -52,6 +54,9 @@ _ADMINISTRATION = re.compile(
 """Paths of engines for those that run them: never passed on."""
 
 
+_OBJECT = re.compile(rb"\s*\{")
+
+
 class NotForEngines(InvalidValue):
     """No engine gets a request with this path."""
 
@@ -62,46 +67,62 @@ class AdministrationPath(NotForEngines):
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """`text`: a chat or a completion as far as a router reads it; None for any other call."""
+    """`body`: as engines get it. `text`: a chat or a completion as far as a router reads it; None for any other call."""
 
     model: str | None
+    body: bytes
     letters: int = 0
     text: TextRequest | None = None
 
 
 async def read_call(method: str, path: str, query: bytes, content_type: str, body: bytes) -> EngineCall:
-    """Raises InvalidValue for a chat or a completion without a prompt, and NotForEngines for a path that is not passed on.
+    """Raises InvalidValue for a chat or a completion without a prompt, NotForEngines for a path that is not passed on, and
+    NotForClients.
 
-    The prompt of a large chat or completion is not read.
+    The prompt of a large chat or completion is not read. Fields of a transfer are withdrawn.
     """
     if method == "POST":
         for api in Api:
-            if path == api.value and not is_large(body):
+            if path == api.value and not is_large(body) and not _has_embeddings_only(body):
                 text = TextRequest.parse(api, body)
-                return EngineCall(text.model, text=text)
+                if withdrawn := withdraw_transfer_fields(text.body):
+                    text = TextRequest(api, {**text.body, **withdrawn})
+                    body = json.dumps(text.body).encode()
+                return EngineCall(text.model, body, text=text)
     if _ADMINISTRATION.fullmatch(path) or "//" in path or "/.." in path or "/./" in path:
         raise AdministrationPath(f"{path[:200]} is not passed on to engines")
-    named = await _named_model(query, content_type, body)
+    named, body = await _named_model(query, content_type, body)
     if named is None and path not in INFERENCE:
         raise NotForEngines(f"{path[:200]} is no path of this router, and the request names no model")
     letters = min(len(body), MOST_LETTERS) if "json" in content_type else 0
-    return EngineCall(named, letters)
+    return EngineCall(named, body, letters)
 
 
-async def _named_model(query: bytes, content_type: str, body: bytes) -> str | None:
+def _has_embeddings_only(body: bytes) -> bool:
+    """Is it a completion of vLLM's whose prompt is no text and no tokens?"""
+    if b'"prompt_embeds"' not in body:
+        return False
+    decoded = parse_object(body)
+    return bool(decoded.get("prompt_embeds")) and not decoded.get("prompt")
+
+
+async def _named_model(query: bytes, content_type: str, body: bytes) -> tuple[str | None, bytes]:
+    """And the body without the fields of a transfer."""
     found: object = None
     if content_type.startswith("multipart/form-data"):
         found = _form_field(content_type, body, b"model")
-    elif body and ("json" in content_type or body[:64].lstrip()[:1] == b"{"):
+    elif body and ("json" in content_type or _OBJECT.match(body)):
         if is_large(body):
-            return await find_model(body)
+            return await find_model(body), body
         try:
-            found = parse_object(body).get("model")
+            decoded = parse_object(body)
         except InvalidValue:  # for the engine to judge
-            found = None
+            decoded = {}
+        found = decoded.get("model")
+        body = replace_fields(decoded, body, withdraw_transfer_fields(decoded))
     if not found and query:
         found = parse_qs(query.decode("latin-1")).get("model", [None])[0]
-    return found if isinstance(found, str) and found else None
+    return (found if isinstance(found, str) and found else None), body
 
 
 def _form_field(content_type: str, body: bytes, name: bytes) -> str | None:

@@ -9,6 +9,7 @@ import json
 import re
 
 from kvatlas.errors import InvalidValue
+from router_client.disaggregation.protocol import TRANSFER_FIELDS, NotForClients
 
 SLICE_BYTES = 256 * 1024
 SLICE_STEPS = 1_000
@@ -23,7 +24,8 @@ _SHALLOW = re.compile(rb'["{}\[\]:,]')
 async def find_model(body: bytes) -> str | None:
     """The text under `model` in a JSON object; None if it has none. What the body is besides is for the engine to judge.
 
-    Raises InvalidValue for what is no object from its beginning to its end, and for too many values to look through.
+    Raises InvalidValue for what is no object from its beginning to its end, and for too many values to look through;
+    NotForClients for one with TRANSFER_FIELDS.
     """
     if body[:64].lstrip()[:1] != b"{":
         raise InvalidValue("the body is no JSON object")
@@ -58,8 +60,11 @@ async def find_model(body: bytes) -> str | None:
                 break
         else:
             names_value = sign == b":"
-            if names_value and _read_text(key) == "model":
+            name = _read_text(key) if names_value else None
+            if name == "model":
                 model = None  # until it turns out to be a text
+            elif name in TRANSFER_FIELDS:
+                raise NotForClients(f"{name} is in a body of {len(body)} bytes; expected none in a large one")
     if depth or body[at:].strip():
         raise InvalidValue("the body is no JSON object: it does not end with one")
     return model

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import InvalidValue, KvatlasError
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import sampled_context
 from router_client.tokens.counters import TokenCounters
 from router_client.tokens.text_request import TextRequest
@@ -42,6 +43,7 @@ class BudgetedTokenizer:
         self._tokenizer = tokenizer
         self._pending: set[asyncio.Task[Tokens]] = set()
         self._slots = asyncio.Semaphore(self.budget.most_pending)
+        self._log = RateLimitedLog(_log)
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
         """Of a text, as an array of machine words. Raises CannotTokenize, also for a prompt of more than text, and InvalidValue
@@ -64,6 +66,8 @@ class BudgetedTokenizer:
             tokens = replace(tokens, ids=_check(tokens.ids))
         except CannotTokenize as error:
             _count(self.counters, error.why)
+            if error.why is not Why.UNSUPPORTED:
+                self._log.report(error.why.value, f"prompt without token ids: {error}; routing it by load")
             raise
         except KvatlasError as error:
             self.counters.failed += 1
@@ -101,9 +105,7 @@ class BudgetedTokenizer:
         error = task.exception()
         if isinstance(error, Exception) and not isinstance(error, KvatlasError):
             # a tokenizer may be any code of the user's: an error there must not fail the request
-            _log.warning(
-                "tokenizer failed (%s: %s); routing the request by load", type(error).__name__, error, exc_info=error
-            )
+            _log.warning("tokenizer failed", exc_info=error)
             raise CannotTokenize(Why.FAILED, f"tokenizer: {type(error).__name__}: {error}") from error
         return task.result()
 

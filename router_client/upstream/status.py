@@ -15,7 +15,7 @@ ELSEWHERE = (408, 429)
 class Verdict(Enum):
     """`ANSWERED`: the request is answered. `ELSEWHERE`: this engine can't answer it now, and another one may: nothing was
     sent to the client yet, so it is tried. `DOUBTFUL`: one other engine is asked; only if that one answers it was this
-    engine's fault. `REFUSED`: the request's own fault; the client gets the answer."""
+    engine's fault. `REFUSED`: the request's own fault, as far as one answer says; the client gets it."""
 
     ANSWERED = "answered"
     ELSEWHERE = "elsewhere"

@@ -19,6 +19,7 @@ from tests.eventually import until
 pytestmark = pytest.mark.anyio
 
 PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=port )\d+")
+CURLS_OWN = "application/x-www-form-urlencoded"
 READY = {"simulate-engine": "at http://", "up": "stop with Ctrl-C", "router": "router at"}
 QUESTIONS = re.findall(r"(?m)^\$ (kvatlas .*)$", (ROOT / "docs/router-reference.md").read_text())
 
@@ -58,10 +59,11 @@ async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str) 
                 case ["curl", _, url, "-d", body] if url.endswith("/kvatlas/done"):
                     answer = await client.post(url, content=body.replace("ID", ids[-1]))
                     assert answer.json() == {"known": True}
-                case ["curl", _, url, "-d", body]:
+                case ["curl", _, url, *header, "-d", body]:
+                    kind = header[1].partition(": ")[2] if header else CURLS_OWN
 
-                    async def is_answered(url: str = url, body: str = body) -> bool:
-                        answer = await client.post(url, content=body)
+                    async def is_answered(url: str = url, body: str = body, kind: str = kind) -> bool:
+                        answer = await client.post(url, content=body, headers={"Content-Type": kind})
                         if answer.status_code == 200 and "/kvatlas/" in url:
                             ids.append(answer.json()["id"])
                             return True

@@ -38,6 +38,7 @@ async def test_a_worker_is_chosen_booked_and_released(store: Store, valkey_url: 
         ]
         for body in bodies:
             answer = (await client.post("/v1/route", json=body)).json()
+            assert 0 < answer["ttft_us"] < answer["score_us"]
             assert (answer["worker"], answer["url"], answer["headers"]) == ("w2", fleet.urls["w2"], {})
             assert (answer["prompt_tokens"], answer["predicted_cached_tokens"]) == (2_000, 1_996)
             assert "w2" in answer["explanation"]

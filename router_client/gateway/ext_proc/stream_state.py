@@ -8,7 +8,7 @@ A gateway may answer a request itself, before it was sent anywhere: then the ans
 waits, and is passed on like any other.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
@@ -235,10 +235,10 @@ class StreamState:
             common = response.request_body.response
             if changed:
                 common.body_mutation.body = body
-            _send_to(response, common, destination.endpoints, headers)
+            _send_to(response, common, destination, headers)
             yield response
         else:
-            _send_to(response, response.request_headers.response, destination.endpoints, headers)
+            _send_to(response, response.request_headers.response, destination, headers)
             self._override_mode(response)
             yield response
             if self.request_mode == FULL_DUPLEX_STREAMED and (self._kept or body):
@@ -297,11 +297,12 @@ class StreamState:
 
 
 def _send_to(
-    response: ProcessingResponse, common: CommonResponse, endpoints: Sequence[str], headers: Mapping[str, str]
+    response: ProcessingResponse, common: CommonResponse, destination: Destination, headers: Mapping[str, str]
 ) -> None:
     common.clear_route_cache = True
-    set_destination(response, common.header_mutation, endpoints)
+    set_destination(response, common.header_mutation, destination.endpoints)
     _set_headers(common.header_mutation, headers)
+    common.header_mutation.remove_headers.extend(destination.withdrawn)
 
 
 def _set_headers(mutation: HeaderMutation, headers: Mapping[str, str]) -> None:

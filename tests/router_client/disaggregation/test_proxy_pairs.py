@@ -16,6 +16,7 @@ from kvatlas.fleet.records import EngineKind, FleetRecord, Role
 from kvatlas.fleet.store import FleetStore
 from kvatlas.reservations import Ask, RedisReservations
 from kvatlas.store.connection import Store
+from router_client.tokens.text_request import MAX_PARSED_BYTES
 from tests.eventually import until
 from tests.kvatlas.reservations.asks import offer
 from tests.router_client.proxy.engines import MODEL, SCOPE, record, running_fleet, running_proxy
@@ -197,6 +198,16 @@ async def test_a_client_does_not_say_where_kv_is_read_from(pair_of: Any, valkey_
         hint = {"kv_transfer_params": {"lmcache.tag": "a"}}
         assert (await client.post("/v1/completions", json={**BODY, **hint})).status_code == 200
         assert pair.bodies("b")[1] == {**BODY, **hint}
+        # nor in calls whose prompt is not read, nor in bodies that are not
+        for path, prompt in (("/v1/responses", {"input": "Hi"}), ("/v1/completions", {"prompt_embeds": "gAAA"})):
+            asked = {"model": MODEL, **prompt}
+            assert (await client.post(path, json={**asked, **own})).status_code == 200
+            assert pair.bodies("b")[-1] == {**asked, **dict.fromkeys(own)}
+        long = json.dumps({"model": MODEL, "prompt": "a" * MAX_PARSED_BYTES}).encode()
+        sent = b'{"kv_transf\\u0065r_params": {"do_remote_prefill": true}, ' + long[1:]
+        answer = await client.post("/v1/completions", content=sent)
+        assert answer.status_code == 400 and "kv_transfer_params is in a body of" in answer.json()["error"]["message"]
+        assert len(pair.bodies("b")) == 4
 
 
 class Rooms:

@@ -197,8 +197,12 @@ async def test_a_subset_without_a_known_endpoint_is_routed_by_prefix_and_an_empt
         headers = {SUBSET_HEADER: unpublished.url.removeprefix("http://")}
         answer = await gateway["whole"].post("/v1/completions", json=ASK, headers=headers)
         assert answer.status_code == 200 and answer.json() == ASK
+        # where KV is read from is not for a client to say, here neither
+        own = {**ASK, "bootstrap_host": "10.9.9.9"}
+        answer = await gateway["whole"].post("/v1/completions", json=own, headers=headers)
+        assert answer.status_code == 200 and answer.json() == {**ASK, "bootstrap_host": None}
         await until(lambda: not picker.counters.in_flight, what="the picker saw the end of the answer")
-        assert (picker.counters.unpublished, picker.counters.answered) == (1, 1)
+        assert (picker.counters.unpublished, picker.counters.answered) == (2, 2)
         for nobody in (",", "10.9.9.9"):
             refused = await gateway["whole"].post("/v1/completions", json=ASK, headers={SUBSET_HEADER: nobody})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -339,11 +343,14 @@ async def test_a_pair_is_told_to_the_decode_workers_sidecar_and_its_bookings_end
             async with running_picker(
                 valkey_url, port=envoy.ports.picker, tokenizer="none", prefill_header=header
             ) as picker:
-                answer = await gateway["whole"].post("/v1/completions", json={**PAIR_BODY, **told})
+                own = {"X-Prefiller-Host-Port": "10.9.9.9:80", "X-Data-Parallel-Rank": "7", "X-Other": "kept"}
+                answer = await gateway["whole"].post("/v1/completions", json={**PAIR_BODY, **told}, headers=own)
                 assert answer.status_code == 200 and worker_of(answer) == "d"
                 assert not answer.json().get("kv_transfer_params")  # where KV is read from is not for a client to say
                 assert engine.requests[-1][0].get("x-prefiller-host-port") == (
                     prefill.removeprefix("http://") if header else None
                 )
+                received = engine.requests[-1][0]
+                assert received["x-other"] == "kept" and "x-data-parallel-rank" not in received
                 await gateway.nothing_is_booked()
                 assert picker.counters.answered == 1

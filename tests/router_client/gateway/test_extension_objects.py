@@ -86,12 +86,12 @@ async def test_an_objectives_higher_priority_is_earlier_in_line(
 async def test_a_rewritten_request_names_the_engines_model_and_nothing_else_changes() -> None:
     given = {"model": "any", "prompt": "é\u2028", "max_tokens": 3, "stream": True}
     asked = await AskedRequest.read(head(), json.dumps(given).encode(), OBJECTS, "")
-    assert asked.renaming == Renaming("default", "any") and asked.body is not None
-    assert json.loads(asked.body) == {**given, "model": "default"}
+    assert asked.renaming == Renaming("default", "any") and asked.changed is not None
+    assert json.loads(asked.changed) == {**given, "model": "default"}
     assert asked.call.text is not None and asked.call.text.model == "default"
     assert (asked.labels.model, asked.labels.target) == ("any", "default")
     untouched = b'{"model":  "any", "prompt": [1]}'
-    assert (await AskedRequest.read(head(), untouched, PoolObjects(), "")).body is untouched
+    assert (await AskedRequest.read(head(), untouched, PoolObjects(), "")).changed is None
 
 
 @pytest.mark.parametrize("space", ["", " "])

@@ -36,6 +36,36 @@ def test_a_request_that_fails_everywhere_says_nothing_about_any_worker() -> None
         assert all(fail(outliers, worker_id, 1) == [0.0] for worker_id in ("a", "b", "c", "d"))
 
 
+def test_refusals_are_doubtful_of_a_worker_that_refuses_far_more_than_the_others() -> None:
+    outliers = PoolOutliers()
+    for worker_id in WORKERS:
+        outliers.record_good(worker_id, 0.0)
+    assert [outliers.record_refused("a", 0.0) for _ in range(4)] == [False, False, True, True]
+    for worker_id in ("b", "c", "d"):  # one client's mistakes, wherever they go
+        for _ in range(4):
+            outliers.record_refused(worker_id, 0.0)
+    assert not outliers.record_refused("a", 0.0)
+    assert not outliers.has_suspects(0.0)
+
+
+def test_refusals_among_many_answers_and_old_ones_are_not_doubtful() -> None:
+    outliers = PoolOutliers()
+    for _ in range(20):
+        outliers.record_good("a", 0.0)
+    outliers.record_good("b", 0.0)
+    assert not any(outliers.record_refused("a", 0.0) for _ in range(5))
+    assert not any(outliers.record_refused("b", 30.0 * number) for number in range(20))
+
+
+def test_an_ejected_worker_s_refusal_is_doubtful() -> None:
+    outliers = PoolOutliers()
+    fail(outliers, "a", 3)
+    later = 600.0
+    outliers.record_sent("a", later)
+    assert outliers.record_refused("a", later)
+    assert outliers.ejected(later).keys() == {"a"}
+
+
 def test_failures_fade() -> None:
     outliers = PoolOutliers()
     assert not any(outliers.record_bad("a", 30.0 * number) for number in range(20))

@@ -78,6 +78,18 @@ async def test_an_ejection_is_known_to_all_routers_and_a_well_answered_try_ends_
         assert records["w0"].left_s is None and records["w0"].times == 1
 
 
+async def test_a_worker_that_alone_refuses_what_others_answer_is_found_out(store: Store, valkey_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        _, engines = await three_engines(stack, store, status(400))
+        client = await stack.enter_async_context(running_proxy(valkey_url))
+        answers = [(await client.post("/v1/completions", json=body(number))).status_code for number in range(60)]
+        assert answers.count(200) + answers.count(400) == 60
+        assert answers.count(400) <= 3 and 400 not in answers[-30:]
+        assert 3 <= engines[0].asked <= 12
+        counted = await proxy_status(client)
+        assert counted["ejected"].keys() == {"w0"} and counted["outliers"]["ejections"] >= 1
+
+
 async def test_a_mistake_of_the_client_says_nothing_about_workers(store: Store, valkey_url: str) -> None:
     async with AsyncExitStack() as stack:
         _, engines = await three_engines(stack, store, well)

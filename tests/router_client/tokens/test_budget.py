@@ -72,7 +72,9 @@ async def test_more_prompts_than_the_tokenizer_takes_at_once_wait_for_their_turn
     assert len(found) == 200 and (budgeted.counters.tokenized, budgeted.counters.busy, most) == (200, 0, 4)
 
 
-async def test_late_tokens_are_not_waited_for_and_too_many_pending_prompts_are_refused() -> None:
+async def test_late_tokens_are_not_waited_for_and_too_many_pending_prompts_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     may_end = threading.Event()
 
     def slow(request: TextRequest) -> Sequence[int]:
@@ -88,6 +90,8 @@ async def test_late_tokens_are_not_waited_for_and_too_many_pending_prompts_are_r
     with pytest.raises(CannotTokenize) as busy:
         await budgeted.token_ids(REQUEST)
     assert busy.value.why is Why.BUSY
+    assert len(caplog.messages) == 2  # one for each kind, not for each request
+    assert all("prompt without token ids" in line and "routing it by load" in line for line in caplog.messages)
     may_end.set()
     budgeted = BudgetedTokenizer(tokenizer, TokenizerBudget(deadline_ms=20_000), budgeted.counters)
     assert list(await budgeted.token_ids(REQUEST)) == [97, 98, 99]
