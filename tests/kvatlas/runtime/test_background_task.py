@@ -40,7 +40,9 @@ async def test_stop_waits_for_the_end_even_if_the_body_swallows_the_cancellation
         assert worker.ended
 
 
-async def test_a_body_that_waits_after_a_swallowed_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_waits_after_a_swallowed_cancellation_is_cancelled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(background_task, "AGAIN_S", 0.01)
     waits = asyncio.Event()
 
