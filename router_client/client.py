@@ -28,6 +28,7 @@ from kvatlas.telemetry import decision_span, describe_decision, export_metrics
 from router_client.aliases import ClientAliases
 from router_client.booking.leases import Leases
 from router_client.booking.reservation import Reservation
+from router_client.chain_cache import ChainCache
 from router_client.choice_statistics import ChoiceStatistics
 from router_client.counters import RouterCounters
 from router_client.decision.decider import Decider, Decision, PairDecision
@@ -97,6 +98,7 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         self._index = index
         self._bounds = BoundShares(self.settings.rules)
         self._output_lengths = OutputLengths()
+        self._chains = ChainCache()
         self._statistics = ChoiceStatistics(self._bounds, self._output_lengths if self.settings.learning.on else None)
         self.counters: RouterCounters = self._statistics.counters
         self.answers: PredictionAccuracy = self._statistics.answers
@@ -392,9 +394,11 @@ class RouterClient(ClientAliases[Request, Coroutine[Any, Any, Choice], Coroutine
         if isinstance(request, RequestShape):
             return Prompt.of_shape(request)
         prompt = request if isinstance(request, Prompt) else Prompt.of_hints(request, self.settings.fallbacks)
-        if prompt.output_limits is None:
+        expected = prompt.output_tokens if prompt.output_limits is None else self._output_lengths.expect(prompt)
+        memory = self._chains if prompt.memory is None and prompt.tokens is not None else prompt.memory
+        if expected == prompt.output_tokens and memory is prompt.memory:
             return prompt
-        return replace(prompt, output_tokens=self._output_lengths.expect(prompt))
+        return replace(prompt, output_tokens=expected, memory=memory)
 
 
 def _describe(span: Span, choice: Choice, pool: Pool) -> None:

@@ -55,7 +55,7 @@ class Prompt:
     one entry a block, so it fits workers of one block size. `media`, for token ids only: images and other items among them, for
     any block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose
     fleet record does not say; 0 for unknown. `memory`: keeps the hash chains of token ids for the next turn of a
-    conversation; without it each prompt is hashed again. `session_id`: requests of one session keep their worker, if the
+    conversation; absent: the router client's own. `session_id`: requests of one session keep their worker, if the
     router's settings say so. `select`: which workers may get it. `reading`: what it says of reading the engine's prefix cache.
 
     `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
@@ -107,8 +107,7 @@ class Prompt:
         """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1). `output_tokens` absent: learned.
         `input_tokens`: the prompt's length, or a guess at it, if only its first tokens are known.
 
-        Raises InvalidValue for text or bytes. A token id that is out of range raises it later, when its block is hashed:
-        a long prompt is hashed only as far as it matches.
+        Raises InvalidValue for text or bytes. A token id that is out of range raises it later, when the prompt is looked up.
         """
         pack_tokens(tokens[:1])
         return cls(

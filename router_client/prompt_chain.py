@@ -1,8 +1,8 @@
 """A prompt's hash chain, computed only as far as a worker holds it.
 
 The first lookup covers FIRST_BLOCKS blocks, each further one GROWTH times as many as the one before: a cold prompt costs
-one round trip and FIRST_BLOCKS hashes however long it is, a hit of 512 blocks two round trips, one of 8,192 three.
-Ready hashes are looked up at once.
+one round trip and FIRST_BLOCKS hashes however long it is, a hit of 1,024 blocks one round trip, one of 8,192 two. (To hash
+as many takes about as long as a round trip.) Ready hashes are looked up at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,10 @@ from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, lazy_chain, pack_token
 from kvatlas.blocks.media import media_keys
 from router_client.prompt import Prompt
 
-FIRST_BLOCKS = 256
+FIRST_BLOCKS = 1_024
 GROWTH = 8
+START_BLOCKS = 256
+"""Prompts of token ids that share so many blocks have the same start: ties between them are broken alike."""
 
 
 class PromptChain:
@@ -56,9 +58,8 @@ class PromptChain:
         return b"".join(self._chunks)
 
     def prefix_hash(self, blocks: int) -> bytes:
-        """The hash of the prompt's first blocks, up to FIRST_BLOCKS of them; without a full block, the fingerprint."""
-        first = self.chunk(0)[: blocks * HASH_BYTES]
-        return first[-HASH_BYTES:] or self.fingerprint
+        """The hash of the prompt's first blocks, up to START_BLOCKS of them; without a full block, the fingerprint."""
+        return self._start[: blocks * HASH_BYTES][-HASH_BYTES:] or self.fingerprint
 
     @property
     def hashed_blocks(self) -> int:
@@ -67,10 +68,13 @@ class PromptChain:
 
     @property
     def fingerprint(self) -> bytes:
-        """Identifies the prompt when ties are broken: the last hash of the first chunk; without a full block, its tokens."""
-        if first := self.chunk(0):
-            return first[-HASH_BYTES:]
-        return pack_tokens(self._tokens[:FIRST_BLOCKS])
+        """Identifies the prompt when ties are broken: the last hash of its start; without a full block, its tokens."""
+        return self._start[-HASH_BYTES:] or pack_tokens(self._tokens[:START_BLOCKS])
+
+    @property
+    def _start(self) -> bytes:
+        """Of ready hashes all, else those of up to START_BLOCKS blocks."""
+        return self.chunk(0) if self._ready is not None else self.chunk(0)[: START_BLOCKS * HASH_BYTES]
 
 
 def _extra_keys(

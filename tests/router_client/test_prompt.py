@@ -36,7 +36,7 @@ def test_chunks_make_up_the_whole_chain(count: int, size: int) -> None:
     assert all(length == FIRST_BLOCKS * GROWTH**i for i, length in enumerate(lengths[:-1]))
 
 
-@pytest.mark.parametrize(("blocks", "chunks"), [(1, 1), (256, 1), (257, 2), (512, 2), (2_304, 2), (8_192, 3)])
+@pytest.mark.parametrize(("blocks", "chunks"), [(1, 1), (1_024, 1), (1_025, 2), (9_216, 2), (9_217, 3)])
 def test_a_long_hit_takes_few_lookups(blocks: int, chunks: int) -> None:
     assert len(all_chunks(PromptChain(Prompt.of_tokens(SCOPE, range(blocks)), 1))) == chunks
 

@@ -60,6 +60,7 @@ from kvatlas.index.redis.scrub import Scrub
 from kvatlas.index.redis.shard_reader import BLOCKS_A_CALL, SCAN_COUNT, ShardReader
 from kvatlas.index.redis.sweep import Sweep
 from kvatlas.index.redis.wipe_recovery import WipeRecovery
+from kvatlas.index.run_guesses import RunGuesses
 from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import Store
 
@@ -128,6 +129,7 @@ class RedisIndex(DirectWrites):
         self._keys = [ShardKeys(k, layout.number) for k in range(layout.shards)]
         self._readers = [ShardReader(store, keys) for keys in self._keys]
         self._names = [HolderNames(keys) for keys in self._keys]
+        self._guesses = [RunGuesses() for _ in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
         self._scrubs = [Scrub(keys, side_index) for keys in self._keys]
         self._weights: list[dict[bytes, float]] = [{} for _ in self._keys]
@@ -264,7 +266,11 @@ class RedisIndex(DirectWrites):
 
     async def _overlap(self, scope_id: bytes, hashes: bytes, stride: int, reach: tuple[int, int]) -> Overlap:
         args = [hashes, stride, *reach]
-        calls = [([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], args) for k in self._keys]
+        guesses = [guesses.find(hashes) if stride else b"" for guesses in self._guesses]
+        calls = [
+            ([k.blocks(scope_id), k.meta, k.marked, k.marks(scope_id)], [*args, guess])
+            for k, guess in zip(self._keys, guesses, strict=True)
+        ]
         for attempt in range(_NAME_TRIES):
             answers = await self._functions.call_ro_many("kvatlas_overlap", calls)
             shards = []
@@ -277,6 +283,9 @@ class RedisIndex(DirectWrites):
                     shards.append(ShardRuns(values, lengths, names.at(version), positions))
             if len(shards) == self.shards:
                 break
+        if stride:
+            for known, shard, guess in zip(self._guesses, shards, guesses, strict=True):
+                known.keep(hashes, shard.lengths, guess)
         return Overlap(shards, len(hashes) // HASH_BYTES)
 
     async def _complete(

@@ -112,9 +112,9 @@ async def test_a_long_cold_prompt_is_hashed_only_as_far_as_it_matches() -> None:
         assert (sum(chain.hashed_blocks for chain in found.chains.values()), found.round_trips) == (FIRST_BLOCKS, 1)
 
 
-@pytest.mark.parametrize(("blocks", "round_trips"), [(0, 1), (255, 1), (256, 2), (512, 2), (2_304, 3), (4_096, 3)])
+@pytest.mark.parametrize(("blocks", "round_trips"), [(0, 1), (512, 1), (1_023, 1), (1_024, 2), (9_215, 2), (9_216, 3)])
 async def test_a_hit_takes_one_to_three_round_trips(blocks: int, round_trips: int) -> None:
-    index, w1, tokens = MemoryIndex(), worker("w1", block_size=1), list(range(20_000))
+    index, w1, tokens = MemoryIndex(), worker("w1", block_size=1), list(range(80_000))
     await hold(index, w1, tokens, blocks=blocks)
     counting = CountingIndex(index)
     found = await look_up_overlap(counting, Prompt.of_tokens(SCOPE, tokens), Pool.of(pool(w1)).block_shapes)

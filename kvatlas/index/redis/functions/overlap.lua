@@ -1,15 +1,15 @@
 -- How many leading blocks of a chain each active holder has.
 -- Residency is prefix-closed, so along a chain the active holders only get fewer: equal values at two places mean equal
--- active holders between them. Probes every `stride` blocks, then, level by level and in one HMGET each, the middle of every
--- interval whose ends differ.
+-- active holders between them. Probes where the caller guesses that runs begin and end, then every `stride` blocks; and, level by
+-- level and in one HMGET each, the middle of every interval whose ends differ.
 
 local FIELD_BYTES = 256 -- what a field costs besides its value's bytes
 local BYTES = 600000 -- after so many, the caller asks for the rest
 local WIDE_BYTES = 1024 -- of wider values fewer are probed at a time
 
 -- Returns runs of equal values: {start...}, {value...}, the first block without a holder (count if all have one), and the
--- block from which the rest has to be asked for (nil: there is none).
-local function gallop(blocks, packed, count, stride)
+-- block from which the rest has to be asked for (nil: there is none). `guess`: the blocks to be probed first, ascending.
+local function gallop(blocks, packed, count, stride, guess)
   local left, left_value = 0, redis.call('HGET', blocks, string.sub(packed, 1, 8))
   if not left_value then
     return {}, {}, 0
@@ -26,18 +26,28 @@ local function gallop(blocks, packed, count, stride)
     end
     local probes = math.max(4, math.floor(most * math.min(1, WIDE_BYTES / #left_value)))
     local cost = FIELD_BYTES + #left_value -- values only get shorter
-    local hashes, n, at = {}, 0, left
-    while n < probes and at < last do
-      at = math.min(at + stride, last)
-      n = n + 1
-      hashes[n] = sub(packed, at * 8 + 1, at * 8 + 8)
+    local hashes, rights, n, at = {}, {}, 0, left
+    for i = 1, math.min(#guess, probes) do
+      if guess[i] > at and guess[i] <= last then
+        at = guess[i]
+        n = n + 1
+        rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
+      end
+    end
+    guess = {}
+    if n == 0 then
+      while n < probes and at < last do
+        at = math.min(at + stride, last)
+        n = n + 1
+        rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
+      end
     end
     local found = redis.call('HMGET', blocks, unpack(hashes, 1, n))
     spent = spent + n * cost
     -- intervals whose ends differ, from left to right
     local lows, highs, low_values, high_values, open = {}, {}, {}, {}, 0
     for i = 1, n do
-      local right, value = math.min(left + stride, last), found[i]
+      local right, value = rights[i], found[i]
       if value ~= left_value then
         open = open + 1
         lows[open], highs[open], low_values[open], high_values[open] = left, right, left_value, value
@@ -126,6 +136,7 @@ end
 --      2 stride (0: read every block)
 --      3 index of the first hash in its chain, a multiple of SEGMENT; '': marks are not asked for
 --      4 the highest position to be resumed at, in blocks from the chain's start
+--      5 where runs probably begin and end: indices in ARGV 1 (u32 BE), ascending; may be absent
 -- returns {version of the active holders (see active.lua), {value...}, {run length...}, reach, left, next}
 --   reach: 3-byte number and position (u32 BE; 0: none) of each marked holder of the first block
 --   left: 3-byte number and index (u32 BE) of the marked holders that are missing in `reach`, for `kvatlas_resume`: their marks
@@ -142,7 +153,10 @@ register_read_only('kvatlas_overlap', function(keys, args)
   if stride == 0 then
     starts, values, stop = walk(blocks, packed, count)
   else
-    starts, values, stop, next_index = gallop(blocks, packed, count, stride)
+    local places = math.floor(#(args[5] or '') / 4)
+    local guess = places > 0 and { struct.unpack('>' .. string.rep('I4', math.min(places, CHUNK)), args[5]) } or {}
+    guess[places + 1] = nil -- the position behind them
+    starts, values, stop, next_index = gallop(blocks, packed, count, stride, guess)
   end
   local reach, left = '', ''
   if args[3] ~= '' and starts[1] and redis.call('HLEN', keys[3]) > 0 then

@@ -1,0 +1,64 @@
+"""Where the runs of a lookup probably begin and end: where those of an earlier one with the same start did.
+
+Prompts share starts, and who holds them changes slowly. A lookup that probes there first sees in one step what it would search
+for in several. A wrong guess costs probes, never an answer: intervals whose ends differ are searched as without it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from struct import Struct
+
+from kvatlas.blocks.hashing import HASH_BYTES
+
+STEP_BYTES = 64 * HASH_BYTES
+"""A start is known by the last hash of every so many."""
+MOST_STARTS = 8_192
+MOST_RUNS = 128
+"""Of lookups with more runs nothing is kept."""
+
+
+class RunGuesses:
+    """For one shard. The least recently used start is dropped first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, hashes: bytes) -> bytes:
+        """Blocks of a chain, counted from its first one, as packed u32 (big-endian), ascending: of the longest start that is
+        known; empty if none is."""
+        kept = self._kept
+        for end in range(len(hashes) - len(hashes) % STEP_BYTES, 0, -STEP_BYTES):
+            start = hashes[end - HASH_BYTES : end]
+            if (guess := kept.get(start)) is not None:
+                kept.move_to_end(start)
+                return guess
+        return b""
+
+    def keep(self, hashes: bytes, lengths: Sequence[int], used: bytes) -> None:
+        """The runs of a chain were so long; `used`: what `find` said before."""
+        guess = _pack_places(tuple(lengths)) if len(lengths) <= MOST_RUNS else b""
+        if guess == used:
+            return
+        kept, stop = self._kept, sum(lengths) * HASH_BYTES if guess else 0
+        for end in range(STEP_BYTES, len(hashes) + 1, STEP_BYTES):
+            start = hashes[end - HASH_BYTES : end]
+            if end <= stop:
+                kept[start] = guess
+            else:
+                kept.pop(start, None)
+        while len(kept) > MOST_STARTS:
+            kept.popitem(last=False)
+
+
+@lru_cache(maxsize=512)
+def _pack_places(lengths: tuple[int, ...]) -> bytes:
+    """The last block of each run, and the one behind it."""
+    places, end = [], 0
+    for length in lengths:
+        end += length
+        places += (end - 1, end)
+    return Struct(f">{len(places)}I").pack(*places)
