@@ -12,26 +12,22 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from time import monotonic, time_ns
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import anyio
 from nats.aio.client import Client
 
 from kvatlas.blocks.hashing import ExtraKeys
-from kvatlas.blocks.residency import TierBlocks
 from kvatlas.blocks.tiers import Tier, parse_tier
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.subjects import events_subject
 from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.events import EngineBatch, EngineCleared, EngineHash, EngineRemoved, EngineStored
-from kvatlas.fleet.records import MAX_DIAGNOSIS_TEXT, MAX_SERVED_NAMES, Diagnosis, EngineState, WorkerState
-from kvatlas.identity import MAX_NAME_BYTES
+from kvatlas.fleet.records import EngineState
 from kvatlas.incarnation import check_incarnation
-from kvatlas.redaction import redact_url
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import export_metrics, flush_span, inject_headers
@@ -40,22 +36,19 @@ from publishers.control import ControlResponder
 from publishers.counters import PublisherCounters, PublisherGauges
 from publishers.diagnoses import Diagnoses
 from publishers.duplicate_publisher import DuplicatePublisherWatch
+from publishers.engine_view import EngineView
 from publishers.engines.connector_blocks import TICKS_TO_LIVE
-from publishers.heartbeat import DoctorFacts, HeartbeatSender, time_us
+from publishers.heartbeat import HeartbeatSender, time_us
 from publishers.incarnation_starter import IncarnationStarter
 from publishers.ledger.ledger import Ledger
+from publishers.self_report import SelfReport
 from publishers.settings import PublisherSettings
 from publishers.shared_store.notifier import StoreNotifier
 from publishers.stream.changelog import Changelog, IncarnationReason
 from publishers.stream.message_split import block_count
 from publishers.stream.sender import Sender
 
-if TYPE_CHECKING:
-    from publishers.engines.poller import EnginePoller
-
 LINGER_S = 0.005
-BLOCKED_S = 2.0
-"""A refused message is sent again, and a new leader of the stream elected, within this time."""
 CLOSE_S = 2.0
 HEADERS_BYTES = 1024
 """Room for trace context beside a message's payload."""
@@ -99,16 +92,10 @@ class Publisher:
         self.counters = PublisherCounters()
         self.diagnoses = Diagnoses(self.worker_id)
         self.ledger = ledger or Ledger(settings.ledger)
-        self.poller: EnginePoller | None = None
-        self.reported_load: WorkerState | None = None
-        """As an engine of the open event forms told it last."""
         self._store_notifier: StoreNotifier | None = None
-        self._draining = False
-        self._heard_rank: int | None = None
         self._rng = rng or random.Random()
         self._nats = nats
         self._begin = begin
-        self._feed_alive = feed_alive
         self._on_engine_change = on_engine_change
         self._on_start_over = on_start_over
         self._fold_wakeup = Wakeup()
@@ -116,8 +103,6 @@ class Publisher:
         self._heartbeat_wakeup = Wakeup()
         self._progress = anyio.Event()
         self._first_pending_s = 0.0
-        self._created_s = monotonic()
-        self._heard_s: float | None = None
         self._first_pending_ns = 0
         self._stack = AsyncExitStack()
         self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
@@ -135,10 +120,11 @@ class Publisher:
             saved_incarnation=saved_incarnation,
             rng=self._rng,
         )
+        poller = None
         if settings.engine_url:
-            from publishers.engines import poller  # needs httpx: 6 MiB
+            from publishers.engines.poller import EnginePoller  # needs httpx: 6 MiB
 
-            self.poller = poller.EnginePoller(
+            poller = EnginePoller(
                 settings.engine_url,
                 settings.load_context,
                 self.counters,
@@ -151,6 +137,7 @@ class Publisher:
                 on_hybrid=self._on_hybrid,
                 feed_alive=feed_alive or (lambda: False),
             )
+        self.engine = EngineView(settings, self.ledger, self.diagnoses, poller=poller, feed_alive=feed_alive)
 
     # ---------------------------------------------------------------- life
 
@@ -170,16 +157,19 @@ class Publisher:
                 on_progress=self._on_progress,
                 on_too_large=self._on_too_large,
             )
+            self._report = SelfReport(
+                self.settings, self.changelog, self.engine, self.counters, self.diagnoses, self._sender, self._client
+            )
             self._heartbeats = HeartbeatSender(
                 self._client,
                 lambda: self.settings.endpoint(
-                    self.block_size, self.ledger.block_bytes, self.ledger.reuse, self.ledger.chain
+                    self.engine.block_size, self.ledger.block_bytes, self.ledger.reuse, self.ledger.chain
                 ),
                 self.changelog.outbox,
                 self.counters,
-                state=lambda: self.engine_state,
-                load=lambda: self.load,
-                doctor_facts=self._doctor_facts,
+                state=lambda: self.engine.state,
+                load=lambda: self.engine.load,
+                doctor_facts=self._report.doctor_facts,
                 quiet=lambda: self.changelog.yielded,
             )
             if self.settings.shared_store is not None:
@@ -228,7 +218,7 @@ class Publisher:
             stack.enter_context(export_metrics("publisher", self.counters, worker))
             stack.enter_context(export_metrics("messages_out", self.counters, worker))
             stack.enter_context(export_metrics("ledger", self.ledger.counters, worker))
-            stack.enter_context(export_metrics("engine", self.gauges, worker))
+            stack.enter_context(export_metrics("engine", self._report.gauges, worker))
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
             tasks.start_soon(self._sender.run)
@@ -239,8 +229,8 @@ class Publisher:
             tasks.start_soon(self._expire_stored)
             tasks.start_soon(control.run)
             tasks.start_soon(duplicates.run)
-            if self.poller is not None:
-                tasks.start_soon(self.poller.run)
+            if self.engine.poller is not None:
+                tasks.start_soon(self.engine.poller.run)
             if self._store_notifier is not None:
                 tasks.start_soon(self._store_notifier.run)
             if self._begin:
@@ -268,13 +258,13 @@ class Publisher:
 
     def drain(self) -> None:
         """Routers send the worker nothing new from now on: its engine is about to stop. It is published on until then."""
-        self._draining = True
+        self.engine.draining = True
         self.beat()
 
     def undrain(self) -> None:
         """Its engine has begun again."""
-        if self._draining:
-            self._draining = False
+        if self.engine.draining:
+            self.engine.draining = False
             self.beat()
 
     # ---------------------------------------------------------------- what the engine holds
@@ -325,8 +315,7 @@ class Publisher:
     def record(self, batch: EngineBatch) -> None:
         """Record an engine's batch. It is folded with what comes within the next 5 ms, at once if nothing is in flight."""
         before = self.changelog.pending_events
-        self._heard_s = monotonic()
-        if batch.dp_rank != self._heard_rank and batch.dp_rank is not None and not self._is_own_rank(batch.dp_rank):
+        if not self.engine.hear(batch.dp_rank):
             self.counters.feed_unheard += 1
             return
         self.changelog.record(batch)
@@ -337,16 +326,6 @@ class Publisher:
             self._first_pending_ns = time_ns()
         if not before or before < LINGER_EVENTS <= self.changelog.pending_events:
             self._fold_wakeup.wake()
-
-    def _is_own_rank(self, rank: int) -> bool:
-        """Is a batch of this rank the worker's? Without a rank in the settings that of the first batch is its own."""
-        own = self.settings.dp_rank if self.settings.dp_rank is not None else self._heard_rank
-        if own is None or rank == own:
-            self._heard_rank = rank
-            return True
-        seen = f"the feed has batches of data-parallel rank {rank}, but the worker is rank {own}: they are ignored"
-        self.diagnoses.set("rank", seen, f"set --dp-rank {rank}, or --endpoint to the socket of rank {own}")
-        return False
 
     def clear(self) -> None:
         """The engine has dropped its cache, or its weights are others now: drop all known blocks. For who resets an engine's
@@ -386,7 +365,7 @@ class Publisher:
     def settle(self) -> None:
         """Fold pending events into the ledger and publish the change now. One span."""
         pending = self.changelog.pending_events
-        known = self.block_size, self.ledger.reuse, self.ledger.chain, self.ledger.counters.removal_untold
+        known = self.engine.block_size, self.ledger.reuse, self.ledger.chain, self.ledger.counters.removal_untold
         try:
             events = self.changelog.fold()
         except DATA_ERRORS as error:
@@ -396,9 +375,9 @@ class Publisher:
             self.start_over()
             return
         self._notify_store()
-        if (self.block_size, self.ledger.reuse, self.ledger.chain) != known[:3]:
+        if (self.engine.block_size, self.ledger.reuse, self.ledger.chain) != known[:3]:
             self.beat()  # routers need it to look a prompt up
-        self._diagnose_block_size()
+        self._report.diagnose_block_size()
         if (untold := self.ledger.counters.removal_untold) and not known[3]:
             line = f"{untold} blocks left out: a connector stored them where nobody tells their removal (see --store-ttl-s)"
             self._log.report("untold", line, logging.INFO)
@@ -443,109 +422,17 @@ class Publisher:
 
     # ---------------------------------------------------------------- what is known
 
-    @property
-    def engine_state(self) -> EngineState:
-        """From the engine's health; without an engine URL from its feed; without a feed it is up. Once it drains: draining
-        instead of up."""
-        state = self._observed_state
-        return EngineState.DRAINING if self._draining and state is EngineState.UP else state
-
-    @property
-    def _observed_state(self) -> EngineState:
-        if self.poller is not None:
-            return self.poller.state
-        return EngineState.UP if self._feed_alive is None or self._feed_alive() else EngineState.DOWN
-
-    @property
-    def load(self) -> WorkerState | None:
-        """The engine's; of the host's memory that it does not tell what is announced from there counts as used."""
-        load = self.poller.load if self.reported_load is None and self.poller is not None else self.reported_load
-        if load is None or load.cpu_used_bytes:
-            return load
-        blocks = self.ledger.digest.count(Tier.CPU_DRAM) * self.settings.granularity
-        return load.model_copy(update={"cpu_used_bytes": blocks * self.ledger.block_bytes}) if blocks else load
-
-    @property
-    def block_size(self) -> int | None:
-        """Tokens a block: from the engine's events, before the first one from its metrics."""
-        return self.ledger.block_size or (self.poller.block_size if self.poller is not None else None)
-
     def gauges(self) -> PublisherGauges:
         """For metrics; read on the exporter's thread."""
-        outbox, digest = self.changelog.outbox, self.ledger.digest
-        return PublisherGauges(
-            None if self._feed_alive is None else int(self._feed_alive()),
-            None if self._heard_s is None else monotonic() - self._heard_s,
-            self.engine_state,
-            outbox.waiting - outbox.in_flight,
-            outbox.in_flight,
-            TierBlocks(*(digest.count(tier) for tier in Tier)),
-            self.ledger.orphans,
-            self.ledger.awaiting_events,
-        )
+        return self._report.gauges()
 
     def status(self) -> dict[str, Any]:
         """Everything an operator may ask for, as JSON types."""
-        outbox = self.changelog.outbox
-        return {
-            "worker_id": self.worker_id,
-            "incarnation": outbox.incarnation,
-            "told_seq": outbox.next_seq - 1,
-            "acked_seq": outbox.acked_seq,
-            "waiting_messages": outbox.waiting,
-            "wanted": self.changelog.incarnation_due.value if self.changelog.incarnation_due else None,
-            "yielded": self.changelog.yielded,
-            "trouble": self._sender.trouble,
-            "nats": self._server_name,
-            "engine_state": self.engine_state.value,
-            "announced": self.ledger.digest.blocks,
-            "marked": self.ledger.marked_blocks,
-            "groups": {index: group.kind.value for index, group in sorted(self.ledger.groups.told.items())},
-            "upper_bound": self.ledger.reuse.upper_bound,
-            "shared_store": self.settings.shared_store,
-            "block_size": self.ledger.block_size,
-            "diagnoses": [diagnosis.model_dump() for diagnosis in self._doctor_facts().diagnoses],
-            "counters": self.counters.to_jsonable(),
-            "ledger": asdict(self.ledger.counters),
-        }
-
-    def _doctor_facts(self) -> DoctorFacts:
-        found = list(self.diagnoses.current)
-        if self._sender.blocked_s >= BLOCKED_S:
-            found.append(self._diagnose_blocked())
-        if self.poller is None:
-            return DoctorFacts(found)
-        served = self.poller.served_names
-        awaited_s = None if self.poller.was_up else int(monotonic() - self._created_s)
-        names = () if self.settings.model_id in served else [name[:MAX_NAME_BYTES] for name in served]
-        return DoctorFacts(found, names[:MAX_SERVED_NAMES], awaited_s)
-
-    @property
-    def _server_name(self) -> str | None:
-        """The NATS server that it is connected to."""
-        server = self._client.connected_url
-        return None if server is None else redact_url(server.geturl())
-
-    def _diagnose_blocked(self) -> Diagnosis:
-        seen = f"NATS at {self._server_name} does not take its messages: {self._sender.trouble}"
-        if self._sender.refused_without_stream:
-            cure = "start an indexer on that NATS, or set --nats-url to the NATS that the indexers use"
-        else:
-            cure = "see the storage and limits of JetStream, and what the publisher's NATS user may publish"
-        return Diagnosis(name="publishing", seen=seen[:MAX_DIAGNOSIS_TEXT], cure=cure)
+        return self._report.status()
 
     def beat(self) -> None:
         """Send a heartbeat now, out of turn."""
         self._heartbeat_wakeup.wake()
-
-    def _diagnose_block_size(self) -> None:
-        other, own = self.ledger.other_block_size, self.settings.block_size
-        if other is None or self.counters.blocks_stored or self.ledger.digest.blocks:
-            self.diagnoses.clear("block_size")
-        else:
-            seen = f"the engine's blocks have {other} tokens, but --block-size is {own}: none of them is published"
-            why = " (context parallelism multiplies an engine's block size)" if other % (own or other) == 0 else ""
-            self.diagnoses.set("block_size", seen, f"set --block-size {other}, or leave it out{why}")
 
     # ---------------------------------------------------------------- tasks
 

@@ -198,7 +198,9 @@ class EngineSidecar:
             on_batch=publisher.record if batches is None else batches.record,
             on_empty=start_over,
             on_alive=publisher.beat,
-            engine_up=lambda: None if publisher.poller is None else publisher.poller.state is EngineState.UP,
+            engine_up=lambda: (
+                None if publisher.engine.poller is None else publisher.engine.poller.state is EngineState.UP
+            ),
         )
         feed.open()
         self._feed = feed
@@ -212,8 +214,8 @@ class EngineSidecar:
         """Publish until cancelled; after `open`."""
         publisher, feed = self._publisher, self._feed
         assert feed is not None
-        if publisher.poller is not None:
-            await publisher.poller.poll_once()
+        if publisher.engine.poller is not None:
+            await publisher.engine.poller.poll_once()
             self._check_process(publisher, feed)
         async with publisher:
             await feed.catch_up()
@@ -264,7 +266,7 @@ class EngineSidecar:
 
     def _check_process(self, publisher: Publisher, feed: Feed) -> None:
         """The engine's process may be another one than when the state was saved."""
-        start_s = publisher.poller.process_start_s if publisher.poller is not None else None
+        start_s = publisher.engine.poller.process_start_s if publisher.engine.poller is not None else None
         if self._saved is None or not self._saved.started_us or start_s is None:
             return
         if _us(start_s) != self._saved.started_us:
@@ -307,7 +309,7 @@ class EngineSidecar:
     def _state(self, publisher: Publisher, feed: Feed) -> SavedState:
         """The ledger with the position in the feed that it belongs to."""
         publisher.settle()
-        poller = publisher.poller
+        poller = publisher.engine.poller
         return SavedState(
             worker_id=self.worker_id,
             incarnation=max(publisher.changelog.outbox.incarnation, publisher.changelog.saved_incarnation),

@@ -39,7 +39,7 @@ def status_page(published: Sequence[Publisher], workers: int) -> StatusPage:
         return _workers_section(published)
 
     def facts() -> Sequence[Fact]:
-        up = sum(publisher.engine_state is EngineState.UP for publisher in published)
+        up = sum(publisher.engine.state is EngineState.UP for publisher in published)
         waiting = sum(publisher.changelog.outbox.waiting for publisher in published)
         every = Tone.GOOD if len(published) == workers else Tone.BAD
         return [
@@ -76,7 +76,7 @@ def _row(publisher: Publisher, now_us: int) -> list[Cell]:
         _state_cell(publisher, gauges.feed_connected),
         Cell(settings.model_id),
         blocks_cell(dict(zip(Tier, gauges.tiers, strict=True))),
-        *load_cells(publisher.load),
+        *load_cells(publisher.engine.load),
         QUIET_DASH if silent_s is None else Cell(f"{age_text(int(silent_s * 1e6))} ago"),
         number_cell(changelog.outbox.waiting),
         _snapshot_cell(changelog, now_us),
@@ -88,8 +88,8 @@ def _row(publisher: Publisher, now_us: int) -> list[Cell]:
 def _state_cell(publisher: Publisher, feed_connected: int | None) -> Cell:
     if publisher.changelog.yielded:
         return Cell("yields", Tone.WARNING, "another publisher publishes this worker", marked=True)
-    state = state_cell(publisher.engine_state)
-    if feed_connected == 0 and publisher.engine_state is EngineState.UP:
+    state = state_cell(publisher.engine.state)
+    if feed_connected == 0 and publisher.engine.state is EngineState.UP:
         return Cell("no feed", Tone.BAD, "the engine answers, but its event socket is not connected", marked=True)
     return state
 

@@ -158,4 +158,4 @@ class OpenBatches:
             self._log.report("load", self._ignored[-1])
             return
         counters.load_samples += 1
-        self._publisher.reported_load = state
+        self._publisher.engine.reported_load = state

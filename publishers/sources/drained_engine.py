@@ -49,8 +49,8 @@ class DrainedEngine:
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled; after `open`."""
         publisher = self._publisher
-        assert publisher.poller is not None, "settings of a drained engine have its address"
-        await publisher.poller.poll_once()
+        assert publisher.engine.poller is not None, "settings of a drained engine have its address"
+        await publisher.engine.poller.poll_once()
         async with publisher:
             publisher.begin_publishing()
             try:

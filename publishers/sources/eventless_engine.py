@@ -42,7 +42,7 @@ class EventlessEngine:
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled; after `open`."""
-        publisher, poller = self._publisher, self._publisher.poller
+        publisher, poller = self._publisher, self._publisher.engine.poller
         assert poller is not None, "settings without events have the engine's address"
         await poller.poll_once()
         async with publisher:

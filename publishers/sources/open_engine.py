@@ -65,8 +65,8 @@ class OpenEngine:
     async def run(self, ready: Callable[[Publisher], None]) -> None:
         """Publish until cancelled, or until standard input has ended; after `open`."""
         publisher = self._publisher
-        if publisher.poller is not None:
-            await publisher.poller.poll_once()
+        if publisher.engine.poller is not None:
+            await publisher.engine.poller.poll_once()
         async with publisher:
             publisher.begin_publishing()
             try:

@@ -234,7 +234,7 @@ class _LiveReplay:
             mean_prompt = self._prompts[0] / max(1, self._prompts[1])
             for publisher, engine in zip(self._publishers, self._engines, strict=True):
                 running, waiting = len(engine.running), len(engine.waiting)
-                publisher.reported_load = WorkerState(
+                publisher.engine.reported_load = WorkerState(
                     id=publisher.worker_id,
                     running_decodes=running,
                     queued_prefill_tokens=int(waiting * mean_prompt),

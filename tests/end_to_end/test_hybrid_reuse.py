@@ -88,7 +88,7 @@ class RecordedEngine:
         await until(partial(self._is_applied, index), deadline_s=60, what="the index has all")
 
     async def _check(self, prompt: Prompt, index: ResidencyIndex) -> None:
-        size = self.publisher.block_size or 16
+        size = self.publisher.engine.block_size or 16
         chain = PromptChain(prompt, size, self.publisher.ledger.reuse.lookahead_tokens).all_hashes()
         limit = (prompt.input_tokens - 1) // size
         assert (await index.overlap(prompt.scope, chain, limit=limit, verify=True)).differences == ()
@@ -96,7 +96,7 @@ class RecordedEngine:
     @property
     def _endpoint(self) -> EngineEndpoint:
         return self.publisher.settings.endpoint(
-            self.publisher.block_size, self.publisher.ledger.block_bytes, self.publisher.ledger.reuse
+            self.publisher.engine.block_size, self.publisher.ledger.block_bytes, self.publisher.ledger.reuse
         )
 
     def _has_recorded_all(self) -> bool:

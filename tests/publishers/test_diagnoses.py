@@ -89,7 +89,7 @@ async def test_an_address_where_no_event_socket_listens_is_named(nats_client: Cl
         found = await diagnosed(publisher)
         assert found.seen.startswith(f"replay socket {engine.replay_endpoint} answers, but event socket")
         assert found.seen.endswith("what listens there is no event socket")
-        assert publisher.engine_state.value == "down"
+        assert publisher.engine.state.value == "down"
 
 
 async def test_another_data_parallel_rank_is_named_and_not_published(nats_client: Client, nats_url: str) -> None:

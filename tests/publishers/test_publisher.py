@@ -546,13 +546,13 @@ async def test_an_engine_that_fell_asleep_holds_nothing_in_hbm_before_it_says_so
         engine.pages = {"/health": (200, ""), "/metrics": (200, "")}
         settings = SETTINGS.model_copy(update={"engine_url": engine.url})
         async with Publisher(settings, nats=nats_client) as publisher:
-            assert publisher.poller is not None
-            await publisher.poller.poll_once()
+            assert publisher.engine.poller is not None
+            await publisher.engine.poller.poll_once()
             await publisher.stored(tokens(64))
             await publisher.stored(tokens(32), tier="cpu")
             await flushed(publisher)
             engine.pages["/metrics"] = (200, 'vllm:engine_sleep_state{sleep_state="awake"} 0\n')
-            await publisher.poller.poll_once()
+            await publisher.engine.poller.poll_once()
             await flushed(publisher)
             assert [publisher.ledger.digest.count(tier) for tier in (Tier.HBM, Tier.CPU_DRAM)] == [0, 2]
 
@@ -563,11 +563,11 @@ async def test_a_hybrid_model_that_metrics_show_is_labelled_in_heartbeats(nats_c
         engine.pages = {"/health": (200, ""), "/metrics": (200, "sglang:swa_token_usage 0.5\n")}
         settings = SETTINGS.model_copy(update={"engine_url": engine.url, "engine": EngineKind.SGLANG})
         async with Publisher(settings, nats=nats_client) as publisher:
-            assert publisher.poller is not None
+            assert publisher.engine.poller is not None
 
             async def is_labelled() -> bool:
                 beat = Heartbeat.unpack((await subscription.next_msg(timeout=5)).data)
                 return beat.endpoint.upper_bound == "the engine tells full attention only"
 
-            await publisher.poller.poll_once()
+            await publisher.engine.poller.poll_once()
             await until(is_labelled, what="a heartbeat that says so")

@@ -175,12 +175,12 @@ async def test_an_engine_may_connect_to_a_bound_event_socket(nats_client: Client
         one = settings(engine, nats_url, bind=True, endpoint=f"tcp://127.0.0.1:{port}")
         tasks.start_soon(run_sidecar, one, started.extend)
         await until(lambda: started, what="the sidecar is ready")
-        assert started[0].engine_state is EngineState.DOWN
+        assert started[0].engine.state is EngineState.DOWN
         engine.connect(f"tcp://127.0.0.1:{port}")
         await engine.subscribed()
         await engine.send(*payloads)
         await assert_published(nats_client, started[0], ledger_of(EngineKind.VLLM, payloads))
-        assert started[0].engine_state.value == "up"
+        assert started[0].engine.state.value == "up"
         tasks.cancel_scope.cancel()
 
 

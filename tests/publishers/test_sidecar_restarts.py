@@ -172,7 +172,7 @@ async def test_another_process_start_time_is_a_restart_of_the_feed(nats_client: 
     with engine_http() as http:
         http.pages = {"/health": (200, ""), "/metrics": (200, "process_start_time_seconds 1000.5\n")}
         async with FakeEngine() as engine, sidecar(engine, nats_url, engine_url=http.url) as publisher:
-            assert publisher.engine_state is EngineState.UP
+            assert publisher.engine.state is EngineState.UP
             await engine.send(*first[:100])
             await until(lambda: publisher.counters.engine_batches == 100, what="the first process' batches are taken")
             engine.restart()

@@ -105,6 +105,6 @@ async def test_the_page_shows_blocks_by_tier_and_what_is_wrong_with_its_cure(
 
 async def test_an_engine_that_is_down_does_not_drain(nats_url: str) -> None:
     async with FakeEngine() as engine, sidecar(engine, nats_url) as publisher:
-        publisher._feed_alive = lambda: False
+        publisher.engine._feed_alive = lambda: False
         publisher.drain()
-        assert publisher.engine_state is EngineState.DOWN
+        assert publisher.engine.state is EngineState.DOWN

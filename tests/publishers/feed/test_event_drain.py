@@ -49,7 +49,7 @@ async def test_what_the_engine_holds_is_in_the_stream(nats_client: Client, nats_
     names = engine.store(PROMPT)
     async with publishing(engine, nats_url) as publisher:
         await holds(publisher, 4)
-        assert publisher.engine_state.value == "up"
+        assert publisher.engine.state.value == "up"
         engine.remove(names[3])
         engine.move(names[2], 0, 1)
         await holds(publisher, 3)

@@ -120,11 +120,11 @@ async def test_shutdown_drains_the_worker_until_its_engine_begins_again(publishe
     one = await publisher()
     batches = OpenBatches(one)
     batches.take({"events": [stored(3, (1, LOCAL[0]))], "shutdown": False})
-    assert one.engine_state is EngineState.UP
+    assert one.engine.state is EngineState.UP
     batches.take({"events": [], "shutdown": True})
-    assert (one.engine_state, announced(one)) == (EngineState.DRAINING, {LOCAL[0]})
+    assert (one.engine.state, announced(one)) == (EngineState.DRAINING, {LOCAL[0]})
     batches.take({"events": [stored(0, (1, LOCAL[1]))], "shutdown": False})
-    assert (one.engine_state, announced(one)) == (EngineState.UP, {LOCAL[1]})
+    assert (one.engine.state, announced(one)) == (EngineState.UP, {LOCAL[1]})
 
 
 async def test_without_a_block_size_local_hashes_are_left_out_and_diagnosed(publisher: MakePublisher) -> None:
@@ -210,12 +210,12 @@ async def test_a_load_is_told_by_either_name_and_a_wrong_one_is_counted_and_name
     one = await publisher()
     batches = OpenBatches(one)
     batches.take(batch(load={"request_active_slots": 3, "kv_total_blocks": 9, "requests_waiting": 2}))
-    assert one.load is not None
-    metrics = one.load.forward_pass
+    assert one.engine.load is not None
+    metrics = one.engine.load.forward_pass
     assert (metrics.active_request_slots, metrics.total_kv_blocks, metrics.requests_waiting) == (3, 9, 2)
     (line,) = batches.take(batch(load={"active_slots": 5})).skipped
     assert line.startswith("load ignored: load field active_slots is not known")
-    assert one.load.forward_pass == metrics
+    assert one.engine.load.forward_pass == metrics
     assert (one.counters.load_samples, one.counters.load_failures) == (1, 1)
     assert "load ignored: load field active_slots is not known" in caplog.text
 

@@ -1,0 +1,118 @@
+"""What a publisher says of itself: to operators (`status`), in metrics (`gauges`), and in heartbeats to `kvatlas doctor`."""
+
+from dataclasses import asdict
+from typing import Any
+
+from nats.aio.client import Client
+
+from kvatlas.blocks.residency import TierBlocks
+from kvatlas.blocks.tiers import Tier
+from kvatlas.fleet.records import MAX_DIAGNOSIS_TEXT, MAX_SERVED_NAMES, Diagnosis
+from kvatlas.identity import MAX_NAME_BYTES
+from kvatlas.redaction import redact_url
+from publishers.counters import PublisherCounters, PublisherGauges
+from publishers.diagnoses import Diagnoses
+from publishers.engine_view import EngineView
+from publishers.heartbeat import DoctorFacts
+from publishers.settings import PublisherSettings
+from publishers.stream.changelog import Changelog
+from publishers.stream.sender import Sender
+
+BLOCKED_S = 2.0
+"""A refused message is sent again, and a new leader of the stream elected, within this time."""
+
+
+class SelfReport:
+    """Reads the parts of one publisher; changes nothing but its diagnoses."""
+
+    def __init__(
+        self,
+        settings: PublisherSettings,
+        changelog: Changelog,
+        engine: EngineView,
+        counters: PublisherCounters,
+        diagnoses: Diagnoses,
+        sender: Sender,
+        client: Client,
+    ) -> None:
+        self._settings = settings
+        self._changelog = changelog
+        self._ledger = changelog.ledger
+        self._engine = engine
+        self._counters = counters
+        self._diagnoses = diagnoses
+        self._sender = sender
+        self._client = client
+
+    def gauges(self) -> PublisherGauges:
+        """For metrics; read on the exporter's thread."""
+        outbox, digest, connected = self._changelog.outbox, self._ledger.digest, self._engine.feed_connected
+        return PublisherGauges(
+            None if connected is None else int(connected),
+            self._engine.silence_s,
+            self._engine.state,
+            outbox.waiting - outbox.in_flight,
+            outbox.in_flight,
+            TierBlocks(*(digest.count(tier) for tier in Tier)),
+            self._ledger.orphans,
+            self._ledger.awaiting_events,
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Everything an operator may ask for, as JSON types."""
+        changelog, outbox, ledger = self._changelog, self._changelog.outbox, self._ledger
+        return {
+            "worker_id": self._settings.worker_id,
+            "incarnation": outbox.incarnation,
+            "told_seq": outbox.next_seq - 1,
+            "acked_seq": outbox.acked_seq,
+            "waiting_messages": outbox.waiting,
+            "wanted": changelog.incarnation_due.value if changelog.incarnation_due else None,
+            "yielded": changelog.yielded,
+            "trouble": self._sender.trouble,
+            "nats": self._server_name,
+            "engine_state": self._engine.state.value,
+            "announced": ledger.digest.blocks,
+            "marked": ledger.marked_blocks,
+            "groups": {index: group.kind.value for index, group in sorted(ledger.groups.told.items())},
+            "upper_bound": ledger.reuse.upper_bound,
+            "shared_store": self._settings.shared_store,
+            "block_size": ledger.block_size,
+            "diagnoses": [diagnosis.model_dump() for diagnosis in self.doctor_facts().diagnoses],
+            "counters": self._counters.to_jsonable(),
+            "ledger": asdict(ledger.counters),
+        }
+
+    def doctor_facts(self) -> DoctorFacts:
+        found = list(self._diagnoses.current)
+        if self._sender.blocked_s >= BLOCKED_S:
+            found.append(self._diagnose_blocked())
+        if self._engine.poller is None:
+            return DoctorFacts(found)
+        served = self._engine.poller.served_names
+        names = () if self._settings.model_id in served else [name[:MAX_NAME_BYTES] for name in served]
+        return DoctorFacts(found, names[:MAX_SERVED_NAMES], self._engine.awaited_s)
+
+    def diagnose_block_size(self) -> None:
+        """Does the setting fit the engine's blocks?"""
+        other, own = self._ledger.other_block_size, self._settings.block_size
+        if other is None or self._counters.blocks_stored or self._ledger.digest.blocks:
+            self._diagnoses.clear("block_size")
+        else:
+            seen = f"the engine's blocks have {other} tokens, but --block-size is {own}: none of them is published"
+            why = " (context parallelism multiplies an engine's block size)" if other % (own or other) == 0 else ""
+            self._diagnoses.set("block_size", seen, f"set --block-size {other}, or leave it out{why}")
+
+    def _diagnose_blocked(self) -> Diagnosis:
+        seen = f"NATS at {self._server_name} does not take its messages: {self._sender.trouble}"
+        if self._sender.refused_without_stream:
+            cure = "start an indexer on that NATS, or set --nats-url to the NATS that the indexers use"
+        else:
+            cure = "see the storage and limits of JetStream, and what the publisher's NATS user may publish"
+        return Diagnosis(name="publishing", seen=seen[:MAX_DIAGNOSIS_TEXT], cure=cure)
+
+    @property
+    def _server_name(self) -> str | None:
+        """The NATS server that it is connected to."""
+        server = self._client.connected_url
+        return None if server is None else redact_url(server.geturl())
