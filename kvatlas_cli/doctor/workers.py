@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.identities import Identities, TenantRefused
-from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Heartbeat, Liveness
+from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Heartbeat, Liveness
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
 from kvatlas.version import own_version
@@ -189,12 +189,20 @@ def _judge_load(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
     if none:
         line = f"workers without load: {join_names(none)}; routers assume the pool's mean"
         advice = "set the publisher's --engine-url; SGLang needs --enable-metrics"
-        yield Finding("workers.load", Level.WARNING, line, advice)
+        yield Finding("workers.load", Level.WARNING, line, _advise_load(fleet, none, advice))
     if old:
         line = f"workers whose load is older than {STALE_US / 1e6:g} s: {join_names(old)}"
-        yield Finding("workers.load", Level.WARNING, line, "does the engine's /metrics answer within 2 s?")
+        advice = "does the engine's /metrics answer within 2 s?"
+        yield Finding("workers.load", Level.WARNING, line, _advise_load(fleet, old, advice))
     if up and not none and not old:
         yield Finding("workers.load", Level.OK, f"{len(up)} of {len(up)} routable workers report load")
+
+
+def _advise_load(fleet: Mapping[str, FleetRecord], ids: Iterable[str], advice: str) -> str:
+    """`advice` is for engines with a page; others tell their load themselves."""
+    if any(fleet[id].endpoint.kind is EngineKind.OPEN for id in ids):
+        return f"{advice}; an engine of the open event forms sends `load` with its batches"
+    return advice
 
 
 def _judge_endpoints(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:

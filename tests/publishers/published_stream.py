@@ -1,18 +1,24 @@
-"""The stream's messages, read through the index's own fence."""
+"""The stream's messages, read through the index's own fence; and a worker to publish."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
+import anyio
 from nats.aio.client import Client
 
-from kvatlas.bus.subjects import ALL_EVENTS, STREAM
+from kvatlas.bus.control import ControlReply, ControlRequest
+from kvatlas.bus.subjects import ALL_EVENTS, STREAM, control_subject
 from kvatlas.bus.wire import decode, decode_raw
 from kvatlas.events import Message
-from kvatlas.identity import partition_of
+from kvatlas.identity import Scope, partition_of
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import PartitionBatch
+from publishers.publisher import Publisher
+from publishers.settings import PublisherSettings
 
 PARTITIONS = 64
+SETTINGS = PublisherSettings(worker_id="w", model_id="model", block_size=16, partitions=PARTITIONS)
+SCOPE = Scope("model", "model")
 
 
 @dataclass
@@ -46,3 +52,16 @@ async def read_stream(client: Client) -> PublishedStream:
             published.outcomes[outcome] += getattr(applied, outcome)
     await subscription.unsubscribe()
     return published
+
+
+async def flushed(publisher: Publisher, deadline_s: float = 15) -> None:
+    with anyio.fail_after(deadline_s):
+        await publisher.flush()
+
+
+def tokens(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+async def ask(client: Client, request: ControlRequest) -> ControlReply:
+    return ControlReply.unpack((await client.request(control_subject("w"), request.pack(), timeout=5)).data)

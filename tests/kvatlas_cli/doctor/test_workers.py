@@ -86,6 +86,7 @@ async def test_incomplete_fleet_records_are_found(installation: Installation) ->
         fleet_record("asleep", state=EngineState.ASLEEP),
         fleet_record("loadless", load=None),
         fleet_record("stale", load_age_us=60_000_000),
+        fleet_record("open", load_age_us=60_000_000, of_endpoint={"kind": EngineKind.OPEN}),
         fleet_record("nowhere", of_endpoint={"base_url": ""}),
         fleet_record("quiet", of_endpoint={"events": False}),
         fleet_record("uncut", of_endpoint={"events": False, "block_size": None}),
@@ -97,7 +98,9 @@ async def test_incomplete_fleet_records_are_found(installation: Installation) ->
     engines = {one.level: one.line for one in await installation.findings("workers.engines")}
     assert engines[Level.ERROR] == "engines down: down" and engines[Level.INFO] == "engines asleep: asleep"
     loads = [one.line for one in await installation.findings("workers.load")]
-    assert "without load: loadless" in loads[0] and "older than 5 s: stale" in loads[1]
+    assert "without load: loadless" in loads[0] and "older than 5 s: open, stale" in loads[1]
+    told = [one.advice.count("open event forms") for one in await installation.findings("workers.load")]
+    assert told == [0, 1]
     assert "without an address: nowhere" in (await installation.problem("workers.address")).line
     assert (await installation.problem("workers.events")).line.endswith("predicted: quiet, uncut")
     sizes = {one.level: one.line for one in await installation.findings("workers.block_size")}
