@@ -1,6 +1,6 @@
 """`kvatlas doctor`: checks the set-up of an installation and that every part of it is alive.
 
-    finding.py      a finding: one line, its level, what to do
+    report.py       a finding: one line, its level, what to do
     examination.py  runs every check, in order
     store_facts.py  reads the store's servers          store.py  judges them
     heartbeats.py   listens to publishers

@@ -5,6 +5,7 @@
     application.py      its paths
     route_api.py        `/kvatlas/route` and `/kvatlas/done` over `router_client.held_bookings`
     engine_call.py      from any request to the model that it names
+    large_body.py       the model of a body that is too large to be decoded
     request_reader.py   from a body to a prompt in its scope
     catalogue.py        which models the fleet serves, under which names, on which workers
     exchange.py         one request: its prompt, a booked worker; another worker while nothing was sent to the client yet
@@ -13,7 +14,7 @@
     event_stream.py     reads the usage from an answer's stream while it passes
     answer_usage.py     usage and times of an answer
     headers.py          which headers are forwarded, and the decision header
-    tracing.py          continues the caller's trace
+    request_trace.py    continues the caller's trace
     access_log.py       a line for each request
     counters.py         counters
 

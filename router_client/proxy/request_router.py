@@ -47,6 +47,7 @@ from router_client.tokens.engine_tokenizer import EngineTokenizer
 from router_client.tokens.prompt_reader import PromptSettings
 from router_client.tokens.tokenizer import ThreadedTokenizer, Tokenizer
 from router_client.upstream.engine_addresses import AddressPolicy, CheckedTransport
+from router_client.upstream.patience import PatientTransport
 
 _log = logging.getLogger("router_client.proxy")
 
@@ -164,7 +165,7 @@ def engine_client(timeout_s: float, addresses: AddressPolicy) -> httpx.AsyncClie
     ignored: engines are near."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=1_024, keepalive_expiry=4.0)
     timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
-    transport = CheckedTransport(addresses, httpx.AsyncHTTPTransport(limits=limits, trust_env=False))
+    transport = CheckedTransport(addresses, PatientTransport(limits))
     return httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False, follow_redirects=False)
 
 

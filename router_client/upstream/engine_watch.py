@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import httpx
 
 from kvatlas.runtime.background_task import BackgroundTask
+from router_client.upstream.patience import wait_patiently
 
 PATIENCE_S = 5.0
 """An engine that sent nothing for this long is probed: it may be computing a long prompt."""
@@ -89,8 +90,8 @@ class EngineWatch:
 
     async def _probe(self, url: str) -> None:
         try:
-            await self._client.get(f"{url.rstrip('/')}/health", timeout=PROBE_S)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            await wait_patiently(self._client.get(f"{url.rstrip('/')}/health", timeout=None), PROBE_S)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             self._silent[url] = self._silent.get(url, 0) + 1
             if self._silent[url] < PROBES:
                 return

@@ -30,6 +30,7 @@ FOLDER = re.compile(rf"(?:{'|'.join((*PACKAGES, 'compose', 'docs', 'examples', '
 LABELS = {"kvatlas/engine"}
 """Of objects in Kubernetes; not files."""
 DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
+LISTED = re.compile(r"(?m)^ +([\w/]+(?:\.(?:py|lua)|/))  ")
 TEST_FUNCTION = re.compile(r"test_\w+")
 MENTION = re.compile(r"docs/[\w-]+\.(?:md|conf)(?:#[\w-]+)?")
 MAKE = re.compile(r"\bmake ([a-z][\w-]*)")
@@ -211,3 +212,13 @@ def test_every_document_that_code_mentions_exists() -> None:
         if not has_target(ROOT, mention)
     ]
     assert not wrong
+
+
+def test_files_that_a_package_lists_in_its_docstring_exist() -> None:
+    missing = []
+    for package in (path for path in FILES if path.name == "__init__.py"):
+        for name in LISTED.findall(package.read_text()):
+            found = package.parent / name
+            if not (found.is_dir() if name.endswith("/") else found.is_file()):
+                missing.append(f"{package.relative_to(ROOT)}: {name}")
+    assert not missing
