@@ -57,7 +57,8 @@ class RunGuesses:
 @lru_cache(maxsize=512)
 def _pack_places(lengths: tuple[int, ...]) -> bytes:
     """The last block of each run, and the one behind it."""
-    places, end = [], 0
+    places: list[int] = []
+    end = 0
     for length in lengths:
         end += length
         places += (end - 1, end)
