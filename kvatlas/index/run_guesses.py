@@ -21,7 +21,8 @@ MOST_RUNS = 128
 class RunGuesses:
     """For one shard. The least recently used start is dropped first."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_starts: int = MOST_STARTS) -> None:
+        self._most_starts = most_starts
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
 
     def __len__(self) -> int:
@@ -50,7 +51,7 @@ class RunGuesses:
                 kept[start] = guess
             else:
                 kept.pop(start, None)
-        while len(kept) > MOST_STARTS:
+        while len(kept) > self._most_starts:
             kept.popitem(last=False)
 
 
