@@ -21,7 +21,8 @@ MOST_RUNS = 128
 class RunGuesses:
     """For one shard. The least recently used start is dropped first."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_starts: int = MOST_STARTS) -> None:
+        self._most_starts = most_starts
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
 
     def __len__(self) -> int:
@@ -50,14 +51,15 @@ class RunGuesses:
                 kept[start] = guess
             else:
                 kept.pop(start, None)
-        while len(kept) > MOST_STARTS:
+        while len(kept) > self._most_starts:
             kept.popitem(last=False)
 
 
 @lru_cache(maxsize=512)
 def _pack_places(lengths: tuple[int, ...]) -> bytes:
     """The last block of each run, and the one behind it."""
-    places, end = [], 0
+    places: list[int] = []
+    end = 0
     for length in lengths:
         end += length
         places += (end - 1, end)

@@ -60,7 +60,7 @@ from kvatlas.index.redis.scrub import Scrub
 from kvatlas.index.redis.shard_reader import BLOCKS_A_CALL, SCAN_COUNT, ShardReader
 from kvatlas.index.redis.sweep import Sweep
 from kvatlas.index.redis.wipe_recovery import WipeRecovery
-from kvatlas.index.run_guesses import RunGuesses
+from kvatlas.index.run_guesses import MOST_STARTS, RunGuesses
 from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import Store
 
@@ -129,7 +129,7 @@ class RedisIndex(DirectWrites):
         self._keys = [ShardKeys(k, layout.number) for k in range(layout.shards)]
         self._readers = [ShardReader(store, keys) for keys in self._keys]
         self._names = [HolderNames(keys) for keys in self._keys]
-        self._guesses = [RunGuesses() for _ in self._keys]
+        self._guesses = [RunGuesses(MOST_STARTS // self.shards) for _ in self._keys]
         self._sweeps = [Sweep(keys, side_index) for keys in self._keys]
         self._scrubs = [Scrub(keys, side_index) for keys in self._keys]
         self._weights: list[dict[bytes, float]] = [{} for _ in self._keys]

@@ -16,7 +16,8 @@
 --                         this place in `predicted` on
 --  11 groups        HASH  likeness (8 bytes) -> number of its group; 's' <number> -> packed sums of the known loads of a group;
 --                         'next' -> the last number of a lease or a generation, 'last' -> of a group; 'damages' -> how often the
---                         pool was repaired since that was reported, 'damage' -> what was damaged the last time
+--                         pool was repaired since that was reported, 'damage' -> what was damaged the last time;
+--                         'tables' -> us when small keys were made tables, see report.lua
 --  12 samples       ZSET  worker id, scored with the us of its load sample; those that are believed
 --  13 order_queued, order_running, order_kv, order_mix: the workers of all groups by load, see _orders.lua
 --  17 rates         HASH  worker id -> cmsgpack evidence of its rates (learn.lua)

@@ -11,7 +11,6 @@ from kvatlas.blocks.residency import ShardRuns
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
-from kvatlas.index import run_guesses
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
@@ -79,9 +78,8 @@ def pack_places(*places: int) -> bytes:
     return b"".join(place.to_bytes(4, "big") for place in places)
 
 
-def test_starts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_guesses, "MOST_STARTS", 10)
-    guesses = RunGuesses()
+def test_starts_are_bounded() -> None:
+    guesses = RunGuesses(most_starts=10)
     for seed in range(50):
         guesses.keep(chain(seed, 128), [128], b"")
     assert len(guesses) <= 10
