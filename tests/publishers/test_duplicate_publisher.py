@@ -71,7 +71,7 @@ async def test_the_index_follows_the_newer_publisher_and_then_the_older_again(fr
                 await until(lambda: older.changelog.yielded, what="the older one yields")
                 assert older.counters.yields == 1
                 asked = ControlRequest(op=ControlOp.DIGEST).pack()
-                with anyio.fail_after(5):
+                with anyio.fail_after(30):
                     answer = await client.request(control_subject("w"), asked, timeout=5)
                 assert ControlReply.unpack(answer.data).incarnation == newer.changelog.outbox.incarnation
                 await older.stored(list(range(1000, 1016)))

@@ -1,6 +1,5 @@
 """Faults of a Valkey cluster: servers that die, fail over, and give the shards' slots to each other."""
 
-
 from kvatlas.embedded import EmbeddedServer
 from kvatlas.identity import partition_of, shard_of
 from tests.chaos.clusters.store_cluster import StoreCluster, slot_of_shard
