@@ -68,7 +68,7 @@ class Recording:
         recording = cls(workload.block_tokens, workload.requests[-ASKED:])
         index = recording.index = _RecordingIndex(recording.messages)
         paths = [
-            EventPath(worker_name(number), index, _at_once, random.Random(number), delay_us=0.0, loss=0.0)
+            EventPath(worker_name(number), index, _at_once, random.Random(number), FLEET.layout, delay_us=0.0, loss=0.0)
             for number in range(FLEET.workers)
         ]
 

@@ -31,6 +31,7 @@ from router_client.tokens.usage import Usage
 from simulator.demo.processes import FleetSettings as ServerSettings
 from simulator.demo.processes import running_fleet, wait_until_routable
 from simulator.engine.step_cost import StepCost
+from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.engine import EngineRequest, VirtualEngine
 from simulator.lab.event_path import to_engine_event
 from simulator.lab.policies.atlas import AtlasSettings, worker_name
@@ -65,7 +66,9 @@ async def replay_live(
         stack.push_async_callback(nats.close)
         engines = build_engines(settings, workload.block_tokens, scaled_cost(settings.cost, scale))
         publishers = [
-            await stack.enter_async_context(Publisher(_publisher_settings(number, workload), nats=nats))
+            await stack.enter_async_context(
+                Publisher(_publisher_settings(number, workload, settings.layout), nats=nats)
+            )
             for number in range(settings.workers)
         ]
         router_settings = RouterSettings(
@@ -84,7 +87,9 @@ async def replay_live(
         async with connected_store(servers.redis_url, wait=False) as store:
             await wait_until_routable(store, settings.workers, ROUTABLE_S)
         arrivals = draw_arrivals(workload, seed, speed * scale)
-        return await _LiveReplay(workload, engines, publishers, routers, arrivals, scale).run(on_progress)
+        return await _LiveReplay(workload, settings.layout, engines, publishers, routers, arrivals, scale).run(
+            on_progress
+        )
 
 
 def scaled_cost(cost: StepCost, scale: float) -> StepCost:
@@ -110,13 +115,14 @@ def _scaled_rates(scale: float) -> EngineRates:
     )
 
 
-def _publisher_settings(number: int, workload: Workload) -> PublisherSettings:
+def _publisher_settings(number: int, workload: Workload, layout: CacheLayout) -> PublisherSettings:
     return PublisherSettings(
         worker_id=worker_name(number),
         model_id=MODEL,
         tokenizer_id=MODEL,
         engine=EngineKind.MOCK,
         block_size=workload.block_tokens,
+        chunk_size=layout.chunk_tokens,
         salt_is_tenant=True,
     )
 
@@ -125,6 +131,7 @@ class _LiveReplay:
     def __init__(
         self,
         workload: Workload,
+        layout: CacheLayout,
         engines: Sequence[VirtualEngine],
         publishers: Sequence[Publisher],
         routers: Sequence[RouterClient],
@@ -132,6 +139,7 @@ class _LiveReplay:
         scale: float,
     ) -> None:
         self._block_tokens = workload.block_tokens
+        self._groups = layout.groups
         self._engines = engines
         self._publishers = publishers
         self._routers = routers
@@ -203,7 +211,7 @@ class _LiveReplay:
     async def _advance(self, number: int) -> None:
         done = self._engines[number].advance()
         if done.events:
-            events = [to_engine_event(event, self._block_tokens) for event in done.events]
+            events = [to_engine_event(event, self._groups, self._block_tokens) for event in done.events]
             self._publishers[number].record(EngineBatch(events))
         for sequence in done.first_tokens:
             await self._open[sequence.request.number][0].first_token()

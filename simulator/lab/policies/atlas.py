@@ -22,7 +22,7 @@ from kvatlas.reservations.protocol import ID_BYTES
 from router_client.booking.booker import evaluate_without_bookings
 from router_client.decision.policy import RoutingPolicy
 from router_client.learning.rates import PoolRates
-from router_client.pricing.overlap import look_up_overlap
+from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import rendezvous_weight
 from router_client.pricing.ranking import IN_FLIGHT, RankedResults
@@ -43,12 +43,14 @@ def worker_name(engine: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AtlasSettings:
-    """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `replicas` routers
-    take requests in turn; unless their bookings are `shared` each knows only its own, and the engines' reports."""
+    """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks` False: of
+    hybrids all that is resident counts as reusable. `replicas` routers take requests in turn; unless their bookings are
+    `shared` each knows only its own, and the engines' reports."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
     events: bool = True
+    marks: bool = True
     replicas: int = 1
     shared: bool = True
 
@@ -76,7 +78,8 @@ class Atlas(LoadBlind):
     ) -> None:
         """`cost`: to tell the times between tokens, which a client would measure."""
         self._engines = engines
-        self._index = index
+        held = index if settings.events else MemoryIndex()
+        self._index = held if settings.marks else ResidencyOnly(held)
         self._cost = cost
         self._settings = settings
         self._router_settings = RouterSettings(booking=settings.booking, router_id="lab")
@@ -106,8 +109,7 @@ class Atlas(LoadBlind):
             self._block_tokens,
             input_tokens=request.input_tokens,
         )
-        index = self._index if self._settings.events else _EMPTY
-        lookup = finish(look_up_overlap(index, prompt, self._pool.block_shapes))
+        lookup = finish(look_up_overlap(self._index, prompt, self._pool.block_shapes))
         quotes = self._policy.quote(prompt, self._pool, lookup)
         ask = self._policy.ask(prompt, self._pool, quotes, lookup)
         if self._settings.booking.reservations:
@@ -131,6 +133,11 @@ class Atlas(LoadBlind):
         self._last = results
         self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
         return int(quotes[evaluation.chosen].id[1:])
+
+    def predicted_tokens(self, number: int) -> int:
+        """How many tokens of an open request its engine is expected not to compute."""
+        plan = self._open[number].results[0].plan
+        return 0 if plan is None else plan.cached_tokens
 
     # ---------------------------------------------------------------- what comes back
 
@@ -215,6 +222,7 @@ class Atlas(LoadBlind):
                 tokenizer_id=MODEL,
                 block_size=self._block_tokens,
                 events=self._settings.events,
+                marks=engine.is_hybrid and self._settings.events,
             )
             records[id] = FleetRecord(
                 endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE, load=load, incarnation=1
@@ -245,6 +253,3 @@ class OverlapOnly(LoadBlind):
             range(len(self._names)),
             key=lambda i: (depths.get(self._names[i], 0), rendezvous_weight(fingerprint, self._names[i])),
         )
-
-
-_EMPTY = MemoryIndex()

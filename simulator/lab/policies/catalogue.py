@@ -75,6 +75,7 @@ POLICIES: Mapping[str, PolicyKind] = {
     ),
     "kvatlas-no-learned-rates": _atlas("default rates", AtlasSettings(learning=False)),
     "kvatlas-no-events": _atlas("what engines hold is predicted", AtlasSettings(events=False)),
+    "kvatlas-no-marks": _atlas("of hybrids all that is resident counts as reusable", AtlasSettings(marks=False)),
     "kvatlas-3-replicas": _atlas("three routers, one set of bookings", AtlasSettings(replicas=3)),
     "kvatlas-3-replicas-unshared": _atlas("three routers, each with its own", AtlasSettings(replicas=3, shared=False)),
     DYNAMO: PolicyKind(
@@ -87,7 +88,9 @@ POLICIES: Mapping[str, PolicyKind] = {
 }
 
 LIVE_POLICIES = tuple(
-    name for name, kind in POLICIES.items() if kind.atlas is not None and kind.atlas.events and kind.atlas.shared
+    name
+    for name, kind in POLICIES.items()
+    if kind.atlas is not None and kind.atlas.events and kind.atlas.shared and kind.atlas.marks
 )
 """What can be replayed over real servers."""
 

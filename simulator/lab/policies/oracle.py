@@ -37,13 +37,15 @@ class Oracle(LoadBlind):
         """Tokens of the prompt in the engine's cache, and those that it computes before it gets to this request."""
         size = engine.block_tokens
         content = written(request.contents)[: written_tokens(request.input_tokens, size)]
-        cached = len(engine.cache.match(content, request.identity.namespace).nodes) * size
+        cached = engine.cached_tokens(content, request.identity.namespace)
         mine, computing = request.prompt_contents(size), 0
         for one in ahead:
             if one.request.identity == request.identity:
                 theirs = one.request.contents
                 common = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine))
-                computing = max(computing, min(common, (request.input_tokens - 1) // size) * size)
+                usable = min(common, (request.input_tokens - 1) // size)
+                if usable * size > max(cached, computing):
+                    computing = max(computing, engine.blocks_once_computed(one, usable) * size)
         return cached, computing
 
     def _uncached_tokens(self, engine: VirtualEngine, one: EngineRequest) -> int:
@@ -51,4 +53,4 @@ class Oracle(LoadBlind):
         if one in engine.running[-1:]:
             return known - one.computed
         content = one.content[: written_tokens(known, engine.block_tokens)]
-        return known - len(engine.cache.match(content, one.request.identity.namespace).nodes) * engine.block_tokens
+        return known - engine.cached_tokens(content, one.request.identity.namespace)
