@@ -142,6 +142,14 @@ class VirtualEngine:
         """How much of a prompt (as `written`) would be reused now."""
         return self._hit_tokens(self.cache.match(content, namespace))
 
+    def uncached_tokens(self, sequence: EngineRequest) -> int:
+        """What is left to compute of a prompt of `unprefilled`."""
+        known = self._known_tokens(sequence)
+        if sequence in self.running[-1:]:
+            return known - sequence.computed
+        content = sequence.content[: written_tokens(known, self.block_tokens)]
+        return known - self.cached_tokens(content, sequence.request.identity.namespace)
+
     def blocks_once_computed(self, sequence: EngineRequest, blocks: int) -> int:
         """Of the first blocks of a request that waits, how many another can reuse when it is computed."""
         if not isinstance(self.cache, HybridCache):

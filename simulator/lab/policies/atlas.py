@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvatlas.cost import EngineProfile
+from kvatlas.cost import EngineProfile, EngineRates
 from kvatlas.cost.learned_rates import FinishedRequest
 from kvatlas.cost.protocol import Load
 from kvatlas.fleet.records import (
@@ -45,7 +45,8 @@ def worker_name(engine: int) -> str:
 class AtlasSettings:
     """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks` False: of
     hybrids all that is resident counts as reusable. `replicas` routers take requests in turn; unless their bookings are
-    `shared` each knows only its own, and the engines' reports."""
+    `shared` each knows only its own, and the engines' reports. `true_loads`: at each choice loads and queues are what they are
+    then; `true_rates`: prices are the engines' step costs, and nothing is learned."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -53,6 +54,8 @@ class AtlasSettings:
     marks: bool = True
     replicas: int = 1
     shared: bool = True
+    true_loads: bool = False
+    true_rates: bool = False
 
 
 class _Clock:
@@ -90,17 +93,19 @@ class Atlas(LoadBlind):
             MemoryReservations(lambda: self._clock.now_us) for _ in range(1 if settings.shared else settings.replicas)
         ]
         self._books = [books[i % len(books)] for i in range(settings.replicas)]
-        self._rates = PoolRates(EngineProfile())
+        self._rates = PoolRates(EngineProfile(_rates_of(cost) if settings.true_rates else EngineRates()))
         self._open: dict[int, _Open] = {}
         self._turn = 0
         self._mean_prompt = [0, 0]
         self._last: RankedResults | None = None
-        self._pool = Pool.of(self._records(1))
+        self._pool = Pool.of(self._records(1), None, self._rates.profile)
 
     # ---------------------------------------------------------------- choices
 
     def choose(self, request: LabRequest, now_us: float) -> int:
         self._clock.now_us = round(now_us)
+        if self._settings.true_loads:
+            self._report_loads(round(now_us))
         router = self._turn % self._settings.replicas
         self._turn += 1
         prompt = Prompt.of_hashes(
@@ -158,7 +163,7 @@ class Atlas(LoadBlind):
         if self._settings.booking.reservations:
             self._books[opened.router].release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.FINISHED)
         chosen = opened.results[0]
-        if not self._settings.learning or chosen.plan is None:
+        if not self._learns or chosen.plan is None:
             return
         last = self._last
         self._rates.add(
@@ -178,13 +183,19 @@ class Atlas(LoadBlind):
 
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
         self._clock.now_us = round(now_us)
-        books = list({id(one): one for one in self._books}.values())
-        if self._settings.learning:
-            for one in books[:1]:  # evidence is shared, whatever is booked
-                if unshared := self._rates.take_unshared():
-                    finish(one.add_evidence(POOL, unshared))
-                finish(self._rates.update(finish(one.read_evidence(POOL))))
-        records = self._records(round(now_us))
+        if self._learns:
+            book = self._books[0]  # evidence is shared, whatever is booked
+            if unshared := self._rates.take_unshared():
+                finish(book.add_evidence(POOL, unshared))
+            finish(self._rates.update(finish(book.read_evidence(POOL))))
+        self._report_loads(round(now_us))
+
+    @property
+    def _learns(self) -> bool:
+        return self._settings.learning and not self._settings.true_rates
+
+    def _report_loads(self, now_us: int) -> None:
+        records = self._records(now_us)
         self._pool = Pool.of(records, None, self._rates.profile)
         reports = {
             id: WorkerReport(
@@ -194,8 +205,8 @@ class Atlas(LoadBlind):
             for id, record in records.items()
             if record.load is not None
         }
-        for one in books:
-            one.report_now(POOL, reports)
+        for book in {id(one): one for one in self._books}.values():
+            book.report_now(POOL, reports)
 
     def _records(self, now_us: int) -> Mapping[str, FleetRecord]:
         """The fleet records now, with the loads that a publisher reads from a vLLM engine's metrics."""
@@ -203,10 +214,14 @@ class Atlas(LoadBlind):
         records = {}
         for number, engine in enumerate(self._engines):
             id, running, waiting = worker_name(number), len(engine.running), len(engine.waiting)
+            queued_tokens = int(waiting * mean_prompt)
+            if self._settings.true_loads:
+                queued_tokens = sum(map(engine.uncached_tokens, engine.unprefilled))
+                running, waiting = running + waiting, 0
             load = WorkerState(
                 id=id,
                 running_decodes=running,
-                queued_prefill_tokens=int(waiting * mean_prompt),
+                queued_prefill_tokens=queued_tokens,
                 forward_pass=ForwardPassMetrics(
                     active_request_slots=running,
                     active_kv_blocks=engine.kv_tokens // self._block_tokens,
@@ -235,6 +250,17 @@ class Atlas(LoadBlind):
         return self._cost.step_us(
             prefill_tokens=0, decode_sequences=len(one.running), decode_kv_tokens=one.kv_tokens, swapped_in=0
         )
+
+
+def _rates_of(cost: StepCost) -> EngineRates:
+    """The rates by which such engines run."""
+    return EngineRates(
+        cost.prefill_us_per_token,
+        0.0,
+        cost.decode_step_us,
+        cost.decode_us_per_sequence,
+        cost.decode_us_per_kv_token,
+    )
 
 
 class OverlapOnly(LoadBlind):

@@ -24,7 +24,7 @@ class Oracle(LoadBlind):
     def _score_us(self, engine: VirtualEngine, request: LabRequest) -> float:
         cost, ahead = self._cost, engine.unprefilled
         cached, computing = self._held_tokens(engine, request, ahead)
-        queued = sum(self._uncached_tokens(engine, one) for one in ahead)
+        queued = sum(engine.uncached_tokens(one) for one in ahead)
         new = request.input_tokens - max(cached, computing)
         running = len(engine.running) + len(engine.waiting)
         kv_tokens = engine.kv_tokens + sum(one.request.input_tokens for one in engine.waiting)
@@ -47,10 +47,3 @@ class Oracle(LoadBlind):
                 if usable * size > max(cached, computing):
                     computing = max(computing, engine.blocks_once_computed(one, usable) * size)
         return cached, computing
-
-    def _uncached_tokens(self, engine: VirtualEngine, one: EngineRequest) -> int:
-        known = one.request.input_tokens + one.generated
-        if one in engine.running[-1:]:
-            return known - one.computed
-        content = one.content[: written_tokens(known, engine.block_tokens)]
-        return known - engine.cached_tokens(content, one.request.identity.namespace)
