@@ -165,7 +165,7 @@ def _load(name: str, requests: int | None) -> Workload:
 
 CHAPTERS = {"policies": _write_policies, "terms": _write_terms, "events": _write_events, "backends": write_backends}
 """Those of the short study: under ten minutes together on two free cores."""
-SINGLE = {"gap": _write_gap, "live": lambda workloads, watch: write_live(workloads[0], watch)}
+SINGLE = {"gap": _write_gap, "live": write_live}
 """Those that are only written when they are asked for."""
 
 

@@ -1,5 +1,6 @@
 """Live and virtual replays of the same requests beside each other."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio
@@ -15,8 +16,9 @@ SCALE = 2.0
 POLICIES = ("kvatlas",)
 
 
-def write_live(workload: Workload, watch: Stopwatch) -> None:
-    """The chapter `live`: half an hour of requests, in scaled real time."""
+def write_live(workloads: Sequence[Workload], watch: Stopwatch) -> None:
+    """The chapter `live`: half an hour of requests of the first workload, in scaled real time."""
+    workload = workloads[0]
     study = Study(replace(workload, requests=workload.requests[:REQUESTS]), POLICIES, [POINT], seeds=1)
     live, virtual = anyio.run(compare_live, study, SCALE), compare(study, jobs=1)
     flags = f"--workers {POINT.workers} --cache-tokens {POINT.cache_tokens} --speed {POINT.speed:g} --seeds 1"
