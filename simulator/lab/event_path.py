@@ -126,7 +126,6 @@ def to_engine_event(event: KVEvent, groups: Sequence[CacheGroup], block_tokens: 
     """The event as of an engine with these groups and blocks of this size; blocks of more than two tokens repeat their
     content's id."""
     if isinstance(event, BlocksStored):
-        salt = next((key for key in event.extra_keys[0] if key != event.adapter), None) if event.extra_keys else None
         token_ids: Sequence[int] = event.token_ids
         if block_tokens != CACHE_BLOCK:
             token_ids = [content for content in token_ids[::CACHE_BLOCK] for _ in range(block_tokens)]
@@ -137,7 +136,7 @@ def to_engine_event(event: KVEvent, groups: Sequence[CacheGroup], block_tokens: 
             block_size=block_tokens,
             tier=_TIER_OF[event.medium],
             adapter=event.adapter,
-            salt=salt,
+            salt=event.salt,
             group=event.group,
             kind=groups[event.group].kind,
             window_tokens=groups[event.group].window_tokens,

@@ -18,7 +18,7 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.bus.connection import connect_nats
 from kvatlas.cost import EngineProfile, EngineRates
 from kvatlas.events import EngineBatch
-from kvatlas.fleet.records import EngineKind, ForwardPassMetrics, WorkerState
+from kvatlas.fleet.records import EngineKind
 from kvatlas.store.connection import connected_store
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
@@ -33,6 +33,7 @@ from simulator.demo.processes import running_fleet, wait_until_routable
 from simulator.engine.step_cost import StepCost
 from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.engine_metrics import EngineMetrics
 from simulator.lab.event_path import to_engine_event
 from simulator.lab.policies.atlas import AtlasSettings, worker_name
 from simulator.lab.replay import START_US, FleetSettings, Outcome, Served, build_engines, draw_arrivals
@@ -150,8 +151,7 @@ class _LiveReplay:
         """By request: its choice, and when it arrived."""
         self._left = len(arrivals)
         self._ended_us = 0.0
-        self._prompts = [0, 0]
-        """Finished ones: tokens, count."""
+        self._metrics = EngineMetrics()
         self._began_s = time.monotonic()
         self._changed = anyio.Event()
 
@@ -221,37 +221,21 @@ class _LiveReplay:
     async def _finish(self, sequence: EngineRequest) -> None:
         request = sequence.request
         choice, arrived_us = self._open.pop(request.number)
-        after_first = request.output_tokens - 1
-        ttft_us = sequence.first_token_us - arrived_us
-        tpot_us = (sequence.finished_us - sequence.first_token_us) / after_first if after_first else 0.0
-        cached = sequence.cached_tokens or 0
+        seen = Served.of(sequence, arrived_us)
         await choice.done(
-            usage=Usage(request.input_tokens, request.output_tokens, cached), timings=Timings(ttft_us, tpot_us or None)
+            usage=Usage(seen.input_tokens, seen.output_tokens, seen.cached_tokens),
+            timings=Timings(seen.ttft_us, seen.tpot_us or None),
         )
-        self._served[request.number] = Served(
-            request.input_tokens, request.output_tokens, cached, ttft_us * self._scale, tpot_us * self._scale
+        self._served[request.number] = replace(
+            seen, ttft_us=seen.ttft_us * self._scale, tpot_us=seen.tpot_us * self._scale
         )
-        self._prompts[0] += request.input_tokens
-        self._prompts[1] += 1
+        self._metrics.record_finish(request.input_tokens)
         self._left -= 1
         self._ended_us = sequence.finished_us
 
     async def _sample_loads(self) -> None:
         """As a publisher reads them from vLLM's metrics."""
         for _ in count():
-            mean_prompt = self._prompts[0] / max(1, self._prompts[1])
             for publisher, engine in zip(self._publishers, self._engines, strict=True):
-                running, waiting = len(engine.running), len(engine.waiting)
-                publisher.reported_load = WorkerState(
-                    id=publisher.worker_id,
-                    running_decodes=running,
-                    queued_prefill_tokens=int(waiting * mean_prompt),
-                    forward_pass=ForwardPassMetrics(
-                        active_request_slots=running,
-                        active_kv_blocks=engine.kv_tokens // self._block_tokens,
-                        total_kv_blocks=engine.cache.num_blocks,
-                        requests_waiting=waiting,
-                    ),
-                    sampled_us=time.time_ns() // 1_000,
-                )
+                publisher.reported_load = self._metrics.read(publisher.worker_id, engine, time.time_ns() // 1_000)
             await anyio.sleep(SAMPLE_S)

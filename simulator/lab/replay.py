@@ -54,6 +54,18 @@ class Served:
     tpot_us: float
     """0 for an answer of one token."""
 
+    @classmethod
+    def of(cls, sequence: EngineRequest, arrived_us: float) -> "Served":
+        """A finished one, by the clock that `arrived_us` is of."""
+        request, after_first = sequence.request, sequence.request.output_tokens - 1
+        return cls(
+            request.input_tokens,
+            request.output_tokens,
+            sequence.cached_tokens or 0,
+            sequence.first_token_us - arrived_us,
+            (sequence.finished_us - sequence.first_token_us) / after_first if after_first else 0.0,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -234,15 +246,8 @@ class _Replay:
         self._at(ends_us, lambda: self._advance(number, ends_us))
 
     def _finish(self, sequence: EngineRequest) -> None:
-        request = sequence.request
-        after_first = request.output_tokens - 1
-        self._served[request.number] = Served(
-            request.input_tokens,
-            request.output_tokens,
-            sequence.cached_tokens or 0,
-            sequence.first_token_us - self._arrived.pop(request.number),
-            (sequence.finished_us - sequence.first_token_us) / after_first if after_first else 0.0,
-        )
+        number = sequence.request.number
+        self._served[number] = Served.of(sequence, self._arrived.pop(number))
         self._left -= 1
         self._ended_us = sequence.finished_us
 

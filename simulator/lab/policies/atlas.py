@@ -11,9 +11,7 @@ from kvatlas.fleet.records import (
     EngineKind,
     EngineState,
     FleetRecord,
-    ForwardPassMetrics,
     Liveness,
-    WorkerState,
 )
 from kvatlas.identity import pool_id
 from kvatlas.index.memory.index import MemoryIndex
@@ -30,6 +28,7 @@ from router_client.prompt import Prompt
 from router_client.settings import BookingSettings, RouterSettings
 from simulator.engine.step_cost import StepCost
 from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.engine_metrics import EngineMetrics, read_true_load
 from simulator.lab.event_path import finish
 from simulator.lab.policies.protocol import LoadBlind
 from simulator.lab.requests import MODEL, LabRequest
@@ -96,7 +95,7 @@ class Atlas(LoadBlind):
         self._rates = PoolRates(EngineProfile(_rates_of(cost) if settings.true_rates else EngineRates()))
         self._open: dict[int, _Open] = {}
         self._turn = 0
-        self._mean_prompt = [0, 0]
+        self._metrics = EngineMetrics()
         self._last: RankedResults | None = None
         self._pool = Pool.of(self._records(1), None, self._rates.profile)
 
@@ -158,8 +157,7 @@ class Atlas(LoadBlind):
         self._clock.now_us = round(sequence.finished_us)
         request = sequence.request
         opened = self._open.pop(request.number)
-        self._mean_prompt[0] += request.input_tokens
-        self._mean_prompt[1] += 1
+        self._metrics.record_finish(request.input_tokens)
         if self._settings.booking.reservations:
             self._books[opened.router].release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.FINISHED)
         chosen = opened.results[0]
@@ -209,27 +207,11 @@ class Atlas(LoadBlind):
             book.report_now(POOL, reports)
 
     def _records(self, now_us: int) -> Mapping[str, FleetRecord]:
-        """The fleet records now, with the loads that a publisher reads from a vLLM engine's metrics."""
-        mean_prompt = self._mean_prompt[0] / max(1, self._mean_prompt[1])
+        """The fleet records now."""
         records = {}
         for number, engine in enumerate(self._engines):
-            id, running, waiting = worker_name(number), len(engine.running), len(engine.waiting)
-            queued_tokens = int(waiting * mean_prompt)
-            if self._settings.true_loads:
-                queued_tokens = sum(map(engine.uncached_tokens, engine.unprefilled))
-                running, waiting = running + waiting, 0
-            load = WorkerState(
-                id=id,
-                running_decodes=running,
-                queued_prefill_tokens=queued_tokens,
-                forward_pass=ForwardPassMetrics(
-                    active_request_slots=running,
-                    active_kv_blocks=engine.kv_tokens // self._block_tokens,
-                    total_kv_blocks=engine.cache.num_blocks,
-                    requests_waiting=waiting,
-                ),
-                sampled_us=now_us,
-            )
+            id, read = worker_name(number), read_true_load if self._settings.true_loads else self._metrics.read
+            load = read(id, engine, now_us)
             endpoint = EngineEndpoint(
                 id=id,
                 kind=EngineKind.MOCK,
