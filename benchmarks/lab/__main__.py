@@ -6,17 +6,19 @@ Without a name, the chapters that take under ten minutes together; `full`: `benc
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.lab.backends import write_backends
-from benchmarks.lab.document import PICTURE, to_markdown, to_table, write_chapter
+from benchmarks.lab.document import PICTURE, Stopwatch, to_markdown, to_table, write_chapter
 from benchmarks.lab.live import write_live
 from benchmarks.lab.study import Row, count_points, run_study
 from benchmarks.lab.study import to_markdown as study_to_markdown
 from benchmarks.peer.dynamo.processes import PYTHON
+from kvatlas.blocks.attention_groups import AttentionKind
+from simulator.hybrid_cache.groups import CacheGroup
+from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.comparison import Point, Study, compare
 from simulator.lab.generated_requests import WORKLOADS, generate
 from simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO
@@ -38,6 +40,19 @@ TERMS = (
     "kvatlas-3-replicas",
     "kvatlas-3-replicas-unshared",
 )
+HYBRID = CacheLayout((CacheGroup(AttentionKind.FULL), CacheGroup(AttentionKind.SLIDING_WINDOW, 1_024)))
+HYBRID_TERMS = ("kvatlas", "kvatlas-no-marks", "oracle")
+HYBRID_SEEDS = 3
+SIGHTS = (
+    "kvatlas",
+    "kvatlas-true-rates",
+    "kvatlas-true-loads",
+    "kvatlas-true-loads-and-rates",
+    "oracle",
+    "weighted-scorers",
+)
+SIGHT_SEEDS = 3
+SIGHT_SPEEDS = (1.0, 2.0)
 UNRELIABLE = ("kvatlas", "kvatlas-no-events", "weighted-scorers")
 DELAYS_MS = (5.0, 500.0, 2_000.0, 10_000.0, 60_000.0)
 LOSSES = (0.0, 0.001, 0.01, 0.1)
@@ -47,7 +62,7 @@ def _jobs() -> int:
     return os.cpu_count() or 1
 
 
-def _write_policies(workloads: Sequence[Workload], began: float) -> None:
+def _write_policies(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     policies = (*DEFAULT_POLICIES, DYNAMO) if PYTHON.exists() else DEFAULT_POLICIES
     pages = ["## Policies"]
     for number, workload in enumerate(workloads):
@@ -57,20 +72,50 @@ def _write_policies(workloads: Sequence[Workload], began: float) -> None:
         if number == 0:
             save_picture(study, cells, PICTURE)
         pages.append(to_markdown(f"### {workload.name}", command, [title_of(study, POINT)], study, cells))
-    write_chapter("policies", "\n".join(pages), time.monotonic() - began)
+    write_chapter("policies", "\n".join(pages), watch)
 
 
-def _write_terms(workloads: Sequence[Workload], began: float) -> None:
-    pages = ["## Terms of the cost", "What is lost without each, and with three routers.", ""]
+def _write_terms(workloads: Sequence[Workload], watch: Stopwatch) -> None:
+    pages = [
+        "## Terms of the cost",
+        "What is lost without each, and with three routers; then without marks, on engines of a hybrid: full attention and a "
+        "sliding window, which share each cache.",
+        "",
+    ]
     for workload in workloads:
         study = Study(workload, TERMS, [POINT], SEEDS)
         command = f"{_command(workload)} {FLAGS} --seeds {SEEDS} --policies {','.join(TERMS)}"
         title = title_of(study, POINT)
         pages.append(to_markdown(f"### {workload.name}", command, [title], study, compare(study, _jobs())))
-    write_chapter("terms", "\n".join(pages), time.monotonic() - began)
+        hybrid = Study(workload, HYBRID_TERMS, [POINT], HYBRID_SEEDS, layout=HYBRID)
+        command = (
+            f"{_command(workload)} {FLAGS} --groups {HYBRID} --seeds {HYBRID_SEEDS} --policies {','.join(HYBRID_TERMS)}"
+        )
+        title = f"### {workload.name}, hybrid"
+        pages.append(to_markdown(title, command, [title_of(hybrid, POINT)], hybrid, compare(hybrid, _jobs())))
+    write_chapter("terms", "\n".join(pages), watch)
 
 
-def _write_events(workloads: Sequence[Workload], began: float) -> None:
+def _write_gap(workloads: Sequence[Workload], watch: Stopwatch) -> None:
+    """What does kvatlas not know that the oracle does, and what is that worth?"""
+    pages = [
+        "## What separates kvatlas from the oracle",
+        "kvatlas with what it has to estimate as it is: prices that are the engines' step costs (`true-rates`), each engine's "
+        "queue at the moment of the choice, in tokens that are left to compute (`true-loads`), or both. weighted-scorers for "
+        "comparison: it looks for prefixes first.",
+        "",
+    ]
+    for workload in workloads:
+        points = [POINT._replace(speed=speed) for speed in SIGHT_SPEEDS]
+        study = Study(workload, SIGHTS, points, SIGHT_SEEDS)
+        flags = FLAGS.replace("--speed 2", f"--speed {','.join(f'{speed:g}' for speed in SIGHT_SPEEDS)}")
+        command = f"{_command(workload)} {flags} --seeds {SIGHT_SEEDS} --policies {','.join(SIGHTS)}"
+        titles = [title_of(study, point) for point in points]
+        pages.append(to_markdown(f"### {workload.name}", command, titles, study, compare(study, _jobs())))
+        write_chapter("gap", "\n".join(pages), watch)
+
+
+def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     """At which delay, or loss, of events is kvatlas no better than policies that need none? Of the first workload."""
     workload = workloads[0]
     pages = ["## Late and lost events", f"{workload.name}; {', '.join(UNRELIABLE[1:])} use no events."]
@@ -95,18 +140,16 @@ def _write_events(workloads: Sequence[Workload], began: float) -> None:
             if row not in rows:
                 rows.append(row)
         pages += ["", "```", command, "```", "", to_table(("policy", "hit rate", "TTFT mean ms", "p99"), rows)]
-    write_chapter("events", "\n".join(pages), time.monotonic() - began)
+    write_chapter("events", "\n".join(pages), watch)
 
 
-def _write_study(workloads: Sequence[Workload], began: float, seeds: int) -> None:
+def _write_study(workloads: Sequence[Workload], watch: Stopwatch, seeds: int) -> None:
     command = f'make lab STUDY=full SEEDS={seeds} TRACES="{" ".join(workload.name for workload in workloads)}"'
     python = str(PYTHON) if PYTHON.exists() else None
 
     def write(rows: Sequence[Row]) -> None:
-        print(f"{len(rows)} points in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        write_chapter(
-            "study", study_to_markdown(rows, command, seeds, count_points(len(workloads))), time.monotonic() - began
-        )
+        print(f"{len(rows)} points in {watch}", file=sys.stderr, flush=True)
+        write_chapter("study", study_to_markdown(rows, command, seeds, count_points(len(workloads))), watch)
 
     run_study(workloads, seeds, python, write)
 
@@ -122,28 +165,30 @@ def _load(name: str, requests: int | None) -> Workload:
 
 CHAPTERS = {"policies": _write_policies, "terms": _write_terms, "events": _write_events, "backends": write_backends}
 """Those of the short study: under ten minutes together on two free cores."""
+SINGLE = {"gap": _write_gap, "live": write_live}
+"""Those that are only written when they are asked for."""
 
 
 def main(words: Sequence[str]) -> None:
     """`words`: the command line."""
     parser = argparse.ArgumentParser("benchmarks.lab", description=__doc__)
-    parser.add_argument("--study", choices=("short", "full", "live", *CHAPTERS), default="short")
+    parser.add_argument("--study", choices=("short", "full", *SINGLE, *CHAPTERS), default="short")
     parser.add_argument("--seeds", type=int, default=1, help="of the full study")
     parser.add_argument("traces", nargs="*")
     given = parser.parse_args(words)
     if given.study == "full":
         if not given.traces:
             parser.error('the full study needs traces: make lab STUDY=full TRACES="FILE ..."')
-        _write_study([_load(name, None) for name in given.traces], time.monotonic(), given.seeds)
+        _write_study([_load(name, None) for name in given.traces], Stopwatch(), given.seeds)
         return
     workloads = [_load(name, MOST_REQUESTS) for name in given.traces or GENERATED]
-    if given.study == "live":
-        write_live(workloads[0], time.monotonic())
+    if given.study in SINGLE:
+        SINGLE[given.study](workloads, Stopwatch())
         return
     for name, write in CHAPTERS.items():
         if given.study in ("short", name):
             print(name, file=sys.stderr, flush=True)
-            write(workloads, time.monotonic())
+            write(workloads, Stopwatch())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ time, and opened again.
 
 import random
 import tempfile
-import time
 import tracemalloc
 from array import array
 from collections import defaultdict
@@ -22,7 +21,7 @@ import anyio
 import anyio.to_thread
 import xxhash
 
-from benchmarks.lab.document import to_table, write_chapter
+from benchmarks.lab.document import Stopwatch, to_table, write_chapter
 from benchmarks.peer.dynamo.processes import PYTHON, dynamo_indexer
 from benchmarks.peer.dynamo.queries import depths_of, signed
 from benchmarks.peer.engines import Engines
@@ -68,7 +67,7 @@ class Recording:
         recording = cls(workload.block_tokens, workload.requests[-ASKED:])
         index = recording.index = _RecordingIndex(recording.messages)
         paths = [
-            EventPath(worker_name(number), index, _at_once, random.Random(number), delay_us=0.0, loss=0.0)
+            EventPath(worker_name(number), index, _at_once, random.Random(number), FLEET.layout, delay_us=0.0, loss=0.0)
             for number in range(FLEET.workers)
         ]
 
@@ -280,7 +279,7 @@ async def _measure_all(recording: Recording) -> tuple[list[Figures], Collection[
     return figures, left_out
 
 
-def write_backends(workloads: Sequence[Workload], began: float) -> None:
+def write_backends(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     """The chapter `backends`, of the first workload."""
     workload = workloads[0]
     recording = Recording.of(workload)
@@ -302,7 +301,7 @@ def write_backends(workloads: Sequence[Workload], began: float) -> None:
         to_table(COLUMNS, [one.to_row(residencies) for one in figures]),
         *(["", f"Left out: {', '.join(left_out)}."] if left_out else []),
     ]
-    write_chapter("backends", "\n".join(text), time.monotonic() - began)
+    write_chapter("backends", "\n".join(text), watch)
 
 
 async def _count_residencies(index: MemoryIndex) -> int:

@@ -3,6 +3,8 @@
 import os
 import platform
 import re
+import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from simulator.lab.report import COLUMNS, rows_of
 
 RESULTS = Path("docs/results.md")
 PICTURE = Path("docs/results.png")
-CHAPTERS = ("policies", "study", "terms", "events", "live", "backends")
+CHAPTERS = ("policies", "study", "gap", "terms", "events", "live", "backends")
 """In their order."""
 
 HEAD = f"""# Measured: what policies make of traffic
@@ -32,13 +34,31 @@ arrives, and sends it where it is answered first. It knows no later request, so 
 _MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 
 
-def write_chapter(name: str, text: str, seconds: float, path: Path = RESULTS) -> None:
+class Stopwatch:
+    """Elapsed time, and the processor time of this process and of its children that have ended, since it was made."""
+
+    def __init__(self) -> None:
+        self._began_s, self._began_cpu_s = time.monotonic(), _processor_s()
+
+    def __str__(self) -> str:
+        elapsed_s, cpu_s = time.monotonic() - self._began_s, _processor_s() - self._began_cpu_s
+        return f"{elapsed_s / 60:.1f} minutes, {cpu_s / 60:.1f} of processor time"
+
+
+def _processor_s() -> float:
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
+def write_chapter(name: str, text: str, watch: Stopwatch, path: Path = RESULTS) -> None:
     """Replace one chapter of the document, with a line on how it was measured; the others stay."""
     written = path.read_text() if path.exists() else ""
     parts = _MARK.split(written)[1:]
     chapters = dict(zip(parts[::2], parts[1::2], strict=True))
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    chapters[name] = f"{text.rstrip()}\n\nkvatlas {own_version()}; {machine}; {seconds / 60:.0f} minutes.\n\n"
+    chapters[name] = f"{text.rstrip()}\n\nkvatlas {own_version()}; {machine}; {watch}.\n\n"
     marked = (f"<!-- chapter: {one} -->\n{chapters[one]}" for one in CHAPTERS if one in chapters)
     path.write_text(f"{HEAD}\n{''.join(marked)}".rstrip() + "\n")
 

@@ -1,11 +1,11 @@
 """Live and virtual replays of the same requests beside each other."""
 
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio
 
-from benchmarks.lab.document import to_table, write_chapter
+from benchmarks.lab.document import Stopwatch, to_table, write_chapter
 from simulator.lab.comparison import Cell, Point, Study, compare, compare_live
 from simulator.lab.report import COLUMNS, rows_of, title_of
 from simulator.lab.requests import Workload
@@ -16,8 +16,9 @@ SCALE = 2.0
 POLICIES = ("kvatlas",)
 
 
-def write_live(workload: Workload, began: float) -> None:
-    """The chapter `live`: half an hour of requests, in scaled real time."""
+def write_live(workloads: Sequence[Workload], watch: Stopwatch) -> None:
+    """The chapter `live`: half an hour of requests of the first workload, in scaled real time."""
+    workload = workloads[0]
     study = Study(replace(workload, requests=workload.requests[:REQUESTS]), POLICIES, [POINT], seeds=1)
     live, virtual = anyio.run(compare_live, study, SCALE), compare(study, jobs=1)
     flags = f"--workers {POINT.workers} --cache-tokens {POINT.cache_tokens} --speed {POINT.speed:g} --seeds 1"
@@ -40,7 +41,7 @@ def write_live(workload: Workload, began: float) -> None:
         "",
         to_table(COLUMNS, rows),
     ]
-    write_chapter("live", "\n".join(text), time.monotonic() - began)
+    write_chapter("live", "\n".join(text), watch)
 
 
 def _both(live: list[Cell], virtual: list[Cell]) -> list[tuple[str, list[Cell]]]:

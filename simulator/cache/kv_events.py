@@ -30,6 +30,12 @@ class BlocksStored:
     group: int = 0
     """The KV cache group."""
 
+    @property
+    def salt(self) -> str | None:
+        """The cache salt, if the run begins a prompt that has one: it follows the adapter (`Namespace.extra_keys`)."""
+        keys = self.extra_keys[0][self.adapter is not None :] if self.extra_keys else ()
+        return keys[0] if keys else None
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:

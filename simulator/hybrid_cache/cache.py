@@ -71,7 +71,7 @@ class HybridCache:
         self.groups = tuple(groups)
         self.block_size = block_size
         self._retention = retention
-        self._full = next(i for i, group in enumerate(groups) if group.is_full)
+        self.full_group = next(i for i, group in enumerate(groups) if group.is_full)
         self._pool = SharedBlockPool(num_blocks)
         self._hasher = hasher or SeededBlockHasher(0)
         self._sequences: dict[SequenceId, _Sequence] = {}
@@ -137,6 +137,26 @@ class HybridCache:
         lookup_blocks = max(len(token_ids) - 1, 0) // self.block_size
         hit, _ = self._deepest(self._known(token_ids, namespace, lookup_blocks))
         return PrefixMatch(len(token_ids), namespace, (), hit * self.block_size, lookup_blocks)
+
+    def resumable_once_computed(self, token_ids: Sequence[int], namespace: Namespace, blocks: int) -> int:
+        """The deepest of the first `blocks` positions of a prompt at which another can resume when this one is computed."""
+        sequence, known, _ = self._begin(AllocationRequest("", token_ids, namespace))
+        size, end = self.block_size, len(token_ids) // self.block_size
+        kept: list[set[int]] = []
+        for number, group in enumerate(self.groups):
+            computed = self._retention.kept(group, 0, end, sequence.ends, size)
+            kept.append({*computed, *(index for index, content in enumerate(known) if content.copies[number])})
+        return next(
+            (
+                at
+                for at in range(min(blocks, end), 0, -1)
+                if all(
+                    indices.issuperset(range(group.first_needed(at * size, size), at))
+                    for group, indices in zip(self.groups, kept, strict=True)
+                )
+            ),
+            0,
+        )
 
     def swap_ins(self, match: PrefixMatch) -> int:
         """None: there is no CPU tier."""
@@ -228,7 +248,7 @@ class HybridCache:
 
     def is_resident(self, content: Content) -> bool:
         """Does full attention hold the block?"""
-        return bool(content.copies[self._full])
+        return bool(content.copies[self.full_group])
 
     def _find(self, sequence_id: SequenceId) -> _Sequence:
         try:
@@ -261,7 +281,7 @@ class HybridCache:
         for content in known:
             before = extend_runs(before, content)
             runs.append(before)
-        resident = next((at for at, each in enumerate(runs) if each[self._full] != at + 1), len(known))
+        resident = next((at for at, each in enumerate(runs) if each[self.full_group] != at + 1), len(known))
         deepest = next((at for at in range(resident, 0, -1) if self.allows(at, runs[at - 1])), 0)
         return deepest, resident
 

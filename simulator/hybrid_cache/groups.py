@@ -35,6 +35,11 @@ class CacheGroup:
             raise InvalidValue(f"expected full, swa:WINDOW, chunked:SIZE or mamba as a group, not {text!r:.50}")
         return cls(_KINDS[name], int(size or 0))
 
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        name = next(name for name, kind in _KINDS.items() if kind is self.kind)
+        return f"{name}:{self.tokens}" if name in _SIZED else name
+
     @property
     def is_full(self) -> bool:
         return self.kind.is_full

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from kvatlas.errors import InvalidValue
 from simulator.engine.step_cost import StepCost
+from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.policies.catalogue import DYNAMO, LIVE_POLICIES, POLICIES
 from simulator.lab.policies.dynamo.policy import check_installed
 from simulator.lab.replay import FleetSettings, replay
@@ -31,15 +32,16 @@ class Point(NamedTuple):
     event_delay_ms: float = 5.0
     event_loss: float = 0.0
 
-    def to_fleet(self, cpu_tokens: int, cost: StepCost, dynamo_python: str = sys.executable) -> FleetSettings:
+    def to_fleet(self, study: "Study") -> FleetSettings:
         return FleetSettings(
             self.workers,
             self.cache_tokens,
-            cpu_tokens,
-            cost=cost,
+            study.cpu_tokens,
+            study.layout,
+            cost=study.cost,
             event_delay_us=self.event_delay_ms * 1e3,
             event_loss=self.event_loss,
-            dynamo_python=dynamo_python,
+            dynamo_python=study.dynamo_python,
         )
 
 
@@ -53,6 +55,7 @@ class Study:
     seeds: int = 3
     first_seed: int = 0
     cpu_tokens: int = 0
+    layout: CacheLayout = field(default_factory=CacheLayout)
     cost: StepCost = field(default_factory=StepCost)
     objective: Objective = field(default_factory=Objective)
     dynamo_python: str = sys.executable
@@ -122,7 +125,7 @@ async def compare_live(
             raise InvalidValue(
                 "a live replay has the delay and loss of events that its servers have; expected neither flag"
             )
-        fleet = point.to_fleet(study.cpu_tokens, study.cost)
+        fleet = point.to_fleet(study)
         for name in study.policies:
             figures: list[Figures] = []
             for seed in range(study.first_seed, study.first_seed + study.seeds):
@@ -186,7 +189,6 @@ def _run(point: Point, policy: str, seed: int) -> Figures:
                 replayed.value += arrived - reported
             reported = arrived
 
-    fleet = point.to_fleet(study.cpu_tokens, study.cost, study.dynamo_python)
-    outcome = replay(study.workload, policy, fleet, seed, speed=point.speed, on_progress=report)
+    outcome = replay(study.workload, policy, point.to_fleet(study), seed, speed=point.speed, on_progress=report)
     report(len(study.workload.requests))
     return Figures.of(outcome, study.objective)

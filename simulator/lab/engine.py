@@ -16,12 +16,15 @@ from heapq import heappop, heappush
 
 from kvatlas.errors import InvalidValue
 from simulator.cache.allocation import AllocationRequest
-from simulator.cache.kv_cache import KVCache
+from simulator.cache.block_hash import Namespace
 from simulator.cache.kv_events import KVEvent
 from simulator.cache.pressure import MemoryPressure
 from simulator.cache.sequence_blocks import PrefixMatch
+from simulator.engine.engine_cache import EngineCache
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
+from simulator.hybrid_cache.cache import HybridCache
+from simulator.lab.cache_layout import CACHE_BLOCK
 from simulator.lab.requests import LabRequest, written, written_tokens
 
 
@@ -74,13 +77,14 @@ class Advance:
 
 
 class VirtualEngine:
-    """One engine. `cache` has blocks of two tokens (`simulator.lab.requests`); `block_tokens` is their real size, at least 2.
+    """One engine. `cache` has blocks of two tokens (`simulator.lab.cache_layout`); `block_tokens` is their real size, at
+    least 2.
 
     `ends_us` is when its current step ends (infinite: idle); call `advance` then.
     """
 
-    def __init__(self, cache: KVCache, block_tokens: int, limits: SchedulerLimits, cost: StepCost) -> None:
-        if block_tokens < 2 or cache.block_size != 2:
+    def __init__(self, cache: EngineCache, block_tokens: int, limits: SchedulerLimits, cost: StepCost) -> None:
+        if block_tokens < 2 or cache.block_size != CACHE_BLOCK:
             raise InvalidValue(
                 f"blocks of {block_tokens} tokens over a cache of {cache.block_size}; expected 2 and 2 or more"
             )
@@ -111,6 +115,7 @@ class VirtualEngine:
 
     @property
     def capacity_tokens(self) -> int:
+        """Slots of all blocks; a hybrid's groups share them."""
         return self.cache.num_blocks * self.block_tokens
 
     @property
@@ -119,20 +124,50 @@ class VirtualEngine:
         return (self.cache.num_blocks - self.cache.available_blocks) * self.block_tokens
 
     @property
+    def is_hybrid(self) -> bool:
+        return isinstance(self.cache, HybridCache)
+
+    @property
+    def main_group(self) -> int:
+        """The number of the group of full attention."""
+        return self.cache.full_group if isinstance(self.cache, HybridCache) else 0
+
+    @property
     def unprefilled(self) -> Sequence[EngineRequest]:
         """The requests whose prompts are not computed, next one first."""
         partial = [one for one in self.running[-1:] if one.prefilling]
         return [*partial, *self.waiting]
+
+    def cached_tokens(self, content: Sequence[int], namespace: Namespace) -> int:
+        """How much of a prompt (as `written`) would be reused now."""
+        return self._hit_tokens(self.cache.match(content, namespace))
+
+    def uncached_tokens(self, sequence: EngineRequest) -> int:
+        """What is left to compute of a prompt of `unprefilled`."""
+        known = self._known_tokens(sequence)
+        if sequence in self.running[-1:]:
+            return known - sequence.computed
+        content = sequence.content[: written_tokens(known, self.block_tokens)]
+        return known - self.cached_tokens(content, sequence.request.identity.namespace)
+
+    def blocks_once_computed(self, sequence: EngineRequest, blocks: int) -> int:
+        """Of the first blocks of a request that waits, how many another can reuse when it is computed."""
+        if not isinstance(self.cache, HybridCache):
+            return blocks
+        content = sequence.content[: written_tokens(self._known_tokens(sequence), self.block_tokens)]
+        return self.cache.resumable_once_computed(content, sequence.request.identity.namespace, blocks)
 
     # ---------------------------------------------------------------- time
 
     def submit(self, request: EngineRequest, now_us: float) -> None:
         """Queue a request. Raises InvalidValue for one that can never run."""
         one = request.request
-        if one.input_tokens + one.output_tokens > self.capacity_tokens:
+        longest = self.cache.capacity_tokens // CACHE_BLOCK * self.block_tokens
+        if one.input_tokens + one.output_tokens > longest:
+            shared = f", {self.capacity_tokens} in all groups" if self.is_hybrid else ""
             raise InvalidValue(
                 f"request {one.number} of {one.input_tokens} + {one.output_tokens} tokens never fits a cache of "
-                f"{self.capacity_tokens} tokens; expected a larger --cache-tokens"
+                f"{longest} tokens{shared}; expected a larger --cache-tokens"
             )
         self.waiting.append(request)
         if not self._steps:
@@ -252,7 +287,7 @@ class VirtualEngine:
             content = sequence.content[: written_tokens(known, self.block_tokens)]
             namespace = sequence.request.identity.namespace
             match = self.cache.match(content, namespace, sequence.match)
-            hit_tokens = len(match.nodes) * self.block_tokens
+            hit_tokens = self._hit_tokens(match)
             count = min(known - hit_tokens, budget)
             chunk = written_tokens(hit_tokens + count, self.block_tokens) - match.hit_tokens
             allocation = AllocationRequest(sequence.sequence_id, content, namespace, first_chunk=chunk)
@@ -270,6 +305,9 @@ class VirtualEngine:
             self.running.append(sequence)
             self._add_prefill(sequence, count)
             budget -= count
+
+    def _hit_tokens(self, match: PrefixMatch) -> int:
+        return match.hit_tokens // CACHE_BLOCK * self.block_tokens
 
     def _add_prefill(self, sequence: EngineRequest, count: int) -> None:
         sequence.computed += count

@@ -21,6 +21,8 @@ from publishers.ledger.settings import LedgerSettings
 from publishers.stream.changelog import Changelog, IncarnationReason
 from publishers.stream.checkpoints import CheckpointSettings
 from simulator.cache.kv_events import BlockRemoved, BlocksStored, KVEvent, Medium
+from simulator.hybrid_cache.groups import CacheGroup
+from simulator.lab.cache_layout import CACHE_BLOCK, CacheLayout
 from simulator.lab.requests import MODEL
 
 T = TypeVar("T")
@@ -40,7 +42,8 @@ def finish(call: Coroutine[Any, Any, T]) -> T:
 
 
 class EventPath:
-    """One worker's. `at(when_us, action)` runs an action at a virtual time; `delay_us`: from an engine's step to the index."""
+    """One worker's. `at(when_us, action)` runs an action at a virtual time; `layout`: of its cache, scaled; `delay_us`: from an
+    engine's step to the index."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class EventPath:
         index: MemoryIndex,
         at: Callable[[float, Callable[[], None]], None],
         rng: random.Random,
+        layout: CacheLayout,
         *,
         delay_us: float,
         loss: float,
@@ -62,7 +66,10 @@ class EventPath:
         self._loss = loss
         self._now_us = 0.0
         self._doubted = False
-        ledger = Ledger(LedgerSettings(MODEL, MODEL, block_size=2, salt_is_tenant=True))
+        self._groups = layout.groups
+        ledger = Ledger(
+            LedgerSettings(MODEL, MODEL, block_size=CACHE_BLOCK, salt_is_tenant=True, chunk_tokens=layout.chunk_tokens)
+        )
         self._changelog = Changelog(
             worker_id, ledger, PublisherCounters(), checkpoints=CheckpointSettings(), rng=random.Random(rng.random())
         )
@@ -72,9 +79,12 @@ class EventPath:
     def publish(self, events: Sequence[KVEvent], now_us: float) -> None:
         """One engine batch."""
         changelog = self._changelog
-        changelog.record(EngineBatch([to_engine_event(event) for event in events]))
+        changelog.record(EngineBatch([to_engine_event(event, self._groups) for event in events]))
         changelog.publish(changelog.fold(), round(now_us), now_us / 1e6)
-        self._send(now_us)
+        if changelog.incarnation_due is None:
+            self._send(now_us)
+        else:  # the engine's groups became known, or the outbox was full
+            self._begin_incarnation(now_us)
 
     def _send(self, now_us: float, *, certain: bool = False) -> None:
         """Put what is in the outbox on its way; the stream has it at once."""
@@ -112,13 +122,13 @@ class EventPath:
         self._send(now_us, certain=certain)
 
 
-def to_engine_event(event: KVEvent, block_tokens: int = 2) -> EngineEvent:
-    """The event as of an engine with blocks of this size; blocks of more than two tokens repeat their content's id."""
+def to_engine_event(event: KVEvent, groups: Sequence[CacheGroup], block_tokens: int = CACHE_BLOCK) -> EngineEvent:
+    """The event as of an engine with these groups and blocks of this size; blocks of more than two tokens repeat their
+    content's id."""
     if isinstance(event, BlocksStored):
-        salt = next((key for key in event.extra_keys[0] if key != event.adapter), None) if event.extra_keys else None
         token_ids: Sequence[int] = event.token_ids
-        if block_tokens != 2:
-            token_ids = [content for content in token_ids[::2] for _ in range(block_tokens)]
+        if block_tokens != CACHE_BLOCK:
+            token_ids = [content for content in token_ids[::CACHE_BLOCK] for _ in range(block_tokens)]
         return EngineStored(
             hashes=event.block_hashes,
             parent=event.parent_hash,
@@ -126,8 +136,11 @@ def to_engine_event(event: KVEvent, block_tokens: int = 2) -> EngineEvent:
             block_size=block_tokens,
             tier=_TIER_OF[event.medium],
             adapter=event.adapter,
-            salt=salt,
+            salt=event.salt,
+            group=event.group,
+            kind=groups[event.group].kind,
+            window_tokens=groups[event.group].window_tokens,
         )
     if isinstance(event, BlockRemoved):
-        return EngineRemoved((event.block_hash,), _TIER_OF[event.medium])
+        return EngineRemoved((event.block_hash,), _TIER_OF[event.medium], event.group)
     return EngineCleared()

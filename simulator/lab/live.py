@@ -18,7 +18,7 @@ from kvatlas.blocks.hashing import extend_chain
 from kvatlas.bus.connection import connect_nats
 from kvatlas.cost import EngineProfile, EngineRates
 from kvatlas.events import EngineBatch
-from kvatlas.fleet.records import EngineKind, ForwardPassMetrics, WorkerState
+from kvatlas.fleet.records import EngineKind
 from kvatlas.store.connection import connected_store
 from publishers.publisher import Publisher
 from publishers.settings import PublisherSettings
@@ -31,7 +31,9 @@ from router_client.tokens.usage import Usage
 from simulator.demo.processes import FleetSettings as ServerSettings
 from simulator.demo.processes import running_fleet, wait_until_routable
 from simulator.engine.step_cost import StepCost
+from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.engine_metrics import EngineMetrics
 from simulator.lab.event_path import to_engine_event
 from simulator.lab.policies.atlas import AtlasSettings, worker_name
 from simulator.lab.replay import START_US, FleetSettings, Outcome, Served, build_engines, draw_arrivals
@@ -65,7 +67,9 @@ async def replay_live(
         stack.push_async_callback(nats.close)
         engines = build_engines(settings, workload.block_tokens, scaled_cost(settings.cost, scale))
         publishers = [
-            await stack.enter_async_context(Publisher(_publisher_settings(number, workload), nats=nats))
+            await stack.enter_async_context(
+                Publisher(_publisher_settings(number, workload, settings.layout), nats=nats)
+            )
             for number in range(settings.workers)
         ]
         router_settings = RouterSettings(
@@ -84,7 +88,9 @@ async def replay_live(
         async with connected_store(servers.redis_url, wait=False) as store:
             await wait_until_routable(store, settings.workers, ROUTABLE_S)
         arrivals = draw_arrivals(workload, seed, speed * scale)
-        return await _LiveReplay(workload, engines, publishers, routers, arrivals, scale).run(on_progress)
+        return await _LiveReplay(workload, settings.layout, engines, publishers, routers, arrivals, scale).run(
+            on_progress
+        )
 
 
 def scaled_cost(cost: StepCost, scale: float) -> StepCost:
@@ -110,13 +116,14 @@ def _scaled_rates(scale: float) -> EngineRates:
     )
 
 
-def _publisher_settings(number: int, workload: Workload) -> PublisherSettings:
+def _publisher_settings(number: int, workload: Workload, layout: CacheLayout) -> PublisherSettings:
     return PublisherSettings(
         worker_id=worker_name(number),
         model_id=MODEL,
         tokenizer_id=MODEL,
         engine=EngineKind.MOCK,
         block_size=workload.block_tokens,
+        chunk_size=layout.chunk_tokens,
         salt_is_tenant=True,
     )
 
@@ -125,6 +132,7 @@ class _LiveReplay:
     def __init__(
         self,
         workload: Workload,
+        layout: CacheLayout,
         engines: Sequence[VirtualEngine],
         publishers: Sequence[Publisher],
         routers: Sequence[RouterClient],
@@ -132,6 +140,7 @@ class _LiveReplay:
         scale: float,
     ) -> None:
         self._block_tokens = workload.block_tokens
+        self._groups = layout.groups
         self._engines = engines
         self._publishers = publishers
         self._routers = routers
@@ -142,8 +151,7 @@ class _LiveReplay:
         """By request: its choice, and when it arrived."""
         self._left = len(arrivals)
         self._ended_us = 0.0
-        self._prompts = [0, 0]
-        """Finished ones: tokens, count."""
+        self._metrics = EngineMetrics()
         self._began_s = time.monotonic()
         self._changed = anyio.Event()
 
@@ -203,7 +211,7 @@ class _LiveReplay:
     async def _advance(self, number: int) -> None:
         done = self._engines[number].advance()
         if done.events:
-            events = [to_engine_event(event, self._block_tokens) for event in done.events]
+            events = [to_engine_event(event, self._groups, self._block_tokens) for event in done.events]
             self._publishers[number].record(EngineBatch(events))
         for sequence in done.first_tokens:
             await self._open[sequence.request.number][0].first_token()
@@ -213,37 +221,21 @@ class _LiveReplay:
     async def _finish(self, sequence: EngineRequest) -> None:
         request = sequence.request
         choice, arrived_us = self._open.pop(request.number)
-        after_first = request.output_tokens - 1
-        ttft_us = sequence.first_token_us - arrived_us
-        tpot_us = (sequence.finished_us - sequence.first_token_us) / after_first if after_first else 0.0
-        cached = sequence.cached_tokens or 0
+        seen = Served.of(sequence, arrived_us)
         await choice.done(
-            usage=Usage(request.input_tokens, request.output_tokens, cached), timings=Timings(ttft_us, tpot_us or None)
+            usage=Usage(seen.input_tokens, seen.output_tokens, seen.cached_tokens),
+            timings=Timings(seen.ttft_us, seen.tpot_us or None),
         )
-        self._served[request.number] = Served(
-            request.input_tokens, request.output_tokens, cached, ttft_us * self._scale, tpot_us * self._scale
+        self._served[request.number] = replace(
+            seen, ttft_us=seen.ttft_us * self._scale, tpot_us=seen.tpot_us * self._scale
         )
-        self._prompts[0] += request.input_tokens
-        self._prompts[1] += 1
+        self._metrics.record_finish(request.input_tokens)
         self._left -= 1
         self._ended_us = sequence.finished_us
 
     async def _sample_loads(self) -> None:
         """As a publisher reads them from vLLM's metrics."""
         for _ in count():
-            mean_prompt = self._prompts[0] / max(1, self._prompts[1])
             for publisher, engine in zip(self._publishers, self._engines, strict=True):
-                running, waiting = len(engine.running), len(engine.waiting)
-                publisher.engine.reported_load = WorkerState(
-                    id=publisher.worker_id,
-                    running_decodes=running,
-                    queued_prefill_tokens=int(waiting * mean_prompt),
-                    forward_pass=ForwardPassMetrics(
-                        active_request_slots=running,
-                        active_kv_blocks=engine.kv_tokens // self._block_tokens,
-                        total_kv_blocks=engine.cache.num_blocks,
-                        requests_waiting=waiting,
-                    ),
-                    sampled_us=time.time_ns() // 1_000,
-                )
+                publisher.engine.reported_load = self._metrics.read(publisher.worker_id, engine, time.time_ns() // 1_000)
             await anyio.sleep(SAMPLE_S)

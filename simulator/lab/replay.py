@@ -9,11 +9,10 @@ from heapq import heappop, heappush
 from itertools import count
 
 from kvatlas.index.memory.index import MemoryIndex
-from simulator.cache.block_hash import SeededBlockHasher
-from simulator.cache.kv_cache import KVCache
 from simulator.cache.kv_events import KVEvent
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
+from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.engine import EngineRequest, VirtualEngine
 from simulator.lab.event_path import EventPath
 from simulator.lab.policies.atlas import worker_name
@@ -29,12 +28,13 @@ START_US = 1e6
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """The fleet, and how its events travel. `cache_tokens`: of each engine's GPU; `cpu_tokens`: of its host tier.
-    `dynamo_python`: the Python that policy dynamo runs."""
+    """The fleet, and how its events travel. `cache_tokens`: of each engine's GPU; `cpu_tokens`: of its host tier; `layout`: of
+    both. `dynamo_python`: the Python that policy dynamo runs."""
 
     workers: int = 16
     cache_tokens: int = 500_000
     cpu_tokens: int = 0
+    layout: CacheLayout = field(default_factory=CacheLayout)
     limits: SchedulerLimits = field(default_factory=lambda: SchedulerLimits(queue_limit=1 << 30))
     cost: StepCost = field(default_factory=StepCost)
     """`swap_in_us_per_block` is for a block of 16 tokens."""
@@ -53,6 +53,18 @@ class Served:
     ttft_us: float
     tpot_us: float
     """0 for an answer of one token."""
+
+    @classmethod
+    def of(cls, sequence: EngineRequest, arrived_us: float) -> "Served":
+        """A finished one, by the clock that `arrived_us` is of."""
+        request, after_first = sequence.request, sequence.request.output_tokens - 1
+        return cls(
+            request.input_tokens,
+            request.output_tokens,
+            sequence.cached_tokens or 0,
+            sequence.first_token_us - arrived_us,
+            (sequence.finished_us - sequence.first_token_us) / after_first if after_first else 0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +112,12 @@ def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[flo
 
 
 def build_engines(settings: FleetSettings, block_tokens: int, cost: StepCost | None = None) -> list[VirtualEngine]:
-    """The fleet's engines, with empty caches. `cost`: instead of the settings'."""
+    """The fleet's engines, with empty caches. `cost`: instead of the settings'. Raises InvalidValue for a layout that the
+    trace's blocks don't fit."""
+    layout, blocks = settings.layout.scaled(block_tokens), max(1, settings.cache_tokens // block_tokens)
     return [
         VirtualEngine(
-            KVCache(
-                num_blocks=max(1, settings.cache_tokens // block_tokens),
-                block_size=2,
-                hasher=SeededBlockHasher(number),
-                num_cpu_blocks=settings.cpu_tokens // block_tokens,
-                clock=lambda: 0.0,  # nothing here expires
-            ),
+            layout.build(blocks, settings.cpu_tokens // block_tokens, number),
             block_tokens,
             settings.limits,
             _cost_per_block(cost or settings.cost, block_tokens),
@@ -148,6 +156,7 @@ class _Replay:
                 index,
                 self._at,
                 random.Random(f"events {seed} {number}"),
+                settings.layout.scaled(size),
                 delay_us=settings.event_delay_us,
                 loss=settings.event_loss,
             )
@@ -237,15 +246,8 @@ class _Replay:
         self._at(ends_us, lambda: self._advance(number, ends_us))
 
     def _finish(self, sequence: EngineRequest) -> None:
-        request = sequence.request
-        after_first = request.output_tokens - 1
-        self._served[request.number] = Served(
-            request.input_tokens,
-            request.output_tokens,
-            sequence.cached_tokens or 0,
-            sequence.first_token_us - self._arrived.pop(request.number),
-            (sequence.finished_us - sequence.first_token_us) / after_first if after_first else 0.0,
-        )
+        number = sequence.request.number
+        self._served[number] = Served.of(sequence, self._arrived.pop(number))
         self._left -= 1
         self._ended_us = sequence.finished_us
 

@@ -42,7 +42,8 @@ def title_of(study: Study, point: Point) -> str:
     """What the figures of a point are of."""
     parts = [
         f"{study.workload.name}: {len(study.workload.requests):,} requests at {point.speed:g} x the trace's rate",
-        f"{point.workers} workers of {point.cache_tokens:,} tokens",
+        f"{point.workers} workers of {point.cache_tokens:,} tokens"
+        + (f" in groups {study.layout}" if study.layout.is_hybrid else ""),
         f"{study.seeds} seed{'s' if study.seeds > 1 else ''}",
     ]
     if (point.event_delay_ms, point.event_loss) != (Point().event_delay_ms, 0.0):
@@ -84,6 +85,8 @@ def to_jsonable(study: Study, cells: Sequence[Cell]) -> dict[str, Any]:
         "seeds": list(range(study.first_seed, study.first_seed + study.seeds)),
         "objective": {"ttft_ms": study.objective.ttft_ms, "tpot_ms": study.objective.tpot_ms},
         "cpu_tokens": study.cpu_tokens,
+        "groups": [str(group) for group in study.layout.groups],
+        "retention_interval": study.layout.retention_interval,
         "step_cost": {name: getattr(study.cost, name) for name in study.cost.__slots__},
         "results": [{**cell.point._asdict(), **cell.summary.to_jsonable()} for cell in cells],
     }

@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from kvatlas.cost.rates_file import read_rates
 from kvatlas.settings import CommaList, ProcessSettings
 from kvatlas.validation import Count, Positive
 from simulator.engine.step_cost import StepCost
+from simulator.hybrid_cache.groups import parse_groups
+from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.comparison import Point
 from simulator.lab.miss_ratio import SIZES
 from simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO, LIVE_POLICIES, POLICIES
@@ -48,6 +50,15 @@ class ReplaySettings(ProcessSettings):
     workers: _Counts = Field(default=(16,), description="Simulated workers.")
     cache_tokens: _Counts = Field(default=(500_000,), description="Tokens that each worker's GPU cache holds.")
     cpu_tokens: Count = Field(default=0, description="Tokens that each worker's CPU tier holds; 0: no CPU tier.")
+    groups: CommaList = Field(
+        default=("full",),
+        description="KV cache groups of the model, as `kvatlas simulate-engine` takes them: full, swa:WINDOW, chunked:SIZE, "
+        "mamba; several share each worker's cache.",
+    )
+    retention_interval: Count = Field(
+        default=0,
+        description="Hybrids: sliding windows and mamba also keep what a request needs at multiples of this many tokens.",
+    )
     speed: _Factors = Field(default=(1.0,), description="How many times as fast as in the trace requests arrive.")
     event_delay_ms: _Delays = Field(default=(5.0,), description="Time from an engine's step to the index.")
     event_loss: _Shares = Field(default=(0.0,), description="Fraction of the publishers' messages that are lost.")
@@ -94,6 +105,26 @@ class ReplaySettings(ProcessSettings):
         if not policies or any(policy not in POLICIES for policy in policies):
             raise ValueError(f"expected some of {', '.join(POLICIES)}, or all")
         return tuple(dict.fromkeys(policies))
+
+    @field_validator("groups")
+    @classmethod
+    def _check_groups(cls, groups: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if len(parse_groups(groups)) > 1 and info.data.get("cpu_tokens"):
+            raise ValueError("expected one group with --cpu-tokens")
+        return groups
+
+    @field_validator("curve")
+    @classmethod
+    def _check_curve(cls, curve: bool, info: ValidationInfo) -> bool:
+        if curve and len(info.data.get("groups", ())) > 1:
+            raise ValueError(
+                "expected one group with --curve: what hybrids reuse does not only depend on the cache's size"
+            )
+        return curve
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(parse_groups(self.groups), self.retention_interval)
 
     @property
     def named_policies(self) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ def replay(settings: ReplaySettings, trace: _Trace, as_json: JsonFlag = False) -
         settings.seeds,
         settings.seed,
         settings.cpu_tokens,
+        settings.layout,
         settings.cost,
         settings.objective,
         settings.dynamo_python or sys.executable,

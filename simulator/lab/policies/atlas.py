@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvatlas.cost import EngineProfile
+from kvatlas.cost import EngineProfile, EngineRates
 from kvatlas.cost.learned_rates import FinishedRequest
 from kvatlas.cost.protocol import Load
 from kvatlas.fleet.records import (
@@ -11,9 +11,7 @@ from kvatlas.fleet.records import (
     EngineKind,
     EngineState,
     FleetRecord,
-    ForwardPassMetrics,
     Liveness,
-    WorkerState,
 )
 from kvatlas.identity import pool_id
 from kvatlas.index.memory.index import MemoryIndex
@@ -22,7 +20,7 @@ from kvatlas.reservations.protocol import ID_BYTES
 from router_client.booking.booker import evaluate_without_bookings
 from router_client.decision.policy import RoutingPolicy
 from router_client.learning.rates import PoolRates
-from router_client.pricing.overlap import look_up_overlap
+from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import rendezvous_weight
 from router_client.pricing.ranking import IN_FLIGHT, RankedResults
@@ -30,6 +28,7 @@ from router_client.prompt import Prompt
 from router_client.settings import BookingSettings, RouterSettings
 from simulator.engine.step_cost import StepCost
 from simulator.lab.engine import EngineRequest, VirtualEngine
+from simulator.lab.engine_metrics import EngineMetrics, read_true_load
 from simulator.lab.event_path import finish
 from simulator.lab.policies.protocol import LoadBlind
 from simulator.lab.requests import MODEL, LabRequest
@@ -43,14 +42,19 @@ def worker_name(engine: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AtlasSettings:
-    """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `replicas` routers
-    take requests in turn; unless their bookings are `shared` each knows only its own, and the engines' reports."""
+    """What is switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks` False: of
+    hybrids all that is resident counts as reusable. `replicas` routers take requests in turn; unless their bookings are
+    `shared` each knows only its own, and the engines' reports. `true_loads`: at each choice loads and queues are what they are
+    then; `true_rates`: prices are the engines' step costs, and nothing is learned."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
     events: bool = True
+    marks: bool = True
     replicas: int = 1
     shared: bool = True
+    true_loads: bool = False
+    true_rates: bool = False
 
 
 class _Clock:
@@ -76,7 +80,8 @@ class Atlas(LoadBlind):
     ) -> None:
         """`cost`: to tell the times between tokens, which a client would measure."""
         self._engines = engines
-        self._index = index
+        held = index if settings.events else MemoryIndex()
+        self._index = held if settings.marks else ResidencyOnly(held)
         self._cost = cost
         self._settings = settings
         self._router_settings = RouterSettings(booking=settings.booking, router_id="lab")
@@ -87,17 +92,19 @@ class Atlas(LoadBlind):
             MemoryReservations(lambda: self._clock.now_us) for _ in range(1 if settings.shared else settings.replicas)
         ]
         self._books = [books[i % len(books)] for i in range(settings.replicas)]
-        self._rates = PoolRates(EngineProfile())
+        self._rates = PoolRates(EngineProfile(_rates_of(cost) if settings.true_rates else EngineRates()))
         self._open: dict[int, _Open] = {}
         self._turn = 0
-        self._mean_prompt = [0, 0]
+        self._metrics = EngineMetrics()
         self._last: RankedResults | None = None
-        self._pool = Pool.of(self._records(1))
+        self._pool = Pool.of(self._records(1), None, self._rates.profile)
 
     # ---------------------------------------------------------------- choices
 
     def choose(self, request: LabRequest, now_us: float) -> int:
         self._clock.now_us = round(now_us)
+        if self._settings.true_loads:
+            self._report_loads(round(now_us))
         router = self._turn % self._settings.replicas
         self._turn += 1
         prompt = Prompt.of_hashes(
@@ -106,8 +113,7 @@ class Atlas(LoadBlind):
             self._block_tokens,
             input_tokens=request.input_tokens,
         )
-        index = self._index if self._settings.events else _EMPTY
-        lookup = finish(look_up_overlap(index, prompt, self._pool.block_shapes))
+        lookup = finish(look_up_overlap(self._index, prompt, self._pool.block_shapes))
         quotes = self._policy.quote(prompt, self._pool, lookup)
         ask = self._policy.ask(prompt, self._pool, quotes, lookup)
         if self._settings.booking.reservations:
@@ -132,6 +138,11 @@ class Atlas(LoadBlind):
         self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
         return int(quotes[evaluation.chosen].id[1:])
 
+    def predicted_tokens(self, number: int) -> int:
+        """How many tokens of an open request its engine is expected not to compute."""
+        plan = self._open[number].results[0].plan
+        return 0 if plan is None else plan.cached_tokens
+
     # ---------------------------------------------------------------- what comes back
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
@@ -146,12 +157,11 @@ class Atlas(LoadBlind):
         self._clock.now_us = round(sequence.finished_us)
         request = sequence.request
         opened = self._open.pop(request.number)
-        self._mean_prompt[0] += request.input_tokens
-        self._mean_prompt[1] += 1
+        self._metrics.record_finish(request.input_tokens)
         if self._settings.booking.reservations:
             self._books[opened.router].release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.FINISHED)
         chosen = opened.results[0]
-        if not self._settings.learning or chosen.plan is None:
+        if not self._learns or chosen.plan is None:
             return
         last = self._last
         self._rates.add(
@@ -171,13 +181,19 @@ class Atlas(LoadBlind):
 
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
         self._clock.now_us = round(now_us)
-        books = list({id(one): one for one in self._books}.values())
-        if self._settings.learning:
-            for one in books[:1]:  # evidence is shared, whatever is booked
-                if unshared := self._rates.take_unshared():
-                    finish(one.add_evidence(POOL, unshared))
-                finish(self._rates.update(finish(one.read_evidence(POOL))))
-        records = self._records(round(now_us))
+        if self._learns:
+            book = self._books[0]  # evidence is shared, whatever is booked
+            if unshared := self._rates.take_unshared():
+                finish(book.add_evidence(POOL, unshared))
+            finish(self._rates.update(finish(book.read_evidence(POOL))))
+        self._report_loads(round(now_us))
+
+    @property
+    def _learns(self) -> bool:
+        return self._settings.learning and not self._settings.true_rates
+
+    def _report_loads(self, now_us: int) -> None:
+        records = self._records(now_us)
         self._pool = Pool.of(records, None, self._rates.profile)
         reports = {
             id: WorkerReport(
@@ -187,27 +203,15 @@ class Atlas(LoadBlind):
             for id, record in records.items()
             if record.load is not None
         }
-        for one in books:
-            one.report_now(POOL, reports)
+        for book in {id(one): one for one in self._books}.values():
+            book.report_now(POOL, reports)
 
     def _records(self, now_us: int) -> Mapping[str, FleetRecord]:
-        """The fleet records now, with the loads that a publisher reads from a vLLM engine's metrics."""
-        mean_prompt = self._mean_prompt[0] / max(1, self._mean_prompt[1])
+        """The fleet records now."""
         records = {}
         for number, engine in enumerate(self._engines):
-            id, running, waiting = worker_name(number), len(engine.running), len(engine.waiting)
-            load = WorkerState(
-                id=id,
-                running_decodes=running,
-                queued_prefill_tokens=int(waiting * mean_prompt),
-                forward_pass=ForwardPassMetrics(
-                    active_request_slots=running,
-                    active_kv_blocks=engine.kv_tokens // self._block_tokens,
-                    total_kv_blocks=engine.cache.num_blocks,
-                    requests_waiting=waiting,
-                ),
-                sampled_us=now_us,
-            )
+            id, read = worker_name(number), read_true_load if self._settings.true_loads else self._metrics.read
+            load = read(id, engine, now_us)
             endpoint = EngineEndpoint(
                 id=id,
                 kind=EngineKind.MOCK,
@@ -215,6 +219,7 @@ class Atlas(LoadBlind):
                 tokenizer_id=MODEL,
                 block_size=self._block_tokens,
                 events=self._settings.events,
+                marks=engine.is_hybrid and self._settings.events,
             )
             records[id] = FleetRecord(
                 endpoint=endpoint, state=EngineState.UP, liveness=Liveness.ALIVE, load=load, incarnation=1
@@ -227,6 +232,17 @@ class Atlas(LoadBlind):
         return self._cost.step_us(
             prefill_tokens=0, decode_sequences=len(one.running), decode_kv_tokens=one.kv_tokens, swapped_in=0
         )
+
+
+def _rates_of(cost: StepCost) -> EngineRates:
+    """The rates by which such engines run."""
+    return EngineRates(
+        cost.prefill_us_per_token,
+        0.0,
+        cost.decode_step_us,
+        cost.decode_us_per_sequence,
+        cost.decode_us_per_kv_token,
+    )
 
 
 class OverlapOnly(LoadBlind):
@@ -245,6 +261,3 @@ class OverlapOnly(LoadBlind):
             range(len(self._names)),
             key=lambda i: (depths.get(self._names[i], 0), rendezvous_weight(fingerprint, self._names[i])),
         )
-
-
-_EMPTY = MemoryIndex()

@@ -75,8 +75,12 @@ POLICIES: Mapping[str, PolicyKind] = {
     ),
     "kvatlas-no-learned-rates": _atlas("default rates", AtlasSettings(learning=False)),
     "kvatlas-no-events": _atlas("what engines hold is predicted", AtlasSettings(events=False)),
+    "kvatlas-no-marks": _atlas("of hybrids all that is resident counts as reusable", AtlasSettings(marks=False)),
     "kvatlas-3-replicas": _atlas("three routers, one set of bookings", AtlasSettings(replicas=3)),
     "kvatlas-3-replicas-unshared": _atlas("three routers, each with its own", AtlasSettings(replicas=3, shared=False)),
+    "kvatlas-true-rates": _atlas("prices are the engines' costs", AtlasSettings(true_rates=True)),
+    "kvatlas-true-loads": _atlas("sees loads and queues at each choice", AtlasSettings(true_loads=True)),
+    "kvatlas-true-loads-and-rates": _atlas("both", AtlasSettings(true_loads=True, true_rates=True)),
     DYNAMO: PolicyKind(
         f"NVIDIA Dynamo's selection service ({PACKAGE}, as it ships; see --dynamo-python)",
         lambda f: Dynamo(f.engines, f.dynamo_python),
@@ -87,7 +91,13 @@ POLICIES: Mapping[str, PolicyKind] = {
 }
 
 LIVE_POLICIES = tuple(
-    name for name, kind in POLICIES.items() if kind.atlas is not None and kind.atlas.events and kind.atlas.shared
+    name
+    for name, kind in POLICIES.items()
+    if (one := kind.atlas) is not None
+    and one.events
+    and one.marks
+    and one.shared
+    and not (one.true_loads or one.true_rates)
 )
 """What can be replayed over real servers."""
 

@@ -24,7 +24,7 @@ class Oracle(LoadBlind):
     def _score_us(self, engine: VirtualEngine, request: LabRequest) -> float:
         cost, ahead = self._cost, engine.unprefilled
         cached, computing = self._held_tokens(engine, request, ahead)
-        queued = sum(self._uncached_tokens(engine, one) for one in ahead)
+        queued = sum(engine.uncached_tokens(one) for one in ahead)
         new = request.input_tokens - max(cached, computing)
         running = len(engine.running) + len(engine.waiting)
         kv_tokens = engine.kv_tokens + sum(one.request.input_tokens for one in engine.waiting)
@@ -37,18 +37,13 @@ class Oracle(LoadBlind):
         """Tokens of the prompt in the engine's cache, and those that it computes before it gets to this request."""
         size = engine.block_tokens
         content = written(request.contents)[: written_tokens(request.input_tokens, size)]
-        cached = len(engine.cache.match(content, request.identity.namespace).nodes) * size
+        cached = engine.cached_tokens(content, request.identity.namespace)
         mine, computing = request.prompt_contents(size), 0
         for one in ahead:
             if one.request.identity == request.identity:
                 theirs = one.request.contents
                 common = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine))
-                computing = max(computing, min(common, (request.input_tokens - 1) // size) * size)
+                usable = min(common, (request.input_tokens - 1) // size)
+                if usable * size > max(cached, computing):
+                    computing = max(computing, engine.blocks_once_computed(one, usable) * size)
         return cached, computing
-
-    def _uncached_tokens(self, engine: VirtualEngine, one: EngineRequest) -> int:
-        known = one.request.input_tokens + one.generated
-        if one in engine.running[-1:]:
-            return known - one.computed
-        content = one.content[: written_tokens(known, engine.block_tokens)]
-        return known - len(engine.cache.match(content, one.request.identity.namespace).nodes) * engine.block_tokens

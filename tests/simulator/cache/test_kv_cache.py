@@ -108,6 +108,18 @@ def test_extra_keys_name_the_adapter_in_every_block_and_the_salt_in_the_first() 
     assert event.extra_keys == (("lora", "tenant-1"), ("lora",)) and event.adapter == "lora"
 
 
+@pytest.mark.parametrize(
+    "namespace", [PLAIN, Namespace("a"), Namespace(None, "t"), Namespace("a", "t"), Namespace("same", "same")]
+)
+def test_the_event_of_a_prompts_start_has_its_salt(namespace: Namespace) -> None:
+    cache = make_cache()
+    run(cache, "s", prompt(0, 2), namespace)
+    cache.extend("s", [1, 2, 3])
+    first, later = (event for event in cache.take_events() if isinstance(event, BlocksStored))
+    assert (first.adapter, first.salt) == (namespace.adapter, namespace.cache_salt)
+    assert later.salt is None
+
+
 def test_hashes_depend_on_the_engines_seed() -> None:
     first, second = (hashes_of(make_cache(seed=seed), prompt(0, 3)) for seed in (1, 2))
     assert len(first) == len(second) == 3 and not set(first) & set(second)

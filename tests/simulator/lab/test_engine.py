@@ -12,10 +12,14 @@ from simulator.cache.block_hash import SeededBlockHasher
 from simulator.cache.kv_cache import KVCache
 from simulator.cache.kv_events import BlockRemoved, BlocksStored
 from simulator.engine.core import EngineCore
+from simulator.engine.engine_cache import EngineCache
 from simulator.engine.generation_request import GenerationRequest
 from simulator.engine.scheduler import SchedulerLimits
 from simulator.engine.step_cost import StepCost
 from simulator.engine.tokenizer import AnswerTokens
+from simulator.hybrid_cache.cache import HybridCache
+from simulator.hybrid_cache.groups import Retention, parse_groups
+from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.engine import EngineRequest, VirtualEngine
 from simulator.lab.requests import LabRequest
 
@@ -68,8 +72,12 @@ def lab_request(number: int, arrival_us: float, request: GenerationRequest, ids:
     return LabRequest(number, arrival_us, len(request.prompt), request.max_tokens, tuple(contents), number)
 
 
-def run_scheduler(blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int) -> Run:
-    cache = KVCache(num_blocks=blocks, block_size=BLOCK, hasher=SeededBlockHasher(1), num_cpu_blocks=cpu_blocks)
+def run_scheduler(layout: CacheLayout, blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int) -> Run:
+    hasher = SeededBlockHasher(1)
+    cache: EngineCache = KVCache(num_blocks=blocks, block_size=BLOCK, hasher=hasher, num_cpu_blocks=cpu_blocks)
+    if layout.is_hybrid:
+        retention = Retention(layout.retention_interval)
+        cache = HybridCache(layout.groups, num_blocks=blocks, block_size=BLOCK, retention=retention, hasher=hasher)
     core = EngineCore(cache, limits=limits, cost=StepCost(), vocab_size=VOCABULARY)
     arrivals = requests_of(seed)
     run = Run({}, 0, 0, 0)
@@ -93,9 +101,8 @@ def run_scheduler(blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: i
     return run
 
 
-def run_virtual(blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int) -> Run:
-    cache = KVCache(num_blocks=blocks, block_size=2, hasher=SeededBlockHasher(1), num_cpu_blocks=cpu_blocks)
-    engine = VirtualEngine(cache, BLOCK, limits, StepCost())
+def run_virtual(layout: CacheLayout, blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int) -> Run:
+    engine = VirtualEngine(layout.scaled(BLOCK).build(blocks, cpu_blocks, 1), BLOCK, limits, StepCost())
     ids: dict[int, int] = {}
     arrivals = [(when, lab_request(i, when, one, ids)) for i, (when, one) in enumerate(requests_of(seed))]
     run = Run({}, 0, 0, 0)
@@ -118,20 +125,29 @@ def run_virtual(blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int
     return run
 
 
+def layout_of(*groups: str, interval: int = 0) -> CacheLayout:
+    return CacheLayout(parse_groups(groups), interval)
+
+
 @pytest.mark.parametrize(
-    ("blocks", "cpu_blocks", "limits"),
+    ("layout", "blocks", "cpu_blocks", "limits"),
     [
-        (4_000, 0, SchedulerLimits()),
-        (60, 0, SchedulerLimits(max_num_batched_tokens=128)),
-        (60, 80, SchedulerLimits(max_num_batched_tokens=512)),
-        (300, 0, SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64)),
+        (CacheLayout(), 4_000, 0, SchedulerLimits()),
+        (CacheLayout(), 60, 0, SchedulerLimits(max_num_batched_tokens=128)),
+        (CacheLayout(), 60, 80, SchedulerLimits(max_num_batched_tokens=512)),
+        (CacheLayout(), 300, 0, SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64)),
+        # windows of whole blocks: others give their oldest block back within a step here, a few tokens earlier there
+        (layout_of("full", "swa:33"), 4_000, 0, SchedulerLimits()),
+        (layout_of("swa:65", "full"), 120, 0, SchedulerLimits(max_num_batched_tokens=128)),
+        (layout_of("full", "mamba"), 120, 0, SchedulerLimits(max_num_batched_tokens=512)),
+        (layout_of("full", "chunked:64", "swa:33", interval=128), 300, 0, SchedulerLimits(max_num_batched_tokens=256)),
     ],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_it_serves_requests_as_the_scheduler_does(
-    blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int
+    layout: CacheLayout, blocks: int, cpu_blocks: int, limits: SchedulerLimits, seed: int
 ) -> None:
-    expected, found = (run(blocks, cpu_blocks, limits, seed) for run in (run_scheduler, run_virtual))
+    expected, found = (run(layout, blocks, cpu_blocks, limits, seed) for run in (run_scheduler, run_virtual))
     assert len(expected.seen) == 60
     assert found.preemptions == expected.preemptions
     assert (found.stored, found.removed) == (expected.stored, expected.removed)
@@ -143,11 +159,18 @@ def test_it_serves_requests_as_the_scheduler_does(
 
 
 def test_small_caches_preempt_so_that_the_comparison_covers_it() -> None:
-    assert sum(run_virtual(60, 0, SchedulerLimits(max_num_batched_tokens=128), seed).preemptions for seed in range(3))
+    assert sum(
+        run_virtual(CacheLayout(), 60, 0, SchedulerLimits(max_num_batched_tokens=128), seed).preemptions
+        for seed in range(3)
+    )
 
 
 def test_a_request_that_never_fits_is_refused() -> None:
-    cache = KVCache(num_blocks=4, block_size=2, hasher=SeededBlockHasher(1))
+    cache = CacheLayout().build(4, 0, 1)
     engine = VirtualEngine(cache, BLOCK, SchedulerLimits(), StepCost())
-    with pytest.raises(InvalidValue, match="request 0 of 60 \\+ 5 tokens never fits a cache of 64 tokens"):
+    with pytest.raises(InvalidValue, match="request 0 of 60 \\+ 5 tokens never fits a cache of 64 tokens; expected"):
+        engine.submit(EngineRequest(LabRequest(0, 0.0, 60, 5, (1, 2, 3, 4, 5), 0)), 0.0)
+    cache = layout_of("full", "swa:33").scaled(BLOCK).build(8, 0, 1)
+    engine = VirtualEngine(cache, BLOCK, SchedulerLimits(), StepCost())
+    with pytest.raises(InvalidValue, match="never fits a cache of 64 tokens, 128 in all groups; expected"):
         engine.submit(EngineRequest(LabRequest(0, 0.0, 60, 5, (1, 2, 3, 4, 5), 0)), 0.0)

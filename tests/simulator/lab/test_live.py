@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_live_replay_finds_about_as_much_cached_as_one_in_virtual_time() -> None:
     study = Study(generate("chat", 0, 40), ("kvatlas",), [Point(2, 60_000, 4.0)], seeds=1)
     (live,) = await compare_live(study, scale=8.0)
-    outcome = replay(study.workload, "kvatlas", study.points[0].to_fleet(0, study.cost), 0, speed=4.0)
+    outcome = replay(study.workload, "kvatlas", study.points[0].to_fleet(study), 0, speed=4.0)
     # 40 requests on a machine that does other work too: `make lab STUDY=live` compares them closely
     assert live.summary.mean.hit_rate > 0.7 * Figures.of(outcome, study.objective).hit_rate > 0.3
 

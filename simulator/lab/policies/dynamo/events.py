@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import xxhash
 
-from simulator.cache.kv_events import BlockRemoved, BlocksStored, GpuCleared, KVEvent
+from simulator.cache.kv_events import BlockRemoved, GpuCleared, KVEvent
 from simulator.lab.requests import DEFAULT_IDENTITY, Identity
 
 _MARK = 0xFFFF_FFFF
@@ -24,7 +24,7 @@ def encode_event(event: KVEvent, block_tokens: int) -> dict[str, Any]:
         return {"type": "AllBlocksCleared"}
     if isinstance(event, BlockRemoved):
         return removed(event.block_hash, event.medium)
-    identity = _identity_of(event)
+    identity = Identity(event.adapter) if event.salt is None else Identity(event.adapter, event.salt)
     tokens = [token_of(content, identity) for content in event.token_ids[::2] for _ in range(block_tokens)]
     return stored(event.block_hashes, event.parent_hash, tokens, block_tokens, event.medium)
 
@@ -60,8 +60,3 @@ def token_of(content: int, identity: Identity) -> int:
     if identity == DEFAULT_IDENTITY:
         return content
     return xxhash.xxh32_intdigest(repr((content, identity)).encode())
-
-
-def _identity_of(event: BlocksStored) -> Identity:
-    salt = next((key for key in event.extra_keys[0] if key != event.adapter), None) if event.extra_keys else None
-    return Identity(event.adapter) if salt is None else Identity(event.adapter, salt)

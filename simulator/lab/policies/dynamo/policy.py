@@ -1,8 +1,9 @@
 """NVIDIA Dynamo's selection as a policy: its `SelectionService`, on the engines' events, with its defaults.
 
 Its package can't be installed beside kvatlas (it wants an older pydantic), so it runs in a Python of its own. Events go to it
-as vLLM publishes them, over ZMQ. That takes real time, of which a replay has none: after each engine's events comes a block
-that marks them, and a choice waits until the service holds the marks. So a choice sees all events that are there by then.
+as vLLM publishes them, over ZMQ; of hybrids those of full attention, all that it indexes. That takes real time, of which a
+replay has none: after each engine's events comes a block that marks them, and a choice waits until the service holds the
+marks. So a choice sees all events that are there by then.
 
 What stays: of equal workers the service takes any, so two runs by one seed may differ a little.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import zmq
 
 from kvatlas.errors import InvalidValue
-from simulator.cache.kv_events import KVEvent
+from simulator.cache.kv_events import GpuCleared, KVEvent
 from simulator.lab.engine import EngineRequest, VirtualEngine
 from simulator.lab.policies.dynamo.events import (
     encode_batch,
@@ -59,6 +60,7 @@ class Dynamo(LoadBlind):
 
     def __init__(self, engines: Sequence[VirtualEngine], python: str) -> None:
         self._block_tokens = engines[0].block_tokens
+        self._main_group = engines[0].main_group
         self._context = zmq.Context()
         self._sockets = [self._context.socket(zmq.XPUB) for _ in engines]
         self._seqs = [0] * len(engines)
@@ -115,8 +117,10 @@ class Dynamo(LoadBlind):
         return int(self._read())
 
     def record_events(self, engine: int, events: Sequence[KVEvent]) -> None:
-        self._publish(engine, [encode_event(event, self._block_tokens) for event in events])
-        self._unseen.add(engine)
+        told = [event for event in events if isinstance(event, GpuCleared) or event.group == self._main_group]
+        if told:
+            self._publish(engine, [encode_event(event, self._block_tokens) for event in told])
+            self._unseen.add(engine)
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         self._calls.append(["prefilled", str(sequence.request.number)])

@@ -1,0 +1,81 @@
+"""The KV cache groups of a fleet's model, and the caches that the lab's engines get for them.
+
+The simulator's own caches, with blocks of two tokens (`simulator.lab.requests`). Windows, chunks and intervals of real tokens
+are turned into as many of those blocks. A window that ends within a block is rounded up to a whole one: an engine needs, and
+a prompt is resumed by, whole blocks.
+"""
+
+from dataclasses import dataclass, replace
+
+from kvatlas.blocks.attention_groups import AttentionKind
+from kvatlas.errors import InvalidValue
+from simulator.cache.block_hash import SeededBlockHasher
+from simulator.cache.kv_cache import KVCache
+from simulator.engine.engine_cache import EngineCache
+from simulator.hybrid_cache.cache import HybridCache
+from simulator.hybrid_cache.groups import CacheGroup, Retention
+
+CACHE_BLOCK = 2
+"""Tokens of a block in the lab's caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """`groups` in the order of the events' group index; several make a hybrid. `retention_interval`: in tokens, see
+    `Retention`."""
+
+    groups: tuple[CacheGroup, ...] = (CacheGroup(AttentionKind.FULL),)
+    retention_interval: int = 0
+
+    def __str__(self) -> str:
+        """As flags have it."""
+        return ",".join(map(str, self.groups))
+
+    @property
+    def is_hybrid(self) -> bool:
+        return len(self.groups) > 1
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of chunked attention; 0 without it. The events don't tell it."""
+        return max((one.tokens for one in self.groups if one.kind is AttentionKind.CHUNKED_LOCAL), default=0)
+
+    def scaled(self, block_tokens: int) -> "CacheLayout":
+        """The same in tokens of the lab's caches, for blocks of so many real ones.
+
+        Raises InvalidValue for chunks or an interval that such blocks don't divide.
+        """
+        groups = tuple(replace(one, tokens=_scaled_tokens(one, block_tokens)) for one in self.groups)
+        return CacheLayout(groups, _whole_blocks("retention interval", self.retention_interval, block_tokens))
+
+    def build(self, num_blocks: int, num_cpu_blocks: int, seed: int) -> EngineCache:
+        """An empty cache of a scaled layout. Raises InvalidValue for a hybrid with a CPU tier: the simulator has none."""
+        hasher = SeededBlockHasher(seed)
+        if not self.is_hybrid:
+            return KVCache(
+                num_blocks=num_blocks,
+                block_size=CACHE_BLOCK,
+                hasher=hasher,
+                num_cpu_blocks=num_cpu_blocks,
+                clock=lambda: 0.0,  # nothing here expires
+            )
+        if num_cpu_blocks:
+            raise InvalidValue(f"{len(self.groups)} groups with a CPU tier; expected one group, or --cpu-tokens 0")
+        retention = Retention(self.retention_interval)
+        return HybridCache(
+            self.groups, num_blocks=num_blocks, block_size=CACHE_BLOCK, retention=retention, hasher=hasher
+        )
+
+
+def _scaled_tokens(group: CacheGroup, block_tokens: int) -> int:
+    if group.kind is AttentionKind.SLIDING_WINDOW:
+        return CACHE_BLOCK * -(-(group.tokens - 1) // block_tokens) + 1
+    return _whole_blocks("chunks", group.tokens, block_tokens)
+
+
+def _whole_blocks(what: str, tokens: int, block_tokens: int) -> int:
+    if tokens % block_tokens:
+        raise InvalidValue(
+            f"{what} of {tokens} tokens; expected a multiple of the trace's blocks, {block_tokens} tokens"
+        )
+    return CACHE_BLOCK * tokens // block_tokens

@@ -1,0 +1,44 @@
+"""What publishers read of a fleet's loads: vLLM's metrics tell running and waiting requests, and the blocks that are held."""
+
+from kvatlas.fleet.records import ForwardPassMetrics, WorkerState
+from simulator.lab.engine import VirtualEngine
+
+
+class EngineMetrics:
+    """Of one fleet. Metrics tell no queued tokens: a request that waits counts as the mean of the finished prompts."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens = self._prompts = 0
+
+    def record_finish(self, prompt_tokens: int) -> None:
+        self._prompt_tokens += prompt_tokens
+        self._prompts += 1
+
+    def read(self, worker_id: str, engine: VirtualEngine, sampled_us: int) -> WorkerState:
+        """An engine's load now."""
+        running, waiting = len(engine.running), len(engine.waiting)
+        queued_tokens = int(waiting * (self._prompt_tokens / max(1, self._prompts)))
+        return _state_of(worker_id, engine, running, waiting, queued_tokens, sampled_us)
+
+
+def read_true_load(worker_id: str, engine: VirtualEngine, sampled_us: int) -> WorkerState:
+    """The same as no metric tells it: with the tokens that are left to compute."""
+    queued_tokens = sum(map(engine.uncached_tokens, engine.unprefilled))
+    return _state_of(worker_id, engine, len(engine.running) + len(engine.waiting), 0, queued_tokens, sampled_us)
+
+
+def _state_of(
+    worker_id: str, engine: VirtualEngine, running: int, waiting: int, queued_tokens: int, sampled_us: int
+) -> WorkerState:
+    return WorkerState(
+        id=worker_id,
+        running_decodes=running,
+        queued_prefill_tokens=queued_tokens,
+        forward_pass=ForwardPassMetrics(
+            active_request_slots=running,
+            active_kv_blocks=engine.kv_tokens // engine.block_tokens,
+            total_kv_blocks=engine.cache.num_blocks,
+            requests_waiting=waiting,
+        ),
+        sampled_us=sampled_us,
+    )
