@@ -1,4 +1,5 @@
-"""What an exporter reads of a replica: sampled in the event loop at intervals, only if metrics are on."""
+"""What an exporter reads of a replica: sampled in the event loop at intervals and when its partitions change, only if metrics
+are on."""
 
 import logging
 from collections import Counter
@@ -20,6 +21,8 @@ from kvatlas.store.connection import Store
 from kvatlas.telemetry import MetricSource, export_metrics, metrics_enabled
 
 SAMPLE_S = 10.0
+LOOK_S = 0.5
+"""How soon a sample follows other partitions, such as the first ones of a replica that starts."""
 MAX_MODELS = 20
 OTHER_MODELS = "(other)"
 
@@ -91,6 +94,7 @@ async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s
         closing(_SourceByName("partition", "partition")) as partitions,
     ):
         while True:
+            owned = set(replica.owned.partitions)
             gauges = gauges_of(replica)
             partitions.update({str(one.partition): _gauges_of_partition(one) for one in replica.partitions})
             try:
@@ -99,7 +103,9 @@ async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s
                 memory = measured[1] if measured else None
             except (KvatlasError, RedisError) as error:
                 log.debug("index not measured: %s", error)
-            await anyio.sleep(sample_s)
+            with anyio.move_on_after(sample_s):
+                while set(replica.owned.partitions) == owned:
+                    await anyio.sleep(LOOK_S)
 
 
 async def measure(
