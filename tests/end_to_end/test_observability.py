@@ -15,7 +15,7 @@ import yaml
 from k8s.dashboards.dashboards import DASHBOARDS
 from kvatlas.embedded.free_port import LOOPBACK, free_port
 from simulator.demo.trace_receiver import TraceReceiver, running_receiver
-from tests.deployment.test_alerts import FILE, RULES, names_in
+from tests.deployment.test_alerts import FILE, RULES, SERIES, selectors_in
 from tests.end_to_end.processes import service
 from tests.end_to_end.prometheus import Prometheus
 from tests.eventually import until
@@ -106,8 +106,8 @@ async def test_every_query_returns_data_of_a_running_fleet_and_no_alert_is_raise
         for panel in board.panels
         for query in panel.queries
     }
-    names = set().union(*(names_in(rule["expr"]) for rule in RULES))
-    queries |= {f"rules: {name}": name for name in names}
+    queries |= {f"rules: {one}": one for rule in RULES for one in selectors_in(rule["expr"])}
+    queries |= {f"tests of the rules: {one}": one for one in SERIES}
     queries |= {
         f"rules: {rule['record']}": rule["record"] for rule in RULES if rule.get("record", "").endswith("p99_5m")
     }
