@@ -39,7 +39,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "images"
 MODEL = "m"
 ENGINES = 4
 ENGINE_FLAGS = ("--speed-up", "4", "--num-gpu-blocks", "1536")
-SESSIONS = 90
+SESSIONS = 180
 ARRIVALS_PER_S = 2.0
 LOAD_S = 60.0
 WINDOW = "10s"
@@ -135,6 +135,7 @@ async def shoot_top(fleet: ScrapedFleet) -> None:
             console = Console(width=TERMINAL[0], record=True, file=io.StringIO(), highlight=False)
             console.print(Text.from_ansi(screen))
             await page.set_content(console.export_html(theme=MONOKAI, inline_styles=True))
+            await page.add_style_tag(content="pre { display: inline-block; padding: 1em }")
             await page.locator("pre").screenshot(path=FOLDER / f"{name}.png")
             shrink(FOLDER / f"{name}.png")
         await browser.close()
@@ -191,12 +192,14 @@ def draw_panel(ax: Axes, panel: Panel, series: Sequence[tuple[str, list[tuple[fl
     if panel.kind == "stat":
         ax.axis("off")
         last = next((value for _, line in series for _, value in reversed(line) if value == value), None)
-        text = "no data" if last is None else shown(last)
+        text = "no data" if last is None else shown(round(last, 3))
         ax.text(0.5, 0.45, text, ha="center", va="center", fontsize=26, transform=ax.transAxes, color="#2a63c4")
         return
     for legend, line in series:
         ax.plot([at - began_s for at, _ in line], [value for _, value in line], label=legend, linewidth=1.4)
     ax.set_ylim(0, max(points, default=0) * 1.1 or 1)
+    if not any(points):
+        ax.set_yticks([0])
     ax.yaxis.set_major_formatter(shown)
     ax.xaxis.set_major_formatter(EngFormatter("s"))
     ax.tick_params(labelsize=8)
