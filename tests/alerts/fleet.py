@@ -87,12 +87,12 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
 
 
 async def send_requests(fleet: Fleet) -> None:
-    """Requests of a few prompts that grow, until cancelled. What becomes of them is for the alerts to say."""
+    """Requests of a few prompts with ends of their own, until cancelled. What becomes of them is for the alerts to say."""
     number = 0
     async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=10) as client:
 
         async def ask(number: int) -> None:
-            prompt = f"Conversation {number % 7}. " + "And so on and so on. " * (20 + number % 50)
+            prompt = f"Conversation {number % 7}. " + "And so on and so on. " * (20 + number % 50) + f"This is number {number}."
             body = {"model": "m", "prompt": prompt, "max_tokens": 4, "stream": number % 2 == 0}
             try:
                 await client.post("/v1/completions", json=body)
