@@ -92,7 +92,11 @@ async def send_requests(fleet: Fleet) -> None:
     async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=10) as client:
 
         async def ask(number: int) -> None:
-            prompt = f"Conversation {number % 7}. " + "And so on and so on. " * (20 + number % 50) + f"This is number {number}."
+            prompt = (
+                f"Conversation {number % 7}. "
+                + "And so on and so on. " * (20 + number % 50)
+                + f"This is number {number}."
+            )
             body = {"model": "m", "prompt": prompt, "max_tokens": 4, "stream": number % 2 == 0}
             try:
                 await client.post("/v1/completions", json=body)
