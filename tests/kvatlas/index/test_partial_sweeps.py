@@ -242,7 +242,7 @@ async def test_a_sweep_takes_small_scopes_together(stores: list[Store]) -> None:
     """What a scope costs is what is in it."""
     index = await open_redis_index(stores[0], partitions=1, shards=1, writer=True)
     source = MessageSource("a")
-    scopes = [Scope("m", "t", None, f"tenant-{number}") for number in range(15)]
+    scopes = [Scope("m", "t", None, f"tenant-{number}") for number in range(25)]
     await apply_messages(index, source.begin(1), *(source.store(scope, pack_hashes([1])) for scope in scopes))
     await index.retire("a", 1)
     await index.sweep(0, 1)  # one call

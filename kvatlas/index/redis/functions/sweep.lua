@@ -15,7 +15,7 @@
 local SWEEP_KEYS = 3
 -- of a block, of each entry of a value that was not met before, of each of them that is taken out, and of each holder, flags and
 -- scope that are counted out in a call
-local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 1.5, 0.1, 0.5, 8
+local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 2, 0.1, 0.5, 8
 
 -- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the retired holders' entries, as numbers, and
 -- the value without them.
