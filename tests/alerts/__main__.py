@@ -4,7 +4,6 @@ A fleet serves requests while a real Prometheus scrapes it. In a healthy hour no
 turn, its alerts must fire, and end when the cause does. Needs Debian's `prometheus`. Exit code 0 if all went so.
 """
 
-import asyncio
 import re
 import shutil
 import sys
@@ -21,6 +20,7 @@ from tests.alerts.causes import CAUSES
 from tests.alerts.fleet import running_fleet, send_requests
 from tests.deployment.test_alerts import ALERTS, FILE
 from tests.end_to_end.prometheus import Prometheus
+from tests.eventually import until
 
 SPEED = 30
 """A minute of the rules takes 2 s here."""
@@ -73,12 +73,12 @@ async def healthy_hour(watch: Watch) -> set[str]:
     """What fired in it. It begins when all parts were scraped and every partition has its owner: a start takes seconds, which
     are minutes of the faster rules."""
     seen: set[str] = set()
-    async with asyncio.timeout(ENDS_S):
-        while (
-            not await watch.counts("sum(kvatlas_indexer_partitions_owned) == 64")
-            or await watch.firing() - OF_A_SLOW_MACHINE
-        ):
-            await anyio.sleep(1)
+
+    async def is_healthy() -> bool:
+        is_owned = await watch.counts("sum(kvatlas_indexer_partitions_owned) == 64")
+        return is_owned and not await watch.firing() - OF_A_SLOW_MACHINE
+
+    await until(is_healthy, deadline_s=ENDS_S, what="every partition has its owner, and no alert fires")
     until_s = monotonic() + HEALTHY_S
     while monotonic() < until_s:
         seen |= await watch.firing() - OF_A_SLOW_MACHINE

@@ -71,7 +71,7 @@ async def worker_in_doubt(fleet: Fleet) -> AsyncIterator[None]:
     async def beat() -> None:
         while True:
             await ghost.beat(acked_seq=5)
-            await anyio.sleep(0.5)
+            await anyio.sleep(0.5)  # its pace
 
     async with anyio.create_task_group() as group:
         group.start_soon(beat)
@@ -112,7 +112,7 @@ async def sent_events(fleet: Fleet, payload: bytes, *, lost: int = 0) -> AsyncIt
             while True:
                 engine.next_seq += lost
                 await engine.send(payload)
-                await anyio.sleep(0.5 if lost else 0.2)
+                await anyio.sleep(0.5 if lost else 0.2)  # a paced feed
 
         fleet.wrong_sidecar.start()
         await fleet.wrong_sidecar.ready()
@@ -144,9 +144,9 @@ async def indexer_stutters(fleet: Fleet) -> AsyncIterator[None]:
     async def stutter() -> None:
         while True:
             fleet.indexer.pause()
-            await anyio.sleep(2)
+            await anyio.sleep(2)  # its stutter
             fleet.indexer.resume()
-            await anyio.sleep(1.5)
+            await anyio.sleep(1.5)  # its stutter
 
     async with anyio.create_task_group() as group:
         group.start_soon(stutter)

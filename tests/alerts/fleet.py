@@ -107,4 +107,4 @@ async def send_requests(fleet: Fleet) -> None:
             while True:
                 number += 1
                 group.start_soon(ask, number)
-                await anyio.sleep(1 / REQUESTS_PER_S)
+                await anyio.sleep(1 / REQUESTS_PER_S)  # a paced load
