@@ -193,8 +193,9 @@ async def odd_engine_joins(fleet: Fleet, *, alone: bool) -> AsyncIterator[OddEng
 @asynccontextmanager
 async def engine_answers_500(fleet: Fleet) -> AsyncIterator[None]:
     async with odd_engine_joins(fleet, alone=False) as odd:
-        odd.status = 500
+        odd.status, fleet.fresh = 500, True
         yield
+        fleet.fresh = False
 
 
 @asynccontextmanager

@@ -33,6 +33,8 @@ class Fleet:
     odd: OddEngine
     router_url: str
     ports: list[int]
+    fresh: bool = False
+    """Do requests share no prefix, so that no engine's cache draws them?"""
 
 
 @asynccontextmanager
@@ -93,7 +95,7 @@ async def send_requests(fleet: Fleet) -> None:
 
         async def ask(number: int) -> None:
             prompt = (
-                f"Conversation {number % 7}. "
+                f"Conversation {number if fleet.fresh else number % 7}. "
                 + "And so on and so on. " * (20 + number % 50)
                 + f"This is number {number}."
             )

@@ -43,7 +43,8 @@ def odd_engine() -> Iterator[OddEngine]:
             self._answer(200 if self.path in pages else 404, pages.get(self.path, ""))
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            sent = self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(sent) if sent else {}  # a probe's, or of a client that left
             tokens = list(str(body.get("prompt", "")).encode())
             if self.path == "/tokenize":
                 time.sleep(engine.tokenize_s)
