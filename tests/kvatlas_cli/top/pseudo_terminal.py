@@ -10,8 +10,8 @@ import sys
 import termios
 from collections.abc import Iterator
 
+from tests.end_to_end.processes import environment
 from tests.eventually import until
-from tests.kvatlas_cli.conftest import child_environment
 
 TERMINAL = 80, 24
 """Columns and lines."""
@@ -55,7 +55,7 @@ def kvatlas_in_terminal(*words: str) -> Iterator[PseudoTerminal]:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     os.set_blocking(ours, False)
     command = [sys.executable, "-m", "kvatlas_cli.main", *words]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=child_environment())
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
     try:
         yield PseudoTerminal(ours)
         os.write(ours, b"qq")
