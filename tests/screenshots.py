@@ -4,6 +4,7 @@ Takes two minutes, and needs Debian's `chromium` and `prometheus`. The dashboard
 own queries, because no Grafana is needed for that: titles, units and legends are the dashboards'.
 """
 
+import io
 import shutil
 import sys
 import tempfile
@@ -19,6 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
 from PIL import Image
 from playwright.async_api import Page, async_playwright
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
 
 from k8s.dashboards.dashboards import DASHBOARDS, Dashboard, Panel
 from kvatlas.embedded.free_port import LOOPBACK, free_port
@@ -26,15 +30,16 @@ from simulator.demo.load_generator import send_workload
 from simulator.workload import Workload, chat_settings, generate_workload
 from tests.deployment.test_alerts import FILE
 from tests.end_to_end.prometheus import Prometheus
-from tests.end_to_end.test_observability import running_fleet
+from tests.end_to_end.test_observability import ScrapedFleet, running_fleet
 from tests.end_to_end.test_status_page import CHROMIUM, SIZES
 from tests.eventually import until
+from tests.kvatlas_cli.top.pseudo_terminal import TERMINAL, kvatlas_in_terminal
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 MODEL = "m"
 ENGINES = 4
 ENGINE_FLAGS = ("--speed-up", "4", "--num-gpu-blocks", "1536")
-SESSIONS = 90
+SESSIONS = 180
 ARRIVALS_PER_S = 2.0
 LOAD_S = 60.0
 WINDOW = "10s"
@@ -51,14 +56,16 @@ async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvatlas-screenshots-") as name:
         folder = Path(name)
         up_flags = ["--status-port", str(status)]
-        async with running_fleet(folder, ENGINES, ENGINE_FLAGS, up_flags) as (router, ports):
+        async with running_fleet(folder, ENGINES, ENGINE_FLAGS, up_flags) as fleet:
+            router = fleet.router
             await until(lambda: serves(router), deadline_s=30, what="the router sees the workers")
-            with Prometheus(ports, folder, FILE) as prometheus:
+            with Prometheus(fleet.ports, folder, FILE) as prometheus:
                 began_s = time.time()
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(send_workload, workload, MODEL, router, 1.0, lambda _: None)
                     await anyio.sleep(LOAD_S)
                     await shoot_pages(router, f"http://{LOOPBACK}:{status}", workload)
+                    await shoot_top(fleet)
                     tasks.cancel_scope.cancel()
                 for board in DASHBOARDS:
                     await draw(board, prometheus.url, began_s, began_s + LOAD_S)
@@ -105,6 +112,33 @@ async def probe(page: Page, prompt: str) -> None:
     await page.select_option("select[name=kind]", "tokens")
     await page.get_by_role("button", name="Probe").click()
     await page.wait_for_selector("section#answer")
+
+
+# ---------------------------------------------------------------- kvatlas top
+
+
+async def shoot_top(fleet: ScrapedFleet) -> None:
+    """Its screens of a terminal of 80 columns: the fleet, sorted by blocks, and one worker."""
+    flags = ["--nats-url", fleet.nats_url, "--redis-url", fleet.redis_url]
+    with kvatlas_in_terminal("top", *flags) as terminal:
+        await terminal.until_shown("workers routable")
+        terminal.press("ss")
+        await terminal.until_shown("sort (blocks)")
+        await anyio.sleep(5)  # rates are of two looks
+        first = await terminal.until_shown("sort (blocks)")
+        terminal.press("\r")
+        second = await terminal.until_shown("q back")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM)
+        page = await browser.new_page(device_scale_factor=1.5)
+        for name, screen in (("top", first), ("top-worker", second)):
+            console = Console(width=TERMINAL[0], record=True, file=io.StringIO(), highlight=False)
+            console.print(Text.from_ansi(screen))
+            await page.set_content(console.export_html(theme=MONOKAI, inline_styles=True))
+            await page.add_style_tag(content="pre { display: inline-block; padding: 1em }")
+            await page.locator("pre").screenshot(path=FOLDER / f"{name}.png")
+            shrink(FOLDER / f"{name}.png")
+        await browser.close()
 
 
 # ---------------------------------------------------------------- panels
@@ -158,12 +192,14 @@ def draw_panel(ax: Axes, panel: Panel, series: Sequence[tuple[str, list[tuple[fl
     if panel.kind == "stat":
         ax.axis("off")
         last = next((value for _, line in series for _, value in reversed(line) if value == value), None)
-        text = "no data" if last is None else shown(last)
+        text = "no data" if last is None else shown(round(last, 3))
         ax.text(0.5, 0.45, text, ha="center", va="center", fontsize=26, transform=ax.transAxes, color="#2a63c4")
         return
     for legend, line in series:
         ax.plot([at - began_s for at, _ in line], [value for _, value in line], label=legend, linewidth=1.4)
     ax.set_ylim(0, max(points, default=0) * 1.1 or 1)
+    if not any(points):
+        ax.set_yticks([0])
     ax.yaxis.set_major_formatter(shown)
     ax.xaxis.set_major_formatter(EngFormatter("s"))
     ax.tick_params(labelsize=8)

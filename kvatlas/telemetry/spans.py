@@ -292,11 +292,15 @@ def step_span(name: str) -> AbstractContextManager[Span]:
 
 
 def decision_span(operation: str, *, request_id: str | None = None, model_id: str = "") -> AbstractContextManager[Span]:
-    """The span of one `route`, `rank` or `overlap`; a child of the caller's current span, if any.
+    """The span of one `route`, `rank` or `overlap`; a child of the caller's current span, if any, and none inside one that is
+    not sampled.
 
     `describe_decision` adds the outcome.
     """
     if not tracing_enabled():
+        return _OFF
+    caller = trace.get_current_span().get_span_context()
+    if caller.is_valid and not caller.trace_flags.sampled:
         return _OFF
     attributes: dict[str, Any] = {"kvatlas.operation": operation, "kvatlas.model": model_id}
     if request_id is not None:

@@ -68,7 +68,7 @@ def up(settings: UpSettings, engine: EngineFlag = None, as_json: JsonFlag = Fals
     for name in names:
         if names.count(name) > 1:
             raise SettingsError(f"--engine names worker {name} twice; expected each once (worker= sets another name)")
-    run_service("up", settings, _up(settings, engines, as_json))
+    run_service("up", settings, _up(settings, engines, as_json), metrics_page=settings.status_port is not None)
 
 
 def parse_engine(text: str) -> dict[str, str]:

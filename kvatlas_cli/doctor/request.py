@@ -268,9 +268,9 @@ def _describe_prompt(prompt: Prompt, named: str | None) -> Finding:
     parts = [f"model {scope.model_id}{alias}", f"tokenizer {scope.tokenizer_id}", f"tenant {scope.tenant_id}"]
     if scope.adapter_id is not None:
         parts.append(f"adapter {scope.adapter_id}")
-    return Finding(
-        "request.prompt", Level.OK, f"prompt of {count_text(prompt.input_tokens, 'token')}, {', '.join(parts)}"
-    )
+    is_read = bool(prompt.tokens or prompt.hashes)
+    length = count_text(prompt.input_tokens, "token") if is_read else "tokens that are not known"
+    return Finding("request.prompt", Level.OK, f"prompt of {length}, {', '.join(parts)}")
 
 
 def _judge_scope(scope: Scope, registered: Sequence[Scope]) -> Finding:

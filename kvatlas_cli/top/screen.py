@@ -110,8 +110,9 @@ class View:
                 to = {"down": at + 1, "j": at + 1, "up": at - 1, "k": at - 1, "home": 0, "end": last}[key]
                 chosen = order[max(0, min(last, to))]
                 return replace(self, selected=chosen, opened=chosen if self.opened else "")
-            case "enter" | "right" if self.selected in order:
-                return replace(self, opened=self.selected)
+            case "enter" | "right" if order:
+                chosen = self.selected if self.selected in order else order[0]
+                return replace(self, selected=chosen, opened=chosen)
         return self
 
 

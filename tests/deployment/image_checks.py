@@ -55,7 +55,8 @@ def make_base() -> None:
         )
         for waste in ("var/cache/apt/archives", "var/lib/apt/lists"):
             shutil.rmtree(root / waste)
-        shutil.copytree("/etc/ssl/certs", root / "etc/ssl/certs", dirs_exist_ok=True, symlinks=False)
+        shutil.rmtree(root / "etc/ssl/certs")  # its links lead to files of this machine
+        shutil.copytree("/etc/ssl/certs", root / "etc/ssl/certs", ignore_dangling_symlinks=True)
         if Path("/etc/pip.conf").exists():
             shutil.copy("/etc/pip.conf", root / "etc/pip.conf")
         container = output("buildah", "from", "scratch").strip()

@@ -118,6 +118,9 @@ _LE = {
 }
 """The bucket that the values of a histogram are in instead."""
 
+SERIES = sorted({*HEALTHY, *_LE.values(), *(series for changes in CAUSES.values() for series in changes)})
+"""All that the rules are tried with; tests/end_to_end/test_observability.py finds each on a running fleet."""
+
 
 def series_of(changes: Mapping[str, str | None]) -> list[dict[str, str]]:
     merged = {**HEALTHY, **changes}
@@ -169,6 +172,14 @@ def test_every_alert_has_a_section_in_the_runbook_and_the_runbook_no_other() -> 
 def names_in(expr: str) -> set[str]:
     """Of metrics, as Prometheus has them."""
     return set(re.findall(r"\b((?:kvatlas|gen_ai|db_client|http_server|messaging)_\w+)", expr))
+
+
+def selectors_in(expr: str) -> set[str]:
+    """Metrics with what is asked of their labels."""
+    return {
+        found[0]
+        for found in re.finditer(r"\b(?:kvatlas|gen_ai|db_client|http_server|messaging)_\w+(?:\{[^}]*\})?", expr)
+    }
 
 
 def exported_names() -> set[str]:

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from k8s.dashboards.dashboards import DASHBOARDS
 from kvatlas.embedded.free_port import LOOPBACK, free_port
 from simulator.demo.trace_receiver import TraceReceiver, running_receiver
-from tests.deployment.test_alerts import FILE, RULES, names_in
+from tests.deployment.test_alerts import FILE, RULES, SERIES, selectors_in
 from tests.end_to_end.processes import service
 from tests.end_to_end.prometheus import Prometheus
 from tests.eventually import until
@@ -36,6 +37,17 @@ WINDOW = "30s"
 """Stands for Grafana's rate interval."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScrapedFleet:
+    """A router's URL, its servers' URLs, and the ports of three processes' metrics: servers with indexer and publishers,
+    router, picker."""
+
+    router: str
+    nats_url: str
+    redis_url: str
+    ports: list[int]
+
+
 @asynccontextmanager
 async def running_fleet(
     folder: Path,
@@ -43,11 +55,9 @@ async def running_fleet(
     engine_flags: Sequence[str] = ("--speed-up", "100"),
     up_flags: Sequence[str] = (),
     collector: str = "",
-) -> AsyncIterator[tuple[str, list[int]]]:
-    """A router's URL, and the ports of three processes' metrics: servers with indexer and publishers, router, picker.
-
-    The router's are on its own port, the others' where the standard variables say. `up_flags`: more of `kvatlas up`. The first
-    two send traces to `collector`, if there is one.
+) -> AsyncIterator[ScrapedFleet]:
+    """Metrics of the router are on its own port, the others' where the standard variables say. `up_flags`: more of
+    `kvatlas up`. The first two processes send traces to `collector`, if there is one.
     """
     ports = [free_port() for _ in range(3)]
 
@@ -73,19 +83,13 @@ async def running_fleet(
         flags = ["--redis-port", str(redis_port), "--nats-port", str(nats_port), "--state-dir", str(folder / "state")]
         flags += up_flags
         await start("up", *addresses, *flags, ready="stop with Ctrl-C", variables={**metrics(ports[0]), **traces})
-        redis = [
-            "--redis-url",
-            f"redis://{LOOPBACK}:{redis_port}/0",
-            "--drain-s",
-            "0",
-            "--decision-deadline-ms",
-            "5000",
-        ]
+        nats_url, redis_url = f"nats://{LOOPBACK}:{nats_port}", f"redis://{LOOPBACK}:{redis_port}/0"
+        redis = ["--redis-url", redis_url, "--drain-s", "0", "--decision-deadline-ms", "5000"]
         flags = ["--port", str(router_port), "--no-access-log"]
         await start("router", *redis, *flags, ready="router at", variables=traces)
         flags = ["--port", "0", "--health-port", "0"]
         await start("epp", *redis, *flags, ready="endpoint picker on", variables=metrics(ports[2]))
-        yield f"http://{LOOPBACK}:{router_port}", ports
+        yield ScrapedFleet(f"http://{LOOPBACK}:{router_port}", nats_url, redis_url, ports)
 
 
 async def ask(router: str, number: int) -> None:
@@ -106,14 +110,14 @@ async def test_every_query_returns_data_of_a_running_fleet_and_no_alert_is_raise
         for panel in board.panels
         for query in panel.queries
     }
-    names = set().union(*(names_in(rule["expr"]) for rule in RULES))
-    queries |= {f"rules: {name}": name for name in names}
+    queries |= {f"rules: {one}": one for rule in RULES for one in selectors_in(rule["expr"])}
+    queries |= {f"tests of the rules: {one}": one for one in SERIES}
     queries |= {
         f"rules: {rule['record']}": rule["record"] for rule in RULES if rule.get("record", "").endswith("p99_5m")
     }
     with running_receiver() as receiver:
-        async with running_fleet(tmp_path, collector=receiver.url) as (router, ports):
-            await check_metrics(router, ports, queries, receiver, tmp_path)
+        async with running_fleet(tmp_path, collector=receiver.url) as fleet:
+            await check_metrics(fleet.router, fleet.ports, queries, receiver, tmp_path)
 
 
 async def check_metrics(

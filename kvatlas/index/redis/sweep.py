@@ -7,8 +7,8 @@ from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import unpack_touched
 
-HOLDERS_A_ROUND = 64
-CALL_COST = 1_000
+HOLDERS_A_ROUND = 32
+CALL_COST = 600
 """Of what a call does (`functions/sweep.lua`): two microseconds of the store each, whatever the values are."""
 SCOPES_A_CALL = 100
 

@@ -3,7 +3,7 @@
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, SpanContext, SpanKind, TraceFlags
 
 from kvatlas.telemetry import (
     MAX_LINKS,
@@ -126,6 +126,16 @@ def test_a_decision_is_a_child_of_the_callers_span(span_exporter: InMemorySpanEx
         pass
     decision, request = span_exporter.get_finished_spans()
     assert decision.parent is not None and decision.parent.span_id == request.context.span_id
+
+
+def test_a_decision_inside_a_span_that_is_not_sampled_has_none(span_exporter: InMemorySpanExporter) -> None:
+    dropped = NonRecordingSpan(SpanContext(7, 9, is_remote=False))
+    with trace.use_span(dropped), decision_span("route") as decision:
+        assert decision is INVALID_SPAN and trace.get_current_span() is dropped
+    with trace.use_span(NonRecordingSpan(SAMPLED)), decision_span("route"):
+        pass
+    (decided,) = span_exporter.get_finished_spans()
+    assert decided.parent is not None and decided.parent.span_id == SAMPLED.span_id
 
 
 def test_a_batch_links_each_span_once_and_at_most_32(span_exporter: InMemorySpanExporter) -> None:

@@ -5,10 +5,12 @@ import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from redis import Redis
 
 from kvatlas.embedded import ServerProcess
+from kvatlas.embedded.free_port import free_port
 from tests.kvatlas_cli.conftest import Cli, start_command
 
 
@@ -47,3 +49,18 @@ def test_up_prints_one_line_as_json(tmp_path: Path, nats_server: ServerProcess, 
     ]
     assert process.wait(timeout=30) == 0
     assert printed == {"nats_url": nats_server.url, "redis_url": valkey_server.url, "state_dir": None, "workers": []}
+
+
+def test_the_status_page_of_up_has_its_metrics(
+    tmp_path: Path, nats_server: ServerProcess, valkey_server: ServerProcess
+) -> None:
+    port = free_port()
+    servers = ["--nats-url", nats_server.url, "--redis-url", valkey_server.url]
+    process = start_command("up", "--json", *servers, "--status-port", str(port))
+    assert process.stderr is not None and process.stdout is not None
+    with process.stderr, process.stdout as output, httpx.Client(trust_env=False) as client:
+        assert output.readline()
+        page = client.get(f"http://127.0.0.1:{port}/metrics").text
+        process.terminate()
+        process.wait(timeout=30)
+    assert "kvatlas_indexer_partitions_owned" in page and 'service_name="kvatlas-up"' in page

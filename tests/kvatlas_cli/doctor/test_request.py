@@ -81,6 +81,8 @@ def test_a_prompt_that_nobody_computed_is_no_fault(ask: Ask) -> None:
 def test_text_needs_an_engine_that_tokenizes_it(ask: Ask) -> None:
     done = ask({"model": "m", "prompt": "some text"})
     assert done.code == 1 and "no engine of m answered /tokenize" in done.out
+    done = ask({"model": "mm", "prompt": "some text"})
+    assert done.code == 1 and "prompt of tokens that are not known, model mm" in done.out
 
 
 @pytest.mark.anyio
@@ -103,10 +105,10 @@ async def test_text_is_tokenized_by_an_engine_and_found_where_it_was_computed(
         tokens = answer["usage"]["prompt_tokens"]
         blocks, of = tokens // 4, -(-tokens // 4)
 
-        async def found() -> list[Finding] | None:
+        async def found() -> list[Finding]:
             asked = read_request(str(file))
             findings = await follow_request(nats, redis, asked, None, DEFAULT_TENANT, 0.05, lambda _: None)
-            return findings if f"w: {blocks} of {of} blocks" in " ".join(one.line for one in findings) else None
+            return findings if f"w: {blocks} of {of} blocks" in " ".join(one.line for one in findings) else []
 
         findings = await until(found, what=f"the {blocks} blocks of the text are found")
     assert {one.level for one in findings} == {Level.OK}

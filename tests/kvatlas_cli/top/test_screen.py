@@ -75,6 +75,9 @@ def test_keys_sort_select_open_and_leave() -> None:
         view = view.press(key, order)
         assert view is not None and (view.selected, view.opened) == (selected, opened), key
     assert view is not None and view.press("q", order) is None
+    first = View().press("enter", order)
+    assert first is not None and (first.selected, first.opened) == ("w-a", "w-a"), "the first one"
+    assert View().press("enter", []) == View()
     assert sort_workers(FLEET, View(sort=1))[0] == "w-c"  # what needs attention
     by_blocks = View().press("s", order)
     assert by_blocks is not None

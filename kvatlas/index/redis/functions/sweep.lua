@@ -15,7 +15,7 @@
 local SWEEP_KEYS = 3
 -- of a block, of each entry of a value that was not met before, of each of them that is taken out, and of each holder, flags and
 -- scope that are counted out in a call
-local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 1, 0.1, 0.5, 8
+local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 2, 0.1, 0.5, 8
 
 -- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the retired holders' entries, as numbers, and
 -- the value without them.
@@ -88,10 +88,19 @@ end
 -- Counts what was taken out of one scope out of the holders' digests, and into `held`: see change_held. digests: {holder ->
 -- digest}, those changed so far
 local function count_out(key, digests, held, scope, sums_by_entry)
+  local unread = {}
+  for entry in pairs(sums_by_entry) do
+    local holder = holder_bytes((entry - entry % 256) / 256)
+    if not digests[holder] then
+      unread[#unread + 1] = holder
+    end
+  end
+  for holder, stored in pairs(read_fields(key, unread)) do
+    digests[holder] = digest_of(stored)
+  end
   for entry, total in pairs(sums_by_entry) do
     local flags = entry % 256
     local holder = holder_bytes((entry - flags) / 256)
-    digests[holder] = digests[holder] or read_digest(key, holder)
     for tier = 0, 4 do
       if bit.band(flags, 2 ^ tier) ~= 0 then
         count_sums(digests[holder], tier, total[1], total[2], total[3], scope, -1)
@@ -133,9 +142,12 @@ register_always('kvatlas_sweep', function(keys, args)
       done = done + 1
     end
   end
+  local packed = {}
   for holder, digest in pairs(digests) do
-    redis.call('HSET', digests_key, holder, cmsgpack.pack(digest))
+    packed[#packed + 1] = holder
+    packed[#packed + 1] = cmsgpack.pack(digest)
   end
+  write_fields(digests_key, packed)
   change_held(held_key, held)
   return { server, done, cursor, math.ceil(cost) }
 end)

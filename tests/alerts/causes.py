@@ -1,0 +1,262 @@
+"""What is done to a fleet so that an alert fires, and undone."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+import anyio
+import msgpack
+import nats
+from redis.asyncio import Redis
+
+from kvatlas.bus.subjects import events_subject
+from tests.alerts.fleet import Fleet
+from tests.alerts.odd_engine import OddEngine
+from tests.indexer.bus_publisher import BusPublisher
+from tests.publishers.fake_engine import FakeEngine
+
+
+@asynccontextmanager
+async def no_indexer(fleet: Fleet) -> AsyncIterator[None]:
+    await fleet.indexer.stop()
+    yield
+    fleet.indexer.start()
+    await fleet.indexer.ready()
+
+
+@asynccontextmanager
+async def store_hangs(fleet: Fleet) -> AsyncIterator[None]:
+    fleet.valkey.pause()
+    yield
+    fleet.valkey.resume()
+
+
+@asynccontextmanager
+async def store_is_nearly_full(fleet: Fleet) -> AsyncIterator[None]:
+    async with Redis.from_url(fleet.valkey.url) as store:
+        used = int((await store.info("memory"))["used_memory"])
+        await store.config_set("maxmemory", int(used * 1.08))
+        yield
+        await store.config_set("maxmemory", 0)
+
+
+@asynccontextmanager
+async def store_is_full(fleet: Fleet) -> AsyncIterator[None]:
+    async with Redis.from_url(fleet.valkey.url) as store:
+        await store.config_set("maxmemory", 1_000_000)
+        yield
+        await store.config_set("maxmemory", 0)
+
+
+@asynccontextmanager
+async def store_evicts(fleet: Fleet) -> AsyncIterator[None]:
+    async with Redis.from_url(fleet.valkey.url) as store:
+        await store.config_set("maxmemory-policy", "allkeys-lru")
+        yield
+        await store.config_set("maxmemory-policy", "noeviction")
+
+
+@asynccontextmanager
+async def bus_hangs(fleet: Fleet) -> AsyncIterator[None]:
+    fleet.nats.pause()
+    yield
+    fleet.nats.resume()
+
+
+@asynccontextmanager
+async def worker_in_doubt(fleet: Fleet) -> AsyncIterator[None]:
+    """It tells of messages that the index never had, and answers no request."""
+    client = await nats.connect(fleet.nats.url)
+    ghost = BusPublisher(client, "ghost", incarnation=7)
+
+    async def beat() -> None:
+        while True:
+            await ghost.beat(acked_seq=5)
+            await anyio.sleep(0.5)  # its pace
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(beat)
+        yield
+        group.cancel_scope.cancel()
+    await client.close()
+
+
+@asynccontextmanager
+async def sidecar_hangs(fleet: Fleet) -> AsyncIterator[None]:
+    fleet.sidecars[0].pause()
+    yield
+    fleet.sidecars[0].resume()
+
+
+@asynccontextmanager
+async def messages_of_something_else(fleet: Fleet) -> AsyncIterator[None]:
+    client = await nats.connect(fleet.nats.url)
+    await client.jetstream().publish(events_subject("stranger", 64), b"no message of ours")
+    yield
+    await client.close()
+
+
+@asynccontextmanager
+async def wrong_event_port(fleet: Fleet) -> AsyncIterator[None]:
+    fleet.wrong_sidecar.start()
+    await fleet.wrong_sidecar.ready()
+    yield
+    await fleet.wrong_sidecar.stop()
+
+
+@asynccontextmanager
+async def sent_events(fleet: Fleet, payload: bytes, *, lost: int = 0) -> AsyncIterator[None]:
+    """Batches on the wrong sidecar's event socket; before each, so many that no replay has."""
+    async with FakeEngine(ports=fleet.wrong_ports, buffer=0) as engine, anyio.create_task_group() as group:
+
+        async def send() -> None:
+            while True:
+                engine.next_seq += lost
+                await engine.send(payload)
+                await anyio.sleep(0.5 if lost else 0.2)  # a paced feed
+
+        fleet.wrong_sidecar.start()
+        await fleet.wrong_sidecar.ready()
+        await engine.subscribed()
+        group.start_soon(send)
+        yield
+        group.cancel_scope.cancel()
+    await fleet.wrong_sidecar.stop()
+
+
+def events_of_something_else(fleet: Fleet) -> AbstractAsyncContextManager[None]:
+    return sent_events(fleet, b"no batch of events")
+
+
+def events_are_lost(fleet: Fleet) -> AbstractAsyncContextManager[None]:
+    return sent_events(fleet, msgpack.packb([1.0, [], 0]), lost=3)
+
+
+def tokens_beyond_32_bits(fleet: Fleet) -> AbstractAsyncContextManager[None]:
+    stored = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": [1 << 40] * 16}
+    batch = [1.0, [{**stored, "block_size": 16, "lora_id": None, "medium": "GPU"}], 0]
+    return sent_events(fleet, msgpack.packb(batch))
+
+
+@asynccontextmanager
+async def indexer_stutters(fleet: Fleet) -> AsyncIterator[None]:
+    """Half of the time it stands still."""
+
+    async def stutter() -> None:
+        while True:
+            fleet.indexer.pause()
+            await anyio.sleep(2)  # its stutter
+            fleet.indexer.resume()
+            await anyio.sleep(1.5)  # its stutter
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(stutter)
+        yield
+        group.cancel_scope.cancel()
+    if fleet.indexer.paused:
+        fleet.indexer.resume()
+
+
+@asynccontextmanager
+async def block_is_deleted(fleet: Fleet) -> AsyncIterator[None]:
+    async with Redis.from_url(fleet.valkey.url) as store:
+        keys = [key async for key in store.scan_iter(match="kva:{s0}:blocks:*")]
+        fields = await store.hkeys(keys[0])
+        await store.hdel(keys[0], fields[0])
+        yield
+
+
+@asynccontextmanager
+async def engines_die(fleet: Fleet) -> AsyncIterator[None]:
+    for engine in fleet.engines:
+        engine.kill()
+    yield
+    for engine in fleet.engines:
+        engine.start()
+    for engine in fleet.engines:
+        await engine.ready()
+
+
+@asynccontextmanager
+async def odd_engine_joins(fleet: Fleet, *, alone: bool) -> AsyncIterator[OddEngine]:
+    """`alone`: the others are away meanwhile, so that all requests are its."""
+    async with AsyncExitStack() as stack:
+        fleet.odd.behave()
+        fleet.odd_sidecar.start()
+        stack.push_async_callback(fleet.odd_sidecar.stop)
+        await fleet.odd_sidecar.ready()
+        if alone:
+            await stack.enter_async_context(engines_die(fleet))
+        yield fleet.odd
+        fleet.odd.behave()
+
+
+@asynccontextmanager
+async def engine_answers_500(fleet: Fleet) -> AsyncIterator[None]:
+    async with odd_engine_joins(fleet, alone=False) as odd:
+        odd.status, fleet.fresh = 500, True
+        yield
+        fleet.fresh = False
+
+
+@asynccontextmanager
+async def engine_reports_wrong_cached_tokens(fleet: Fleet) -> AsyncIterator[None]:
+    async with odd_engine_joins(fleet, alone=True) as odd:
+        odd.cached_tokens = 64
+        yield
+
+
+@asynccontextmanager
+async def engine_reports_no_cached_tokens(fleet: Fleet) -> AsyncIterator[None]:
+    async with odd_engine_joins(fleet, alone=True) as odd:
+        odd.cached_tokens = None
+        yield
+
+
+@asynccontextmanager
+async def engine_counts_other_tokens(fleet: Fleet) -> AsyncIterator[None]:
+    async with odd_engine_joins(fleet, alone=True) as odd:
+        odd.more_tokens = 3
+        yield
+
+
+@asynccontextmanager
+async def engine_tokenizes_late(fleet: Fleet) -> AsyncIterator[None]:
+    async with odd_engine_joins(fleet, alone=True) as odd:
+        odd.tokenize_s = 1.0
+        yield
+
+
+Cause = Callable[[Fleet], AbstractAsyncContextManager[None]]
+
+CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
+    "no_indexer": (no_indexer, {"KvatlasNoIndexer"}),
+    "store_hangs": (
+        store_hangs,
+        {
+            "KvatlasStoreFails",
+            "KvatlasPartitionsWithoutOwner",
+            "KvatlasDecisionsWithoutIndex",
+            "KvatlasDecisionsSlow",
+        },
+    ),
+    "store_is_nearly_full": (store_is_nearly_full, {"KvatlasStoreNearlyFull"}),
+    "store_is_full": (store_is_full, {"KvatlasStoreOutOfMemory"}),
+    "store_evicts": (store_evicts, {"KvatlasStoreEvicts"}),
+    "bus_hangs": (bus_hangs, {"KvatlasPublishingBlocked"}),
+    "worker_in_doubt": (worker_in_doubt, {"KvatlasWorkersInDoubt"}),
+    "sidecar_hangs": (sidecar_hangs, {"KvatlasWorkersLost"}),
+    "messages_of_something_else": (messages_of_something_else, {"KvatlasMessagesRefused"}),
+    "wrong_event_port": (wrong_event_port, {"KvatlasFeedDisconnected"}),
+    "events_of_something_else": (events_of_something_else, {"KvatlasUndecodableEvents"}),
+    "events_are_lost": (events_are_lost, {"KvatlasFeedStartsOver"}),
+    "tokens_beyond_32_bits": (tokens_beyond_32_bits, {"KvatlasBlocksNotPublishable"}),
+    "indexer_stutters": (indexer_stutters, {"KvatlasIndexLate"}),
+    "block_is_deleted": (block_is_deleted, {"KvatlasIndexDamaged"}),
+    "engines_die": (engines_die, {"KvatlasRequestsFail", "KvatlasNoWorkers"}),
+    "engine_answers_500": (engine_answers_500, {"KvatlasWorkersEjected"}),
+    "engine_reports_wrong_cached_tokens": (engine_reports_wrong_cached_tokens, {"KvatlasPredictionsWrong"}),
+    "engine_reports_no_cached_tokens": (engine_reports_no_cached_tokens, {"KvatlasCachedTokensNotReported"}),
+    "engine_counts_other_tokens": (engine_counts_other_tokens, {"KvatlasTokenizerWrong"}),
+    "engine_tokenizes_late": (engine_tokenizes_late, {"KvatlasTokenIdsMissing"}),
+}
+"""What is done, and the alerts that fire by it; others may as well."""

@@ -1,0 +1,112 @@
+"""The fleet whose alerts are watched: every part is a process of its own, and serves requests."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import httpx
+
+from kvatlas.embedded import nats_server, valkey_server
+from kvatlas.embedded.async_servers import EmbeddedServer
+from kvatlas.embedded.free_port import LOOPBACK, free_port
+from tests.alerts.odd_engine import OddEngine, odd_engine
+from tests.chaos.child_process import ChildProcess
+
+REQUESTS_PER_S = 8
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All parts, by what they are."""
+
+    nats: EmbeddedServer
+    valkey: EmbeddedServer
+    engines: list[ChildProcess]
+    sidecars: list[ChildProcess]
+    indexer: ChildProcess
+    router: ChildProcess
+    wrong_sidecar: ChildProcess
+    wrong_ports: list[int]
+    odd_sidecar: ChildProcess
+    odd: OddEngine
+    router_url: str
+    ports: list[int]
+    fresh: bool = False
+    """Do requests share no prefix, so that no engine's cache draws them?"""
+
+
+@asynccontextmanager
+async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
+    """Two engines with sidecars, an indexer, a router; and two sidecars that are not started: one listens to the sockets of
+    something else, one belongs to an odd engine without events."""
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(nats_server())
+        store = await stack.enter_async_context(valkey_server())
+        servers = ["--nats-url", bus.url, "--redis-url", store.url]
+        ports: list[int] = []
+
+        def child(name: str, ready: str, *arguments: str) -> ChildProcess:
+            made = ChildProcess(name, arguments, ready, folder)
+            stack.callback(made.close)
+            return made
+
+        def status_port() -> list[str]:
+            ports.append(free_port())
+            return ["--status-port", str(ports[-1])]
+
+        def sidecar(worker_id: str, engine_url: str, events: int, replay: int) -> ChildProcess:
+            sockets = ["--endpoint", f"tcp://{LOOPBACK}:{events}", "--replay-endpoint", f"tcp://{LOOPBACK}:{replay}"]
+            flags = ["--engine", "vllm", "--worker-id", worker_id, "--model-id", "m", *sockets, *servers]
+            url = ["--engine-url", engine_url, *status_port()]
+            return child(f"sidecar-{worker_id}", "is published", "publish", *flags, *url)
+
+        engines, sidecars = [], []
+        for number in range(2):
+            http, events, replay = free_port(), free_port(), free_port()
+            flags = ["--endpoint", f"tcp://{LOOPBACK}:{events}", "--replay-endpoint", f"tcp://{LOOPBACK}:{replay}"]
+            flags += ["--model", "m", "--port", str(http), "--speed-up", "100"]
+            engines.append(child(f"engine-{number}", "engine at", "simulate-engine", *flags))
+            sidecars.append(sidecar(f"w{number}", f"http://{LOOPBACK}:{http}", events, replay))
+        wrong_ports = [free_port(), free_port()]
+        wrong = sidecar("wrong", f"http://{LOOPBACK}:{http}", *wrong_ports)
+        odd = stack.enter_context(odd_engine())
+        odd_sidecar = sidecar("odd", odd.url, free_port(), free_port())
+        flags = ["--stream-storage", "memory", "--scrub-period-s", "3", *status_port()]
+        indexer = child("indexer", "is ready", "indexer", *servers, *flags)
+        router_port = free_port()
+        ports.append(router_port)
+        flags = ["--port", str(router_port), "--decision-deadline-ms", "2000", "--no-access-log", "--drain-s", "0"]
+        router = child("router", "router at", "router", "--redis-url", store.url, *flags)
+        parts = [indexer, *engines, *sidecars, router]
+        for part in parts:
+            part.start()
+        for part in parts:
+            await part.ready()
+        url = f"http://{LOOPBACK}:{router_port}"
+        yield Fleet(bus, store, engines, sidecars, indexer, router, wrong, wrong_ports, odd_sidecar, odd, url, ports)
+
+
+async def send_requests(fleet: Fleet) -> None:
+    """Requests of a few prompts with ends of their own, until cancelled. What becomes of them is for the alerts to say."""
+    number = 0
+    async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=10) as client:
+
+        async def ask(number: int) -> None:
+            prompt = (
+                f"Conversation {number if fleet.fresh else number % 7}. "
+                + "And so on and so on. " * (20 + number % 50)
+                + f"This is number {number}."
+            )
+            body = {"model": "m", "prompt": prompt, "max_tokens": 4, "stream": number % 2 == 0}
+            try:
+                await client.post("/v1/completions", json=body)
+            except httpx.HTTPError:
+                return
+
+        async with anyio.create_task_group() as group:
+            while True:
+                number += 1
+                group.start_soon(ask, number)
+                await anyio.sleep(1 / REQUESTS_PER_S)  # a paced load
