@@ -237,5 +237,7 @@ class _LiveReplay:
         """As a publisher reads them from vLLM's metrics."""
         for _ in count():
             for publisher, engine in zip(self._publishers, self._engines, strict=True):
-                publisher.engine.reported_load = self._metrics.read(publisher.worker_id, engine, time.time_ns() // 1_000)
+                publisher.engine.reported_load = self._metrics.read(
+                    publisher.worker_id, engine, time.time_ns() // 1_000
+                )
             await anyio.sleep(SAMPLE_S)
