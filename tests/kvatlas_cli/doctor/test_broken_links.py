@@ -82,7 +82,7 @@ LINKS = (
         "requests of tenant default went to workers that publish tenant acme",
         "--tenant-id",
     ),
-    Link("chain", "pools.chains", "external:default: chain; own: ", "let all engines tell token ids"),
+    Link("chain", "pools.chains", "external:default: chain; own: ", "let all engines tell token ids", Level.WARNING),
     Link("clock", "clocks", "clock +90.", "synchronise the clocks"),
     Link("version", "nats.refused", "(version): message version 9", "the same version of kvatlas everywhere"),
     Link("old", "workers.versions", "0.0.1: old", "upgrade indexers first", Level.INFO),
