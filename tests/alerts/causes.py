@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import anyio
+import httpx
 import msgpack
 import nats
 from redis.asyncio import Redis
@@ -11,6 +12,7 @@ from redis.asyncio import Redis
 from kvatlas.bus.subjects import events_subject
 from tests.alerts.fleet import Fleet
 from tests.alerts.odd_engine import OddEngine
+from tests.eventually import until
 from tests.indexer.bus_publisher import BusPublisher
 from tests.publishers.fake_engine import FakeEngine
 
@@ -195,6 +197,13 @@ async def engine_answers_500(fleet: Fleet) -> AsyncIterator[None]:
     async with odd_engine_joins(fleet, alone=False) as odd:
         odd.status, fleet.fresh = 500, True
         yield
+        odd.behave()
+        async with httpx.AsyncClient(base_url=fleet.router_url, trust_env=False, timeout=10) as client:
+
+            async def is_readmitted() -> bool:
+                return not (await client.get("/status")).json()["ejected"]
+
+            await until(is_readmitted, deadline_s=120, what="the engine is readmitted")
         fleet.fresh = False
 
 
