@@ -141,6 +141,8 @@ class AnswerRelay:
                     self._counters.ttft.add(ttft_s, span=sampled_context())
                     describe_first_token(answer.span, ttft_s)
                     await _report(choice.first_token())
+            if stream.done:
+                request.complete = True  # OpenAI's client leaves as soon as it has that event
             if passed:
                 await request.send({"type": "http.response.body", "body": passed, "more_body": True})
         await request.send({"type": "http.response.body", "body": stream.end()})

@@ -23,7 +23,7 @@ _NULL = (b'"usage":null', b'"usage": null')
 
 class EventStream:
     """Bytes in, whole events out: should the engine go away, an error event can follow. `usage` is the last one seen; `parts`:
-    how many events had a part of the answer, not only a role, a finish reason or a usage.
+    how many events had a part of the answer, not only a role, a finish reason or a usage; `done`: the event that ends it came.
 
     `hide_usage`: leave out the event that has a usage and no choice.
     """
@@ -31,6 +31,7 @@ class EventStream:
     def __init__(self, *, hide_usage: bool) -> None:
         self.usage: Usage | None = None
         self.parts = 0
+        self.done = False
         self._hide = hide_usage
         self._rest = b""
 
@@ -58,6 +59,7 @@ class EventStream:
     def _read(self, event: bytes) -> bool:
         """True for an event to leave out."""
         self.parts += _CONTENT.search(event) is not None
+        self.done = self.done or event.startswith(b"data: [DONE]")
         if b'"usage"' not in event or any(null in event for null in _NULL):
             return False
         for answer in _data(event):

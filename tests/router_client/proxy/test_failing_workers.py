@@ -1,11 +1,15 @@
 """Engines that fail fast: their requests are answered elsewhere, they are left alone for a while, and nothing is believed of
 what they did not compute."""
 
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from itertools import count
 
+import anyio
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from kvatlas.outliers import OutlierStore
 from kvatlas.store.connection import Store
@@ -169,6 +173,39 @@ async def test_the_callers_own_rank_header_does_not_reach_the_engine(store: Stor
         assert (await client.post("/v1/completions", json=body(), headers=headers)).status_code == 200
         (request,) = engine.requests
         assert "x-data-parallel-rank" not in request.headers and request.headers["x-other"] == "kept"
+
+
+async def test_a_client_that_leaves_at_the_event_that_ends_its_stream_is_not_gone(
+    store: Store, valkey_url: str
+) -> None:
+    left = anyio.Event()
+
+    async def late_end(_: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            yield b'data: {"choices": [{"index": 0, "text": "a"}]}\n\ndata: [DONE]\n\n'
+            await left.wait()
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(store, {}))
+        engine = await stack.enter_async_context(faulty_engine(late_end))
+        await fleet.report("w0", engine.url)
+        client = await stack.enter_async_context(running_proxy(valkey_url))
+        async with client.stream("POST", "/v1/completions", json=body(stream=True)) as answer:
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    break
+        for _ in range(10):  # the router hears that the client left
+            await proxy_status(client)
+        left.set()
+
+        async def is_over() -> bool:
+            return bool((await proxy_status(client))["in_flight"] == 0)
+
+        await until(is_over, what="the request is over")
+        counted = (await proxy_status(client))["proxy"]
+        assert (counted["answered"], counted["gone"]) == (1, 0)
 
 
 async def test_a_stream_read_to_its_end_is_answered_and_not_gone(store: Store, valkey_url: str) -> None:
