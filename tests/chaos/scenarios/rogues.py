@@ -33,7 +33,7 @@ async def rogue_publisher_attacks(run: ScenarioRun) -> None:
             assert tried, f"NATS let the rogue use the {kind} subject of {victim}: {sorted(rogue.refused)}"
     logs = "".join(indexer.child.log_text() for indexer in fleet.indexers)
     for line in (
-        f"worker {ROGUE}: publisher {ROGUE} may not speak for tenant",
+        f"worker {ROGUE}: publisher {ROGUE} may not speak for its tenant",
         f"kvatlas.alive.{ROGUE}",
         "kvatlas.grant.",
     ):

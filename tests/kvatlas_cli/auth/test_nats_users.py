@@ -13,7 +13,7 @@ from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
 from kvatlas.bus.subjects import ALL_ALIVE, ALL_GRANTS, alive_subject, control_subject, events_subject, grant_subject
 from kvatlas.embedded.nats import NatsProcess
 from kvatlas.errors import AccessDenied, InvalidValue
-from kvatlas.fleet.identities import Identities, Identity, parse_identities
+from kvatlas.fleet.identities import Identities, Identity, TenantRefused, parse_identities
 from kvatlas.identity import Scope
 from kvatlas_cli import main
 from kvatlas_cli.auth.nats_users import nats_permissions
@@ -217,8 +217,9 @@ def test_a_wrong_description_of_publishers_is_one_line(
 def test_identities_name_what_they_refuse() -> None:
     identities = parse_identities({"publishers": {"a": {"workers": ["w"], "tenants": ["acme"]}}})
     identities.check_scope("w", Scope("m", "m", None, "acme"))
-    with pytest.raises(InvalidValue, match="worker w: publisher a may not speak for tenant 'default'"):
+    with pytest.raises(TenantRefused, match="worker w: publisher a may not speak for its tenant") as refused:
         identities.check_scope("w", Scope("m", "m"))
+    assert refused.value.tenant_id == "default"
     with pytest.raises(InvalidValue, match="worker x: no publisher may speak for it"):
         identities.check_scope("x", Scope("m", "m"))
 
