@@ -22,8 +22,11 @@ class ServerProcess:
 
 
 @asynccontextmanager
-async def server_process(module: str, args: Sequence[str], ready: str) -> AsyncIterator[ServerProcess]:
-    """Run `python -m module args` from the moment that a line of its output matches the pattern `ready`, with one group."""
+async def server_process(
+    module: str, args: Sequence[str], ready: str, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[ServerProcess]:
+    """Run `python -m module args` from the moment that a line of its output matches the pattern `ready`, with one group.
+    `environment`: variables besides this process' own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -31,7 +34,7 @@ async def server_process(module: str, args: Sequence[str], ready: str) -> AsyncI
         *args,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "PYTHONPATH": os.getcwd(), **(environment or {})},
     )
     assert process.stdout is not None
     try:

@@ -1,18 +1,19 @@
 """What traces cost: `python -m benchmarks.tracing`.
 
-Processor time of a routed request without its engine (a choice among 64 workers, booked and released in Valkey, with all spans
-that the proxy makes), and of a message from outbox to index, while traces are off, sampled at 1 % and all recorded. In turns,
-so that a busy machine meets all of them; what is exported is encoded and thrown away.
+Processor time of a request in `kvatlas router`, in processes that sample no trace, 1 % and all; and of a message of 16 blocks
+from outbox to index while traces are off, on with none sampled, and all recorded: at 1 %, 99 of 100 cost what one that is not
+sampled costs. In short turns, so that a busy machine meets all of them.
 """
 
+import gc
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AsyncExitStack, contextmanager
 from random import Random
 from statistics import median
 from time import perf_counter, process_time
 from timeit import timeit
 
+import httpx
 import uvloop
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -21,14 +22,21 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from rich.console import Console
 
+from benchmarks.child_processes import server_process
+from benchmarks.fleet_records import routable_record
+from benchmarks.process_usage import usage_of
 from benchmarks.result import Result, tabulate
-from benchmarks.route.workload import BLOCKS, SCOPE, WORKERS, RouteWorkload
+from benchmarks.route.workload import SCOPE
 from benchmarks.stalls import apply_messages
 from benchmarks.stores import valkey_store
 from kvatlas.bus import wire
 from kvatlas.events import EngineBatch, EngineStored
+from kvatlas.fleet.records import WorkerState
+from kvatlas.fleet.store import FleetStore
+from kvatlas.identity import Scope
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
 from kvatlas.telemetry import (
     LinkCollector,
     apply_span,
@@ -44,21 +52,21 @@ from publishers.counters import PublisherCounters
 from publishers.ledger.ledger import Ledger
 from publishers.ledger.settings import LedgerSettings
 from publishers.stream.changelog import Changelog, IncarnationReason
-from router_client import RouterClient, RouterSettings
 from router_client.proxy.request_trace import (
-    describe_answer,
-    describe_engine_answer,
-    describe_first_token,
-    engine_span,
     request_span,
     trace_headers,
 )
-from router_client.upstream.engine_answer import EngineRequest
+from simulator.demo.trace_receiver import running_receiver
 
-ROUNDS = 15
-CALLS = 200
-SAMPLED = {"off": None, "1 %": 0.01, "100 %": 1.0}
-BUDGET = {"1 %": 5.0}
+ROUNDS = 40
+CALLS = 250
+SAMPLED = {"off": None, "none": 0.0, "all": 1.0}
+TURNS = 40
+REQUESTS = 25
+ROUTERS = {"off": None, "1 %": 0.01, "100 %": 1.0}
+MODEL = "bench"
+PROMPT_TOKENS = 8_192
+BUDGET = 5.0
 PATH = "/v1/completions"
 BLOCK_TOKENS = 16
 
@@ -73,51 +81,89 @@ class _Encoder(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-@contextmanager
-def sampled(share: float | None) -> Iterator[None]:
-    """Traces with this share of requests sampled; None: off."""
-    before = trace._TRACER_PROVIDER
+def provider_of(share: float | None) -> TracerProvider | None:
+    """A process' one, that samples this share of requests; None: traces are off."""
     if share is None:
-        yield
-        return
+        return None
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(share)))
     provider.add_span_processor(BatchSpanProcessor(_Encoder()))
-    trace._TRACER_PROVIDER = provider  # the API lets a process set it once
+    return provider
+
+
+@contextmanager
+def traced_by(provider: TracerProvider | None) -> Iterator[None]:
+    """All spans of the block are exported at its end."""
+    before, trace._TRACER_PROVIDER = trace._TRACER_PROVIDER, provider  # the API lets a process set it once
     try:
         yield
-        provider.force_flush()
+        if provider is not None:
+            provider.force_flush()
     finally:
         trace._TRACER_PROVIDER = before
-        provider.shutdown()
 
 
 async def cpu_us(step: Step) -> dict[str, list[float]]:
     """Microseconds of processor time of a call, by share and round."""
     found: dict[str, list[float]] = {name: [] for name in SAMPLED}
+    providers = {name: provider_of(share) for name, share in SAMPLED.items()}
     for number in range(ROUNDS + 1):
-        for name, share in SAMPLED.items():
+        for name, provider in providers.items():
+            gc.collect()  # what a turn leaves behind is not the next one's
             began = process_time()
-            with sampled(share):
+            with traced_by(provider):
                 for _ in range(CALLS):
                     await step()
             if number:  # the first round warms up
                 found[name].append((process_time() - began) / CALLS * 1e6)
+    for provider in providers.values():
+        if provider is not None:
+            provider.shutdown()
     return found
 
 
-async def route_once(router: RouterClient, workload: RouteWorkload) -> None:
-    """A request as the proxy routes it, with an engine that answers at once."""
-    request = EngineRequest("POST", PATH, b"", b"")
-    with request_span(PATH, (), model="bench") as span:
-        with step_span("read prompt"):
-            prompt = workload.hashed_prompt()
-        choice = await router.reserve(prompt)
-        with engine_span(request, choice, "bench") as sent:
-            trace_headers(sent)
-            describe_engine_answer(sent, 200)
-            describe_first_token(sent, 0.1)
-        describe_answer(span, 200, choice.worker_id)
-        await choice.done()
+async def router_cpu_us(store: Store) -> dict[str, float]:
+    """Microseconds of processor time of a request, of router processes that differ in their traces only; an engine answers at
+    once."""
+    await store.client.flushall()
+    await open_redis_index(store, writer=True)
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        receiver = stack.enter_context(running_receiver())
+        args = ["simulate-engine", "--model", MODEL, "--port", "0", "--speed-up", "1000000"]
+        args += ["--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0"]
+        engine = await enter(server_process("kvatlas_cli.main", args, r"engine at (\S+);"))
+        record = routable_record(Scope(MODEL, MODEL), WorkerState(id="w1"), base_url=engine.announced)
+        await FleetStore(store).write({"w1": record})
+        args = ["router", "--port", "0", "--redis-url", store.url, "--no-access-log"]
+        routers = {
+            name: await enter(
+                server_process("kvatlas_cli.main", args, r"router at (\S+);", traces_of(share, receiver.url))
+            )
+            for name, share in ROUTERS.items()
+        }
+        client = await enter(httpx.AsyncClient(timeout=30, trust_env=False))
+        body = {"model": MODEL, "prompt": list(range(PROMPT_TOKENS)), "max_tokens": 16, "stream": True}
+        spent = dict.fromkeys(routers, 0.0)
+        for turn in range(TURNS + 1):
+            for name, router in routers.items():
+                before_s = usage_of(router.pid).cpu_s
+                for _ in range(REQUESTS):
+                    (await client.post(f"{router.announced}{PATH}", json=body)).raise_for_status()
+                if turn:  # the first one warms up
+                    spent[name] += usage_of(router.pid).cpu_s - before_s
+        return {name: seconds * 1e6 / (TURNS * REQUESTS) for name, seconds in spent.items()}
+
+
+def traces_of(share: float | None, url: str) -> dict[str, str]:
+    """Variables of a process that exports this share of its traces to a receiver; none for None."""
+    if share is None:
+        return {}
+    return {
+        "OTEL_TRACES_EXPORTER": "otlp",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{url}/v1/traces",
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": str(share),
+    }
 
 
 class Ingest:
@@ -178,30 +224,24 @@ def switched_off_us() -> float:
 async def measure() -> list[Result]:
     """What each share costs beside traces switched off, in percent of processor time."""
     async with valkey_store() as store:
-        workload = RouteWorkload(WORKERS, BLOCKS)
-        await workload.write(store)
-        async with RouterClient.open(store.url, RouterSettings(deadline_ms=None), wait=False) as router:
-            routed = await cpu_us(partial(route_once, router, workload))
+        routed = await router_cpu_us(store)
         ingest = Ingest(await open_redis_index(store, writer=True))
         await ingest.begin()
         applied = await cpu_us(ingest.pass_one)
-    results = []
-    off_us = median(routed["off"])
-    for what, found in (("a routed request", routed), ("a message of 16 blocks", applied)):
-        results.append(Result(f"{what}, traces off", median(found["off"]), "us"))
-        for name in SAMPLED:
-            if name != "off":
-                more = [100 * (on / off - 1) for on, off in zip(found[name], found["off"], strict=True)]
-                results.append(Result(f"  {name} sampled: more by", median(more), "%", BUDGET.get(name)))
-    results.append(
-        Result(
-            "  of a request without traces, for the places that would make spans",
-            100 * switched_off_us() / off_us,
-            "%",
-            1.0,
-        )
+    off_us = routed["off"]
+    none, every = (
+        median(100 * (on / off - 1) for on, off in zip(applied[name], applied["off"], strict=True))
+        for name in ("none", "all")
     )
-    return results
+    return [
+        Result("a routed request, traces off", off_us, "us"),
+        Result("  of it the places that would make spans", 100 * switched_off_us() / off_us, "%", 1.0),
+        Result("  1 % sampled: more by", 100 * (routed["1 %"] / off_us - 1), "%", BUDGET),
+        Result("  100 % sampled: more by", 100 * (routed["100 %"] / off_us - 1), "%"),
+        Result("a message of 16 blocks, traces off", median(applied["off"]), "us"),
+        Result("  1 % sampled: more by", 0.99 * none + 0.01 * every, "%", BUDGET),
+        Result("  100 % sampled: more by", every, "%"),
+    ]
 
 
 def main() -> None:

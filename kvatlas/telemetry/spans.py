@@ -68,8 +68,11 @@ def sampled_context() -> SpanContext | None:
     """The current span's context, for the exemplar of a value; None while tracing is off or no sampled span is current."""
     if not tracing_enabled():
         return None
-    current = trace.get_current_span().get_span_context()
-    return current if current.trace_flags.sampled else None
+    current = trace.get_current_span()
+    if current is INVALID_SPAN:
+        return None
+    named = current.get_span_context()
+    return named if named.trace_flags.sampled else None
 
 
 def inject_headers() -> dict[str, str] | None:
@@ -166,17 +169,20 @@ def flush_span(
     """
     if not tracing_enabled():
         return _OFF
-    attributes = {
-        **_SENDING,
-        "messaging.batch.message_count": messages,
-        WORKER: worker_id,
-        INCARNATION: str(incarnation),
-        "kvatlas.events": events,
-        "kvatlas.blocks": blocks,
-    }
-    return _without_children(
-        tracer().start_span(SEND, kind=SpanKind.PRODUCER, attributes=attributes, start_time=started_ns)
+    span = tracer().start_span(SEND, kind=SpanKind.PRODUCER, start_time=started_ns)
+    if not span.is_recording():
+        return nullcontext(span)
+    span.set_attributes(
+        {
+            **_SENDING,
+            "messaging.batch.message_count": messages,
+            WORKER: worker_id,
+            INCARNATION: str(incarnation),
+            "kvatlas.events": events,
+            "kvatlas.blocks": blocks,
+        }
     )
+    return CurrentSpan(span)
 
 
 def snapshot_span(
