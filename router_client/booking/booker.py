@@ -25,6 +25,7 @@ from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
 from router_client.decision.fail_open import STORE_FAILURES, CircuitBreaker, Deadline, LateCalls
 from router_client.decision.fleet_cache import FleetCache
+from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt
 from router_client.settings import RouterSettings
@@ -171,8 +172,7 @@ class Booker:
         return {worker_id: WorkerReport.of(record, now_us) for worker_id, record in pool.records.items()}
 
 
-def evaluate_without_bookings(ask: Ask, quotes: Sequence[Quote]) -> Evaluation:
-    """By reported load alone; `quotes` are those of the ask's offers."""
-    candidates = [quote.candidate for quote in quotes]
-    busy = {c.id: WorkerLoad(c.load if c.load_known else None, Load()) for c in candidates}
+def evaluate_without_bookings(ask: Ask, pool: Pool, quotes: Sequence[Quote]) -> Evaluation:
+    """By reported load alone; `quotes` are those of the ask's offers, workers of the pool."""
+    busy = {quote.id: WorkerLoad(pool.loads[quote.id], Load()) for quote in quotes}
     return evaluate(ask, Candidates.of(ask, {}), busy, (), 0)

@@ -149,7 +149,7 @@ class Decider:
         if case is None:
             return Decision(situation.pool, ())
         if not self._settings.booking.reservations:
-            return self._decide(case, evaluate_without_bookings(case.ask, case.quotes))
+            return self._decide(case, evaluate_without_bookings(case.ask, case.situation.pool, case.quotes))
         failure = "reservations: no answer lately"
         if call_store:
             call = self._decide_in_store(case, deadline, book=book)
@@ -170,7 +170,7 @@ class Decider:
         ask = pairs.to_pair_ask(self._policy.ask(prompt, situation.pool, quotes, situation.lookup))
         result: BookingResult | None = None
         if not self._settings.booking.reservations:
-            result = BookingResult(evaluate_without_bookings(ask, quotes))
+            result = BookingResult(evaluate_without_bookings(ask, situation.pool, quotes))
         elif call_store:
             call = self._booker.look_or_book(prompt, ask, deadline, book=book)
             result, failure = await self._booker.try_store(call, deadline)
@@ -216,7 +216,7 @@ class Decider:
     async def _look(self, case: _Case) -> Evaluation:
         """Under load, as it is now; nothing is booked. Raises what the store raises."""
         if not self._settings.booking.reservations:
-            return evaluate_without_bookings(case.ask, case.quotes)
+            return evaluate_without_bookings(case.ask, case.situation.pool, case.quotes)
         return await self._booker.look(case.prompt.scope.pool_id, case.ask)
 
     async def _decide_in_store(self, case: _Case, deadline: Deadline, *, book: bool) -> Decision:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from typing import Protocol
 
 from kvatlas.blocks.reuse import ReuseRules
@@ -135,11 +134,10 @@ class FleetCache:
             return Pool.of({}, self._rules)  # of a pool that does not exist nothing is kept, learned or read again
         records = self._last.setdefault(pool_id, LastKnownRecords(self._clock)).update(read)
         profile = await self._profile(pool_id)
-        known = self.last_known(pool_id)
-        version = self._rules.version
-        if known is not None and _is_of(known, records, profile) and self._made_with.get(pool_id) == version:
-            pool = replace(known)  # another reading of the same
-        else:
+        known, version, pool = self.last_known(pool_id), self._rules.version, None
+        if known is not None and known.profile is profile and self._made_with.get(pool_id) == version:
+            pool = known.read_again(records)
+        if pool is None:
             pool = Pool.of(records, self._rules, profile)
             self._made_with[pool_id] = version
         self._kept[pool_id] = (began, pool)
@@ -149,13 +147,6 @@ class FleetCache:
         del self._reads[pool_id]
         if not read.cancelled():
             read.exception()  # retrieved, or asyncio logs that it never was
-
-
-def _is_of(pool: Pool, records: Mapping[str, FleetRecord], profile: CostProfile) -> bool:
-    """Was the pool made from just these? Readers give the same object for a record that has not changed."""
-    before = pool.records
-    same = pool.profile is profile and len(before) == len(records)
-    return same and all(before.get(id) is record for id, record in records.items())
 
 
 async def _default_profile(pool_id: str) -> CostProfile:

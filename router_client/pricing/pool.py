@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
-from kvatlas.cost.protocol import Load, mean_load
+from kvatlas.cost.protocol import Load
 from kvatlas.fleet.records import (
     EngineEndpoint,
     EngineKind,
@@ -55,9 +55,8 @@ class Candidate:
     """A worker that may get a prompt.
 
     `kind`: one number for all workers on which a request costs the same, apart from what they hold and their load.
-    `block_size` 0: it has announced no block yet. `load`: as reported, or the pool's mean. `total_blocks`: the size of its
-    cache, 0 if unknown. `limit`: how many requests and tokens it has room for. `likeness`: as the store knows it
-    (`kvatlas.reservations.likeness`).
+    `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many
+    requests and tokens it has room for. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
     """
 
     id: str
@@ -65,8 +64,6 @@ class Candidate:
     endpoint: EngineEndpoint
     block_size: int
     rule: ReuseRule
-    load: Load
-    load_known: bool
     total_blocks: int = 0
     limit: Limit = UNKNOWN_LIMIT
     likeness: bytes = b""
@@ -86,6 +83,22 @@ class Group:
         return len(self.ids) + len(self.odd)
 
 
+class ReportedLoads(dict[str, Load | None]):
+    """Each worker's load as its record tells it, worked out when it is first asked for; None: not reported.
+
+    Choices in the store ask for none, so that a reading of a thousand workers, several times a second, works out none.
+    """
+
+    def __init__(self, records: Mapping[str, FleetRecord]) -> None:
+        self._records = records
+
+    def __missing__(self, worker_id: str) -> Load | None:
+        record = self._records[worker_id]
+        load = None if record.load is None else Load.of(record.load, record.endpoint.block_size or 1)
+        self[worker_id] = load
+        return load
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """One read of a pool.
@@ -95,13 +108,13 @@ class Pool:
     that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that announces
     blocks; `sources` are the workers whose copies others may read, if they share a transfer group. `stores` are the shared
     stores, which are read by the workers that name them: they get no requests, so they are neither candidates nor left out.
-    `profile`: the prices now. `groups` has all candidates, and besides them up to MOST_SKIPPED that a caller does not want
-    (`skipped`); it is empty if they are more. `chains`: those that workers' blocks are keyed by, with the sizes of these.
-    `usual_block_size`: what most
-    candidates have; None: none has announced blocks.
+    `profile`: the prices now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to
+    MOST_SKIPPED that a caller does not want (`skipped`); it is empty if they are more. `chains`: those that workers' blocks
+    are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced blocks.
     """
 
     records: Mapping[str, FleetRecord]
+    loads: ReportedLoads
     candidates: tuple[Candidate, ...]
     left_out: Mapping[str, str]
     block_shapes: Mapping[BlockShape, frozenset[str]]
@@ -155,6 +168,7 @@ class Pool:
         decoders = sorted([*by_role[Role.DECODE], *by_role[Role.BOTH]], key=lambda record: record.endpoint.id)
         return cls(
             records,
+            ReportedLoads(records),
             whole_candidates,
             dict(sorted({**unable, **of_one_role}.items())),
             {shape: frozenset(ids) for shape, ids in block_shapes.items()},
@@ -169,6 +183,18 @@ class Pool:
             usual_block_size=_usual_block_size(whole_candidates),
             chains={chain: frozenset(sizes) for chain, sizes in chains.items()},
         )
+
+    def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":
+        """The pool of a later reading in which nothing changed but loads and times, at a microsecond a worker; None if more
+        changed."""
+        before = self.records
+        if len(before) != len(records):
+            return None
+        for id, record in records.items():
+            known = before.get(id)
+            if known is not record and (known is None or not _differs_in_load_only(known, record)):
+                return None
+        return replace(self, records=records, loads=ReportedLoads(records))
 
     @property
     def left_out_of_pairs(self) -> Mapping[str, str]:
@@ -222,21 +248,32 @@ def _build_candidates(
     rules: WorkerRules, profile: CostProfile, kinds: dict[Hashable, int], records: Sequence[FleetRecord]
 ) -> tuple[Candidate, ...]:
     """`kinds`: the numbers of the kinds so far; new kinds are added."""
-    loads = [Load.of(r.load, r.endpoint.block_size or 1) if r.load else None for r in records]
-    mean = mean_load([load for load in loads if load is not None])
     candidates = []
-    for record, load in zip(records, loads, strict=True):
+    for record in records:
         endpoint = record.endpoint
-        metrics = record.load.forward_pass if record.load else ForwardPassMetrics()
-        size, blocks = endpoint.block_size or 0, metrics.total_kv_blocks
+        size, (_, blocks) = endpoint.block_size or 0, _capacity(record)
         limit = limit_of(record)
         rule, id, cache_blocks = rules.of(endpoint), endpoint.id, 0 if endpoint.events else blocks
         engine = (endpoint.kind, endpoint.marks, endpoint.upper_bound, endpoint.lookahead_tokens)
         alike = (size, rule, engine, endpoint.block_bytes, endpoint.events, cache_blocks, profile.alike(id))
         kind = kinds.setdefault(alike, len(kinds))
-        known, likeness = load is not None, likeness_of(record)
-        candidates.append(Candidate(id, kind, endpoint, size, rule, load or mean, known, blocks, limit, likeness))
+        candidates.append(Candidate(id, kind, endpoint, size, rule, blocks, limit, likeness_of(record)))
     return tuple(candidates)
+
+
+def _differs_in_load_only(before: FleetRecord, now: FleetRecord) -> bool:
+    """Is all the same that `Pool.of` reads?"""
+    if before.state is not now.state or before.liveness is not now.liveness:
+        return False
+    if vars(before.endpoint) != vars(now.endpoint):  # what == does, twice as fast
+        return False
+    return _capacity(before) == _capacity(now)
+
+
+def _capacity(record: FleetRecord) -> tuple[int, int]:
+    """What of a load is no load: request slots and blocks of the cache, 0 if unknown."""
+    metrics = record.load.forward_pass if record.load else ForwardPassMetrics()
+    return metrics.total_request_slots, metrics.total_kv_blocks
 
 
 def _groups_of(candidates: Sequence[Candidate]) -> tuple[Group, ...]:

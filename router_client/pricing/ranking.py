@@ -8,7 +8,7 @@ they decide.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
-from kvatlas.cost.protocol import Load, TermKind
+from kvatlas.cost.protocol import Load, TermKind, mean_load
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import OfferEvaluation
 from kvatlas.reservations.evaluation import worth_us
@@ -29,7 +29,9 @@ def rank(
 ) -> tuple[SelectionResult, ...]:
     """Every candidate with its cost under reported load, cheapest first; ties in rendezvous order. Deterministic."""
     quotes = quote_candidates(prompt, pool, held, fingerprint=fingerprint)
-    return tuple(RankedResults(quotes, [OfferEvaluation(q.candidate.load, q.candidate.load_known) for q in quotes]))
+    loads = [pool.loads[quote.id] for quote in quotes]
+    mean = mean_load([load for load in loads if load is not None])
+    return tuple(RankedResults(quotes, [OfferEvaluation(load or mean, load is not None) for load in loads]))
 
 
 class Criteria(NamedTuple):

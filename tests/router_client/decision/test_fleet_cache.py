@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvatlas.cost import EngineProfile
+from kvatlas.cost import EngineProfile, Load
+from kvatlas.fleet.records import EngineState
 from kvatlas.identity import Scope
 from router_client.decision.fleet_cache import EMPTY_GRACE_S, FleetCache, LastKnownRecords
 from tests.router_client.pools import SCOPE, CountingFleet, pool, worker
@@ -27,7 +28,7 @@ async def test_records_are_read_again_after_200_ms() -> None:
     assert fleet.readings == 4
 
 
-async def test_what_is_worked_out_of_records_is_kept_until_one_changes() -> None:
+async def test_what_is_worked_out_of_records_is_kept_until_more_than_loads_change() -> None:
     records, now = pool(worker("w1"), worker("w2")), [100.0]
     cached = FleetCache(CountingFleet(records), clock=lambda: now[0], profile=profile)
     first = await cached.read_pool(SCOPE.pool_id)
@@ -37,7 +38,12 @@ async def test_what_is_worked_out_of_records_is_kept_until_one_changes() -> None
     records["w2"] = worker("w2", load={"running_decodes": 7})
     now[0] += 1
     third = await cached.read_pool(SCOPE.pool_id)
-    assert [candidate.load.running_decodes for candidate in third.candidates] == [7, 7]  # w1 counts with the mean
+    assert third.candidates is first.candidates  # another load changes nothing that was worked out
+    assert third.loads["w1"] is None and third.loads["w2"] == Load(running_decodes=7)
+    records["w2"] = worker("w2", state=EngineState.DRAINING)
+    now[0] += 1
+    fourth = await cached.read_pool(SCOPE.pool_id)
+    assert [candidate.id for candidate in fourth.candidates] == ["w1"]
 
 
 def test_an_empty_read_does_not_replace_the_records_at_once() -> None:

@@ -1,0 +1,63 @@
+"""A later reading of a pool: what is kept of the earlier one is what would be worked out again."""
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvatlas.fleet.records import EngineState, FleetRecord, Liveness, Role
+from router_client.pricing.pool import Pool
+from tests.router_client.pools import pool, worker
+
+LOADS = st.none() | st.fixed_dictionaries(
+    {"running_decodes": st.integers(0, 2)},
+    optional={
+        "queued_prefill_tokens": st.just(100),
+        "forward_pass": st.fixed_dictionaries(
+            {"total_request_slots": st.integers(0, 1), "total_kv_blocks": st.integers(0, 1)}
+        ),
+    },
+)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Mapping[str, FleetRecord]:
+    return pool(
+        *(
+            worker(
+                id,
+                state=draw(st.sampled_from((EngineState.UP, EngineState.UP, EngineState.DOWN))),
+                liveness=draw(st.sampled_from((Liveness.ALIVE, Liveness.ALIVE, Liveness.LOST))),
+                load=draw(LOADS),
+                role=draw(st.sampled_from((Role.BOTH, Role.BOTH, Role.DECODE))),
+                events=draw(st.booleans()),
+                labels=draw(st.sampled_from(({}, {"zone": "a"}))),
+            )
+            for id in draw(st.sampled_from((("w1",), ("w1", "w2"), ("w2", "w3"))))
+        )
+    )
+
+
+@given(records(), records())
+def test_a_pool_read_again_is_the_pool_of_the_new_records(
+    before: Mapping[str, FleetRecord], after: Mapping[str, FleetRecord]
+) -> None:
+    again = Pool.of(before).read_again(after)
+    assert again is None or again == Pool.of(after)
+
+
+@given(records(), st.integers(0, 9))
+def test_another_load_is_no_reason_to_work_out_the_pool_again(before: Mapping[str, FleetRecord], running: int) -> None:
+    after = {
+        id: record.model_copy(
+            update={
+                "heard_us": 7,
+                "load": record.load and record.load.model_copy(update={"running_decodes": running, "sampled_us": 5}),
+            }
+        )
+        for id, record in before.items()
+    }
+    known = Pool.of(before)
+    again = known.read_again(after)
+    assert again is not None and again.candidates is known.candidates and again.groups is known.groups
+    assert again == Pool.of(after)
