@@ -235,6 +235,13 @@ async def engine_tokenizes_late(fleet: Fleet) -> AsyncIterator[None]:
         yield
 
 
+@asynccontextmanager
+async def engine_is_full(fleet: Fleet) -> AsyncIterator[None]:
+    async with odd_engine_joins(fleet, alone=True) as odd:
+        odd.full = True
+        yield
+
+
 Cause = Callable[[Fleet], AbstractAsyncContextManager[None]]
 
 CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
@@ -261,7 +268,8 @@ CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
     "tokens_beyond_32_bits": (tokens_beyond_32_bits, {"KvatlasBlocksNotPublishable"}),
     "indexer_stutters": (indexer_stutters, {"KvatlasIndexLate"}),
     "block_is_deleted": (block_is_deleted, {"KvatlasIndexDamaged"}),
-    "engines_die": (engines_die, {"KvatlasRequestsFail", "KvatlasNoWorkers"}),
+    "engines_die": (engines_die, {"KvatlasRequestsFail", "KvatlasNoWorkers", "KvatlasPickerRefuses"}),
+    "engine_is_full": (engine_is_full, {"KvatlasRequestsWait"}),
     "engine_answers_500": (engine_answers_500, {"KvatlasWorkersEjected"}),
     "engine_reports_wrong_cached_tokens": (engine_reports_wrong_cached_tokens, {"KvatlasPredictionsWrong"}),
     "engine_reports_no_cached_tokens": (engine_reports_no_cached_tokens, {"KvatlasCachedTokensNotReported"}),

@@ -1,20 +1,26 @@
 """The fleet whose alerts are watched: every part is a process of its own, and serves requests."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import grpc
 import httpx
 
 from kvatlas.embedded import nats_server, valkey_server
 from kvatlas.embedded.async_servers import EmbeddedServer
 from kvatlas.embedded.free_port import LOOPBACK, free_port
+from router_client.gateway.ext_proc.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from router_client.gateway.server import SERVICE
 from tests.alerts.odd_engine import OddEngine, odd_engine
 from tests.chaos.child_process import ChildProcess
+from tests.router_client.gateway.messages import answer_body, answer_headers, request_body, request_headers
 
 REQUESTS_PER_S = 8
+PICKS_PER_S = 2
 
 
 @dataclass(slots=True)
@@ -32,6 +38,7 @@ class Fleet:
     odd_sidecar: ChildProcess
     odd: OddEngine
     router_url: str
+    picker_port: int
     ports: list[int]
     fresh: bool = False
     """Do requests share no prefix, so that no engine's cache draws them?"""
@@ -39,16 +46,16 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
-    """Two engines with sidecars, an indexer, a router; and two sidecars that are not started: one listens to the sockets of
-    something else, one belongs to an odd engine without events."""
+    """Two engines with sidecars, an indexer, a router, a picker; and two sidecars that are not started: one listens to the
+    sockets of something else, one belongs to an odd engine without events."""
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(nats_server())
         store = await stack.enter_async_context(valkey_server())
         servers = ["--nats-url", bus.url, "--redis-url", store.url]
         ports: list[int] = []
 
-        def child(name: str, ready: str, *arguments: str) -> ChildProcess:
-            made = ChildProcess(name, arguments, ready, folder)
+        def child(name: str, ready: str, *arguments: str, **variables: str) -> ChildProcess:
+            made = ChildProcess(name, arguments, ready, folder, variables=variables)
             stack.callback(made.close)
             return made
 
@@ -77,15 +84,36 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
         indexer = child("indexer", "is ready", "indexer", *servers, *flags)
         router_port = free_port()
         ports.append(router_port)
-        flags = ["--port", str(router_port), "--decision-deadline-ms", "2000", "--no-access-log", "--drain-s", "0"]
-        router = child("router", "router at", "router", "--redis-url", store.url, *flags)
-        parts = [indexer, *engines, *sidecars, router]
+        deciding = ["--redis-url", store.url, "--decision-deadline-ms", "2000", "--drain-s", "0"]
+        flags = ["--port", str(router_port), "--no-access-log", "--queue-requests", "50", "--queue-wait-s", "5"]
+        router = child("router", "router at", "router", *deciding, *flags)
+        picker_port = free_port()
+        ports.append(free_port())
+        flags = ["--port", str(picker_port), "--health-port", "0", "--plaintext", "--pick-deadline-ms", "5000"]
+        exporter = {"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_HOST": LOOPBACK}
+        exporter["OTEL_EXPORTER_PROMETHEUS_PORT"] = str(ports[-1])
+        picker = child("picker", "endpoint picker on", "epp", *deciding, *flags, **exporter)
+        parts = [indexer, *engines, *sidecars, router, picker]
         for part in parts:
             part.start()
         for part in parts:
             await part.ready()
         url = f"http://{LOOPBACK}:{router_port}"
-        yield Fleet(bus, store, engines, sidecars, indexer, router, wrong, wrong_ports, odd_sidecar, odd, url, ports)
+        yield Fleet(
+            bus,
+            store,
+            engines,
+            sidecars,
+            indexer,
+            router,
+            wrong,
+            wrong_ports,
+            odd_sidecar,
+            odd,
+            url,
+            picker_port,
+            ports,
+        )
 
 
 async def send_requests(fleet: Fleet) -> None:
@@ -110,3 +138,28 @@ async def send_requests(fleet: Fleet) -> None:
                 number += 1
                 group.start_soon(ask, number)
                 await anyio.sleep(1 / REQUESTS_PER_S)  # a paced load
+
+
+async def send_picks(fleet: Fleet) -> None:
+    """What a gateway asks the picker, until cancelled: requests that are answered as soon as they have an endpoint."""
+    number = 0
+    async with grpc.aio.insecure_channel(f"{LOOPBACK}:{fleet.picker_port}") as channel:
+        process = channel.stream_stream(
+            f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+        )
+
+        async def ask(number: int) -> None:
+            body = {"model": "m", "prompt": f"Conversation {number % 7} of a gateway.", "max_tokens": 4}
+            messages = [request_headers(), request_body(json.dumps(body).encode(), over=True)]
+            messages += [answer_headers(), answer_body(b"{}", over=True)]
+            try:
+                async for _ in process(iter(messages), timeout=10):
+                    pass
+            except grpc.aio.AioRpcError:
+                return
+
+        async with anyio.create_task_group() as group:
+            while True:
+                number += 1
+                group.start_soon(ask, number)
+                await anyio.sleep(1 / PICKS_PER_S)  # a paced load

@@ -13,17 +13,25 @@ from typing import Any
 @dataclass
 class OddEngine:
     """How it behaves from now on. `status`: of its completions. `cached_tokens`: what it reports; None: nothing.
-    `more_tokens`: how many more prompt tokens it reports than there are. `tokenize_s`: how long /tokenize takes."""
+    `more_tokens`: how many more prompt tokens it reports than there are. `tokenize_s`: how long /tokenize takes. `full`: it
+    reports that no block of its cache is free."""
 
     url: str
     status: int = 200
     cached_tokens: int | None = 0
     more_tokens: int = 0
     tokenize_s: float = 0.0
+    full: bool = False
 
     def behave(self) -> None:
         """Like any engine again."""
-        self.status, self.cached_tokens, self.more_tokens, self.tokenize_s = 200, 0, 0, 0.0
+        self.status, self.cached_tokens, self.more_tokens, self.tokenize_s, self.full = 200, 0, 0, 0.0, False
+
+    @property
+    def metrics(self) -> str:
+        """Its metrics page."""
+        config = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0'
+        return f"{config}\nvllm:kv_cache_usage_perc {float(self.full)}\n"
 
     def usage(self, prompt_tokens: int) -> dict[str, Any]:
         counted = prompt_tokens + self.more_tokens
@@ -39,7 +47,7 @@ def odd_engine() -> Iterator[OddEngine]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            pages = {"/health": "", "/metrics": "", "/v1/models": json.dumps({"data": [{"id": "m"}]})}
+            pages = {"/health": "", "/metrics": engine.metrics, "/v1/models": json.dumps({"data": [{"id": "m"}]})}
             self._answer(200 if self.path in pages else 404, pages.get(self.path, ""))
 
         def do_POST(self) -> None:

@@ -3,8 +3,9 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from anyio.to_thread import run_sync
 
@@ -19,13 +20,22 @@ STOP_S = 15.0
 class ChildProcess:
     """`start` and `ready`; then `kill` (SIGKILL), `pause` and `resume` (SIGSTOP, SIGCONT), `stop` (SIGTERM)."""
 
-    def __init__(self, name: str, arguments: Sequence[str], ready: str, folder: Path, tree: Path = ROOT) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        ready: str,
+        folder: Path,
+        tree: Path = ROOT,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """`ready`: text that its log contains when it is ready. `tree`: the checkout whose version runs, from the next start
-        on."""
+        on. `variables`: more of its environment."""
         self.name = name
         self.arguments = list(arguments)
         self.log = folder / f"{name}.log"
         self.tree = tree
+        self._variables = variables
         self._ready = ready
         self.paused = False
         self._log_start = 0
@@ -45,7 +55,7 @@ class ChildProcess:
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             command = [sys.executable, "-m", "kvatlas_cli.main", *self.arguments]
-            variables = {**environment(), "PYTHONPATH": str(self.tree)}
+            variables = {**environment(**self._variables), "PYTHONPATH": str(self.tree)}
             self._popen = spawn_child(command, cwd=self.tree, env=variables, stdout=log, stderr=log)
 
     async def ready(self) -> None:

@@ -14,6 +14,7 @@ from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 
 from k8s.dashboards.dashboards import DASHBOARDS, FOLDER, rule_object, text_of
 from kvatlas.telemetry.instruments import INSTRUMENTS
+from tests.alerts.causes import CAUSES
 from tests.deployment.tools import ROOT, kustomized
 
 FILE = ROOT / "k8s/alerts/rules.yaml"
@@ -159,6 +160,10 @@ def _unit_test(changes: Mapping[str, str | None], *, fires: str) -> dict[str, An
         "input_series": series_of(changes),
         "promql_expr_test": [{"eval_time": "60m", "expr": firing, "exp_samples": samples}],
     }
+
+
+def test_every_alert_has_a_cause_that_makes_it_on_running_processes() -> None:
+    assert set[str]().union(*(alerts for _, alerts in CAUSES.values())) == ALERTS.keys()
 
 
 def test_every_alert_has_a_section_in_the_runbook_and_the_runbook_no_other() -> None:
