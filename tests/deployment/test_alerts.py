@@ -14,7 +14,7 @@ from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 
 from k8s.dashboards.dashboards import DASHBOARDS, FOLDER, rule_object, text_of
 from kvatlas.telemetry.instruments import INSTRUMENTS
-from tests.alerts.causes import CAUSES
+from tests.alerts import causes
 from tests.deployment.tools import ROOT, kustomized
 
 FILE = ROOT / "k8s/alerts/rules.yaml"
@@ -163,7 +163,7 @@ def _unit_test(changes: Mapping[str, str | None], *, fires: str) -> dict[str, An
 
 
 def test_every_alert_has_a_cause_that_makes_it_on_running_processes() -> None:
-    assert set[str]().union(*(alerts for _, alerts in CAUSES.values())) == ALERTS.keys()
+    assert set[str]().union(*(alerts for _, alerts in causes.CAUSES.values())) == ALERTS.keys()
 
 
 def test_every_alert_has_a_section_in_the_runbook_and_the_runbook_no_other() -> None:
