@@ -48,6 +48,7 @@ from kvatlas.telemetry import (
     step_span,
     store_span,
 )
+from kvatlas.telemetry.root_sampler import decide_roots_first
 from publishers.counters import PublisherCounters
 from publishers.ledger.ledger import Ledger
 from publishers.ledger.settings import LedgerSettings
@@ -85,7 +86,7 @@ def provider_of(share: float | None) -> TracerProvider | None:
     """A process' one, that samples this share of requests; None: traces are off."""
     if share is None:
         return None
-    provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(share)))
+    provider = decide_roots_first(TracerProvider(sampler=ParentBased(TraceIdRatioBased(share))))
     provider.add_span_processor(BatchSpanProcessor(_Encoder()))
     return provider
 

@@ -102,6 +102,7 @@ def setup_telemetry(
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     from kvatlas.telemetry.histogram_export import add_distributions
+    from kvatlas.telemetry.root_sampler import decide_roots_first
 
     attributes: dict[str, Any] = {"service.version": own_version()}
     if not env.get("OTEL_SERVICE_NAME") and "service.name=" not in env.get("OTEL_RESOURCE_ATTRIBUTES", ""):
@@ -109,7 +110,7 @@ def setup_telemetry(
     resource = Resource.create(attributes)
     telemetry = Telemetry()
     if "traces" in exporters:
-        telemetry.tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        telemetry.tracer_provider = decide_roots_first(TracerProvider(resource=resource, shutdown_on_exit=False))
         for exporter in exporters["traces"]:
             telemetry.tracer_provider.add_span_processor(BatchSpanProcessor(exporter))
         trace.set_tracer_provider(telemetry.tracer_provider)

@@ -14,11 +14,11 @@ no conventions for NATS, so names, kinds and attributes follow its general messa
 `traceparent` (and `tracestate`) in NATS headers; the index passes it on to routers in the fleet record.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry import context, trace
 from opentelemetry.trace import (
@@ -169,7 +169,10 @@ def flush_span(
     """
     if not tracing_enabled():
         return _OFF
-    span = tracer().start_span(SEND, kind=SpanKind.PRODUCER, start_time=started_ns)
+    tracing = _tracing()
+    if tracing.drops_root is not None and tracing.drops_root(SEND, SpanKind.PRODUCER):
+        return _OFF
+    span = tracing.tracer.start_span(SEND, kind=SpanKind.PRODUCER, start_time=started_ns)
     if not span.is_recording():
         return nullcontext(span)
     span.set_attributes(
@@ -339,13 +342,27 @@ def describe_decision(
             span.add_link(link.context)
 
 
-_last: tuple[TracerProvider, Tracer] | None = None
+class _Tracing(NamedTuple):
+    """A provider and this package's tracer of it. `drops_root`: see `RootSampler`; None of a provider without one."""
+
+    provider: TracerProvider
+    tracer: Tracer
+    drops_root: Callable[[str, SpanKind], bool] | None
+
+
+_last: _Tracing | None = None
 
 
 def tracer() -> Tracer:
-    """This package's tracer; the SDK makes a new one each time that it is asked."""
+    """This package's tracer."""
+    return _tracing().tracer
+
+
+def _tracing() -> _Tracing:
+    """Kept, because the SDK takes a lock each time that it is asked for a tracer."""
     global _last
     provider = trace.get_tracer_provider()
-    if _last is None or _last[0] is not provider:
-        _last = provider, provider.get_tracer("kvatlas")
-    return _last[1]
+    if _last is None or _last.provider is not provider:
+        made = provider.get_tracer("kvatlas")
+        _last = _Tracing(provider, made, getattr(getattr(made, "sampler", None), "drops_root", None))
+    return _last

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvatlas.outliers.store import SharedOutliers
@@ -37,20 +37,31 @@ class OutlierCounters:
 
 @dataclass(slots=True)
 class _Pool:
+    """`left`: ejected workers that the fleet no longer has."""
+
     outliers: PoolOutliers
     used_at: float
     asked_at: float = 0.0
     retries: RetryBudget = field(default_factory=RetryBudget)
+    left: frozenset[str] = frozenset()
 
 
 class OutlierMonitor:
     """Records answers, and names the workers to avoid; neither waits for the store, which is told within a millisecond of a
     failure, and read each second. While it is away each router goes by its own answers."""
 
-    def __init__(self, shared: SharedOutliers, router_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        shared: SharedOutliers,
+        router_id: str,
+        members: Callable[[str], Awaitable[Collection[str]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`members`: a pool's workers, also those that get no requests now, by its id."""
         self.counters = OutlierCounters()
         self._shared = shared
         self._router_id = router_id
+        self._members = members
         self._clock = clock
         self._pools: dict[str, _Pool] = {}
         self._wake = asyncio.Event()
@@ -129,10 +140,13 @@ class OutlierMonitor:
         self._outliers(pool_id).rest(worker_id, seconds, self._clock())
 
     def ejected(self) -> Mapping[str, float]:
-        """Ejected workers of all pools, with the seconds that are left; 0 or less: half open."""
+        """Ejected workers of all pools, with the seconds that are left; 0 or less: half open. One that left the fleet is
+        remembered, as it may come back, but is none of these."""
         now = self._clock()
         pools = list(self._pools.values())  # metrics are read on another thread
-        return {id: left for pool in pools for id, left in pool.outliers.ejected(now).items()}
+        return {
+            id: seconds for pool in pools for id, seconds in pool.outliers.ejected(now).items() if id not in pool.left
+        }
 
     @property
     def ejected_workers(self) -> int:
@@ -161,6 +175,8 @@ class OutlierMonitor:
             if not shared:
                 pool.outliers.put_back(changes, self._clock())
         pool.outliers.update(records, self._router_id, self._clock())
+        if ejected := pool.outliers.ejected(self._clock()):
+            pool.left = frozenset(ejected.keys() - await self._members(pool_id))
 
     async def _run(self) -> None:
         while self._task.running:

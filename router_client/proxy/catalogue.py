@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -151,6 +151,10 @@ class Catalogue:
         pool_id = scope.pool_id
         records = (await self._read_records()).items()
         return {id: record for id, record in records if record.routable and record.endpoint.pool_id == pool_id}
+
+    async def members_of(self, pool_id: str) -> Collection[str]:
+        """The workers of a pool, also those that get no requests now."""
+        return {id for id, record in (await self._read_records()).items() if record.endpoint.pool_id == pool_id}
 
     async def knows_pool(self, scope: Scope) -> bool:
         """Has the fleet any worker of this scope's pool?"""

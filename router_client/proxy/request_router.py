@@ -128,7 +128,7 @@ async def open_request_router(
         stack.enter_context(export_metrics("router", client.counters))
         stack.enter_context(export_metrics("tokens", tokens))
         stack.enter_context(export_metrics("answers", client.answers.counts))
-        outliers = OutlierMonitor(OutlierStore(store), client.router_id)
+        outliers = OutlierMonitor(OutlierStore(store), client.router_id, catalogue.members_of)
         outliers.start()
         stack.push_async_callback(outliers.stop)
         stack.enter_context(export_metrics("outliers", outliers.counters))

@@ -131,7 +131,7 @@ async def provoke(name: str, cause: AbstractAsyncContextManager[None], alerts: s
     ended = monotonic()
     left = await remaining(alerts, watch)
     wrong += [f"{name}: {alert} still fires {ENDS_S:g} s after its cause" for alert in sorted(left)]
-    verdict = "WRONG" if wrong else f"after {fired_s:.0f} s, over {monotonic() - ended:.0f} s later"
+    verdict = "; ".join(wrong) or f"after {fired_s:.0f} s, over {monotonic() - ended:.0f} s later"
     print(f"{name}: {', '.join(sorted(alerts))}: {verdict}", flush=True)
     return wrong
 

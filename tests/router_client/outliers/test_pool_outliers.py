@@ -129,7 +129,10 @@ def test_the_budget_allows_a_share_of_the_requests_and_some_more() -> None:
 
 @pytest.mark.anyio
 async def test_a_pool_s_bad_day_takes_nothing_from_another_s_budget(store: Store) -> None:
-    monitor = OutlierMonitor(OutlierStore(store), "router")
+    async def no_members(_: str) -> set[str]:
+        return set()
+
+    monitor = OutlierMonitor(OutlierStore(store), "router", no_members)
     while monitor.retry_budget("bad").take():
         pass
     assert monitor.retry_budget("good").take()

@@ -11,6 +11,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from kvatlas.fleet.store import FleetStore
 from kvatlas.outliers import OutlierStore
 from kvatlas.store.connection import Store
 from tests.eventually import until
@@ -80,6 +81,31 @@ async def test_an_ejection_is_known_to_all_routers_and_a_well_answered_try_ends_
         await until(is_readmitted_everywhere, what="the first router knows")
         records = await OutlierStore(store).exchange(SCOPE.pool_id, "reader", [])
         assert records["w0"].left_s is None and records["w0"].times == 1
+
+
+async def test_an_ejected_worker_counts_while_the_fleet_has_it(store: Store, valkey_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        fleet, engines = await three_engines(stack, store, status(500))
+        client = await stack.enter_async_context(running_proxy(valkey_url))
+        for number in range(30):
+            await client.post("/v1/completions", json=body(number))
+
+        async def ejected() -> set[str]:
+            return set((await proxy_status(client))["ejected"])
+
+        assert await ejected() == {"w0"}
+        await FleetStore(store).forget("w0", SCOPE.pool_id)
+
+        async def has_left() -> bool:
+            return not await ejected()
+
+        await until(has_left, what="it counts no more")
+        await fleet.report("w0", engines[0].url)
+
+        async def is_back() -> bool:
+            return await ejected() == {"w0"}
+
+        await until(is_back, what="it is known that it fails")
 
 
 async def test_a_worker_that_alone_refuses_what_others_answer_is_found_out(store: Store, valkey_url: str) -> None:

@@ -1,0 +1,70 @@
+"""Tells whether a new trace is sampled before it has a span: an unsampled span of OpenTelemetry costs twice the decision.
+
+It imports the SDK; spans.py asks through a tracer's `sampler`.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import Link, SpanKind, TraceState
+from opentelemetry.util.types import Attributes
+
+
+class _Decided(threading.local):
+    """The trace id and the decision of the root span that this thread begins next."""
+
+    root: tuple[int, SamplingResult] | None = None
+
+
+class RootSampler(Sampler, RandomIdGenerator):
+    """A provider's sampler and source of ids. Its own sampler is asked once for each root span, by `drops_root` or by the span
+    itself: whichever it is, it decides as it would without."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._decided = _Decided()
+
+    def drops_root(self, name: str, kind: SpanKind) -> bool:
+        """Would a span without attributes and links that begins now have no parent, and be neither sampled nor recorded? If
+        not, the next span of this thread is to be that one."""
+        if trace.get_current_span().get_span_context().is_valid:
+            return False
+        trace_id = super().generate_trace_id()
+        result = self._sampler.should_sample(None, trace_id, name, kind, None, ())
+        if result.decision is Decision.DROP:
+            return True
+        self._decided.root = trace_id, result
+        return False
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        decided, self._decided.root = self._decided.root, None
+        if decided is not None and decided[0] == trace_id:
+            return decided[1]
+        return self._sampler.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
+
+    def get_description(self) -> str:
+        return self._sampler.get_description()
+
+    def generate_trace_id(self) -> int:
+        decided = self._decided.root
+        return super().generate_trace_id() if decided is None else decided[0]
+
+
+def decide_roots_first(provider: TracerProvider) -> TracerProvider:
+    """The provider, whose tracers have a RootSampler from now on."""
+    provider.sampler = provider.id_generator = RootSampler(provider.sampler)
+    return provider
