@@ -130,7 +130,7 @@ class Atlas(LoadBlind):
             if evaluation is None:
                 raise RuntimeError(f"booking {request.number} was called off")
         else:
-            evaluation = evaluate_without_bookings(ask, quotes)
+            evaluation = evaluate_without_bookings(ask, self._pool, quotes)
         results = RankedResults(
             quotes, evaluation.by_offer, chosen=evaluation.chosen, criteria=self._policy.criteria(prompt)
         )
