@@ -158,7 +158,7 @@ class HeldBookings:
         held = self._held.pop(held_id, None)
         if held is None:
             return False
-        held.usage, held.timings, held.well = usage, timings or Timings(held.clock.ttft_us), well
+        held.usage, held.timings, held.well = usage, timings or held.clock.first_part(), well
         held.over.set()
         return True
 

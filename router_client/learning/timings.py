@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from kvatlas.errors import InvalidValue
+from router_client.learning.loop_lateness import LoopLateness
 
 MOST_GAPS = 512
 LEAST_GAPS = 2
@@ -14,6 +15,9 @@ MOST_TOKENS_A_PART = 16
 """Engines that guess ahead make up to about 10 tokens at a time."""
 TOGETHER = 0.1
 """Parts nearer to each other than this share of the mean came together: the network, or the event loop, held the first back."""
+MOST_LATE = 0.1
+"""Of a time: if the loop that measured it was later, it says more of the loop than of the engine. A few turns of the loop lie
+between the two ends of a time, so it may be wrong by a few times this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,23 @@ class Timings:
         return cls(*found)
 
 
-@dataclass(slots=True)
+class Lateness(Protocol):
+    """Of what measures times; `LoopLateness` is one."""
+
+    def watch(self, watcher: object) -> None: ...
+
+    def most_ns(self, start_ns: int, end_ns: int) -> int: ...
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class AnswerClock:
-    """Starts when the request is sent; call `part` as each part of a streamed answer arrives."""
+    """Starts when the request is sent; call `part` as each part of a streamed answer arrives.
+
+    `lateness` absent: that of the running event loop, whose times `now_ns` must be then.
+    """
 
     now_ns: Callable[[], int] = time.perf_counter_ns
+    lateness: Lateness | None = None
     _sent_ns: int = field(init=False)
     _first_ns: int | None = field(default=None, init=False)
     _last_ns: int = field(default=0, init=False)
@@ -58,6 +74,10 @@ class AnswerClock:
 
     def __post_init__(self) -> None:
         self._sent_ns = self.now_ns()
+        if self.lateness is None and self.now_ns is time.perf_counter_ns:
+            self.lateness = LoopLateness.of_running_loop()
+        if self.lateness is not None:
+            self.lateness.watch(self)
 
     def part(self, parts: int = 1) -> None:
         """One more part of the answer arrived, a token or more, or several at once. Parts that only say whose answer it is, how
@@ -76,25 +96,38 @@ class AnswerClock:
 
     @property
     def ttft_us(self) -> float | None:
-        """From the request to its first part."""
+        """From the request to its first part, as it was seen here."""
         return None if self._first_ns is None else (self._first_ns - self._sent_ns) / 1_000
+
+    def first_part(self) -> Timings:
+        """The time to the first part alone, unless the event loop was too late to measure it."""
+        measured = self._first_ns is not None and self._is_measured(self._sent_ns, self._first_ns)
+        return Timings(self.ttft_us if measured else None)
 
     def timings(self, output_tokens: int) -> Timings:
         """The times of an answer of `output_tokens` that came in these parts.
 
         The time from token to token is the median over the parts, by the tokens that a part has. Nothing is said of it by fewer
         than LEAST_GAPS, nor if parts have more tokens than an engine makes at a time: then their number is not to be believed.
+        Times that the event loop was too late to measure are left out.
         """
         if self._first_ns is None or output_tokens < 2 or not self._gaps:
             # one part of several tokens: when the first of them was there is unknown
-            return Timings(self.ttft_us if output_tokens == 1 else None)
+            return self.first_part() if output_tokens == 1 else Timings()
         tokens_a_part = 1.0
         if output_tokens - 1 > self._parts:  # the last token often has no text, and no part
             tokens_a_part = (output_tokens - 1) / self._parts_after_first
         each_ns = [gap_ns / parts for gap_ns, parts in self._join_gaps()]
+        first = self.first_part()
         if len(each_ns) < LEAST_GAPS or tokens_a_part > MOST_TOKENS_A_PART:
-            return Timings(self.ttft_us)
-        return Timings(self.ttft_us, median_low(each_ns) / tokens_a_part / 1_000)
+            return first
+        if not self._is_measured(self._first_ns, self._last_ns):
+            return first
+        return replace(first, tpot_us=median_low(each_ns) / tokens_a_part / 1_000)
+
+    def _is_measured(self, start_ns: int, end_ns: int) -> bool:
+        """Was the event loop in time between these times?"""
+        return self.lateness is None or self.lateness.most_ns(start_ns, end_ns) <= MOST_LATE * (end_ns - start_ns)
 
     def _join_gaps(self) -> list[tuple[int, int]]:
         """Gaps with the parts that ended them. Parts that came together, though in two reads, count as one arrival."""

@@ -35,3 +35,33 @@ def test_parts_without_content_are_none() -> None:
         now[0] = int(ms * 1e6)
         clock.part(parts)
     assert clock.timings(4) == Timings(50_000, 8_000)
+
+
+class LateLoop:
+    """Late once, by a time."""
+
+    def __init__(self, at_ms: float, by_ms: float) -> None:
+        self._at_ns, self._by_ns = at_ms * 1e6, int(by_ms * 1e6)
+
+    def watch(self, watcher: object) -> None:
+        """It always is."""
+
+    def most_ns(self, start_ns: int, end_ns: int) -> int:
+        return self._by_ns if start_ns <= self._at_ns < end_ns else 0
+
+
+def test_a_time_in_which_the_loop_was_late_is_left_out() -> None:
+    def timings(late: LateLoop | None) -> Timings:
+        now = [0]
+        clock = AnswerClock(lambda: now[0], late)
+        for ms in (50, 58, 66, 74, 90):
+            now[0] = int(ms * 1e6)
+            clock.part()
+        return clock.timings(5)
+
+    assert timings(None) == Timings(50_000, 8_000)
+    assert timings(LateLoop(20, by_ms=4)) == Timings(50_000, 8_000)
+    assert timings(LateLoop(20, by_ms=6)) == Timings(None, 8_000)
+    assert timings(LateLoop(60, by_ms=3)) == Timings(50_000, 8_000)
+    assert timings(LateLoop(60, by_ms=5)) == Timings(50_000)
+    assert timings(LateLoop(95, by_ms=50)) == Timings(50_000, 8_000)

@@ -1,0 +1,78 @@
+"""How late an event loop is: what it measures is as late as it is.
+
+A router that is busy (hundreds of requests at once, other programs on its processors) sees an engine's answer when it gets
+round to it. Learned as the engine's time, that would make the engine of a burst look many times as slow as its equal.
+"""
+
+import asyncio
+import time
+from collections import deque
+from typing import ClassVar
+from weakref import WeakKeyDictionary, WeakSet
+
+TICK_S = 0.01
+LEAST_NS = 2_000_000
+"""Less is the resolution of timers."""
+MOST_KEPT = 4_096
+"""Late ticks; of a loop that is never in time, those of the last minute or so."""
+
+
+class LoopLateness:
+    """Of one event loop. It ticks while anybody watches: an idle router does not wake up for it."""
+
+    _of_loop: ClassVar["WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLateness]"] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._watchers: WeakSet[object] = WeakSet()
+        self._due_ns: int | None = None
+        """When the next tick should be; None: nobody watches."""
+        self._late: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
+        """When late ticks should have been, and when they were, ascending."""
+
+    @classmethod
+    def of_running_loop(cls) -> "LoopLateness | None":
+        """That of the loop in which this is called; None outside of one."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return None
+        if loop not in cls._of_loop:
+            cls._of_loop[loop] = cls()
+        return cls._of_loop[loop]
+
+    @property
+    def ticks(self) -> bool:
+        return self._due_ns is not None
+
+    def watch(self, watcher: object) -> None:
+        """Tick until this object is gone."""
+        self._watchers.add(watcher)
+        if self._due_ns is None:
+            self._schedule()
+
+    def most_ns(self, start_ns: int, end_ns: int) -> int:
+        """The longest time for which the loop got round to nothing that was due between two times of `time.perf_counter_ns`; 0
+        if it was in time."""
+        most = 0
+        if self._due_ns is not None and self._due_ns < end_ns:
+            most = time.perf_counter_ns() - self._due_ns  # it has not come yet
+        for due_ns, was_ns in reversed(self._late):
+            if was_ns < start_ns:
+                break
+            if due_ns < end_ns:
+                most = max(most, was_ns - due_ns)
+        return most if most >= LEAST_NS else 0
+
+    def _schedule(self) -> None:
+        self._due_ns = time.perf_counter_ns() + round(TICK_S * 1e9)
+        asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        now = time.perf_counter_ns()
+        assert self._due_ns is not None
+        if now - self._due_ns >= LEAST_NS:
+            self._late.append((self._due_ns, now))
+        if self._watchers:
+            self._schedule()
+        else:
+            self._due_ns = None
