@@ -61,7 +61,9 @@ from publishers.shared_store.writes import StoreWrites, is_stores
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
 
 REMEMBERED_EVICTIONS = 65_536
-"""Engine hashes remembered after their last copy is gone (about 400 bytes each)."""
+"""Engine hashes remembered after their last copy is gone, at most (about 400 bytes each); no more than were held at once."""
+LEAST_REMEMBERED = 1_024
+"""Engine hashes remembered of an engine that holds less than that."""
 
 
 class Ledger:
@@ -74,6 +76,8 @@ class Ledger:
         """Tokens of the engine's blocks, if they are not those that the settings say."""
         self._told_block_bytes = 0
         self._remembered_evictions = remembered_evictions
+        self._most_held = LEAST_REMEMBERED
+        """How many engine hashes have been held at once."""
         self.store_writes: StoreWrites | None = None
         """What the engine tells of the shared store, if the settings name one."""
         self.empty()
@@ -221,8 +225,11 @@ class Ledger:
                     writes.clear()
                 cleared = True
         events += self._settle(cleared=cleared)
-        if len(self.lineage.evicted) > self._remembered_evictions:
-            forgotten, lost = self.lineage.trim(self._remembered_evictions)
+        evictions = len(self.lineage.evicted)
+        self._most_held = max(self._most_held, len(self.lineage.known) - evictions)
+        remembered = min(self._remembered_evictions, self._most_held)
+        if evictions > remembered:
+            forgotten, lost = self.lineage.trim(remembered)
             residency.forget(forgotten)
             if residency.forgotten.forget_behind(lost):
                 events += self._settle(cleared=False)

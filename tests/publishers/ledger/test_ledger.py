@@ -15,7 +15,7 @@ from kvatlas.events import (
     Removed,
     Stored,
 )
-from publishers.ledger.ledger import Ledger, LedgerSettings
+from publishers.ledger.ledger import LEAST_REMEMBERED, Ledger, LedgerSettings
 from tests.publishers.ledger.one_chain import SCOPE_ID, fold, hashes, held, ledger, reverse, store
 
 
@@ -148,6 +148,17 @@ def test_memory_of_evictions_is_bounded_and_counted() -> None:
         fold(one, store([i], token_ids=[i, i]), EngineRemoved([i]))
     assert len(one.lineage.known) == 3 and one.counters.forgotten == 7
     assert fold(one, store([50], 0, 1)) == [] and one.counters.unknown_parent == 1
+
+
+def test_no_more_evictions_are_remembered_than_blocks_were_held() -> None:
+    one = ledger(block_size=1)
+    many = list(range(2 * LEAST_REMEMBERED))
+    fold(one, store(many, token_ids=many, block_size=1))
+    fold(one, EngineRemoved(list(reversed(many))))
+    for name in range(5 * LEAST_REMEMBERED, 10 * LEAST_REMEMBERED):
+        fold(one, store([name], token_ids=[name], block_size=1), EngineRemoved([name]))
+    assert len(one.lineage.known) == len(many)
+    assert one.counters.forgotten == 5 * LEAST_REMEMBERED
 
 
 @pytest.mark.parametrize(
