@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.lab.backends import write_backends
-from benchmarks.lab.document import PICTURE, Stopwatch, to_markdown, to_table, write_chapter
+from benchmarks.lab.document import PICTURE, SIZES_PICTURE, Stopwatch, to_markdown, to_table, write_chapter
 from benchmarks.lab.live import write_live
 from benchmarks.lab.study import Row, count_points, run_study
 from benchmarks.lab.study import to_markdown as study_to_markdown
@@ -20,9 +20,10 @@ from kvatlas.blocks.attention_groups import AttentionKind
 from simulator.hybrid_cache.groups import CacheGroup
 from simulator.lab.cache_layout import CacheLayout
 from simulator.lab.comparison import Point, Study, compare
+from simulator.lab.fleet_size import find_fleet_sizes
 from simulator.lab.generated_requests import WORKLOADS, generate
 from simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO
-from simulator.lab.report import save_picture, title_of
+from simulator.lab.report import SIZE_COLUMNS, save_picture, save_sizes_picture, size_rows, sizes_title, title_of
 from simulator.lab.requests import Workload
 from simulator.lab.traces import read_trace
 
@@ -53,6 +54,9 @@ SIGHTS = (
 )
 SIGHT_SEEDS = 3
 SIGHT_SPEEDS = (1.0, 2.0)
+SIZED = ("round-robin", "least-loaded", "session", "prefix-hash", "weighted-scorers", "kvatlas", "oracle")
+SIZED_POINT = Point(workers=32, cache_tokens=500_000, speed=4.0)
+GOOD_SHARE = 0.95
 UNRELIABLE = ("kvatlas", "kvatlas-no-events", "weighted-scorers")
 DELAYS_MS = (5.0, 500.0, 2_000.0, 10_000.0, 60_000.0)
 LOSSES = (0.0, 0.001, 0.01, 0.1)
@@ -115,6 +119,32 @@ def _write_gap(workloads: Sequence[Workload], watch: Stopwatch) -> None:
         write_chapter("gap", "\n".join(pages), watch)
 
 
+def _write_fleet_sizes(workloads: Sequence[Workload], watch: Stopwatch) -> None:
+    """What does a policy save?"""
+    pages = [
+        "## Worker-hours for the same goodput",
+        "The fewest workers with which the same share of requests is good, and their hours.",
+        "",
+    ]
+    policies = (*SIZED, DYNAMO) if PYTHON.exists() else SIZED
+    for workload in workloads:
+        study = Study(workload, policies, [SIZED_POINT], SEEDS, dynamo_python=str(PYTHON))
+        point = (
+            f"--workers {SIZED_POINT.workers} --cache-tokens {SIZED_POINT.cache_tokens} --speed {SIZED_POINT.speed:g}"
+        )
+        command = (
+            f"{_command(workload)} {point} --seeds {SEEDS} --good-share {GOOD_SHARE} --policies {','.join(policies)}"
+        )
+        sizes = find_fleet_sizes(study, GOOD_SHARE, _jobs())
+        if workload is workloads[0]:
+            save_sizes_picture(sizes, SIZES_PICTURE)
+            pages.append(f"![worker-hours, {workload.name}]({SIZES_PICTURE.name})\n")
+        title = sizes_title(study, SIZED_POINT, GOOD_SHARE)
+        table = to_table(SIZE_COLUMNS, size_rows(sizes))
+        pages.append(f"### {workload.name}\n\n```\n{command}\n```\n\n{title}\n\n{table}\n")
+    write_chapter("sizes", "\n".join(pages), watch)
+
+
 def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     """At which delay, or loss, of events is kvatlas no better than policies that need none? Of the first workload."""
     workload = workloads[0]
@@ -163,7 +193,13 @@ def _load(name: str, requests: int | None) -> Workload:
     return replace(workload, requests=workload.requests[:requests])
 
 
-CHAPTERS = {"policies": _write_policies, "terms": _write_terms, "events": _write_events, "backends": write_backends}
+CHAPTERS = {
+    "policies": _write_policies,
+    "sizes": _write_fleet_sizes,
+    "terms": _write_terms,
+    "events": _write_events,
+    "backends": write_backends,
+}
 """Those of the short study: under ten minutes together on two free cores."""
 SINGLE = {"gap": _write_gap, "live": write_live}
 """Those that are only written when they are asked for."""

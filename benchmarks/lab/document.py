@@ -14,7 +14,8 @@ from simulator.lab.report import COLUMNS, rows_of
 
 RESULTS = Path("docs/results.md")
 PICTURE = Path("docs/results.png")
-CHAPTERS = ("policies", "study", "gap", "terms", "events", "live", "backends")
+SIZES_PICTURE = Path("docs/worker-hours.png")
+CHAPTERS = ("policies", "sizes", "study", "gap", "terms", "events", "live", "backends")
 """In their order."""
 
 HEAD = f"""# Measured: what policies make of traffic

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvatlas.errors import InvalidValue
 from simulator.engine.step_cost import StepCost
@@ -18,6 +18,9 @@ from simulator.lab.policies.dynamo.policy import check_installed
 from simulator.lab.replay import FleetSettings, replay
 from simulator.lab.requests import Workload
 from simulator.lab.summary import Figures, Objective, Summary
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 _PROGRESS_S = 0.25
 _PROGRESS_REQUESTS = 256
@@ -65,7 +68,9 @@ class Study:
         """Each replay once: events change nothing for policies that use none."""
         seeds = range(self.first_seed, self.first_seed + self.seeds)
         return list(
-            dict.fromkeys((_effective(p, name), name, s) for p in self.points for name in self.policies for s in seeds)
+            dict.fromkeys(
+                (with_effective_events(p, name), name, s) for p in self.points for name in self.policies for s in seeds
+            )
         )
 
 
@@ -81,29 +86,41 @@ def compare(study: Study, jobs: int, on_progress: Callable[[int], None] = lambda
 
     Raises InvalidValue for a request that fits no engine, and for Dynamo where it is not installed.
     """
+    runs = study.runs
+    found = dict(zip(runs, run_in_processes(study, jobs, _run, runs, on_progress), strict=True))
+    seeds = range(study.first_seed, study.first_seed + study.seeds)
+    return [
+        Cell(point, Summary.of(name, [found[with_effective_events(point, name), name, seed] for seed in seeds]))
+        for point in study.points
+        for name in study.policies
+    ]
+
+
+def run_in_processes(
+    study: Study,
+    jobs: int,
+    function: Callable[[Study, Task], Result],
+    tasks: Sequence[Task],
+    on_progress: Callable[[int], None],
+) -> list[Result]:
+    """The results of a module's function, in the order of the tasks. It may call `replay_once`; `on_progress` gets the number
+    of requests that were replayed so. Raises what the function does, and InvalidValue for Dynamo where it is not installed."""
     if DYNAMO in study.policies:
         check_installed(study.dynamo_python)
-    runs = study.runs
     context = get_context("spawn")
     replayed = context.Value("q")
-    with ProcessPoolExecutor(min(jobs, len(runs)), context, _share, (study, replayed)) as pool:
-        futures = {run: pool.submit(_run, *run) for run in runs}
+    with ProcessPoolExecutor(min(jobs, len(tasks)), context, _share, (study, replayed)) as pool:
+        futures = [pool.submit(_call, function, task) for task in tasks]
         try:
-            open_runs = set(futures.values())
-            while open_runs:
-                done, open_runs = wait(open_runs, _PROGRESS_S, FIRST_EXCEPTION)
+            open_tasks = set(futures)
+            while open_tasks:
+                done, open_tasks = wait(open_tasks, _PROGRESS_S, FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                 on_progress(replayed.value)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    found = {run: future.result() for run, future in futures.items()}
-    seeds = range(study.first_seed, study.first_seed + study.seeds)
-    return [
-        Cell(point, Summary.of(name, [found[_effective(point, name), name, seed] for seed in seeds]))
-        for point in study.points
-        for name in study.policies
-    ]
+    return [future.result() for future in futures]
 
 
 async def compare_live(
@@ -149,7 +166,8 @@ async def compare_live(
     return cells
 
 
-def _effective(point: Point, policy: str) -> Point:
+def with_effective_events(point: Point, policy: str) -> Point:
+    """The point, with events as they usually travel if the policy uses none: their delay and loss change nothing then."""
     return point if POLICIES[policy].uses_events else _with_usual_events(point)
 
 
@@ -177,7 +195,17 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _run(point: Point, policy: str, seed: int) -> Figures:
+def _call(function: Callable[[Study, Task], Result], task: Task) -> Result:
+    assert _shared is not None
+    return function(_shared[0], task)
+
+
+def _run(study: Study, run: tuple[Point, str, int]) -> Figures:
+    return replay_once(*run)
+
+
+def replay_once(point: Point, policy: str, seed: int) -> Figures:
+    """In a child of `run_in_processes`: replay its study's workload once."""
     assert _shared is not None
     study, replayed = _shared
     reported = 0

@@ -1,12 +1,14 @@
 """A study's result as table rows, as JSON, and as a picture."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvatlas.errors import InvalidValue
 from kvatlas.version import own_version
 from simulator.lab.comparison import Cell, Point, Study
+from simulator.lab.fleet_size import FleetSize
 from simulator.lab.miss_ratio import MissRatioCurve
 from simulator.lab.requests import Workload
 from simulator.lab.summary import Summary
@@ -22,6 +24,16 @@ COLUMNS = (
     "fullest engine",
     "prefill tokens",
     "busy",
+)
+SIZE_COLUMNS = (
+    "policy",
+    "workers",
+    "worker-hours",
+    "more than the least",
+    "good requests",
+    "hit rate",
+    "TTFT mean ms",
+    "TTFT p99 ms",
 )
 CURVE_COLUMNS = ("cache tokens", "hit rate", "replayed", "error")
 _AXES = {
@@ -77,6 +89,13 @@ def _row(one: Summary) -> tuple[str, ...]:
 def to_jsonable(study: Study, cells: Sequence[Cell]) -> dict[str, Any]:
     """Everything, with what it was made by. Equal studies give equal documents."""
     return {
+        **_made_by(study),
+        "results": [{**cell.point._asdict(), **cell.summary.to_jsonable()} for cell in cells],
+    }
+
+
+def _made_by(study: Study) -> dict[str, Any]:
+    return {
         "kvatlas": own_version(),
         "workload": study.workload.name,
         "requests": len(study.workload.requests),
@@ -88,8 +107,50 @@ def to_jsonable(study: Study, cells: Sequence[Cell]) -> dict[str, Any]:
         "groups": [str(group) for group in study.layout.groups],
         "retention_interval": study.layout.retention_interval,
         "step_cost": {name: getattr(study.cost, name) for name in study.cost.__slots__},
-        "results": [{**cell.point._asdict(), **cell.summary.to_jsonable()} for cell in cells],
     }
+
+
+def sizes_title(study: Study, point: Point, good_share: float) -> str:
+    """What the fleet sizes of a point are of."""
+    return f"{title_of(study, point)}; fewest workers, of up to {point.workers}, with {good_share:.4g} of the requests good"
+
+
+def size_rows(sizes: Sequence[FleetSize]) -> list[tuple[str, ...]]:
+    """One row a policy, of sizes of one point."""
+    least = min((one.summary.mean.worker_hours for one in sizes if one.summary is not None), default=0.0)
+    rows: list[tuple[str, ...]] = []
+    for one in sizes:
+        if one.summary is None:
+            rows.append((one.policy, f"more than {one.largest.workers}", *[""] * (len(SIZE_COLUMNS) - 2)))
+            continue
+        mean = one.summary.mean
+        rows.append(
+            (
+                one.policy,
+                f"{one.workers}",
+                f"{mean.worker_hours:,.3f}",
+                f"{mean.worker_hours / least - 1:.0%}",
+                f"{mean.good:.1%}",
+                f"{mean.hit_rate:.1%}",
+                f"{mean.ttft_mean_ms:,.0f}",
+                f"{mean.ttft_p99_ms:,.0f}",
+            )
+        )
+    return rows
+
+
+def sizes_to_jsonable(study: Study, good_share: float, sizes: Sequence[FleetSize]) -> dict[str, Any]:
+    """Everything, with what it was made by."""
+    return {**_made_by(study), "good_share": good_share, "results": [one.to_jsonable() for one in sizes]}
+
+
+def save_sizes_picture(sizes: Sequence[FleetSize], path: Path) -> None:
+    """Bars of worker-hours by policy, of sizes of one point. Raises InvalidValue as `save_picture` does."""
+    with _figure(1, (8, 4.8), path) as (panel,):
+        found = [(one.policy, one.summary) for one in sizes if one.summary is not None]
+        panel.barh([policy for policy, _ in found], [summary.mean.worker_hours for _, summary in found])
+        panel.invert_yaxis()
+        panel.set(title="worker-hours for the same share of good requests", xlabel="worker-hours")
 
 
 def curve_title(workload: Workload, curve: MissRatioCurve) -> str:
@@ -135,18 +196,45 @@ def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
 
     Raises InvalidValue for a file name whose ending names no picture format.
     """
-    import matplotlib as mpl  # not at the top: the import takes a second
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
     panels = {
         "hit_rate": ("prompt tokens found cached", "%", 100.0),
         "ttft_mean_ms": ("time to first token, mean", "ms", 1.0),
         "ttft_p99_ms": ("time to first token, p99", "ms", 1.0),
     }
     axis = swept_axis(study.points)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(16, 4.8), layout="constrained")
+    with _figure(len(panels), (16, 4.8), path) as axes:
+        _draw(study, cells, axes, axis, panels)
+
+
+@contextmanager
+def _figure(panels: int, inches: tuple[float, float], path: Path) -> Iterator[Sequence[Any]]:
+    """The axes of a figure that is saved afterwards."""
+    import matplotlib as mpl  # not at the top: the import takes a second
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=inches, layout="constrained", squeeze=False)
+    try:
+        yield axes[0]
+        figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+    except ValueError as error:
+        raise InvalidValue(
+            f"--picture is {str(path)!r}: {str(error).partition('(')[0].strip()}; expected .png or .svg"
+        ) from error
+    finally:
+        pyplot.close(figure)
+
+
+def _draw(
+    study: Study,
+    cells: Sequence[Cell],
+    axes: Sequence[Any],
+    axis: str | None,
+    panels: Mapping[str, tuple[str, str, float]],
+) -> None:
+    import matplotlib as mpl
+
     colours = [mpl.colormaps["tab20"](number) for number in range(20)]
     for panel, (name, (title, unit, factor)) in zip(axes, panels.items(), strict=True):
         for number, policy in enumerate(study.policies):
@@ -170,11 +258,3 @@ def save_picture(study: Study, cells: Sequence[Cell], path: Path) -> None:
         else:
             panel.set_xlabel(_AXES[axis])
     axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
-    try:
-        figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
-    except ValueError as error:
-        raise InvalidValue(
-            f"--picture is {str(path)!r}: {str(error).partition('(')[0].strip()}; expected .png or .svg"
-        ) from error
-    finally:
-        pyplot.close(figure)

@@ -86,6 +86,13 @@ class ReplaySettings(ProcessSettings):
     curve_replays: int = Field(
         default=3, ge=0, le=SIZES, description="Sizes of the curve that are replayed as well, to show its error."
     )
+    good_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Search, for each policy, the fewest workers with which this share of the requests is good; --workers is "
+        "then the most that are tried. Default: no search.",
+    )
     live: bool = Field(
         default=False,
         description="Replay over real NATS and Valkey servers, indexer, publishers and router clients, in scaled real time; "
@@ -121,6 +128,13 @@ class ReplaySettings(ProcessSettings):
                 "expected one group with --curve: what hybrids reuse does not only depend on the cache's size"
             )
         return curve
+
+    @field_validator("live")
+    @classmethod
+    def _check_live(cls, live: bool, info: ValidationInfo) -> bool:
+        if live and info.data.get("good_share") is not None:
+            raise ValueError("expected no --good-share with --live: fleets of other sizes are replayed in virtual time")
+        return live
 
     @property
     def layout(self) -> CacheLayout:

@@ -23,8 +23,8 @@ class Objective:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Of one replay. `hit_rate`: prompt tokens found cached, of all. `goodput_per_s`: requests a second that keep the
-    objective. `imbalance`: prompt tokens computed by the fullest engine, as a multiple of the mean. `busy`: share of the time
-    that engines computed."""
+    objective. `worker_hours`: workers times hours from the first arrival to the last answer. `imbalance`: prompt tokens
+    computed by the fullest engine, as a multiple of the mean. `busy`: share of the time that engines computed."""
 
     hit_rate: float
     ttft_mean_ms: float
@@ -36,6 +36,7 @@ class Figures:
     tpot_p99_ms: float
     goodput_per_s: float
     good: float
+    worker_hours: float
     imbalance: float
     prefilled_tokens: float
     busy: float
@@ -61,6 +62,7 @@ class Figures:
             percentile(tpots, 0.99),
             good / outcome.span_us * 1e6,
             good / len(served),
+            engines * outcome.span_us / 3.6e9,
             max(outcome.prefilled_tokens) * engines / prefilled if prefilled else 1.0,
             prefilled,
             sum(outcome.busy_us) / outcome.span_us / engines,

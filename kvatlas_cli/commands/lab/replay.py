@@ -13,16 +13,22 @@ import typer
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json, print_notice, print_table
 from simulator.lab.comparison import Study, compare, compare_live
+from simulator.lab.fleet_size import find_fleet_sizes, most_replays
 from simulator.lab.generated_requests import REQUESTS, WORKLOADS, generate
 from simulator.lab.miss_ratio import measure_curve, replayed_hit_rate, sizes_to_replay
 from simulator.lab.report import (
     COLUMNS,
     CURVE_COLUMNS,
+    SIZE_COLUMNS,
     curve_rows,
     curve_title,
     curve_to_jsonable,
     rows_of,
     save_picture,
+    save_sizes_picture,
+    size_rows,
+    sizes_title,
+    sizes_to_jsonable,
     title_of,
     to_jsonable,
 )
@@ -61,6 +67,9 @@ def replay(settings: ReplaySettings, trace: _Trace, as_json: JsonFlag = False) -
         settings.objective,
         settings.dynamo_python or sys.executable,
     )
+    if settings.good_share is not None:
+        _print_sizes(study, settings, settings.good_share, as_json=as_json)
+        return
     with _progress(len(study.runs) * len(workload.requests)) as on_progress:
         if settings.live:
             cells = anyio.run(compare_live, study, settings.live_scale, on_progress)
@@ -73,6 +82,20 @@ def replay(settings: ReplaySettings, trace: _Trace, as_json: JsonFlag = False) -
             print_table(title_of(study, point), COLUMNS, rows_of([cell for cell in cells if cell.point == point]))
     if settings.picture is not None:
         save_picture(study, cells, settings.picture)
+        print_notice(f"picture: {settings.picture}")
+
+
+def _print_sizes(study: Study, settings: ReplaySettings, good_share: float, *, as_json: bool) -> None:
+    with _progress(most_replays(study) * len(study.workload.requests)) as on_progress:
+        sizes = find_fleet_sizes(study, good_share, settings.jobs, on_progress)
+    if as_json:
+        print_json(sizes_to_jsonable(study, good_share, sizes))
+    else:
+        for point in study.points:
+            mine = [one for one in sizes if one.largest == point]
+            print_table(sizes_title(study, point, good_share), SIZE_COLUMNS, size_rows(mine))
+    if settings.picture is not None:
+        save_sizes_picture([one for one in sizes if one.largest == study.points[0]], settings.picture)
         print_notice(f"picture: {settings.picture}")
 
 
