@@ -28,7 +28,7 @@ from tests.chaos.fleet import MODEL, Fleet, running_fleet
 from tests.chaos.requests.rolled_routers import Balancer, RouterLife, RouterProcess
 from tests.chaos.runner import INDEXER_ARGUMENTS
 from tests.chaos.scenario_run import ScenarioRun
-from tests.end_to_end.processes import ROOT, environment
+from tests.end_to_end.processes import ROOT, check_out, environment
 from tests.eventually import until
 
 ENGINES = 3
@@ -197,11 +197,7 @@ async def upgrade_from(old: Path, folder: Path) -> AsyncIterator[Upgrade]:
 
 async def run(revision: str, folder: Path) -> None:
     """Raises AssertionError."""
-    old = folder / "old"
-    old.mkdir()
-    archive = f"git -C '{ROOT}' archive '{revision}' | tar x -C '{old}'"
-    process = await asyncio.create_subprocess_shell(archive)
-    assert await process.wait() == 0 and (old / "indexer").is_dir(), f"no revision {revision}"
+    old = await check_out(revision, folder / "old")
     async with upgrade_from(old, folder) as upgrade:
         await upgrade.check("all parts older")
         for part in PARTS:

@@ -55,8 +55,8 @@ SIGHTS = (
 SIGHT_SEEDS = 3
 SIGHT_SPEEDS = (1.0, 2.0)
 SIZED = ("round-robin", "least-loaded", "session", "prefix-hash", "weighted-scorers", "kvatlas", "oracle")
-SIZED_POINT = Point(workers=32, cache_tokens=500_000, speed=4.0)
-GOOD_SHARE = 0.95
+SIZED_POINT = Point(workers=48, cache_tokens=500_000, speed=4.0)
+GOOD_SHARE = 0.9
 UNRELIABLE = ("kvatlas", "kvatlas-no-events", "weighted-scorers")
 DELAYS_MS = (5.0, 500.0, 2_000.0, 10_000.0, 60_000.0)
 LOSSES = (0.0, 0.001, 0.01, 0.1)

@@ -1,6 +1,7 @@
 """`make chaos`: random faults in a fleet of 4 engines, 2 of them hybrids, and 3 indexers.
 
-For CHAOS_SECONDS (300), by CHAOS_SEED (random).
+For CHAOS_SECONDS (300), by CHAOS_SEED (random). With CHAOS_REVISION (a commit of this repository, for example HEAD~1)
+everything starts in that version, and one more fault is that a process goes on in the other version.
 
     python -m tests.chaos                   random faults
     python -m tests.chaos clusters          the same on three NATS servers and six Valkey servers, whose faults come on top
@@ -28,13 +29,13 @@ from benchmarks.store_calls import SHORTEST_US, StoreCall
 from tests.chaos.clusters.random_faults import CLUSTER_FAULTS
 from tests.chaos.clusters.scenarios import CLUSTER_SCENARIOS, fleet_on_clusters
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.chaos.random_faults import FAULTS, Fault, run_random_faults
+from tests.chaos.random_faults import FAULTS, UPGRADES, Fault, run_random_faults
 from tests.chaos.report import Outcome, as_text
 from tests.chaos.requests.request_figures import print_request_figures
 from tests.chaos.runner import ALL_SCENARIOS, INDEXER_ARGUMENTS, SCRUB_ARGUMENTS, run_scenario
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.soak.soak import run_soak
-from tests.end_to_end.processes import query
+from tests.end_to_end.processes import ROOT, check_out, query
 
 DEFAULT_SECONDS = 300.0
 CLUSTERS = "clusters"
@@ -51,17 +52,21 @@ class Size(TypedDict):
 SIZE = Size(engines=4, hybrids=2, indexers=3)
 
 
-async def run(names: Sequence[str], seed: int, seconds: float, folder: Path) -> bool:
+async def run(names: Sequence[str], seed: int, seconds: float, revision: str | None, folder: Path) -> bool:
     """Run, and print a report. Is everything exact?"""
+    tree = await check_out(revision, folder / "other") if revision else ROOT
+    upgrades = UPGRADES if revision else {}
     outcomes: list[Outcome] = []
     failures: list[str] = []
     if names == [CLUSTERS]:
-        async with fleet_on_clusters(folder, **SIZE, seed=seed, indexer_arguments=SCRUB_ARGUMENTS) as fleet:
-            await run_rounds(fleet, CLUSTER_FAULTS, seed, seconds, outcomes, failures)
+        async with fleet_on_clusters(folder, **SIZE, seed=seed, indexer_arguments=SCRUB_ARGUMENTS, tree=tree) as fleet:
+            await run_rounds(fleet, CLUSTER_FAULTS | upgrades, seed, seconds, outcomes, failures)
             await finish(fleet, failures)
     elif not names:
-        async with running_fleet(folder, **SIZE, seed=seed, indexer_arguments=SCRUB_ARGUMENTS, large=1) as fleet:
-            await run_rounds(fleet, FAULTS, seed, seconds, outcomes, failures)
+        async with running_fleet(
+            folder, **SIZE, seed=seed, indexer_arguments=SCRUB_ARGUMENTS, large=1, tree=tree
+        ) as fleet:
+            await run_rounds(fleet, FAULTS | upgrades, seed, seconds, outcomes, failures)
             await finish(fleet, failures)
     if scenarios := [name for name in names if name in SCENARIOS]:
         async with running_fleet(folder, **SIZE, seed=seed, indexer_arguments=INDEXER_ARGUMENTS, large=1) as fleet:
@@ -167,7 +172,7 @@ def main() -> None:
         sys.exit(2)
     folder = Path(tempfile.mkdtemp(prefix="kvatlas-chaos-"))
     log(f"CHAOS_SEED={seed} CHAOS_SECONDS={seconds:g}; logs in {folder}")
-    exact = anyio.run(run, names, seed, seconds, folder)
+    exact = anyio.run(run, names, seed, seconds, os.environ.get("CHAOS_REVISION"), folder)
     if exact:
         shutil.rmtree(folder)
     sys.exit(0 if exact else 1)

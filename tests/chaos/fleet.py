@@ -110,6 +110,8 @@ class Fleet:
     checker: Checker
     stack: AsyncExitStack
     initial_indexers: int
+    trees: Sequence[Path]
+    """The checkouts whose versions may run."""
     large: int = 0
     """How many of the workers, from the first, have a large cache."""
     indexer_arguments: list[str] = field(default_factory=list)
@@ -293,6 +295,7 @@ async def running_fleet(
             checker=checker,
             stack=stack,
             initial_indexers=indexers,
+            trees=tuple({tree, ROOT}),
             large=large,
             indexer_arguments=["--identities", str(identities), *indexer_arguments],
         )

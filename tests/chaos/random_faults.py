@@ -20,6 +20,7 @@ from tests.chaos.rogue import rogue_publisher
 from tests.chaos.scenario_run import ScenarioRun
 from tests.chaos.scenarios.bus import deliver_again
 from tests.chaos.scenarios.store import LITTLE_BYTES, damage_by_hand, limit_memory
+from tests.end_to_end.processes import ROOT
 
 LONGEST_FAULT_S = 9.0
 LONGEST_ROUND_S = 25.0
@@ -61,6 +62,16 @@ async def stop_child(fleet: Fleet, rng: random.Random) -> str:
         return ""
     await child.stop()
     return f"{child.name} SIGTERM"
+
+
+async def change_version(fleet: Fleet, rng: random.Random) -> str:
+    """Stop an indexer or a sidecar; what is started again is another version of it."""
+    child = rng.choice([worker.sidecar for worker in fleet.workers] + [indexer.child for indexer in fleet.indexers])
+    if not child.is_running or child.paused:
+        return ""
+    await child.stop()
+    child.tree = rng.choice([tree for tree in fleet.trees if tree != child.tree])
+    return f"{child.name} SIGTERM, goes on in {'this' if child.tree == ROOT else 'the other'} version"
 
 
 async def pause_child(fleet: Fleet, rng: random.Random) -> str:
@@ -239,6 +250,8 @@ FAULTS: dict[Fault, float] = {
     damage_state: 1,
 }
 """Relative frequency of each."""
+UPGRADES: dict[Fault, float] = {change_version: 4}
+"""Of a fleet that runs in two versions."""
 
 
 async def run_random_faults(

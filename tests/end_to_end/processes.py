@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import tarfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,17 @@ def environment(**variables: str) -> dict[str, str]:
     once when they are stopped: no load balancer has to notice it."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVATLAS_", "OTEL_"))}
     return {**clean, "PYTHONPATH": str(ROOT), "KVATLAS_DRAIN_S": "0", **variables}
+
+
+async def check_out(revision: str, folder: Path) -> Path:
+    """Another version of this repository, in a new folder. Raises AssertionError for an unknown one."""
+    folder.mkdir()
+    git = ("git", "-C", str(ROOT), "archive", "--output", str(folder / "archive.tar"), revision)
+    process = await asyncio.create_subprocess_exec(*git)
+    assert await process.wait() == 0, f"no revision {revision}"
+    with tarfile.open(folder / "archive.tar") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 @asynccontextmanager

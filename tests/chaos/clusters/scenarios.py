@@ -9,6 +9,7 @@ from tests.chaos.clusters.store_cluster import store_cluster
 from tests.chaos.clusters.store_scenarios import STORE_SCENARIOS
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.scenarios import Scenario
+from tests.end_to_end.processes import ROOT
 
 CLUSTER_SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario for scenario in (*STORE_SCENARIOS, *NATS_SCENARIOS)
@@ -17,7 +18,14 @@ CLUSTER_SCENARIOS: dict[str, Scenario] = {
 
 @asynccontextmanager
 async def fleet_on_clusters(
-    folder: Path, *, engines: int, indexers: int, seed: int, hybrids: int = 0, indexer_arguments: Sequence[str]
+    folder: Path,
+    *,
+    engines: int,
+    indexers: int,
+    seed: int,
+    hybrids: int = 0,
+    indexer_arguments: Sequence[str],
+    tree: Path = ROOT,
 ) -> AsyncIterator[Fleet]:
     """See `running_fleet`."""
     async with nats_cluster(folder) as nats, store_cluster() as cluster:
@@ -31,5 +39,6 @@ async def fleet_on_clusters(
             indexer_arguments=arguments,
             nats=nats,
             cluster=cluster,
+            tree=tree,
         ) as fleet:
             yield fleet
