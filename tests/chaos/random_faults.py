@@ -146,7 +146,7 @@ async def flush_redis(fleet: Fleet, rng: random.Random) -> str:
         if keys:
             await fleet.store.client.unlink(*keys)
         return f"shard {shard} wiped"
-    except (RedisError, OSError):
+    except (RedisError, OSError, KeyError):  # redis-py: KeyError if a primary changes during a scan
         return ""
 
 
@@ -162,7 +162,7 @@ async def damage_blocks(fleet: Fleet, rng: random.Random) -> str:
     """Add and remove blocks, change flags."""
     try:
         return "blocks damaged by hand" if await damage_by_hand(fleet.store) else ""
-    except (RedisError, OSError):
+    except (RedisError, OSError, KeyError):  # redis-py: KeyError if a primary changes during a scan
         return ""
 
 
