@@ -46,7 +46,6 @@ EXPLAINED = re.compile("|".join([r"is ready", r"is published", r"router at", r"a
 async def run_soak(seconds: float, folder: Path, log: Callable[[str], None]) -> bool:
     """Prints the report; the samples and a plot are in `folder`. Is all as it must be?"""
     samples = MemorySamples()
-    first_port = free_ports(2 * RANKS)
     children: list[ChildProcess] = []
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_server(data_dir=folder / "nats"))
@@ -62,6 +61,7 @@ async def run_soak(seconds: float, folder: Path, log: Callable[[str], None]) -> 
 
         for number in range(INDEXERS):
             start(f"indexer-{number}", ["indexer", *servers, "--stream-max-bytes", str(STREAM_BYTES)], "is ready")
+        first_port = free_ports(2 * RANKS)  # late, so that the other processes can't take one of them
         engines = await stack.enter_async_context(
             child_process("tests.chaos.soak.ranks", [*map(str, (first_port, RANKS, BLOCKS, STEPS_A_SECOND, LIFE_S))])
         )
