@@ -11,6 +11,8 @@ from kvatlas.blocks.tiers import TIER_MASK
 
 NUMBER_BYTES = 3
 MAX_HOLDER = (1 << 24) - 1
+CACHED_VALUES = 4_096
+"""Some 3 MB with 64 holders a block: blocks of one message mostly have equal holders, later ones seldom."""
 
 
 def number_bytes(number: int) -> bytes:
@@ -58,7 +60,7 @@ def without_holder(value: bytes, number: bytes) -> bytes:
     return value[:at] + value[at + HOLDER_ENTRY_BYTES :] if found else value
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(CACHED_VALUES)
 def with_entry(value: bytes, number: bytes, tier_bit: int, flags: int) -> bytes:
     """The value after a store. Cached, so equal holders are mostly the same object."""
     at, found = find_entry(value, number)
@@ -67,7 +69,7 @@ def with_entry(value: bytes, number: bytes, tier_bit: int, flags: int) -> bytes:
     return value[:at] + number + bytes((old | tier_bit | flags,)) + rest
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(CACHED_VALUES)
 def without_entry(value: bytes, number: bytes, tier_bit: int) -> bytes:
     """The value after a removal; the last tier's removal takes the entry out."""
     at, found = find_entry(value, number)

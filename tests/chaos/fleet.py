@@ -206,9 +206,13 @@ class Fleet:
         await until(self._are_awake, deadline_s=20, what="the engines are awake")
 
     async def _has_room(self) -> bool:
-        """Lift the store's memory limit. Did it answer?"""
+        """Lift the store's memory limit, in a cluster on replicas too: one may become a primary. Did all answer?"""
         try:
-            await self.store.client.config_set("maxmemory", 0)
+            if self.cluster is None:
+                await self.store.client.config_set("maxmemory", 0)
+            else:
+                for node in self.cluster.nodes:
+                    await self.cluster.command(node, "CONFIG SET", "maxmemory", 0)
         except (RedisError, OSError):
             return False
         return True
