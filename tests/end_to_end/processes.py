@@ -79,5 +79,5 @@ async def query(*args: str) -> str:
         env=environment(),
     )
     out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
+    assert process.returncode == 0, f"exit code {process.returncode}: {err.decode()}{out.decode()}"
     return out.decode()
