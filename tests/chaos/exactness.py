@@ -46,7 +46,7 @@ class Checker:
     def __init__(self, model: str, engines: Mapping[str, str], nats: Client, store: Store) -> None:
         self._model = model
         self._engines = engines
-        self._nats = nats
+        self.nats = nats
         self.store = store
         self.told: dict[str, set[Residence]] = {}
         """What other holders have, by worker id: a scenario that runs their publishers keeps it."""
@@ -141,7 +141,7 @@ class Checker:
         return held
 
     async def _ask(self, worker_id: str, op: ControlOp) -> ControlReply:
-        reply = await self._nats.request(control_subject(worker_id), ControlRequest(op=op).pack(), timeout=2)
+        reply = await self.nats.request(control_subject(worker_id), ControlRequest(op=op).pack(), timeout=2)
         return ControlReply.unpack(reply.data)
 
     def _digest(self, residences: Iterable[Residence]) -> Digest:

@@ -173,6 +173,15 @@ class Fleet:
             indexer.redis.target_port = valkey.port
             indexer.redis.reset()
 
+    async def switch_nats(self, server: EmbeddedServer) -> None:
+        """Connect all processes to this server instead."""
+        self.nats_servers = [server]
+        self.nats_client = self.checker.nats = await connect_nats(server.url, name="chaos")
+        self.stack.push_async_callback(self.nats_client.close)
+        for proxy in [one.nats for one in self.workers] + [indexer.nats for indexer in self.indexers]:
+            proxy.target_port = server.port
+            proxy.reset()
+
     @property
     def proxies(self) -> list[TcpProxy]:
         of_workers = [proxy for one in self.workers for proxy in (one.events, one.replay, one.nats)]

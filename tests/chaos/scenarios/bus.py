@@ -8,12 +8,15 @@ from dataclasses import replace
 import msgpack
 from anyio.to_thread import run_sync
 from nats.aio.client import Client
+from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
 from kvatlas.bus.subjects import DEAD_STREAM, STREAM, alive_subject, events_subject
+from kvatlas.embedded import nats_server
 from kvatlas.embedded.server_process import LOG_FILE
-from tests.chaos.fleet import PARTITIONS, Fleet
+from tests.chaos.credentials import nats_config
+from tests.chaos.fleet import NATS_PENDING_BYTES, PARTITIONS, Fleet
 from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
@@ -38,6 +41,30 @@ async def nats_restarted_without_its_data(run: ScenarioRun) -> None:
     await run_sync(shutil.rmtree, server.process.data_dir / "jetstream")
     await server.start()
     run.mark_healed()
+
+
+async def moved_to_another_nats(run: ScenarioRun) -> None:
+    """To an empty one that knows nothing of the first, whose name it gets. The index answers meanwhile."""
+    fleet = run.fleet
+    await run.wait_for_answers(10)
+    config = f"max_pending: {NATS_PENDING_BYTES}\n{nats_config()}"
+    server = await fleet.stack.enter_async_context(nats_server(data_dir=fleet.folder / "other-nats", config=config))
+    incarnations = {one.worker_id: (await fleet.checker.status(one.worker_id)).incarnation for one in fleet.workers}
+    await fleet.switch_nats(server)
+    run.record_fault("NATS' address leads to another server, which is empty")
+    told: set[str] = set()
+
+    async def have_told_anew() -> bool:
+        for worker_id, before in incarnations.items():
+            assert await fleet.checker.resident_blocks(worker_id), f"the index has nothing of {worker_id}"
+            try:
+                if (await fleet.checker.status(worker_id)).incarnation != before:
+                    told.add(worker_id)
+            except (NatsError, TimeoutError):
+                pass  # it is not connected yet
+        return len(told) == len(incarnations)
+
+    await until(have_told_anew, deadline_s=60, what="every publisher begins a new incarnation on the other NATS")
 
 
 async def nats_disk_full(run: ScenarioRun) -> None:
@@ -230,6 +257,7 @@ SCENARIOS = (
     poison_in_the_stream,
     nats_killed_and_restarted,
     nats_restarted_without_its_data,
+    moved_to_another_nats,
     nats_disk_full,
     nats_with_memory_storage_restarted,
     nats_away_longer_than_the_outbox_holds,
