@@ -26,6 +26,7 @@ import msgpack
 from xxhash import xxh3_128_digest
 
 from kvatlas.errors import InvalidValue
+from publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
 
 REMEMBERED_PAYLOADS = 16_384
 """More than an engine's replay buffer (10,000 by default): what a replay brought comes again on the feed."""
@@ -77,7 +78,7 @@ class Continuity:
         self._max_seq = max_seq
         self.counters = ContinuityCounters()
         self.last_seq: int | None = None
-        self._digests: dict[int, bytes] = {}  # by seq, in order and without a gap
+        self._digests = PayloadDigests(REMEMBERED_PAYLOADS)
         self._pending: Batch | None = None
         self._failures = 0
 
@@ -96,7 +97,7 @@ class Continuity:
     @property
     def last_digest(self) -> bytes | None:
         """Digest of the last payload taken."""
-        return None if self.last_seq is None else self._digests[self.last_seq]
+        return None if self.last_seq is None else self._digests.get(self.last_seq)
 
     # ---------------------------------------------------------------- what came
 
@@ -160,9 +161,7 @@ class Continuity:
         last = self.last_seq
         if last is None:
             return self._join(by_seq, whole, pending)
-        other = next(
-            (seq for seq, held in self._digests.items() if seq in by_seq and xxh3_128_digest(by_seq[seq]) != held), None
-        )
+        other = next((seq for seq in sorted(by_seq) if self._is_other(seq, by_seq[seq])), None)
         if other is not None:
             return self._restart(pending, f"engine restarted: replay has another payload for seq {other}")
         if last not in by_seq:
@@ -189,6 +188,11 @@ class Continuity:
             else:
                 why = f"feed message {seq} ignored: replay does not have it, so it is not the engine's"
         return Step(take=self._record_taken(after), why=why)
+
+    def _is_other(self, seq: int, payload: bytes) -> bool:
+        """Was another payload taken with this seq?"""
+        known = self._digests.get(seq)
+        return known is not None and known != xxh3_128_digest(payload)
 
     # ---------------------------------------------------------------- what follows
 
@@ -243,21 +247,17 @@ class Continuity:
         self._failures = 0
 
     def _record_taken(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        digests = self._digests
         for seq, payload in batches:
-            digests[seq] = xxh3_128_digest(payload)
+            self._digests.add(seq, payload)
             self.last_seq = seq
             self._failures = 0
-            digests.pop(seq - REMEMBERED_PAYLOADS, None)
         return batches
 
     # ---------------------------------------------------------------- saved with the ledger
 
     def dump(self) -> bytes:
         """The position and the digests of the last payloads."""
-        saved = list(self._digests.items())[-SAVED_PAYLOADS:]
-        first = saved[0][0] if saved else 0
-        return bytes(msgpack.packb([self.last_seq, first, [digest for _, digest in saved]]))
+        return bytes(msgpack.packb([self.last_seq, *self._digests.last(SAVED_PAYLOADS)]))
 
     @classmethod
     def load(cls, dumped: bytes, *, can_replay: bool = True) -> "Continuity":
@@ -273,13 +273,13 @@ class Continuity:
             type(last_seq) is not int
             or type(first) is not int
             or not isinstance(digests, list)
-            or any(not isinstance(digest, bytes) for digest in digests)
+            or any(not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES for digest in digests)
             or not digests
             or not 0 <= first == last_seq - len(digests) + 1
         ):
             raise InvalidValue(f"saved feed position {last_seq!r:.40} does not fit its digests")
         loaded.last_seq = last_seq
-        loaded._digests = {first + i: digest for i, digest in enumerate(digests)}
+        loaded._digests = PayloadDigests(REMEMBERED_PAYLOADS, first, digests)
         return loaded
 
 

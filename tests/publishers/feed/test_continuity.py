@@ -268,7 +268,10 @@ def test_a_seq_that_no_message_has_is_refused() -> None:
 def test_remembered_payloads_are_bounded() -> None:
     feed = at(REMEMBERED_PAYLOADS + 10)
     assert feed.offer(10, b"0:10").empty  # too old to be distinguished from a restart
-    assert len(at(REMEMBERED_PAYLOADS + 10).dump()) < 16_384
+    assert feed.last_seq is None
+    feed = at(REMEMBERED_PAYLOADS + 10)
+    assert not feed.offer(11, b"0:11").empty and feed.counters.duplicates == 1
+    assert len(feed.dump()) < 16_384
 
 
 # ---------------------------------------------------------------- against an engine that restarts and a feed that loses
