@@ -5,7 +5,8 @@ torn, of another version or another worker's is not an error: the publisher then
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -22,13 +23,16 @@ _CHECKSUM_BYTES = 16
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """`ledger` and `continuity` are what their `dump` returned, `incarnation` the last one published. `started_us`: the engine
-    process' start time in microseconds since 1970, 0 if it is not known."""
+    process' start time in microseconds since 1970, 0 if it is not known. `weight_version`, empty if it is not known, and
+    `adapter_roots`: what it computed with, as it said last; states of earlier publishers have neither."""
 
     worker_id: str
     incarnation: int
     continuity: bytes
     ledger: bytes
     started_us: int = 0
+    weight_version: str = ""
+    adapter_roots: Mapping[str, str] = field(default_factory=dict)
 
 
 class StateFile:
@@ -53,7 +57,10 @@ class StateFile:
 
     def save(self, state: SavedState) -> None:
         """Replace the file. After a crash at any moment it holds the old state or the new one. Raises OSError."""
-        body = msgpack.packb([state.worker_id, state.incarnation, state.continuity, state.ledger, state.started_us])
+        model = [state.weight_version, dict(state.adapter_roots)]
+        body = msgpack.packb(
+            [state.worker_id, state.incarnation, state.continuity, state.ledger, state.started_us, *model]
+        )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".state.new")
         with beside.open("wb") as file:
@@ -94,7 +101,8 @@ class StateFile:
         if _checksum(body) != content[len(_MAGIC) : at]:
             raise InvalidValue("wrong checksum: it was torn or changed")
         try:
-            worker_id, incarnation, continuity, ledger, started_us = msgpack.unpackb(body)
+            worker_id, incarnation, continuity, ledger, started_us, *model = msgpack.unpackb(body)
+            weight_version, adapter_roots = model or ("", {})
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise InvalidValue(f"content is not a state: {error}") from error
         if worker_id != self._worker_id:
@@ -103,7 +111,9 @@ class StateFile:
             raise InvalidValue(f"incarnation {incarnation!r:.40}, start {started_us!r:.40}; expected integers")
         if not isinstance(continuity, bytes) or not isinstance(ledger, bytes):
             raise InvalidValue("ledger or position is not bytes")
-        return SavedState(worker_id, incarnation, continuity, ledger, started_us)
+        if not isinstance(weight_version, str) or not isinstance(adapter_roots, dict):
+            raise InvalidValue("version of the weights is no text, or roots of adapters no map")
+        return SavedState(worker_id, incarnation, continuity, ledger, started_us, weight_version, adapter_roots)
 
 
 def _checksum(body: bytes) -> bytes:

@@ -13,6 +13,7 @@ from nats.aio.client import Client
 
 from kvatlas.bus.connection import connect_nats
 from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.events import EngineBatch, EngineCleared
 from kvatlas.fleet.records import EngineKind, EngineState
 from kvatlas.settings import PublishSettings
 from publishers.feed.continuity import Continuity
@@ -219,6 +220,7 @@ class EngineSidecar:
             self._check_process(publisher, feed)
         async with publisher:
             await feed.catch_up()
+            self._drop_what_is_gone(publisher)
             publisher.begin_publishing()
             try:
                 async with anyio.create_task_group() as tasks:
@@ -273,6 +275,17 @@ class EngineSidecar:
             log.warning("worker %s: engine restarted since the state was saved; starting empty", self.worker_id)
             publisher.ledger.empty()
             feed.continuity.forget()
+            self._saved = None
+
+    def _drop_what_is_gone(self, publisher: Publisher) -> None:
+        """Nothing in the feed says so: what was computed with weights or adapters that changed while nobody looked, and what an
+        engine that sleeps had in HBM before."""
+        if (poller := publisher.engine.poller) is None:
+            return
+        if poller.state is EngineState.ASLEEP:
+            publisher.record(EngineBatch([EngineCleared()]))
+        if self._saved is not None:
+            poller.compare(self._saved.weight_version, self._saved.adapter_roots)
 
     async def _save_regularly(self, publisher: Publisher, feed: Feed) -> None:
         pause_s = SAVE_EVERY_S
@@ -316,6 +329,8 @@ class EngineSidecar:
             continuity=feed.continuity.dump(),
             ledger=publisher.ledger.dump(),
             started_us=_us(poller.process_start_s) if poller is not None and poller.process_start_s else 0,
+            weight_version=poller.weight_version if poller is not None else "",
+            adapter_roots=poller.adapter_roots if poller is not None else {},
         )
 
 

@@ -21,18 +21,21 @@ class Prediction:
 
     `prompt_tokens` None: unknown. `unconfirmed_tokens`: those of `cached_tokens` that no event has confirmed; they were
     being computed, or the worker sends no events. `by_index` False: the index was not asked, or did not answer in time.
+    `bounded`: an upper bound of what the engine reuses, or the share of it that earlier answers had.
     """
 
     prompt_tokens: int | None
     cached_tokens: int = 0
     unconfirmed_tokens: int = 0
     by_index: bool = True
+    bounded: bool = False
 
 
 class Deviation(StrEnum):
     """Why an engine found another number of prompt tokens cached than predicted; the first reason that applies.
 
     `OTHER_TOKENS`: it counts other prompt tokens than the router. `WITHOUT_INDEX`: the choice was made without the index.
+    `BOUNDED`: only an upper bound was known, as of SGLang's hybrids: nothing is wrong.
     `NEWER`: it found more, which was stored, or published, after the choice. `UNCONFIRMED`: it found what events had
     confirmed, not all of the prefix that was in flight or only predicted. `EVICTED`: not even what events had confirmed.
     """
@@ -40,6 +43,7 @@ class Deviation(StrEnum):
     NONE = "none"
     OTHER_TOKENS = "other_tokens"
     WITHOUT_INDEX = "without_index"
+    BOUNDED = "bounded"
     NEWER = "newer"
     UNCONFIRMED = "unconfirmed"
     EVICTED = "evicted"
@@ -48,6 +52,7 @@ class Deviation(StrEnum):
 MEANING: Mapping[Deviation, str] = {
     Deviation.OTHER_TOKENS: "the engine counts other tokens",
     Deviation.WITHOUT_INDEX: "chosen without the index",
+    Deviation.BOUNDED: "only an upper bound was known",
     Deviation.NEWER: "stored or published after the choice",
     Deviation.UNCONFIRMED: "prefix in flight, not there yet",
     Deviation.EVICTED: "evicted since the choice",
@@ -62,6 +67,8 @@ def deviation(predicted: Prediction, prompt_tokens: int, cached_tokens: int) -> 
         return Deviation.OTHER_TOKENS
     if not predicted.by_index:
         return Deviation.WITHOUT_INDEX
+    if predicted.bounded:
+        return Deviation.BOUNDED
     if cached_tokens > predicted.cached_tokens:
         return Deviation.NEWER
     if cached_tokens >= predicted.cached_tokens - predicted.unconfirmed_tokens:
@@ -83,6 +90,7 @@ class AnswerCounts:
     cached_equal: int = 0
     cached_other_tokens: int = 0
     cached_without_index: int = 0
+    cached_bounded: int = 0
     cached_newer: int = 0
     cached_unconfirmed: int = 0
     cached_evicted: int = 0
@@ -96,6 +104,7 @@ class AnswerCounts:
         return {
             Deviation.OTHER_TOKENS: self.cached_other_tokens,
             Deviation.WITHOUT_INDEX: self.cached_without_index,
+            Deviation.BOUNDED: self.cached_bounded,
             Deviation.NEWER: self.cached_newer,
             Deviation.UNCONFIRMED: self.cached_unconfirmed,
             Deviation.EVICTED: self.cached_evicted,
@@ -121,6 +130,8 @@ class AnswerCounts:
                 self.cached_other_tokens += 1
             case Deviation.WITHOUT_INDEX:
                 self.cached_without_index += 1
+            case Deviation.BOUNDED:
+                self.cached_bounded += 1
             case Deviation.NEWER:
                 self.cached_newer += 1
             case Deviation.UNCONFIRMED:
@@ -162,6 +173,7 @@ class AnswerReport(WireRecord):
             advice = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
             found.append(("engines don't report cached tokens", advice))
         deviating.pop(Deviation.OTHER_TOKENS)  # reported above
+        deviating.pop(Deviation.BOUNDED)
         if reported >= ENOUGH_ANSWERS and sum(deviating.values()) >= WRONG_SHARE * reported:
             parts = ", ".join(f"{MEANING[why]}: {number}" for why, number in deviating.items() if number)
             line = f"{sum(deviating.values())} of {reported} answers had other cached tokens than predicted ({parts})"

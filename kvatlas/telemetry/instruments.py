@@ -711,6 +711,7 @@ ANSWERS = {
         cached_equal="equal",
         cached_other_tokens="other_tokens",
         cached_without_index="without_index",
+        cached_bounded="bounded",
         cached_newer="newer",
         cached_unconfirmed="unconfirmed",
         cached_evicted="evicted",

@@ -51,7 +51,7 @@ async def _workers(settings: QuerySettings, as_json: bool) -> None:
 
 class _Held(NamedTuple):
     """What a worker's active holder has. `resumable`: marked blocks, behind which a prompt can be resumed; None of a worker
-    without marks, which can resume behind every block."""
+    without marks, which can resume behind every block, or nobody knows behind which (`EngineEndpoint.upper_bound`)."""
 
     residencies: int
     resumable: int | None
@@ -75,13 +75,21 @@ def _row(record: FleetRecord, held: _Held | None, now_us: int) -> tuple[str, ...
         record.state.value,
         record.liveness.value,
         "-" if held is None else str(held.residencies),
-        "-" if held is None else "all" if held.resumable is None else str(held.resumable),
+        _resumable_text(record, held),
         "-" if load is None else str(load.running_decodes),
         "-" if load is None else str(load.forward_pass.requests_waiting),
         "-" if load is None else f"{load.forward_pass.cache_usage:.0%}",
         str(record.incarnation),
         age_text(max(0, now_us - record.heard_us)) if record.heard_us else "-",
     )
+
+
+def _resumable_text(record: FleetRecord, held: _Held | None) -> str:
+    if held is None:
+        return "-"
+    if held.resumable is not None:
+        return str(held.resumable)
+    return "at most all" if record.endpoint.upper_bound else "all"
 
 
 def _jsonable(record: FleetRecord, held: _Held | None, now_us: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Polls an engine's health and metrics over HTTP each second (thin: the parsing is in `publishers.engines.metrics`)."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from json import loads
 from time import time
@@ -74,9 +74,11 @@ class EnginePoller:
         self._on_hybrid = on_hybrid
         self._feed_alive = feed_alive
         self._hybrid = False
-        self._adapter_roots: dict[str, str] = {}
+        self.adapter_roots: dict[str, str] = {}
+        """Where each adapter that the engine listed was loaded from, as it listed it last."""
+        self.weight_version = ""
+        """Of the model's weights, as the engine said last; empty: it never did."""
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
-        self._weight_version: str | None = None
         self._url = url.rstrip("/")
         self._context = context
         self._counters = counters
@@ -100,6 +102,15 @@ class EnginePoller:
         """Poll once, now."""
         async with _http_client() as client:
             await self._poll(client)
+
+    def compare(self, weight_version: str, adapter_roots: Mapping[str, str]) -> None:
+        """With what the engine said to an earlier publisher: what has changed since then has changed now."""
+        version, self.weight_version = self.weight_version, self.weight_version or weight_version
+        if version and weight_version not in ("", version):
+            self._on_new_weights(version)
+        for name, root in adapter_roots.items():
+            if self.adapter_roots.setdefault(name, root) != root:
+                self._on_adapter_moved(name)
 
     async def _poll(self, client: httpx.AsyncClient) -> None:
         """Raises no error of the engine: a failed poll is a result."""
@@ -155,8 +166,8 @@ class EnginePoller:
             if not card.get("parent"):
                 served.update((one, None) for one in (name, root) if isinstance(one, str) and one)
             elif isinstance(name, str) and isinstance(root, str):
-                before = self._adapter_roots.get(name)
-                self._adapter_roots[name] = root
+                before = self.adapter_roots.get(name)
+                self.adapter_roots[name] = root
                 if before not in (None, root):
                     self._on_adapter_moved(name)
         self.served_names = tuple(served) or self.served_names
@@ -174,8 +185,8 @@ class EnginePoller:
             return
         version = info.get("weight_version") if isinstance(info, dict) else None
         if isinstance(version, str):
-            before, self._weight_version = self._weight_version, version
-            if before not in (None, version):
+            before, self.weight_version = self.weight_version, version
+            if before not in ("", version):
                 self._on_new_weights(version)
 
     def _record_metrics(self, page: str) -> None:

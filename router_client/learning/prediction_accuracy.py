@@ -67,7 +67,13 @@ class PredictionAccuracy:
     ) -> None:
         """Count the answer to a prompt from the chosen worker, which has this endpoint."""
         known = prompt.input_tokens if prompt.is_whole else None
-        predicted = Prediction(known, chosen.cached_tokens, chosen.predicted_tokens, basis.value in BY_INDEX)
+        predicted = Prediction(
+            known,
+            chosen.cached_tokens,
+            chosen.predicted_tokens,
+            by_index=basis.value in BY_INDEX,
+            bounded=bool(endpoint.upper_bound),
+        )
         self.count(prompt.scope.pool_id, predicted, usage)
         if endpoint.salt_is_tenant is False and endpoint.events and prompt.scope.tenant_id != endpoint.tenant_id:
             self._record_foreign(prompt.scope, endpoint)

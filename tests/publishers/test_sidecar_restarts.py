@@ -1,5 +1,6 @@
 """Restarts of engines and sidecars, seen and unseen."""
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgpack
 import pytest
 from nats.aio.client import Client
 
@@ -18,6 +20,7 @@ from publishers.sidecar import run_sidecar
 from tests.eventually import until
 from tests.publishers.engines.engine_http import engine_http
 from tests.publishers.fake_engine import FakeEngine, recording
+from tests.publishers.published_stream import read_stream
 from tests.publishers.sidecars import assert_published, ledger_of, settings, sidecar
 
 pytestmark = pytest.mark.anyio
@@ -199,3 +202,70 @@ async def test_a_saved_state_with_another_process_start_time_is_not_used(
             async with sidecar(engine, nats_url, **fields) as publisher:
                 await until(lambda: publisher.changelog.outbox.acked_seq >= 0, what="the new incarnation is published")
                 assert publisher.ledger.digest.blocks == 0
+
+
+TOKENS = list(range(64))
+AWAKE = "process_start_time_seconds 1000.5\n"
+ASLEEP = f'{AWAKE}vllm:engine_sleep_state{{sleep_state="awake"}} 0\n'
+
+
+def models(root: str) -> tuple[int, str]:
+    """What vLLM lists while its adapter is loaded from there."""
+    return 200, json.dumps({"data": [{"id": "model", "root": "model"}, {"id": "sql", "root": root, "parent": "model"}]})
+
+
+def weights(version: str) -> tuple[int, str]:
+    return 200, json.dumps({"weight_version": version})
+
+
+def stored(first: int, **fields: Any) -> bytes:
+    """A batch with four blocks of vLLM, whose hashes count up from `first`."""
+    event = {"type": "BlockStored", "block_hashes": list(range(first, first + 4)), "parent_block_hash": None}
+    return msgpack.packb([1.0, [{**event, "token_ids": TOKENS, "block_size": 16, **fields}], None])
+
+
+@pytest.mark.parametrize(
+    ("changed", "left"),
+    [
+        ({}, 8),
+        ({"/v1/models": models("/b")}, 4),
+        ({"/weight_info": weights("v2")}, 0),
+        ({"/metrics": (200, ASLEEP)}, 0),
+    ],
+    ids=["nothing", "adapter", "weights", "sleep"],
+)
+async def test_what_an_engine_dropped_while_its_publisher_was_away_is_not_claimed(
+    changed: dict[str, tuple[int, str]], left: int, nats_client: Client, nats_url: str, tmp_path: Path
+) -> None:
+    """Also if the feed's next batch, which comes by replay, is older than the change."""
+    with engine_http() as http:
+        http.pages = {"/health": (200, ""), "/metrics": (200, AWAKE), "/v1/models": models("/a")}
+        http.pages["/weight_info"] = weights("v1")
+        async with FakeEngine() as engine:
+            fields = {"engine_url": http.url, "state_dir": tmp_path}
+            async with sidecar(engine, nats_url, **fields) as publisher:
+                await engine.send(stored(1))
+                await until(lambda: publisher.ledger.announced_blocks == 4, what="the model's blocks are taken")
+            engine.lose(stored(11, lora_name="sql"))
+            http.pages |= changed
+            async with sidecar(engine, nats_url, **fields) as publisher:
+                await until(lambda: publisher.changelog.outbox.acked_seq >= 0, what="the new incarnation is published")
+                await publisher.flush()
+                assert publisher.counters.engine_batches >= 1 and publisher.counters.feed_started_over == 0
+                assert publisher.ledger.announced_blocks == left
+                assert await (await read_stream(nats_client)).residencies("w") == left
+
+
+async def test_an_adapter_and_weights_that_change_while_it_runs_are_not_claimed(
+    nats_client: Client, nats_url: str
+) -> None:
+    with engine_http() as http:
+        http.pages = {"/health": (200, ""), "/metrics": (200, AWAKE), "/v1/models": models("/a")}
+        http.pages["/weight_info"] = weights("v1")
+        async with FakeEngine() as engine, sidecar(engine, nats_url, engine_url=http.url) as publisher:
+            await engine.send(stored(1), stored(11, lora_name="sql"))
+            await until(lambda: publisher.ledger.announced_blocks == 8, what="all blocks are taken")
+            http.pages["/v1/models"] = models("/b")
+            await until(lambda: publisher.ledger.announced_blocks == 4, what="the adapter's are dropped")
+            http.pages["/weight_info"] = weights("v2")
+            await until(lambda: publisher.ledger.announced_blocks == 0, what="the model's are dropped")

@@ -26,6 +26,13 @@ def test_a_known_hash_keeps_its_block() -> None:
     assert fold(one, EngineRemoved([2, 1], Tier.CPU_DRAM)) and not one.announced_blocks
 
 
+def test_a_known_hash_keeps_its_block_although_the_event_names_an_adapter() -> None:
+    one = ledger()
+    (salted,) = fold(one, store([1, 2], salt="acme", adapter="sql"))
+    (moved,) = fold(one, store([1, 2], adapter="sql", tier=Tier.CPU_DRAM, offloaded=True))
+    assert moved == Stored(salted.scope_id, Tier.CPU_DRAM, salted.hashes)
+
+
 def test_an_unknown_hash_is_left_out_if_the_engine_uses_keys() -> None:
     one = ledger()
     fold(one, store([1], salt="acme"))

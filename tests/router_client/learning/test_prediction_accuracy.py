@@ -20,6 +20,9 @@ KNOWN = Prediction(100, cached_tokens=80, unconfirmed_tokens=32)
         (KNOWN, 101, 32, Deviation.OTHER_TOKENS),
         (Prediction(100, by_index=False), 100, 64, Deviation.WITHOUT_INDEX),
         (Prediction(100, by_index=False), 100, 0, Deviation.NONE),
+        (Prediction(100, 80, bounded=True), 100, 16, Deviation.BOUNDED),
+        (Prediction(100, 80, bounded=True), 100, 96, Deviation.BOUNDED),
+        (Prediction(100, 80, bounded=True), 100, 80, Deviation.NONE),
     ],
 )
 def test_a_deviation_has_one_reason(predicted: Prediction, prompt: int, cached: int, why: Deviation) -> None:
@@ -54,3 +57,10 @@ def test_many_wrong_predictions_are_a_finding_with_the_reason() -> None:
         accuracy.count("a", KNOWN, Usage(100, 1, 0 if number % 10 == 0 else 80))
     (finding,) = accuracy.findings()
     assert "5 of 50 answers" in finding and "evicted since the choice: 5" in finding and "too small" in finding
+
+
+def test_upper_bounds_that_are_not_reached_are_no_finding() -> None:
+    accuracy = PredictionAccuracy()
+    for _ in range(100):
+        accuracy.count("a", Prediction(100, 80, bounded=True), Usage(100, 1, 16))
+    assert accuracy.counts.cached_bounded == 100 and accuracy.findings() == []
