@@ -25,6 +25,9 @@ class RoutingSettings(Settings):
     tokenizer_deadline_ms: float = Field(
         default=200.0, gt=0, description="Milliseconds to get a request's token ids; after that it is routed by load."
     )
+    most_tokenizer_deadline_ms: float = Field(
+        default=1_000.0, gt=0, description="The same in a burst, while other requests get theirs: up to this."
+    )
     tokenizer_concurrency: Positive = Field(
         default=64,
         description="Calls to the tokenizer at a time; more requests wait for one of them, within the deadline.",

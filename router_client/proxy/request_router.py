@@ -218,7 +218,9 @@ async def _open_tokenizer(
 
         chosen = threads = ThreadedTokenizer(LocalTokenizer.from_folder(settings.tokenizer).prompt_tokens)
         stack.callback(threads.close)
-    budget = TokenizerBudget(settings.tokenizer_deadline_ms, settings.tokenizer_concurrency)
+    budget = TokenizerBudget(
+        settings.tokenizer_deadline_ms, settings.tokenizer_concurrency, settings.most_tokenizer_deadline_ms
+    )
     budgeted = BudgetedTokenizer(chosen, budget, counters)
     stack.push_async_callback(budgeted.aclose)
     return budgeted

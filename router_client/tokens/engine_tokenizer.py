@@ -7,8 +7,9 @@ messages before the first image. SGLang's `/tokenize` takes text only; a chat fo
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
+from math import inf
 from typing import Any
 
 import httpx
@@ -21,9 +22,10 @@ from router_client.tokens.tokenizer import CannotTokenize, PromptTokens, Tokens,
 MOST_ASKED = 2
 """Engines asked for one request, one after another, if they don't answer."""
 PATIENCE_S = 0.1
-"""After that another engine is asked too. Not for images, whose processing takes its time."""
+"""After that another engine is asked too, if this one answered nobody in this time: one that is only busy would not be helped
+by asking all engines twice. Not for images, whose processing takes its time."""
 REST_S = 5.0
-"""An engine that did not answer in that time, or failed, is asked after all others for this long."""
+"""An engine that answered nobody in that time, or failed, is asked after all others for this long."""
 ELSEWHERE = (401, 403, 408, 429)
 """Refusals that say nothing about the request: another engine is asked, as after a server error."""
 
@@ -64,6 +66,8 @@ class EngineTokenizer:
         self._turn = count()
         self._resting: dict[str, float] = {}
         """Until when engines are asked last, by URL."""
+        self._answered: dict[str, float] = {}
+        """When engines answered last, by URL."""
         self._asked_in_vain: dict[str, float] = {}  # when, by the address of an engine that does not render chats
 
     async def token_ids(self, request: TextRequest) -> Tokens:
@@ -103,8 +107,7 @@ class EngineTokenizer:
                 if left:
                     engine = left.pop(0)
                     asked[asyncio.create_task(self._client.post(engine + path, json=body))] = engine
-                timeout = patience_s if left else None
-                await asyncio.wait(asked, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                await self._wait(asked, patience_s if left else None)
                 for task, engine in list(asked.items()):
                     if not task.done():
                         self._let_rest(engine)
@@ -113,12 +116,22 @@ class EngineTokenizer:
                     answer, why = _outcome(task, engine + path)
                     if answer is not None and _is_answer(path, answer.status_code):
                         self._resting.pop(engine, None)
+                        self._answered[engine] = self._clock()
                         return engine + path, answer
                     self._let_rest(engine)
         finally:
             for task in asked:
                 task.cancel()
         raise CannotTokenize(Why.FAILED, why)
+
+    async def _wait(self, asked: Mapping[asyncio.Task[httpx.Response], str], patience_s: float | None) -> None:
+        """Until one is done, or for `patience_s` after the last answer that anybody had of these engines."""
+        done: set[asyncio.Task[httpx.Response]] = set()
+        waits = True
+        while waits and not done:
+            began = self._clock()
+            done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            waits = any(self._answered.get(engine, -inf) > began for engine in asked.values())
 
     def _in_turn(self, urls: Sequence[str]) -> Iterator[str]:
         """Each once, those that rest last."""
