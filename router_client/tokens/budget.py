@@ -23,8 +23,8 @@ class TokenizerBudget:
     """`deadline_ms`: after that a request is routed without its tokens; while others get theirs it waits on, up to
     `most_deadline_ms`. `most_pending`: calls to the tokenizer at a time; more requests wait for one of them to end, as long.
 
-    A prompt costs its engine about 40 us a token, a local tokenizer 1 us: waiting is cheaper than a miss. In a burst all are late
-    together: a deadline of each alone would let the tokenizer work for nobody.
+    A prompt costs its engine about 40 us a token, a local tokenizer 1 us: waiting is cheaper than a miss. In a burst all are
+    late together: a deadline of each alone would let the tokenizer work for nobody.
     """
 
     deadline_ms: float = 200.0

@@ -72,6 +72,44 @@ async def test_more_prompts_than_the_tokenizer_takes_at_once_wait_for_their_turn
     assert len(found) == 200 and (budgeted.counters.tokenized, budgeted.counters.busy, most) == (200, 0, 4)
 
 
+async def test_in_a_burst_requests_wait_longer_than_the_deadline_while_others_get_their_tokens() -> None:
+    def slow(request: TextRequest) -> Sequence[int]:
+        threading.Event().wait(0.06)
+        return letters(request)
+
+    tokenizer = ThreadedTokenizer(slow, threads=1)
+    budgeted = BudgetedTokenizer(tokenizer, TokenizerBudget(1_000, most_pending=1, most_deadline_ms=60_000))
+    await asyncio.gather(*(budgeted.token_ids(REQUEST) for _ in range(24)))
+    assert (budgeted.counters.tokenized, budgeted.counters.late, budgeted.counters.busy) == (24, 0, 0)
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("most_pending", [1, 2])
+async def test_a_request_does_not_wait_for_ever_while_others_get_their_tokens(most_pending: int) -> None:
+    async def some(request: TextRequest) -> Sequence[int]:
+        if request.prompt == "never":
+            await anyio.sleep_forever()
+        return letters(request)
+
+    budget = TokenizerBudget(20, most_pending, most_deadline_ms=60)
+    budgeted = BudgetedTokenizer(AwaitedTokenizer(some), budget)
+    waiting = asyncio.ensure_future(budgeted.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "never"})))
+    await until(lambda: budgeted._pending, what="the tokenizer is asked")
+    others: set[Why | None] = set()
+    while not waiting.done():
+        try:
+            await budgeted.token_ids(REQUEST)
+            others.add(None)
+        except CannotTokenize as error:
+            others.add(error.why)
+        await asyncio.sleep(0)
+    with pytest.raises(CannotTokenize) as late:
+        await waiting
+    assert late.value.why is Why.LATE and others == {None if most_pending > 1 else Why.BUSY}
+    await budgeted.aclose()
+    assert list(await budgeted.token_ids(REQUEST)) == [97, 98, 99]  # no place is lost
+
+
 async def test_late_tokens_are_not_waited_for_and_too_many_pending_prompts_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

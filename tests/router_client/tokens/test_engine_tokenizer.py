@@ -1,15 +1,22 @@
 """Token ids asked from engines, and equal to the local tokenizer's."""
 
+import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from router_client.tokens import Api, CannotTokenize, TextRequest, Why
 from router_client.tokens.engine_tokenizer import EngineTokenizer
 from router_client.tokens.local_tokenizer import LocalTokenizer
+from tests.eventually import until
+from tests.router_client.proxy.faulty_engine import faulty_engine
 from tests.router_client.proxy.raw_engine import silent_engine
 from tests.router_client.tokens.small_model import save_simulators
 from tests.simulator.running_engine import running_engine
@@ -65,6 +72,34 @@ async def test_another_engine_is_asked_if_one_hangs_and_that_one_is_asked_last_f
         for _ in range(2):
             assert await tokenizer.token_ids(request) == [97, 98]
         assert len(hanging.heads) == 2
+
+
+async def test_an_engine_that_is_only_busy_is_waited_for() -> None:
+    """Asked twice for each prompt, engines that a burst keeps busy would have twice as much to do."""
+    may_end = anyio.Event()
+
+    async def answer(asked: Request) -> Response:
+        prompt = (await asked.json())["prompt"]
+        if prompt == "late":
+            await may_end.wait()
+        return JSONResponse({"tokens": [len(prompt)]})
+
+    async with faulty_engine(answer) as busy, faulty_engine(answer) as idle, httpx.AsyncClient() as client:
+        engines = [busy.url, idle.url]
+
+        async def asked_now(_: TextRequest) -> Sequence[str]:
+            return engines
+
+        tokenizer = EngineTokenizer(client, asked_now, patience_s=0.5)
+        late = asyncio.ensure_future(tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "late"})))
+        await until(lambda: busy.asked, what="the first engine is asked")
+        began = time.monotonic()
+        engines = [busy.url]
+        while time.monotonic() < began + 1.2:  # more than twice its patience
+            assert await tokenizer.token_ids(TextRequest(Api.COMPLETIONS, {"prompt": "ab"})) == [2]
+        assert not late.done() and not idle.asked
+        may_end.set()
+        assert await late == [4]
 
 
 async def test_engines_without_a_tokenizer_are_told_apart_from_those_that_fail() -> None:
