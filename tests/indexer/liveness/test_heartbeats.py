@@ -20,6 +20,7 @@ from kvatlas.fleet.records import FleetRecord, ForwardPassMetrics, Liveness, Wor
 from kvatlas.fleet.store import FleetStore, pool_workers_key
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.store.connection import Store
+from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 from tests.eventually import until
 from tests.indexer.bus_publisher import PARTITIONS, SCOPE, BusPublisher, heartbeat
 from tests.indexer.idle_readers import owned_partitions
@@ -82,6 +83,12 @@ class Forgotten:
         self.workers += [worker_id for worker_id in ("w0", "w1") if is_gone(worker_id)]
 
 
+MORE_KV_THAN_64_BITS_OF_TOKENS = [
+    {name: (1 << 64) // MAX_BLOCK_TOKENS} for name in ("active_kv_blocks", "total_kv_blocks")
+]
+"""With the largest blocks."""
+
+
 @pytest.fixture
 def forgotten() -> Forgotten:
     return Forgotten()
@@ -108,10 +115,11 @@ async def test_a_heartbeat_with_impossible_values_is_refused_by_name(
 ) -> None:
     good, bad = BusPublisher(nats_client, "w0"), BusPublisher(nats_client, "w1")
     beat = heartbeat(bad).model_dump(mode="json")
-    load = {"id": "w1", "forward_pass": {"active_kv_blocks": (1 << 53) - 1}}
-    endpoint = {**beat["endpoint"], "block_size": (1 << 53) - 1}
     for wrong in (
-        {**beat, "load": load, "endpoint": endpoint},
+        {**beat, "endpoint": {**beat["endpoint"], "block_size": (1 << 53) - 1}},
+        {**beat, "endpoint": {**beat["endpoint"], "block_size": MAX_BLOCK_TOKENS + 1}},
+        {**beat, "endpoint": {**beat["endpoint"], "block_bytes": MAX_BLOCK_BYTES + 1}},
+        *({**beat, "load": {"id": "w1", "forward_pass": blocks}} for blocks in MORE_KV_THAN_64_BITS_OF_TOKENS),
         {**beat, "endpoint": {**beat["endpoint"], "id": "w0"}},
         {**beat, "incarnation": (1 << 64) - 1},
         {**beat, "load": {"id": "w0"}},

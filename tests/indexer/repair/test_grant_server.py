@@ -1,0 +1,77 @@
+"""Requests for grants over a real NATS: each is for the worker on whose subject it comes."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+
+import anyio
+import pytest
+from nats.aio.client import Client
+from nats.errors import NoRespondersError
+
+from indexer.counters import IndexerCounters
+from indexer.repair.grant_server import GrantServer
+from indexer.repair.grants import LIMIT_BYTES, GrantBudget
+from kvatlas.bus.control import GrantReply, GrantRequest
+from kvatlas.bus.subjects import grant_subject
+from kvatlas.identity import partition_of
+from tests.eventually import until
+from tests.indexer.bus_publisher import PARTITIONS
+from tests.indexer.idle_readers import owned_partitions
+
+pytestmark = pytest.mark.anyio
+
+HOME = partition_of("w0", PARTITIONS)
+NEIGHBOUR = next(name for n in count(1) if partition_of(name := f"w{n}", PARTITIONS) == HOME)
+ELSEWHERE = next(name for n in count(1) if partition_of(name := f"w{n}", PARTITIONS) != HOME)
+
+
+def request_of(worker_id: str, incarnation: int = 1) -> bytes:
+    return GrantRequest(worker_id=worker_id, incarnation=incarnation, snapshot_bytes=LIMIT_BYTES).pack()
+
+
+async def is_granted(nats_client: Client) -> bool:
+    """Ask for a grant for w0, in its name."""
+    try:
+        reply = await nats_client.request(grant_subject("w0", PARTITIONS), request_of("w0"), timeout=5)
+    except NoRespondersError:
+        return False
+    return GrantReply.unpack(reply.data).granted
+
+
+@asynccontextmanager
+async def grant_server(nats_client: Client, grants: GrantBudget) -> AsyncIterator[IndexerCounters]:
+    """The counters of one that owns every partition, and has granted nothing that is open."""
+    counters = IndexerCounters()
+    async with owned_partitions(*range(PARTITIONS)) as owned, anyio.create_task_group() as group:
+        group.start_soon(GrantServer(nats_client, owned, grants, counters, [PARTITIONS]).run)
+        await until(lambda: is_granted(nats_client), what="it answers")
+        grants.release("w0", 1)
+        yield counters
+        group.cancel_scope.cancel()
+
+
+async def test_a_request_takes_nothing_in_another_workers_name(nats_client: Client) -> None:
+    wrong = {
+        "another worker of its partition": request_of(NEIGHBOUR),
+        "a worker of another partition": request_of(ELSEWHERE),
+        "an incarnation of no publisher": request_of("w0", (1 << 64) - 1),
+        "no request": b"\xc1",
+    }
+    grants = GrantBudget()
+    async with grant_server(nats_client, grants) as counters:
+        for number, (what, payload) in enumerate(wrong.items(), 1):
+            await nats_client.publish(grant_subject("w0", PARTITIONS), payload, reply=nats_client.new_inbox())
+            await until(lambda n=number: counters.grants_bad == n, what=f"{what} is refused")  # type: ignore[misc]
+            assert grants.outstanding_bytes == 0, what
+        assert await is_granted(nats_client)
+
+
+async def test_an_answer_goes_to_an_inbox_alone(nats_client: Client) -> None:
+    answers = await nats_client.subscribe("kvatlas.control.*")
+    async with grant_server(nats_client, GrantBudget()) as counters:
+        before = counters.grants_given
+        await nats_client.publish(grant_subject("w0", PARTITIONS), request_of("w0"), reply="kvatlas.control.w1")
+        assert await is_granted(nats_client)
+        await nats_client.flush()
+        assert answers.pending_msgs == 0 and counters.grants_given == before + 1
