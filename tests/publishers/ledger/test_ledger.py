@@ -1,5 +1,6 @@
 """The ledger's rules, one by one; what its hashes stand for: `test_resolver.py`."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -148,6 +149,22 @@ def test_memory_of_evictions_is_bounded_and_counted() -> None:
         fold(one, store([i], token_ids=[i, i]), EngineRemoved([i]))
     assert len(one.lineage.known) == 3 and one.counters.forgotten == 7
     assert fold(one, store([50], 0, 1)) == [] and one.counters.unknown_parent == 1
+
+
+def test_what_was_forgotten_is_no_garbage_that_has_to_be_looked_for() -> None:
+    one = ledger(block_size=1)
+    fold(one, store(list(range(200)), token_ids=list(range(200)), block_size=1))
+    for name in range(200, 300):  # branches
+        fold(one, store([name], name - 180, token_ids=[name], block_size=1))
+    gc.collect()
+    gc.disable()
+    try:
+        one.empty()
+        forgotten = gc.collect()
+    finally:
+        gc.enable()
+    assert forgotten < 100
+    assert not one.lineage.known
 
 
 def test_no_more_evictions_are_remembered_than_blocks_were_held() -> None:
