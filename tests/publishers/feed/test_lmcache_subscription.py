@@ -26,6 +26,13 @@ PROMPT = list(range(100, 100 + 2 * CHUNK))
 ServerClass = type[LMCacheServer]
 
 
+@pytest.fixture(scope="module", autouse=True)
+async def event_loop_of_all_tests() -> AsyncIterator[None]:
+    """gRPC polls for all event loops of a process, and raises in a later one what an earlier one, closed by then, had left."""
+    yield
+    await anyio.wait_all_tasks_blocked()
+
+
 @dataclass
 class Subscriber:
     """An engine's ledger and its subscription."""

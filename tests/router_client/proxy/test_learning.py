@@ -1,5 +1,6 @@
 """Rates learned from answers that pass through the proxy, and from `/v1/done`."""
 
+from math import inf
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 from kvatlas.cost.regression import Evidence, Latency
 from kvatlas.reservations import RedisReservations
 from kvatlas.store.connection import Store
+from router_client.learning import timings
 from tests.eventually import until
 from tests.router_client.proxy.engines import MODEL, SCOPE, running_fleet, running_proxy
 
@@ -39,7 +41,12 @@ def rows(evidence: Evidence, kind: Latency) -> float:
     return evidence.sums[2 * kind + 1]
 
 
-async def test_streams_and_answers_of_one_token_teach_rates(store: Store, valkey_url: str) -> None:
+async def test_streams_and_answers_of_one_token_teach_rates(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        timings, "MOST_LATE", inf
+    )  # on a busy machine what this process measures late would teach nothing
     async with running_fleet(store, {"w1": {"speed_up": 20}}), running_proxy(valkey_url) as client:
         await complete(client, 1, max_tokens=8, stream=True)
         await complete(client, 2, max_tokens=1)
@@ -66,11 +73,11 @@ async def test_done_teaches_rates(store: Store, valkey_url: str) -> None:
         assert rows(evidence, Latency.TTFT) > 2 * rows(evidence, Latency.TPOT) > 0
 
 
-@pytest.mark.parametrize("timings", ["5 ms", {"ttft_us": "5"}, {"tpot_us": True}])
-async def test_timings_that_are_not_times_are_an_error(store: Store, valkey_url: str, timings: object) -> None:
+@pytest.mark.parametrize("given", ["5 ms", {"ttft_us": "5"}, {"tpot_us": True}])
+async def test_timings_that_are_not_times_are_an_error(store: Store, valkey_url: str, given: object) -> None:
     async with running_fleet(store, {"w1": {}}), running_proxy(valkey_url) as client:
         id = (await client.post("/v1/route", json={"token_ids": [1] * 64})).json()["id"]
-        answer = await client.post("/v1/done", json={"id": id, "timings": timings})
+        answer = await client.post("/v1/done", json={"id": id, "timings": given})
         assert answer.status_code == 400 and "timings" in answer.json()["error"]["message"]
 
 
