@@ -80,12 +80,14 @@ class Ledger:
         """How many engine hashes have been held at once."""
         self.store_writes: StoreWrites | None = None
         """What the engine tells of the shared store, if the settings name one."""
-        self.lineage = Lineage(settings)
-        self.empty()
+        self._begin_empty()
 
     def empty(self) -> None:
         """Forget everything. No event says so: the caller starts a new incarnation."""
         self.lineage.release()
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
         self._connector = ConnectorBlocks(self.counters, self._is_resident, keep=self.settings.keep_untold)
         self.groups = EngineGroups(self.settings)
         if self.store_writes is not None:

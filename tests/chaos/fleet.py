@@ -1,7 +1,7 @@
 """A whole fleet of real processes, with a proxy in every connection that can break."""
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -256,6 +256,11 @@ class Fleet:
         return total
 
 
+def single_nats(folder: Path) -> AbstractAsyncContextManager[EmbeddedServer]:
+    """A NATS server with the fleet's users, that gives up slow connections early."""
+    return nats_server(data_dir=folder, config=f"max_pending: {NATS_PENDING_BYTES}\n{nats_config()}")
+
+
 @asynccontextmanager
 async def running_fleet(
     folder: Path,
@@ -275,8 +280,7 @@ async def running_fleet(
     use; default: one of its own. `tree`: the checkout whose indexers and sidecars run."""
     async with AsyncExitStack() as stack:
         if not nats:
-            config = f"max_pending: {NATS_PENDING_BYTES}\n{nats_config()}"
-            nats = [await stack.enter_async_context(nats_server(data_dir=folder / "nats", config=config))]
+            nats = [await stack.enter_async_context(single_nats(folder / "nats"))]
         if cluster is None:
             valkey = await stack.enter_async_context(
                 valkey_server(data_dir=folder / "valkey", appendonly=True, settings=SLOW_LOG)

@@ -13,10 +13,8 @@ from nats.js.errors import NotFoundError
 
 from kvatlas.bus.stream import StreamSettings, ensure_stream, stream_info
 from kvatlas.bus.subjects import DEAD_STREAM, STREAM, alive_subject, events_subject
-from kvatlas.embedded import nats_server
 from kvatlas.embedded.server_process import LOG_FILE
-from tests.chaos.credentials import nats_config
-from tests.chaos.fleet import NATS_PENDING_BYTES, PARTITIONS, Fleet
+from tests.chaos.fleet import PARTITIONS, Fleet, single_nats
 from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
@@ -47,8 +45,7 @@ async def moved_to_another_nats(run: ScenarioRun) -> None:
     """To an empty one that knows nothing of the first, whose name it gets. The index answers meanwhile."""
     fleet = run.fleet
     await run.wait_for_answers(10)
-    config = f"max_pending: {NATS_PENDING_BYTES}\n{nats_config()}"
-    server = await fleet.stack.enter_async_context(nats_server(data_dir=fleet.folder / "other-nats", config=config))
+    server = await fleet.stack.enter_async_context(single_nats(fleet.folder / "other-nats"))
     incarnations = {one.worker_id: (await fleet.checker.status(one.worker_id)).incarnation for one in fleet.workers}
     await fleet.switch_nats(server)
     run.record_fault("NATS' address leads to another server, which is empty")
