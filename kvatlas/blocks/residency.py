@@ -223,6 +223,11 @@ class Overlap(NamedTuple):
     differences: Sequence[tuple[str, int, int]] = ()
     source: str = ""
 
+    @property
+    def longest(self) -> int:
+        """Leading looked-up blocks that any holder has, active or not."""
+        return max((sum(shard.lengths) for shard in self.shards), default=0)
+
     def depths(self) -> dict[str, int]:
         """Leading looked-up blocks that each worker holds in any tier; workers that hold none are left out."""
         depths: dict[str, int] = {}

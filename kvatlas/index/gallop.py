@@ -6,7 +6,9 @@ a block without a holder ends the overlap. The Lua twin of this file is `redis/f
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from struct import Struct
+from itertools import pairwise
+from struct import Struct, iter_unpack
+from typing import NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import Overlap
@@ -17,16 +19,18 @@ Runs = tuple[Sequence[bytes], Sequence[int]]
 """(holders values, run lengths)."""
 
 
-def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = STRIDE) -> Runs:
+def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = STRIDE, guess: bytes = b"") -> Runs:
     """Runs of equal holders over packed hashes; `get` returns a block's holders value, None if it has no holder.
 
-    Probes every `stride` blocks, and bisects only between probes that differ.
+    Probes where runs probably begin and end (`guess`, see `RunGuesses`), then every `stride` blocks, and bisects only between
+    probes that differ.
     """
     first = get(hashes[:HASH_BYTES])
     if first is None:
         return (), ()
     count = len(hashes) // HASH_BYTES
-    probed = list(map(get, _probe_struct(count, stride).unpack_from(hashes)))
+    probes = _probes(count, stride, guess)
+    probed = list(map(get, probes.struct.unpack_from(hashes)))
     probed.append(get(hashes[-HASH_BYTES:]))
     if probed.count(first) == len(probed):
         return (first,), (count,)
@@ -34,24 +38,35 @@ def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = ST
     starts = [0]
     left = 0
     left_value: bytes | None = first
-    for right, right_value in zip((*range(stride, count - 1, stride), count - 1), probed, strict=True):
+    for right, right_value in zip(probes.places, probed, strict=True):
         if right_value is not left_value and right_value != left_value:
-            stop = _bisect(get, hashes, left, left_value, right, right_value, starts, values)
-            if stop is not None:
-                return _to_runs(values, starts, stop)
+            if right_value is not None and right == left + 1:
+                starts.append(right)
+                values.append(right_value)
+            else:
+                stop = _bisect(get, hashes, left, left_value, right, right_value, starts, values)
+                if stop is not None:
+                    return _to_runs(values, starts, stop)
         left, left_value = right, right_value
     return _to_runs(values, starts, count)
 
 
+class _Probes(NamedTuple):
+    """`struct` unpacks the hashes of all `places` but the last one, which is the last block."""
+
+    places: tuple[int, ...]
+    struct: Struct
+
+
 @lru_cache(maxsize=1_024)
-def _probe_struct(count: int, stride: int) -> Struct:
-    """Unpacks every `stride`-th of `count` packed hashes, without the first and the last."""
-    probes = len(range(stride, count - 1, stride))
-    return Struct(
-        f"{stride * HASH_BYTES}x" + f"{HASH_BYTES}s{(stride - 1) * HASH_BYTES}x" * (probes - 1) + f"{HASH_BYTES}s"
-        if probes
-        else ""
-    )
+def _probes(count: int, stride: int, guess: bytes) -> _Probes:
+    """Of `count` packed hashes, without the first."""
+    guessed = [place for (place,) in iter_unpack(">I", guess)]
+    places = [place for place in guessed if 0 < place < count - 1]
+    places += range(max(guessed, default=0) + stride, count - 1, stride)
+    gaps = (right - left - 1 for left, right in pairwise((0, *places)))
+    layout = "".join(f"{gap * HASH_BYTES}x{HASH_BYTES}s" for gap in gaps)
+    return _Probes((*places, count - 1), Struct(f"{HASH_BYTES}x{layout}" if places else ""))
 
 
 def walk(get: Callable[[bytes], bytes | None], hashes: bytes) -> Runs:

@@ -57,10 +57,10 @@ class RunGuesses:
 
 @lru_cache(maxsize=512)
 def _pack_places(lengths: tuple[int, ...]) -> bytes:
-    """The last block of each run, and the one behind it."""
+    """The last block of each run, and the one behind it; a run of one block is one place."""
     places: list[int] = []
     end = 0
     for length in lengths:
         end += length
-        places += (end - 1, end)
+        places += (end,) if places and length == 1 else (end - 1, end)
     return Struct(f">{len(places)}I").pack(*places)

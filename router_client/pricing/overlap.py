@@ -193,30 +193,33 @@ async def _look_up_shape(
                 overlap = await index.overlap(prompt.scope, hashes)
             source = overlap.source
             before, whole = first_index // shape.granularity, len(hashes) // HASH_BYTES
-            reached_end = False
-            for worker_id, found in overlap.runs_by_worker().items():
-                if worker_id in workers:
-                    reached_end = reached_end or _length(found) == whole
-                    if before:
-                        known = runs.get(worker_id, ())
-                        # residency is prefix-closed: what an earlier chunk's result did not show is held now
-                        if missing := before - _length(known):
-                            _, first_flags = found[0]
-                            known = (*known, (missing, first_flags))
-                        runs[worker_id] = (*known, *found)
-                    else:
-                        runs[worker_id] = found
+            found = {worker: held for worker, held in overlap.runs_by_worker().items() if worker in workers}
+            runs = _append_runs(runs, before, found) if before else found
+            reached_end = overlap.longest == whole and any(_length(held) == whole for held in found.values())
             if not reached_end:
                 break
         first_index += len(chunk) // HASH_BYTES
         number += 1
     step_tokens = shape.block_size * shape.granularity
     held: dict[str, HeldPrefix] = {}
-    for worker_id, found in runs.items():
+    for worker_id, its_runs in runs.items():
         resumed = reach.get(worker_id)
-        prefix = _prefix_of(found, step_tokens)
+        prefix = _prefix_of(its_runs, step_tokens)
         held[worker_id] = prefix if resumed is None else prefix._replace(reach_tokens=resumed * shape.block_size)
     return _ShapeLookup(held, round_trips, source)
+
+
+def _append_runs(runs: Mapping[str, WorkerRuns], before: int, found: Mapping[str, WorkerRuns]) -> dict[str, WorkerRuns]:
+    """`runs` of the first `before` blocks, with those that were found behind them."""
+    joined = dict(runs)
+    for worker_id, behind in found.items():
+        known = runs.get(worker_id, ())
+        # residency is prefix-closed: what an earlier chunk's result did not show is held now
+        if missing := before - _length(known):
+            _, first_flags = behind[0]
+            known = (*known, (missing, first_flags))
+        joined[worker_id] = (*known, *behind)
+    return joined
 
 
 async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[_ShapeLookup]:

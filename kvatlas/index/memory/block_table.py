@@ -28,6 +28,7 @@ from kvatlas.index.holder_entries import (
 )
 from kvatlas.index.mark_lookup import HIGHEST_POSITION, without_sized
 from kvatlas.index.memory.mark_table import MarkTable, replace_value
+from kvatlas.index.run_guesses import RunGuesses
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class BlockTable:
         self.holders: dict[int, Holder] = {}
         self.active: dict[int, str] = {}
         self.retired: dict[int, None] = {}
+        self._guesses = RunGuesses()
         self._free: list[int] = []
         self.last_number = 0
         self._swept: list[int] = []
@@ -272,7 +274,12 @@ class BlockTable:
         blocks = self.blocks.get(scope_id)
         if not blocks:
             return ShardRuns((), (), {})
-        values, lengths = gallop(blocks.get, hashes, stride) if stride else walk(blocks.get, hashes)
+        if stride:
+            guess = self._guesses.find(hashes)
+            values, lengths = gallop(blocks.get, hashes, stride, guess)
+            self._guesses.keep(hashes, lengths, guess)
+        else:
+            values, lengths = walk(blocks.get, hashes)
         if not values or not self.marks.marked:
             return ShardRuns(values, lengths, self.active)
         depths = depths_by_number(values, lengths)

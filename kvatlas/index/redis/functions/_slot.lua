@@ -62,15 +62,27 @@ local function below(a, b)
   return a_high < b_high or (a_high == b_high and a_low < b_low)
 end
 
--- Returns the values of a HASH's fields, by field; thousands in one command.
-local function read_fields(key, fields)
+-- Returns the values of a HASH's first `n` fields in this list, in their order; thousands in one command.
+local function read_values(key, fields, n)
+  if n <= CHUNK then
+    return redis.call('HMGET', key, unpack(fields, 1, n))
+  end
   local found = {}
-  for first = 1, #fields, CHUNK do
-    local last = math.min(first + CHUNK - 1, #fields)
+  for first = 1, n, CHUNK do
+    local last = math.min(first + CHUNK - 1, n)
     local values = redis.call('HMGET', key, unpack(fields, first, last))
     for i = first, last do
-      found[fields[i]] = values[i - first + 1]
+      found[i] = values[i - first + 1]
     end
+  end
+  return found
+end
+
+-- Returns the values of a HASH's fields, by field.
+local function read_fields(key, fields)
+  local found, values = {}, #fields > 0 and read_values(key, fields, #fields) or {}
+  for i = 1, #fields do
+    found[fields[i]] = values[i]
   end
   return found
 end

@@ -6,6 +6,7 @@
 local FIELD_BYTES = 256 -- what a field costs besides its value's bytes
 local BYTES = 600000 -- after so many, the caller asks for the rest
 local WIDE_BYTES = 1024 -- of wider values fewer are probed at a time
+local PLACES = 256 -- as many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
 
 -- Returns runs of equal values: {start...}, {value...}, the first block without a holder (count if all have one), and the
 -- block from which the rest has to be asked for (nil: there is none). `guess`: the blocks to be probed first, ascending.
@@ -17,6 +18,7 @@ local function gallop(blocks, packed, count, stride, guess)
   local sub, last = string.sub, count - 1
   local starts, values, runs, spent = { 0 }, { left_value }, 1, 0
   local most = math.floor(CHUNK / stride) -- so that no level of theirs has more than CHUNK middles
+  local next_guess = 1
   while left < last do
     if spent > BYTES then
       if starts[runs] == left then
@@ -24,25 +26,27 @@ local function gallop(blocks, packed, count, stride, guess)
       end
       return starts, values, left, left
     end
-    local probes = math.max(4, math.floor(most * math.min(1, WIDE_BYTES / #left_value)))
     local cost = FIELD_BYTES + #left_value -- values only get shorter
+    local places = math.max(4, math.min(PLACES, math.floor(BYTES / 4 / cost)))
     local hashes, rights, n, at = {}, {}, 0, left
-    for i = 1, math.min(#guess, probes) do
-      if guess[i] > at and guess[i] <= last then
-        at = guess[i]
+    while n < places and guess[next_guess] do
+      local place = guess[next_guess]
+      next_guess = next_guess + 1
+      if place > at and place <= last then
+        at = place
         n = n + 1
         rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
       end
     end
-    guess = {}
     if n == 0 then
+      local probes = math.max(4, math.floor(most * math.min(1, WIDE_BYTES / #left_value)))
       while n < probes and at < last do
         at = math.min(at + stride, last)
         n = n + 1
         rights[n], hashes[n] = at, sub(packed, at * 8 + 1, at * 8 + 8)
       end
     end
-    local found = redis.call('HMGET', blocks, unpack(hashes, 1, n))
+    local found = read_values(blocks, hashes, n)
     spent = spent + n * cost
     -- intervals whose ends differ, from left to right
     local lows, highs, low_values, high_values, open = {}, {}, {}, {}, 0
@@ -70,7 +74,7 @@ local function gallop(blocks, packed, count, stride, guess)
       if n == 0 then
         break
       end
-      found = redis.call('HMGET', blocks, unpack(hashes, 1, n))
+      found = read_values(blocks, hashes, n)
       spent = spent + n * cost
       local next_lows, next_highs, next_low_values, next_high_values, k = {}, {}, {}, {}, 0
       n = 0
@@ -155,7 +159,7 @@ register_read_only('kvatlas_overlap', function(keys, args)
   else
     local places = math.floor(#(args[5] or '') / 4)
     local guess = places > 0 and { struct.unpack('>' .. string.rep('I4', math.min(places, CHUNK)), args[5]) } or {}
-    guess[places + 1] = nil -- the position behind them
+    guess[#guess] = nil -- the position behind them
     starts, values, stop, next_index = gallop(blocks, packed, count, stride, guess)
   end
   local reach, left = '', ''

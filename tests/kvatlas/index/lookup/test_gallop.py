@@ -34,10 +34,16 @@ def values(depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int
     return out
 
 
-@given(depths, leftovers, st.integers(0, 400), st.sampled_from([1, 3, 64]))
-def test_gallop_equals_walk(depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int, stride: int) -> None:
+guesses = st.lists(st.integers(0, 600), max_size=20, unique=True).map(sorted)
+
+
+@given(depths, leftovers, st.integers(0, 400), st.sampled_from([1, 3, 64]), guesses)
+def test_gallop_equals_walk(
+    depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int, stride: int, guess: list[int]
+) -> None:
     get = dict(zip(KEYS, values(depth_of, leftover, count), strict=False)).get
-    fast = ShardRuns(*gallop(get, PACKED[: 8 * count], stride), ACTIVE)
+    packed_guess = b"".join(place.to_bytes(4, "big") for place in guess)
+    fast = ShardRuns(*gallop(get, PACKED[: 8 * count], stride, packed_guess), ACTIVE)
     slow = ShardRuns(*walk(get, PACKED[: 8 * count]), ACTIVE)
     expected = {ACTIVE[number]: min(depth, count) for number, depth in depth_of.items() if min(depth, count)}
     assert fast.depths() == slow.depths() == expected

@@ -11,6 +11,8 @@ from kvatlas.blocks.residency import ShardRuns
 from kvatlas.blocks.tiers import Tier
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
+from kvatlas.index.holder_entries import number_bytes
+from kvatlas.index.memory.block_table import BlockTable
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
@@ -132,6 +134,55 @@ async def test_a_second_lookup_of_a_start_reads_once(store: Store, index: RedisI
     await store.client.config_resetstat()
     found = await index.overlap(SCOPE, whole)
     assert found.depths() == depths and await count_reads(store) <= 3
+
+
+async def test_a_second_lookup_of_64_runs_reads_once(store: Store, index: RedisIndex) -> None:
+    use, whole = ScopeUse(SCOPE, 16), chain(8, 512)
+    depths = {f"w{number}": 8 * number for number in range(1, 65)}
+    for worker, depth in depths.items():
+        await index.put(use, worker, Tier.HBM, whole[: depth * HASH_BYTES])
+    assert (await index.overlap(SCOPE, whole)).depths() == depths
+    await store.client.config_resetstat()
+    assert (await index.overlap(SCOPE, whole)).depths() == depths
+    assert await count_reads(store) <= 3  # the version, the first block, and all others
+
+
+def test_the_memory_index_reads_where_runs_ended() -> None:
+    blocks = BlockTable()
+    keys = [chain(9, 512)[at : at + HASH_BYTES] for at in range(0, 512 * HASH_BYTES, HASH_BYTES)]
+    read: list[bytes] = []
+
+    class CountedReads(dict[bytes, bytes]):
+        def get(self, key: bytes, default: bytes | None = None) -> bytes | None:  # type: ignore[override]
+            read.append(key)
+            return super().get(key, default)
+
+    depths = {number: 8 * number for number in range(1, 65)}
+    held = {key: [number for number, depth in depths.items() if at < depth] for at, key in enumerate(keys)}
+    values = {key: b"".join(number_bytes(number) + b"\1" for number in numbers) for key, numbers in held.items()}
+    blocks.blocks[SCOPE.scope_id] = CountedReads(values)
+    blocks.active = {number: f"w{number}" for number in depths}
+    counts = []
+    for _ in range(2):
+        read.clear()
+        assert blocks.overlap(SCOPE.scope_id, b"".join(keys)).depths() == {
+            f"w{n}": depth for n, depth in depths.items()
+        }
+        counts.append(len(read))
+    assert counts[1] <= 2 * len(depths) < counts[0]
+
+
+async def test_more_changes_than_lua_can_pass_to_a_command_are_found(store: Store, index: RedisIndex) -> None:
+    """Values that retired holders are left in differ in every block of an interval between two guesses."""
+    blocks, whole = SHARD.blocks(SCOPE.scope_id), chain(3, 20_000)
+    keys = [whole[at : at + HASH_BYTES] for at in range(0, len(whole), HASH_BYTES)]
+    active = number_bytes(1) + b"\1"
+    held = {key: active + number_bytes(100 + at) + b"\1" for at, key in enumerate(keys)}
+    await store.client.hset(blocks, mapping=held)
+    arguments = [whole, 64, "", 0, pack_places(19_999)]
+    keys_of_call = [blocks, SHARD.meta, SHARD.marked, SHARD.marks(SCOPE.scope_id)]
+    answer = OverlapAnswer(*await IndexFunctions(store).call_ro("kvatlas_overlap", keys_of_call, arguments))
+    assert answer.values == list(held.values()) and answer.lengths == [1] * 20_000
 
 
 async def test_a_lookup_of_another_end_is_exact(index: RedisIndex) -> None:
